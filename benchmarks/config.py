@@ -6,7 +6,7 @@ from pydantic import Field
 
 from gpt2_ddp.config.base import Command
 
-Benchmark = Literal["step", "data", "prepare", "checkpoint", "roofline"]
+Benchmark = Literal["step", "prepare", "checkpoint", "roofline"]
 
 
 class BenchmarkConfig(Command):
@@ -15,7 +15,7 @@ class BenchmarkConfig(Command):
     positional = "only"
 
     only: tuple[Benchmark, ...] = ()
-    """benchmarks to run: step, data, prepare, checkpoint, roofline; none: list them"""
+    """benchmarks to run: step, prepare, checkpoint, roofline; none: list them"""
     repeats: int = Field(default=5, ge=1)
     """number of timed rounds; each round times all contenders, one after the other"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -35,7 +35,7 @@ class BenchmarkConfig(Command):
     nanogpt: str | None = None
     """step: folder of a nanoGPT checkout, one more baseline; null: none"""
     seconds: float = Field(default=1, gt=0)
-    """step, data, roofline: approximate seconds per timed round; a round has at least one step"""
+    """step, roofline: approximate seconds per timed round; a round has at least one step"""
     text: str | None = None
     """prepare: jsonl file with a column `text`; null: 40 MB of the standard library's source"""
     output: str = "runs/benchmarks"

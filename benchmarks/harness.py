@@ -83,10 +83,7 @@ def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
         table = markdown_table(HEADER, [line for case in cases for line in case.lines()])
         print(f"{name}\n\n{table}\n", *(f"- {note}" for note in notes), sep="\n", end="\n\n", flush=True)
         found = {"benchmark": name, **environment_info(), "settings": config.model_dump(mode="json"), "notes": notes}
-        found["cases"] = [
-            case._asdict() | {"ratios": {name: case.ratios(name) for name in case.figures if name != OURS}}
-            for case in cases
-        ]
+        found["cases"] = [case._asdict() for case in cases]
         write_atomically(output / f"{name}.json", json.dumps(found, indent=1) + "\n")
     return tables
 

@@ -5,7 +5,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache, partial
 from itertools import cycle
@@ -47,7 +47,6 @@ def measure(config: BenchmarkConfig) -> Table:
             if name == "gigatoken":
                 contenders["ours, tiktoken"] = partial(ours, text, workers, False)
             contenders["pool, tiktoken"] = partial(pool_and_tiktoken, text, workers)
-            contenders["datasets.map, tiktoken"] = partial(datasets_map, text, workers)
             turns = {contender: partial(timed, run) for contender, run in contenders.items()}
             found = interleave(turns, config.repeats, warm_up=0)
             what = f"{workers} worker{'s' * (workers > 1)}"
@@ -82,26 +81,14 @@ def ours(text: Path, workers: int, fast: bool, folder: Path) -> int:
 
 
 def pool_and_tiktoken(text: Path, workers: int, folder: Path) -> int:
-    """As build-nanogpt prepares FineWeb: a pool encodes documents, and the parent writes them. Nothing is hashed."""
-    with multiprocessing.get_context("spawn").Pool(workers) as pool, text.open() as rows:
-        return write_tokens(folder, pool.imap(tokens_of, map(json.loads, rows), chunksize=16))
-
-
-def datasets_map(text: Path, workers: int, folder: Path) -> int:
-    """As nanoGPT prepares OpenWebText: `datasets` maps tokens to Arrow files, which go into one file."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    rows: Any = datasets.load_dataset("json", data_files=str(text), split="train", cache_dir=str(folder))
-    encoded = rows.map(lambda row: {"ids": tokens_of(row)}, remove_columns=rows.column_names, num_proc=workers)
-    parts = encoded.with_format("numpy").iter(1000)
-    return write_tokens(folder, (np.concatenate(part["ids"]).astype(np.uint16) for part in parts))
-
-
-def write_tokens(folder: Path, parts: Iterable[np.ndarray]) -> int:
-    """Writes arrays of uint16 to one file; returns the number of tokens."""
-    with open(folder / "train.bin", "wb") as file:
-        return sum(file.write(part.tobytes()) for part in parts) // 2
+    """As build-nanogpt prepares FineWeb: a pool encodes documents, and the parent writes them. Nothing is hashed.
+    Returns the number of tokens."""
+    count = 0
+    with multiprocessing.get_context("spawn").Pool(workers) as pool, open(folder / "train.bin", "wb") as file:
+        for tokens in pool.imap(tokens_of, map(json.loads, text.open()), chunksize=16):
+            count += len(tokens)
+            file.write(tokens.tobytes())
+    return count
 
 
 def tokens_of(row: dict[str, Any]) -> np.ndarray:

@@ -31,11 +31,22 @@ def contents() -> str:
     return markdown_table(("lesson", "claim"), rows, align=False)
 
 
+def code_of(experiment: Experiment) -> str:
+    """The source of the measuring function, after the functions of its module that it uses."""
+    decorated = inspect.getsource(experiment.measure)
+    found = decorated[decorated.index("\ndef ") + 1 :]
+    for name, used in reversed(vars(inspect.getmodule(experiment.measure)).items()):  # used parts come first
+        ours = getattr(used, "__module__", "") == experiment.measure.__module__
+        if ours and (inspect.isfunction(used) or inspect.isclass(used)) and re.search(rf"\b{name}\b", found):
+            found = f"{inspect.getsource(used)}\n\n{found}"
+    return found.rstrip()
+
+
 def part(experiment: Experiment, measured: str) -> str:
     """What follows a lesson's text: both ways, figures and code."""
     ways = ("wrong", experiment.wrong), ("right", experiment.right), ("measured", measured)
     lines = [f"- **{name}**: {' '.join(text.split())}" for name, text in ways]
-    return "\n".join([*lines, "", "```python", experiment.code.rstrip(), "```", "", ""])
+    return "\n".join([*lines, "", "```python", code_of(experiment), "```", "", ""])
 
 
 def page(text: str, measured: Mapping[str, str]) -> str:

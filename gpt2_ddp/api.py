@@ -1,8 +1,4 @@
-"""What people script, in a few functions: the same that the scripts do, on values instead of command lines.
-
-In all of them, a mistake of the user's is a `UserError`, which names the field, its value and a hint; none ends the
-process. docs/python.md has examples.
-"""
+"""The Python interface: the scripts as functions. User errors raise `UserError`. docs/python.md has examples."""
 
 import os
 import sys
@@ -12,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from gpt2_ddp.config.base import flat, leaves
+from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
@@ -45,12 +41,7 @@ def load_config(*files: str, **changes: Any) -> TrainingConfig:
         files: YAML files, those of `configs/` from any folder. None: the file that suits the data.
         changes: `run_name="a", train={"steps": 100}` or, by dotted names, `**{"train.steps": 100}`.
     """
-    given = flat(_plain(changes))
-    fields = {name for name, _ in leaves(TrainingConfig)}
-    for name in given:
-        if (field := name.rpartition(".")[0]) in fields:
-            raise UserError(name, given[name], f"{field} takes a value, not keys")
-    return resolve(TrainingConfig, files, given, training_default)
+    return resolve(TrainingConfig, files, flat(_plain(changes)), training_default)
 
 
 def _plain(value: Any) -> Any:
@@ -65,13 +56,8 @@ def _plain(value: Any) -> Any:
 def prepare(
     source: str | os.PathLike[str] = "stdlib", output: str | os.PathLike[str] | None = None, **settings: Any
 ) -> Manifest:
-    """Creates a folder of token shards, as prepare_data.py does. Returns its manifest: `.tokens("train")`,
-    `.vocab_size`, ... A folder that is prepared already is kept.
-
-    Args:
-        source: `stdlib`, text, jsonl or parquet files, `hub:OWNER/NAME`, or `bin:GLOB`.
-        output: the folder; None: data/ and the source's name.
-        settings: prepare_data.py's others, such as `tokenizer="gpt2"`.
+    """Creates a folder of token shards, as prepare_data.py does, or keeps a prepared one. Returns its manifest:
+    `.tokens("train")`, `.vocab_size`, ... `settings` are other flags of prepare_data.py, such as `tokenizer="gpt2"`.
     """
     from gpt2_ddp.preparation.prepare import prepare
 
@@ -83,9 +69,8 @@ def train(config: TrainingConfig, processes: int | None = None) -> "Result":
     (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`, `run` (the folder), `checkpoint`
     (the newest) and `best` (the one with the lowest val_loss if it is older, else None).
 
-    After a signal (Ctrl-C, a notebook's stop button) the run saves a checkpoint; its outcome is `stopped`. Another
-    Ctrl-C, a second or more later, raises KeyboardInterrupt at once. Python delivers signals to the main thread only;
-    in other threads, a run ends at its last step or at `train.max_minutes`.
+    After Ctrl-C or a notebook's stop button, in the main thread, the run saves a checkpoint; its outcome is `stopped`.
+    Another Ctrl-C, a second or more later, raises KeyboardInterrupt at once.
 
     Args:
         processes: None: train in this process, which may be a launcher's rank. A number: start so many new processes on
@@ -208,7 +193,7 @@ def export_hf(
         checkpoint: as for `load_model`.
 
     Raises:
-        gpt2_ddp.export.check.ExportMismatch: transformers' results differ; the folder is renamed to `.rejected`.
+        gpt2_ddp.export.check.ExportMismatch: transformers' results differ; no folder is written.
     """
     from gpt2_ddp.export.export import default_output, export, require_package
 
@@ -247,9 +232,8 @@ def evaluate(
 
 
 def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
-    """Scores a text as a document: each of its tokens once, given those before it. A text longer than the model's
-    context is scored in windows, each without the text before it. Returns the same as `evaluate`.
-    """
+    """Scores a text as a document, like `evaluate`. A text longer than the model's context is scored in windows, each
+    without the text before it."""
     import torch
 
     from gpt2_ddp.model.evaluate import Evaluation
@@ -257,10 +241,8 @@ def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
     ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
     if not len(ids):
         raise UserError("text", "", "has no tokens to score")
-    whole = torch.cat([torch.tensor([tokenizer.eot]), ids]).to(model.wte.weight.device)
-    windows = (
-        whole[start : start + model.config.block_size + 1] for start in range(0, len(ids), model.config.block_size)
-    )
+    whole, size = torch.cat([torch.tensor([tokenizer.eot]), ids]).to(model.wte.weight.device), model.config.block_size
+    windows = (whole[start : start + size + 1] for start in range(0, len(ids), size))
     with torch.no_grad():
         nll = sum(model(part[None, :-1], part[None, 1:], reduction="none").double().sum().item() for part in windows)
     return Evaluation(nll, len(ids), int(tokenizer.token_bytes()[ids].sum()))
@@ -269,9 +251,8 @@ def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
 def read_metrics(run: str | os.PathLike[str]) -> "DataFrame":
     """The rows of a run's metrics.jsonl as a pandas.DataFrame, one for each logged step, also while it still trains.
 
-    Columns are named as in the file: step, tokens, loss, loss_mean, lr, grad_norm, tokens_per_second, ...; val_loss is
-    NaN where there was no evaluation. Steps that a rollback has undone and events (starts, checkpoints) are left out;
-    so are lines that cannot be read, with a note on stderr.
+    Columns are named as in the file: step, tokens, loss, lr, ...; val_loss is NaN where there was no evaluation. Left
+    out are events, steps that a rollback has undone, and unreadable lines.
     """
     from pandas import DataFrame
 

@@ -49,9 +49,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
     if config.output and is_main_process():
         check_writable(config.output)
     if world_size() == 1:
-        device = build_accelerator(config.device, "no").device  # raises where more were asked for
-        facts = gather_facts(RankEnv(0, 0, 1, "127.0.0.1", 1), device)
-        _report(config, [facts], [])
+        build_accelerator(config.device, "no")  # raises where more were asked for
         print(f"note: only one process, so there is nothing to check; {USE_TORCHRUN.format(n=2)}")
         return
     place = RankEnv.from_environment()
@@ -328,15 +326,14 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
 def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict]) -> None:
     shown = ("rank", "host", "device", "interface", "ip", "python", "torch", "accelerate", "cuda", "nccl")
     print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]))
-    if results:
-        backend = "nccl" if ranks[0]["device_type"] == "cuda" else "gloo"
-        cells = [("all-reduce", "median us", "algorithm GB/s", "bus GB/s", "sums")]
-        for row in results:
-            figures = f"{row['median_us']:.1f}", f"{row['algorithm_gb_per_s']:.3f}", f"{row['bus_gb_per_s']:.3f}"
-            sums = f"wrong on {row['wrong_ranks']}" if row["wrong_ranks"] else "right"
-            cells.append((f"{row['bytes']:,} B", *figures, sums))
-        print(f"\n{text_table(cells)}")
-        print(f"\n{len(ranks)} processes, {backend}; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
+    backend = "nccl" if ranks[0]["device_type"] == "cuda" else "gloo"
+    cells = [("all-reduce", "median us", "algorithm GB/s", "bus GB/s", "sums")]
+    for row in results:
+        figures = f"{row['median_us']:.1f}", f"{row['algorithm_gb_per_s']:.3f}", f"{row['bus_gb_per_s']:.3f}"
+        sums = f"wrong on {row['wrong_ranks']}" if row["wrong_ranks"] else "right"
+        cells.append((f"{row['bytes']:,} B", *figures, sums))
+    print(f"\n{text_table(cells)}")
+    print(f"\n{len(ranks)} processes, {backend}; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
     if config.output:
         found = {"processes": len(ranks), "checked_from": socket.gethostname(), "ranks": ranks, "all_reduce": results}
         Path(config.output).write_text(json.dumps(found, indent=1) + "\n")

@@ -124,23 +124,19 @@ def notes_on(sets: Iterable[ItemSet], saved: Mapping[str, str]) -> Iterator[str]
 
 def _fetch(task: str) -> list[Item]:
     """The items of a task on the Hub; without an answer in four seconds, those that `datasets` has kept."""
-    from huggingface_hub import HfApi, constants
+    import datasets.config
+    import huggingface_hub.constants
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     dataset, subset, split = HUB[task]
-    offline = None
     try:
-        HfApi().dataset_info(dataset, timeout=4)  # load_dataset retries for 40 s
-    except (OSError, HTTPError) as error:
-        offline = error
-        constants.HF_HUB_OFFLINE = True
-    import datasets.config
-
-    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
+        huggingface_hub.HfApi().dataset_info(dataset, timeout=4)  # load_dataset retries for 40 s
+    except (OSError, HTTPError):
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         rows = datasets.load_dataset(dataset, subset, split=split)
     except (OSError, ValueError, HTTPError) as error:
-        reason = f"{type(offline or error).__name__}: {' '.join(str(offline or error).split())[:300]}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         hint = f"{dataset} cannot be read from the Hub ({reason}); a local jsonl file of its rows works, too"
         raise UserError("tasks", task, hint) from error
     return _check_items(dataset, ((f"{dataset}, row {number}", dict(row)) for number, row in enumerate(rows)))

@@ -2,9 +2,8 @@
 
     python scripts/ddp_lab.py                                    # all experiments; starts its own two processes
     python scripts/ddp_lab.py --only set_epoch padded_test_set   # some of them
-    python scripts/ddp_lab.py --explain called_module            # both ways, and their code
 
-docs/ddp-lab.md explains each row.
+docs/ddp-lab.md explains each row, and has its code.
 """
 
 from gpt2_ddp.config.cli import run_command

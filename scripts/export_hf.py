@@ -3,10 +3,8 @@
     python scripts/export_hf.py runs/stdlib                                       # exports/stdlib-step-00001000
     python scripts/export_hf.py runs/gpt2_124m --output gpt2-mine
     python scripts/export_hf.py runs/stdlib --gguf                                # also model.gguf, for llama.cpp
-    python scripts/export_hf.py runs/gpt2_124m --push_to_hub me/gpt2-mine         # needs `hf auth login`
 
-If transformers' results differ, exits with 1 and renames the folder to *.rejected. docs/export.md lists the files and
-the comparisons.
+If transformers' results differ, exits with 1 and writes no folder. docs/export.md lists the files and the comparisons.
 """
 
 from gpt2_ddp.config.cli import run_command

@@ -9,19 +9,8 @@
 The same command again resumes the run.
 """
 
-from functools import partial
-from typing import Any
-
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.jobs import ClassifierConfig, classifier_default
-from gpt2_ddp.tasks.command import start_job
-
-
-def summary(result: Any) -> str:
-    metrics = result.metrics
-    scores = [f"{name[4:]} {metrics[name]:.2%}" for name in metrics if name in ("val_accuracy", "val_top5")]
-    return f"{', '.join(scores)} of {metrics['val_samples']:,} test samples"
-
 
 if __name__ == "__main__":
-    run_command(ClassifierConfig, partial(start_job, summary=summary), default=classifier_default)
+    run_command(ClassifierConfig, "gpt2_ddp.tasks.command:start_job", default=classifier_default)

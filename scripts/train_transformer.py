@@ -7,17 +7,8 @@
 The same command again resumes the run.
 """
 
-from functools import partial
-from typing import Any
-
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.jobs import TransformerConfig
-from gpt2_ddp.tasks.command import start_job
-
-
-def summary(result: Any) -> str:
-    return f"mean loss of the last epoch {result.metrics['train_loss']:.4f}"
-
 
 if __name__ == "__main__":
-    run_command(TransformerConfig, partial(start_job, summary=summary), default="configs/jobs/transformer.yaml")
+    run_command(TransformerConfig, "gpt2_ddp.tasks.command:start_job", default="configs/jobs/transformer.yaml")

@@ -90,22 +90,29 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_corpus(folder: Path) -> None:
-    from gpt2_ddp.data.manifest import Manifest
     from gpt2_ddp.data.tokenizer import load_tokenizer
-    from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
     from gpt2_ddp.preparation.prepare import train_bpe
 
     names = ("abc", "bisect", "heapq", "keyword", "queue", "sched", "shlex", "stat", "string", "textwrap", "token")
     texts = [(Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in names]
     train_bpe(texts, 512, folder / "tokenizer.json")
-    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
-    splits = {}
-    for split, part in (("train", texts[:-2]), ("val", texts[-2:])):
+    documents = [load_tokenizer(str(folder / "tokenizer.json")).encode(text) for text in texts]
+    write_shards(folder, "stdlib", {"train": documents[:-2], "val": documents[-2:]})
+
+
+def write_shards(folder: Path, source: str, documents: dict[str, list]) -> None:
+    """Writes the tokens of each split's documents, and a manifest, beside a tokenizer of 512 tokens."""
+    from gpt2_ddp.data.manifest import Manifest
+    from gpt2_ddp.data.tokenizer import load_tokenizer
+    from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
+
+    tokenizer, splits = load_tokenizer(str(folder / "tokenizer.json")), {}
+    for split, parts in documents.items():
         writer = ShardWriter(folder, split, 20_000, 512)
-        for text in part:
-            writer.add(np.concatenate([[tokenizer.eot], tokenizer.encode(text)]))
+        for tokens in parts:
+            writer.add(np.concatenate([[tokenizer.eot], tokens]))
         splits[split] = writer.close()
-    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, "stdlib", splits))
+    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, source, splits))
 
 
 @pytest.fixture(scope="session")
@@ -115,22 +122,17 @@ def short_documents(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def make_short_documents(corpus: Path, folder: Path) -> None:
-    from gpt2_ddp.data.manifest import Manifest, read_manifest
+    from gpt2_ddp.data.manifest import read_manifest
     from gpt2_ddp.data.shards import TokenStream
-    from gpt2_ddp.data.tokenizer import load_tokenizer
-    from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 
     shutil.copy(corpus / "tokenizer.json", folder)
-    tokenizer, whole = load_tokenizer(str(folder)), read_manifest(corpus)
-    splits = {}
+    whole, documents = read_manifest(corpus), {}
     for split in ("train", "val"):
-        stream, writer = TokenStream(corpus, whole, split), ShardWriter(folder, split, 20_000, 512)
+        stream = TokenStream(corpus, whole, split)
         tokens = stream.read(np.array([0]), min(len(stream), 3000))[0]
-        for begin in range(0, len(tokens), 37):
-            part = tokens[begin : begin + 20 + begin % 18]
-            writer.add(np.concatenate([[tokenizer.eot], part[part != tokenizer.eot]]))
-        splits[split] = writer.close()
-    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, "short", splits))
+        parts = [tokens[begin : begin + 20 + begin % 18] for begin in range(0, len(tokens), 37)]
+        documents[split] = [part[part != whole.eot] for part in parts]
+    write_shards(folder, "short", documents)
 
 
 @pytest.fixture(scope="session")

@@ -48,56 +48,26 @@ class Case(NamedTuple):
 
 
 KINDS: dict[str, tuple[type[RunConfig], dict[str, Any]]] = {
-    "gpt2": (
-        TrainingConfig,
-        {
-            "model": {"n_layer": 1, "n_head": 2, "n_embd": 16},
-            "optim": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 3},
-            "train": {"steps": 10, "mixed_precision": "no", "device": "cpu"},
-            "eval": {"every": 5, "tokens": 500},
-            "checkpoint": {"every": 5},
-            "tracking": {"log_every": 1},
-        },
-    ),
-    "regression": (
-        RegressionConfig,
-        {"data": {"points": 101, "test_points": 31}, "optim": {"momentum": 0.9}, "train": {"global_batch_size": 12}},
-    ),
-    "mlp": (
-        ClassifierConfig,
-        {
-            "data": {"points": 101, "test_points": 31},
-            "model": {"hidden": (30, 20)},
-            "optim": {"name": "adam"},
-            "train": {"global_batch_size": 24, "micro_batch_size": 4, "mixed_precision": "bf16"},
-        },
-    ),
-    "lenet": (
-        ClassifierConfig,
-        {
-            "data": {"name": "cifar100", "augment": True},
-            "model": {"name": "lenet"},
-            "optim": {"name": "adam", "lr": 1e-3},
-            "train": {"global_batch_size": 12, "micro_batch_size": 4},
-        },
-    ),
-    "resnet18": (
-        ClassifierConfig,
-        {
-            "data": {"name": "cifar100"},
-            "model": {"name": "resnet18"},
-            "optim": {"lr": 3e-4},  # small: its rounding errors grow with it
-            "train": {"global_batch_size": 12, "micro_batch_size": 4},
-            "checkpoint": {"save_every": 2},
-        },
-    ),
-    "transformer": (
-        TransformerConfig,
-        {"data": {"sequences": 19}, "model": {"dropout": 0.1}, "train": {"global_batch_size": 6}},
-    ),
-}
-JOB = {"train": {"epochs": 2, "mixed_precision": "no", "device": "cpu"}, "eval": {"batch_size": 8}}
-"""What the small jobs have in common."""
+    "gpt2": (TrainingConfig, {
+        "model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "optim.lr": 3e-3, "optim.min_lr": 3e-4,
+        "optim.warmup_steps": 3, "train.steps": 10, "eval.every": 5, "eval.tokens": 500, "checkpoint.every": 5}),
+    "regression": (RegressionConfig, {
+        "data.points": 101, "data.test_points": 31, "optim.momentum": 0.9, "train.global_batch_size": 12}),
+    "mlp": (ClassifierConfig, {
+        "data.points": 101, "data.test_points": 31, "model.hidden": (30, 20), "optim.name": "adam",
+        "train.global_batch_size": 24, "train.micro_batch_size": 4, "train.mixed_precision": "bf16"}),
+    "lenet": (ClassifierConfig, {
+        "data.name": "cifar100", "data.augment": True, "model.name": "lenet", "optim.name": "adam", "optim.lr": 1e-3,
+        "train.global_batch_size": 12, "train.micro_batch_size": 4}),
+    # a small rate: its rounding errors grow with it
+    "resnet18": (ClassifierConfig, {
+        "data.name": "cifar100", "model.name": "resnet18", "optim.lr": 3e-4, "train.global_batch_size": 12,
+        "train.micro_batch_size": 4, "checkpoint.save_every": 2}),
+    "transformer": (TransformerConfig, {"data.sequences": 19, "model.dropout": 0.1, "train.global_batch_size": 6}),
+}  # fmt: skip
+ALL = {"seed": 1337, "train.mixed_precision": "no", "train.device": "cpu", "tracking.log_every": 1}
+JOB = {"train.epochs": 2, "eval.batch_size": 8}
+"""What all cases, and what those of small jobs have in common."""
 
 
 def _gpt2(block_size: int, windows: int, micro_batch_size: int, **others: Any) -> dict[str, Any]:
@@ -120,58 +90,35 @@ CASES: dict[str, Case] = {
     # 750 windows, so that steps 3, 6 and 9 lie in two epochs; and all of the validation split, its tail too
     "epochs": Case("gpt2", (1, 2), _gpt2(16, 256, 32, eval__tokens=None), exact=True, slow=(1,)),
     "regression-even": Case(
-        "regression",
-        (1, 2),
-        {"data.points": 128, "data.test_points": 32, "train.global_batch_size": 16},
-        exact=True,
-        slow=(1, 2),
+        "regression", (1, 2), {"data.points": 128, "data.test_points": 32, "train.global_batch_size": 16}, True, (1, 2)
     ),
     "regression": Case("regression", (1, 2), {}, exact=False, slow=(1, 2)),
-    "regression-lone": Case(
-        "regression", (1, 2), {"data.points": 97}, exact=False, slow=(1,)
-    ),  # last steps of one sample
+    # last steps of one sample
+    "regression-lone": Case("regression", (1, 2), {"data.points": 97}, exact=False, slow=(1,)),
     "mlp-bf16": Case("mlp", (1, 2), {}, exact=False, slow=(1,)),
     "lenet-augment": Case("lenet", (1, 2), {}, exact=False, slow=(2,)),
     "resnet18": Case("resnet18", (1, 2), {}, exact=False, slow=(1, 2)),
     "transformer-dropout": Case("transformer", (1, 2), {}, exact=False, slow=(1,)),
 }
 
+LONGER = CASES["even-dropout"].changes | {"optim.decay_steps": 20, "checkpoint.keep_last": 2}
 RESUMED: dict[str, tuple[Case, dict[str, Any]]] = {
-    "gpt2_run": (
-        Case(
-            "gpt2",
-            (1, 2),
-            CASES["even-dropout"].changes | {"optim.decay_steps": 20, "checkpoint.keep_last": 2},
-            exact=True,
-            slow=(2,),
-        ),
-        {"train.steps": 20},
-    ),
+    "gpt2_run": (Case("gpt2", (1, 2), LONGER, exact=True, slow=(2,)), {"train.steps": 20}),
     "regression_run": (Case("regression", (1, 2), {}, exact=False, slow=(1,)), {"train.epochs": 4}),
 }
 """Run folders in `golden/`, which one process left halfway: the case that made them, and what takes them to their end.
 The case's worlds are those that go on with it."""
 
 
-def make_config(
-    case: Case, output_dir: Path | str, run_name: str = "run", cifar: Path | str | None = None
-) -> RunConfig:
-    """The configuration of a case.
-
-    Args:
-        cifar: folder of the images, for the kinds that need them.
-    """
+def make_config(case: Case, output_dir: Path | str, cifar: Path | str | None = None) -> RunConfig:
+    """The configuration of a case. `cifar`: folder of the images, for the kinds that need them."""
     command, own = KINDS[case.kind]
-    values: dict[str, Any] = {"output_dir": str(output_dir), "run_name": run_name, "seed": 1337}
-    for layer in ({"tracking": {"log_every": 1}}, {} if case.kind == "gpt2" else JOB, own):
-        for section, fields in layer.items():
-            values[section] = values.get(section, {}) | fields
-    if case.kind == "gpt2":
-        values["data"] = {"path": str(CORPUS)}
-    elif values.get("data", {}).get("name") == "cifar100":
+    data = {"data.path": str(CORPUS)} if case.kind == "gpt2" else JOB
+    if own.get("data.name") == "cifar100":
         assert cifar is not None, "this case needs images"
-        values["data"]["path"] = str(cifar)
-    return command.model_validate(change(values, case.changes))
+        data = data | {"data.path": str(cifar)}
+    folder = {"output_dir": str(output_dir), "run_name": "run"}
+    return command.model_validate(change(folder, ALL | data | own | case.changes))
 
 
 def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

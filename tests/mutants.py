@@ -1,16 +1,14 @@
 """Mutation testing of the core: changes one place of a module at a time, and reports each change that no test notices.
 
-    .venv/bin/python tests/mutants.py [--only training/guard.py] [--jobs 2] [--json FILE]
+    .venv/bin/python tests/mutants.py [--only training/guard.py] [--jobs 2]
 
 `MODULES` names the tests of each module. They have to pass on the unchanged module. Mutants are spread evenly over all
 places where a module can be changed, so the choice depends on the source alone. Each is written into a copy of the
-tree, and the tests import that copy's package. With `--json`, a second call resumes. Results hold while the module and
-its tests are the same. The exit code is 1 if a mutant survives that `EQUIVALENT` does not list.
+tree, and the tests import that copy's package. The exit code is 1 if a mutant survives that `EQUIVALENT` does not list.
 """
 
 import argparse
 import ast
-import hashlib
 import json
 import os
 import re
@@ -22,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -56,7 +54,7 @@ MODULES: dict[str, tuple[int, list[str]]] = {
     "training/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or job or all_the_same or kept"]),
     "training/optimizer.py": (20, ["tests/test_optim.py", GUARD, "-k", STATISTICS]),
     "checkpoint/checkpoint.py": (18, ["tests/test_checkpoint.py", "-k", "not killed"]),
-    "checkpoint/store.py": (18, ["tests/test_checkpoint.py", "-k", "not (all_ranks or bit)"]),
+    "checkpoint/store.py": (18, ["tests/test_checkpoint.py", "-k", "not flipped"]),
     "model/evaluate.py": (
         18,
         ["tests/test_evaluate.py", "tests/test_mixture.py", "-k", "not hang and (evaluate or of_a_mixture)"],
@@ -74,167 +72,102 @@ PARTS = {
     "checkpoint/run_folder.py": {"append", "append_sample", "append_rollback", "_chained", "end", "resume", "_kept"},
 }
 """The functions of a module that are changed; all of it where it is not named."""
-EQUIVALENT: list[tuple[str, str, str, str]] = [
-    (
-        "data/order.py",
-        "self._first, self._cached = 0, np.empty(0, np.uint64) # items at the positions from _first on",
-        "self._first, self._cached = 1, np.empty(0, np.uint64) # items at the positions from _first on",
-        "empty at first, so any position is outside",
-    ),
-    (
-        "data/order.py",
-        "if not len(positions) or positions[-1] - positions[0] >= FEW:",
-        "if not len(positions) or positions[-1] - positions[0] > FEW:",
-        "which lookups are cached; the items are the same",
-    ),
-    (
-        "data/order.py",
-        "return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])",
-        "return parts[0] if False else np.concatenate([np.empty(0, np.uint64), *parts])",
-        "joining one part is that part",
-    ),
-    *(
-        ("data/order.py", before, after, "which lookups are cached; the items are the same")
-        for before, after in (
-            (
-                "first, stop = int(positions[0]), int(positions[-1]) + 1",
-                "first, stop = int(positions[0]), int(positions[-1]) + 2",
-            ),
-            (
-                "if first < self._first or stop > self._first + len(self._cached):",
-                "if first <= self._first or stop > self._first + len(self._cached):",
-            ),
-            (
-                "epoch_end = (first // self.n_items + 1) * self.n_items # each epoch has a key of its own",
-                "epoch_end = (first * self.n_items + 1) * self.n_items # each epoch has a key of its own",
-            ),
-        )
-    ),
-    (
-        "data/feed.py",
-        "def __init__(self, read: Callable[[Any], Any], length: int = 0):",
-        "def __init__(self, read: Callable[[Any], Any], length: int = 1):",
-        "the length of an endless one is not read",
-    ),
-    (
-        "data/mixture.py",
-        "for path, ours, theirs in zip(paths, now.manifests, known, strict=False):",
-        "for path, ours, theirs in zip(paths, now.manifests, known):",
-        "the default of zip",
-    ),
-    (
-        "checkpoint/store.py",
-        "SLOW_DISK = 20e6 # bytes per second of the slowest disk for checkpoints, in timeouts",
-        "SLOW_DISK = 20000001.0 # bytes per second of the slowest disk for checkpoints, in timeouts",
-        "a guess",
-    ),
-    (
-        "checkpoint/store.py",
-        "self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = True",
-        "self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = False",
-        "a training passes it",
-    ),
-    (
-        "checkpoint/store.py",
-        "if len(there) + (coming is not None) <= self._keep_last and first not in steps_of(there):",
-        "if False:",
-        "a shortcut; the same are kept",
-    ),
-    (
-        "checkpoint/run_files.py",
-        "while size > 0 and (line := stream.readline(size)):",
-        "while size > 1 and (line := stream.readline(size)):",
-        "no row has one byte",
-    ),
-    (
-        "training/guard.py",
-        "numbers = torch.tensor([one.integers() for one in self._numbers], device=self._accelerator.device)",
-        "numbers = torch.tensor([one.integers() for one in self._numbers])",
-        "without a GPU, the same device",
-    ),
-    ("training/guard.py", "self._values.copy_(values, non_blocking=True)", "pass", "not reached without a GPU"),
-    ("data/feed.py", "if self._first is None:", "if True:", "delivering again gives the first one again"),
-    ("data/feed.py", "drop_last = True", "drop_last = False", "the batches have no end"),
-    (
-        "data/mixture.py",
-        "for path, manifest in zip(paths, manifests, strict=True):",
-        "for path, manifest in zip(paths, manifests):",
-        "as many manifests as paths are read",
-    ),
-    (
-        "training/loop.py",
-        "nothing_changed = run.step > 0 and round(run.skipped.item()) == run.step",
-        "nothing_changed = True and round(run.skipped.item()) == run.step",
-        "a complete run has taken a step",
-    ),
-    (
-        "training/loop.py",
-        "if torch.cuda.is_initialized():",
-        "if True:",
-        "without a GPU, it seeds nothing",
-    ),
-    (
-        "training/optimizer.py",
-        "(self._prepared if self._scaler else self.plain).step()",
-        "(self._prepared if True else self.plain).step()",
-        "Accelerate's step is the same, and slower",
-    ),
-    (
-        "checkpoint/checkpoint.py",
-        "if tensor.nbytes and int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:",
-        "if tensor.nbytes and True:",
-        "not reached without a GPU",
-    ),
-    (
-        "data/feed.py",
-        "return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=True)",  # noqa: E501
-        "return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=False)",  # noqa: E501
-        "copies to the CPU wait anyway",
-    ),
-    (
-        "data/feed.py",
-        "end = (position // len(self.order) + 1) * len(self.order) if self.by_epoch else 2**63",
-        "end = (position // len(self.order) + 1) * len(self.order) if self.by_epoch else 2**64",
-        "both are past every position",
-    ),
-    (
-        "data/mixture.py",
-        "epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]",
-        "epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders)]",
-        "both have a value per source",
-    ),
-    (
-        "training/guard.py",
-        "self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)",
-        "self._values = torch.empty(values.shape, pin_memory=True)",
-        "losses are fp32, which is the default",
-    ),
-    (
-        "model/optim.py",
-        "end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)",
-        "end, low, last = config.decay_steps or False, config.min_lr, lr_at(steps, config)",
-        "only read where decay_steps is set",
-    ),
-    (
-        "model/muon.py",
-        "for parameter, update in zip(parameters, updates, strict=True):",
-        "for parameter, update in zip(parameters, updates):",
-        "both have a value per parameter",
-    ),
-    (
-        "model/muon.py",
-        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
-        "if False: # nearer to a square, it takes more arithmetic",
-        "the same matrix, by more arithmetic",
-    ),
-    (
-        "model/muon.py",
-        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
-        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(2): # nearer to a square, it takes more arithmetic",
-        "the same matrix, by more arithmetic",
-    ),
-]
-"""Mutants that change nothing observable: module, line before, line after, and the reason."""
+EQUIVALENT: set[tuple[str, ...]] = set(
+    re.findall(
+        r"^(\S+): .*\n- (.*)\n\+ (.*)$",
+        """
+data/order.py: empty at first, so any position is outside
+- self._first, self._cached = 0, np.empty(0, np.uint64) # items at the positions from _first on
++ self._first, self._cached = 1, np.empty(0, np.uint64) # items at the positions from _first on
+data/order.py: which lookups are cached; the items are the same
+- if not len(positions) or positions[-1] - positions[0] >= FEW:
++ if not len(positions) or positions[-1] - positions[0] > FEW:
+data/order.py: joining one part is that part
+- return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
++ return parts[0] if False else np.concatenate([np.empty(0, np.uint64), *parts])
+data/order.py: which lookups are cached; the items are the same
+- first, stop = int(positions[0]), int(positions[-1]) + 1
++ first, stop = int(positions[0]), int(positions[-1]) + 2
+data/order.py: which lookups are cached; the items are the same
+- if first < self._first or stop > self._first + len(self._cached):
++ if first <= self._first or stop > self._first + len(self._cached):
+data/order.py: which lookups are cached; the items are the same
+- epoch_end = (first // self.n_items + 1) * self.n_items # each epoch has a key of its own
++ epoch_end = (first * self.n_items + 1) * self.n_items # each epoch has a key of its own
+data/feed.py: the length of an endless one is not read
+- def __init__(self, read: Callable[[Any], Any], length: int = 0):
++ def __init__(self, read: Callable[[Any], Any], length: int = 1):
+data/mixture.py: the default of zip
+- for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
++ for path, ours, theirs in zip(paths, now.manifests, known):
+checkpoint/store.py: a guess
+- SLOW_DISK = 20e6 # bytes per second of the slowest disk for checkpoints, in timeouts
++ SLOW_DISK = 20000001.0 # bytes per second of the slowest disk for checkpoints, in timeouts
+checkpoint/store.py: a training passes it
+- self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = True
++ self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = False
+checkpoint/store.py: a shortcut; the same are kept
+- if len(there) + (coming is not None) <= self._keep_last and first not in steps_of(there):
++ if False:
+checkpoint/run_files.py: no row has one byte
+- while size > 0 and (line := stream.readline(size)):
++ while size > 1 and (line := stream.readline(size)):
+training/guard.py: without a GPU, the same device
+- numbers = torch.tensor([one.integers() for one in self._numbers], device=self._accelerator.device)
++ numbers = torch.tensor([one.integers() for one in self._numbers])
+training/guard.py: not reached without a GPU
+- self._values.copy_(values, non_blocking=True)
++ pass
+data/feed.py: delivering again gives the first one again
+- if self._first is None:
++ if True:
+data/feed.py: the batches have no end
+- drop_last = True
++ drop_last = False
+data/mixture.py: as many manifests as paths are read
+- for path, manifest in zip(paths, manifests, strict=True):
++ for path, manifest in zip(paths, manifests):
+training/loop.py: a complete run has taken a step
+- nothing_changed = run.step > 0 and round(run.skipped.item()) == run.step
++ nothing_changed = True and round(run.skipped.item()) == run.step
+training/loop.py: without a GPU, it seeds nothing
+- if torch.cuda.is_initialized():
++ if True:
+training/optimizer.py: Accelerate's step is the same, and slower
+- (self._prepared if self._scaler else self.plain).step()
++ (self._prepared if True else self.plain).step()
+checkpoint/checkpoint.py: not reached without a GPU
+- if tensor.nbytes and int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
++ if tensor.nbytes and True:
+data/feed.py: copies to the CPU wait anyway
+- return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=True)
++ return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=False)
+data/feed.py: both are past every position
+- end = (position // len(self.order) + 1) * len(self.order) if self.by_epoch else 2**63
++ end = (position // len(self.order) + 1) * len(self.order) if self.by_epoch else 2**64
+data/mixture.py: both have a value per source
+- epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]
++ epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders)]
+training/guard.py: losses are fp32, which is the default
+- self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
++ self._values = torch.empty(values.shape, pin_memory=True)
+model/optim.py: only read where decay_steps is set
+- end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)
++ end, low, last = config.decay_steps or False, config.min_lr, lr_at(steps, config)
+model/muon.py: both have a value per parameter
+- for parameter, update in zip(parameters, updates, strict=True):
++ for parameter, update in zip(parameters, updates):
+model/muon.py: the same matrix, by more arithmetic
+- if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
++ if False: # nearer to a square, it takes more arithmetic
+model/muon.py: the same matrix, by more arithmetic
+- if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
++ if dtype == torch.float32 and x.size(2) > 1.5 * x.size(2): # nearer to a square, it takes more arithmetic
+""",
+        re.MULTILINE,
+    )
+)
+"""Mutants that change nothing observable: module, line before, line after; and above, the reason."""
 
 SWAPS = "<<:>>, >>:<<, <=:<, <:<=, >=:>, >:>=, ==:!=, !=:==, is not:is, is:is not, not in:in, in:not in, "
 SWAPS += "and:or, or:and, +:-, -:+, **:*, *:+, //:*, /:*, %://, &:|, |:&, ^:&, min:max, max:min, any:all, all:any, "
@@ -398,56 +331,40 @@ class Copy:
                 os.killpg(self.group, signal.SIGKILL)
 
 
-@cache
-def digest(module: str) -> str:
-    """Of a module, its tests, and which of them are run."""
-    count, tests = MODULES[module]
-    files = [ROOT / "gpt2_ddp" / module, *(ROOT / test.split("::")[0] for test in tests if test.startswith("tests/"))]
-    return hashlib.sha256(b"".join([f"{count} {tests}".encode(), *(file.read_bytes() for file in files)])).hexdigest()
-
-
-def run_mutants(
-    module: str, free: SimpleQueue[Copy], jobs: int, found: dict[str, list], save: Callable[[], None]
-) -> None:
-    """Adds to `found` the state and the seconds of each mutant that it does not hold yet."""
-    todo = [mutant for mutant in mutants_of(module) if str(mutant) not in found]
-    if not todo:
-        return
+def run_mutants(module: str, free: SimpleQueue[Copy], jobs: int) -> list[tuple[str, float]]:
+    """The state and the seconds of each mutant."""
     copy = free.get()
     state, usual = copy.run(module)
     if state != "survived":
         raise SystemExit(f"the tests of {module} fail without a change:\n{(copy.folder / 'output.txt').read_text()}")
     free.put(copy)
-    print(f"{module}: {len(todo)} mutants to run; its tests take {usual:.1f} s", flush=True)
+    print(f"{module}: its tests take {usual:.1f} s", flush=True)
 
-    def run(mutant: Mutant) -> None:
+    def run(mutant: Mutant) -> tuple[str, float]:
         copy = free.get()
         try:
-            found[str(mutant)] = copy.run(module, mutant.source, 3 * usual + 30)
-            save()
+            state, seconds = copy.run(module, mutant.source, 3 * usual + 30)
         finally:
             free.put(copy)
+        if state == "survived" and (module, mutant.before, mutant.after) in EQUIVALENT:
+            state = "equivalent"
+        if state == "survived":
+            print(f"survived: {module}:{mutant}", flush=True)
+        return state, seconds
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run, todo))
+        return list(pool.map(run, mutants_of(module)))
 
 
 def main() -> int:
-    """Runs the mutants without a result; returns 1 where one survives that `EQUIVALENT` does not list."""
+    """Runs the mutants; returns 1 where one survives that `EQUIVALENT` does not list."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument(
         "--only", action="append", choices=MODULES, metavar="MODULE", help="one module; may be repeated"
     )
     parser.add_argument("--jobs", type=int, default=2, help="mutants that run at a time (default: 2)")
-    parser.add_argument("--json", type=Path, help="file of results: read where it is there, and written")
     args = parser.parse_args()
-    results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-    table, lock, copies, free = [], threading.Lock(), list[Copy](), SimpleQueue[Copy]()
-
-    def save() -> None:
-        with lock:
-            if args.json:
-                args.json.write_text(json.dumps(results, indent=1) + "\n")
+    table, copies, free = [], list[Copy](), SimpleQueue[Copy]()
 
     def stop(*_: object) -> None:
         for copy in copies:
@@ -458,23 +375,17 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        work = {module: digest(module) for module in args.only or MODULES if mutants_of(module)}  # then copy the tree
+        modules = args.only or MODULES
+        for module in modules:
+            mutants_of(module)  # of the sources that are copied now
         copies += [Copy(Path(folder) / str(number)) for number in range(args.jobs)]
         for copy in copies:
             free.put(copy)
-        for module, current in work.items():
-            if results.get(module, {}).get("digest") != current:
-                results[module] = {"digest": current, "mutants": {}}
-            found, states = results[module]["mutants"], Counter[str]()
-            run_mutants(module, free, args.jobs, found, save)
-            for mutant in mutants_of(module):
-                known = (module, mutant.before, mutant.after) in {one[:3] for one in EQUIVALENT}
-                state = found[str(mutant)][0]
-                states["equivalent" if known and state == "survived" else state] += 1
-                if state == "survived" and not known:
-                    print(f"survived: {module}:{mutant}", flush=True)
-            table.append([module, states.total(), *(states[name] for name in STATES)])
-            table[-1].append(round(sum(seconds for _, seconds in found.values())))
+        for module in modules:
+            found = run_mutants(module, free, args.jobs)
+            counts = Counter(state for state, _ in found)
+            row = [module, len(found), *(counts[state] for state in STATES), round(sum(took for _, took in found))]
+            table.append(row)
     table.append(["all", *map(sum, zip(*(row[1:] for row in table), strict=True))])
     for name, *numbers in [["module", "mutants", *STATES, "seconds"], *table]:
         print(f"{name:<26}" + "".join(f"{number:>12}" for number in numbers))

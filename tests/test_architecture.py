@@ -78,13 +78,13 @@ def test_logits_and_gradients_are_those_of_transformers(kind, key_heads, shape, 
 
 
 @each
-def test_fifty_steps_end_where_those_of_transformers_do(kind, key_heads):
+def test_ten_steps_end_where_those_of_transformers_do(kind, key_heads):
     model = make(kind, key_heads, scale=1.0)
     theirs = reference(model).train()
-    config = OptimConfig(lr=1e-3, weight_decay=0.0)
-    other = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=config.betas, eps=config.eps, weight_decay=0.0)
+    config = OptimConfig(lr=5e-3, weight_decay=0.0)
+    other = torch.optim.AdamW(theirs.parameters(), lr=5e-3, betas=config.betas, eps=config.eps, weight_decay=0.0)
     optimizers, generator = (build_optimizer(model, config), other), torch.Generator().manual_seed(1)
-    for _ in range(50):
+    for _ in range(10):
         tokens = torch.randint(0, VOCABULARY // 8, (4, 33), generator=generator)
         losses = model(tokens[:, :-1], tokens[:, 1:]), their_loss(theirs, tokens[:, :-1], tokens[:, 1:])
         for loss, optimizer in zip(losses, optimizers, strict=True):
@@ -151,12 +151,11 @@ def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["adamw", "muon"])
 @ours_too
-def test_trains_in_bf16(kind, key_heads, name):
+def test_trains_in_bf16(kind, key_heads):
     model, tokens = make(kind, key_heads, scale=1.0), random_tokens(VOCABULARY, length=33)
-    optimizer, found = build_optimizer(model, OptimConfig(name=name, lr=1e-2)), []
-    for _ in range(10):
+    optimizer, found = build_optimizer(model, OptimConfig(name="muon", lr=2e-2)), []
+    for _ in range(5):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()

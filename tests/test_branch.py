@@ -3,10 +3,8 @@ schedule of a resumed run."""
 
 import json
 import math
-import os
 import re
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,33 +117,15 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
     assert "step-00000008 is missing or changed: verify" in capsys.readouterr().out
 
 
-def stopped_in_evaluation(config: TrainingConfig) -> str:
-    """Trains; the last rank is asked to stop in the first evaluation."""
-    evaluate = Pretraining.evaluate
-
-    def stopped(self, model, poll):
-        if self.accelerator.process_index == self.accelerator.num_processes - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, model, poll)
-
-    Pretraining.evaluate = stopped
-    return train(config)
-
-
-def test_interrupted_before_its_first_own_step_is_saved(tmp_path, branching):
-    """Killed, and stopped in the first evaluation: the same command gives what it would have given."""
+def test_killed_before_its_first_own_checkpoint(tmp_path, branching):
+    """The same command gives what it would have given."""
     config, run = branching(), tmp_path / "branch"
-    for interrupt, steps in (("kill", [5, 5, 6, 7]), ("stop", [5])):
-        if interrupt == "kill":
-            run_until_killed(train_with_faults, 2, config, (0, 0), math.nan, 3)
-        else:
-            assert run_ranks(stopped_in_evaluation, 2, branching({"eval.batch_size": 1})) == ["stopped"] * 2
-        assert [row["step"] for row in untimed_events(run)] == steps
-        run_ranks(train, 2, config)
-        assert [is_event(row) for row in untimed_events(run)] == [True] + [False] * 6
-        assert untimed(run)[1:] == untimed(tmp_path / "long")[6:]
-        assert verify_run(VerifyConfig(run=str(run))) == 0
-        shutil.rmtree(run)
+    run_until_killed(train_with_faults, 2, config, (0, 0), math.nan, 3)
+    assert [row["step"] for row in untimed_events(run)] == [5, 5, 6, 7]
+    run_ranks(train, 2, config)
+    assert [is_event(row) for row in untimed_events(run)] == [True] + [False] * 6
+    assert untimed(run)[1:] == untimed(tmp_path / "long")[6:]
+    assert verify_run(VerifyConfig(run=str(run))) == 0
 
 
 def test_a_branch_goes_back_to_its_beginning_and_is_branched_off_again(tmp_path, branching):
@@ -191,9 +171,7 @@ def test_a_forged_beginning_is_a_defect(corpus, tmp_path):
         {"order_digest": "f" * 64},
         {"skipped_ranges": [[48, 96], [144, 200]]},
         {"skipped_ranges": [[48, 97], [144, 150], [150, 199]]},
-        {"skipped_ranges": "all"},
-        {"skipped_ranges": None},
-        {"skipped_ranges": [[96, 48], [144, 150], [150, 200]]},
+        {"skipped_ranges": [[96, 48], [144, 296]]},
     ):
         found = defects(records | {"line 1": records["line 1"] | altered})
         assert found, altered

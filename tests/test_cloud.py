@@ -1,4 +1,4 @@
-"""The files of cloud/: each fits its schema, and what a schema cannot know agrees with image, trainer and torchrun."""
+"""The files of cloud/: manifests fit their schemas; what no schema knows agrees with image, trainer and torchrun."""
 
 import os
 import re
@@ -106,16 +106,6 @@ def test_the_data_of_the_pods_are_prepared_by_the_job_before(tmp_path, monkeypat
         assert machine.container["volumeMounts"][0] == container["volumeMounts"][0]
         assert machine.pod["volumes"][0] == prepare["volumes"][0]
     assert "nvidia.com/gpu" not in str(container)
-
-
-def test_the_sky_task_fits_its_schema():
-    schemas = pytest.importorskip("sky.utils.schemas", reason="pip install skypilot")
-    from jsonschema import validate
-
-    (task,) = documents("skypilot.yaml")
-    resources = task.pop("resources")
-    validate(task, schemas.get_task_schema())
-    validate(resources, schemas.get_resources_schema())
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -267,11 +257,10 @@ LAUNCHERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_each_launcher_ends_with_the_code_of_its_script(tmp_path, name):
-    """A wrong flag; a user error that the ranks find; a stop before training begins."""
+    """A user error that the ranks find; a stop before training begins."""
     command = [str(LAUNCH), *LAUNCHERS[name], "--train.device", "cpu", "--output_dir", str(tmp_path)]
     image_files = ["--config", "configs/jobs/cifar100_lenet.yaml"] if name == "processes" else []
-    wrong = [["--optim.nonsense", "3"], [*image_files, "--data.path", "nowhere"]]
-    assert [launch([*command, *flags]).returncode for flags in wrong] == [2, 2]
+    assert launch([*command, *image_files, "--data.path", "nowhere"]).returncode == 2
     process = subprocess.Popen(command, cwd=ROOT, env=environment())
     children = psutil.Process(process.pid).children
     wait_until(lambda: len(children(recursive=True)) >= 2)  # the launcher, and what it has started

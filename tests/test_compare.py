@@ -18,31 +18,28 @@ from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.compare import Machine, Row, Strategy, as_markdown, compare, difference, read_job
 from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, communication_share, measure, peak_memory
 from gpt2_ddp.config.tools import CompareConfig
-from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.config.training import TrainingConfig
 
 CPU = Machine(gpus=0, cores=2, device="cpu")
 
 
-def tiny(kind: str, corpus: Path, folder: Path):
-    if kind == "gpt2":
-        return training_config(corpus, folder, {"train.mixed_precision": "no"})
-    return job_config(kind, folder, {"train.mixed_precision": "no"})
+def tiny(corpus: Path, folder: Path) -> TrainingConfig:
+    return training_config(corpus, folder, {"train.mixed_precision": "no"})
 
 
-@pytest.mark.parametrize("kind", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_ddp_ends_with_the_parameters_of_one_process(tmp_path, corpus, kind):
-    config = tiny(kind, corpus, tmp_path / "runs")
-    runs = {}
-    for name, world, steps in (("single", 1, 6), ("ddp", 2, 6), ("shorter", 1, 5)):
+def test_ddp_and_data_parallel_end_with_the_parameters_of_one_process(tmp_path, corpus):
+    config, runs = tiny(corpus, tmp_path / "runs"), {}
+    for name, world, steps in (("single", 1, 6), ("ddp", 2, 6), ("replicas", 1, 6), ("shorter", 1, 5)):
         own = config.model_copy(update={"run_name": name})
-        runs[name], *others = run_ranks(measure, world, own, False, 1, steps, tmp_path / name)
+        runs[name], *others = run_ranks(measure, world, own, name == "replicas", 1, steps, tmp_path / name)
         assert all(run == runs[name] for run in others)
     single, ddp = runs["single"], runs["ddp"]
     assert difference(tmp_path / "ddp", tmp_path / "single")[0] < 1e-5
+    assert difference(tmp_path / "replicas", tmp_path / "single")[0] < 1e-5
     assert difference(tmp_path / "shorter", tmp_path / "single")[0] > 1e-4, "a step that was not taken would show"
     assert (ddp.steps, ddp.samples, ddp.parameters) == (single.steps, single.samples, single.parameters)
     assert ddp.metrics == pytest.approx(single.metrics, rel=1e-4)
-    assert ddp.steps_per_epoch == single.steps_per_epoch == {"mlp": 5}.get(kind, ddp.steps_per_epoch)
+    assert ddp.steps_per_epoch == single.steps_per_epoch
     assert (single.communication, len(single.peak_memory), single.threads) == (None, 1, 1)
     assert ddp.communication is not None
     assert -1 < ddp.communication.share < 1
@@ -51,7 +48,7 @@ def test_ddp_ends_with_the_parameters_of_one_process(tmp_path, corpus, kind):
 
 
 def test_only_the_timed_steps_count(tmp_path, corpus):
-    run = run_ranks(timed_by_hand, 1, tiny("gpt2", corpus, tmp_path), tmp_path / "weights")[0]
+    run = run_ranks(timed_by_hand, 1, tiny(corpus, tmp_path), tmp_path / "weights")[0]
     assert run.samples == 4 * 12
     assert run.seconds == pytest.approx(4 * 0.05)  # the clock stands still but in steps: 1 s in those of the warm-up
 
@@ -68,14 +65,6 @@ def timed_by_hand(config, weights) -> RunResult:
 
     module.train_step, module.time = slow, SimpleNamespace(perf_counter=lambda: clock[0])
     return measure(config, False, 1, 4, weights)
-
-
-def test_data_parallel_trains_the_same(tmp_path, corpus):
-    config = tiny("gpt2", corpus, tmp_path / "runs")
-    for data_parallel in (False, True):
-        own = config.model_copy(update={"run_name": str(data_parallel)})
-        run_ranks(measure, 1, own, data_parallel, 1, 6, tmp_path / str(data_parallel))
-    assert difference(tmp_path / "True", tmp_path / "False")[0] < 1e-5
 
 
 def test_difference(tmp_path):
@@ -151,21 +140,9 @@ def rows() -> list[Row]:
     zero, small = [(0.0, 0.0)] * 3, [(1e-7, 1e-8), (3e-7, 2e-8), (0.0, 0.0)]
     return [
         Row("gpt2", Strategy("single", 1, 1), "", single, single, zero),
-        Row("gpt2", Strategy("DataParallel", 1, 2), "needs 2 GPUs, this machine has 0", [], single, []),
+        Row("gpt2", Strategy("DataParallel", 1, 2), "needs 2 GPUs, this comparison has 0", [], single, []),
         Row("gpt2", Strategy("DDP-2", 2, 2), "", double, single, small),
     ]
-
-
-def test_every_figure_follows_from_what_was_measured(rows):
-    single, missing, double = (row.numbers() for row in rows)
-    assert (single["seconds"], single["speed_up"], single["efficiency"]) == (2.2, 1, 1)
-    assert double["speed_up"] == pytest.approx(2.2 / 1.25)
-    assert double["efficiency"] == pytest.approx(2.2 / 1.25 / 2)
-    assert double["speed_up_of_each_repeat"] == pytest.approx([2.0, 2.2 / 1.3, 3.0 / 1.25])
-    assert double["samples_per_second"] == 320 / 1.25
-    assert double["peak_memory_bytes"] == 300_000_000
-    assert (double["difference_norm"], double["difference_largest"]) == (3e-7, 2e-8)
-    assert set(missing) == {"job", "way", "processes", "devices", "why_missing"}
 
 
 def test_the_table(rows):
@@ -174,7 +151,7 @@ def test_the_table(rows):
     assert all(len(line) == 11 for line in cells)
     assert (cells[0][2], cells[0][-1]) == ("wall s (min–max)", "largest Δ")
     assert cells[2][:5] == ["gpt2", "single", "2.2 (2–3)", "145.5", "1.00"]
-    assert cells[3][:4] == ["gpt2", "DataParallel", "needs 2 GPUs, this machine has 0", "–"]
+    assert cells[3][:4] == ["gpt2", "DataParallel", "needs 2 GPUs, this comparison has 0", "–"]
     right = "gpt2 | DDP-2 | 1.25 (1–1.3) | 256 | 1.76 (1.69–2.40) | 88% | 300 | 20.0% ± 1.0% | val_loss 1.5000"
     assert cells[4] == [*right.split(" | "), "3.0e-07", "2.0e-08"]
     assert lines[-1] == "- a note"
@@ -250,16 +227,12 @@ def test_a_busy_machine_is_noted(no_machine, monkeypatch):
     assert not any("busy" in one for one in module.find_notes(CompareConfig(), Machine("cuda", 4, 2), 0.1))
 
 
-def test_ways_say_why_they_are_missing(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    missing = [(way.name, reason) for way, reason in CPU.ways((2, 4)) if reason]
-    assert missing == [("DataParallel", "needs 2 GPUs, this machine has 0")]
-    assert [way.name for way, _ in CPU.ways((2, 4))] == ["single", "DataParallel", "DDP-2", "DDP-4"]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert dict(CPU.ways((2,)))[Strategy("DataParallel", 1, 2)] == "needs GPUs, and device is cpu"
-    reasons = {way.name: reason for way, reason in Machine("cuda", 2, 8).ways((2, 4))}
-    assert reasons["DataParallel"] == reasons["DDP-2"] == ""
-    assert reasons["DDP-4"] == "needs 4 GPUs, this machine has 2"
+def test_ways_say_why_they_are_missing():
+    for machine, missing in ((CPU, {"DataParallel": (2, 0)}), (Machine("cuda", 2, 8), {"DDP-4": (4, 2)})):
+        found = {way.name: reason for way, reason in machine.ways((2, 4))}
+        assert list(found) == ["single", "DataParallel", "DDP-2", "DDP-4"]
+        reasons = {name: f"needs {needed} GPUs, this comparison has {n}" for name, (needed, n) in missing.items()}
+        assert {name: reason for name, reason in found.items() if reason} == reasons
 
 
 def test_too_few_cores_are_said():
@@ -283,19 +256,6 @@ def test_every_job_is_the_same_for_every_way(tmp_path, kind):
         assert 25e6 < 12 * job.model.n_layer * job.model.n_embd**2 < 35e6
 
 
-def test_missing_tokens_are_prepared_in_the_comparisons_own_folder(tmp_path):
-    (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"source: {tmp_path}/a.txt\noutput: {tmp_path}/elsewhere\nvocab_size: 300\n")
-    _, job = read_job("gpt2", CompareConfig(), CPU, tmp_path)
-    data = job.data.model_copy(update={"path": str(tmp_path / "elsewhere"), "prepare": str(recipe)})
-    job = module.with_data(job.model_copy(update={"data": data}), tmp_path)
-    assert job.data.path == str(tmp_path / "data/recipe")
-    assert read_manifest(Path(job.data.path)).tokens("train") > 0
-    assert not (tmp_path / "elsewhere").exists()
-    assert module.with_data(job, tmp_path) is job
-
-
 def test_mistakes(tmp_path, monkeypatch):
     is_no_job = "jobs = lenet: is not a job; use regression, classifier, transformer, gpt2"
     expect_error(is_no_job, read_job, "lenet", CompareConfig(), CPU, tmp_path)
@@ -312,7 +272,8 @@ def test_mistakes(tmp_path, monkeypatch):
 
 def test_a_comparison_is_run_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "start_processes", lambda function, world, *args: run_ranks(function, world, *args)[0])
-    config = tiny("regression", tmp_path, tmp_path / "runs").model_dump(mode="json", exclude={"fresh", "launch"})
+    config = job_config("regression", tmp_path / "runs", {"train.mixed_precision": "no"})
+    config = config.model_dump(mode="json", exclude={"fresh", "launch"})
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
     jobs = (f"regression:{tmp_path}/tiny.yaml",)
     options = {"steps": 5, "repeats": 2, "device": "cpu", "output": str(tmp_path / "out")}
@@ -325,6 +286,7 @@ def test_a_comparison_is_run_and_written(tmp_path, monkeypatch, capsys):
     rows = json.loads((tmp_path / "out/compare.json").read_text())["rows"]
     assert [(row["job"], row["way"]) for row in rows] == [("tiny", way) for way in ("single", "DataParallel", "DDP-2")]
     single, _, ddp = rows
+    assert single["steps_per_epoch"] == -(-config["data"]["points"] // config["train"]["global_batch_size"])
     assert single["difference_norm"] == 0, "a repeat is bitwise the same"
     assert ddp["difference_norm"] < 1e-4
     assert (-1 < ddp["communication"] < 1, ddp["threads"]) == (True, 1)

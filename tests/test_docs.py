@@ -35,7 +35,7 @@ RUN = [
 
 def test_the_tables_hold_nothing_that_no_page_has():
     texts = "\n".join(f"{command.text}$" for command in COMMANDS)
-    assert [part for part in CANNOT if part not in texts] == []
+    assert [part for parts in CANNOT.values() for part in parts if part not in texts] == []
     assert [script for script in SMALLER if f"scripts/{script}" not in texts] == []
     seen = Counter(command.page for command in COMMANDS)
     assert seen["README.md"] > 10

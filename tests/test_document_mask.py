@@ -92,7 +92,7 @@ def check_gradients(model: GPT, run: Any, autocast: bool = False) -> None:
 
 
 WAYS = [("gpt2", way) for way in ("plain", "autocast", "recomputed", "traced")]
-WAYS += [(kind, way) for kind in ("llama", "nanochat") for way in ("plain", "autocast")]
+WAYS += [("llama", "plain"), ("nanochat", "plain")]
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)
@@ -123,12 +123,12 @@ def test_generation_sees_what_the_plain_forward_sees():
     expected = []
     for prompt in prompts:
         seen, new = pieces(prompt)[-1][-24:], []
-        for _ in range(60):
+        for _ in range(30):
             seen = seen[-12:] if len(seen) > 24 else seen
             new.append(int(model(torch.tensor([seen]))[0, -1].argmax()))
             seen = [EOT] if new[-1] == EOT else [*seen, new[-1]]
         expected.append(new)
-    assert generate(model, prompts, -1, Sampling(60, temperature=0)) == expected
+    assert generate(model, prompts, -1, Sampling(30, temperature=0)) == expected
     assert any(EOT in row for row in expected), [row.count(EOT) for row in expected]
     whole = [*prompts[1], *expected[1][:10]]
     assert int(model(torch.tensor([whole]))[0, -1].argmax()) == expected[1][10]

@@ -13,11 +13,11 @@ from commands import expect_error
 from runs import gpt_state, open_store
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
-from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, Sampling, decode, generate, next_logits, sample, sample_texts
+from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, Sampling, decode, generate, next_logits, sample
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.tasks.trained_model import TextStream, find_gpt, generate_text, load_model, load_weights
@@ -97,24 +97,14 @@ def test_more_rows_than_a_batch():
     assert len({tuple(result) for result in same}) == len(same)  # no two rows share their random numbers
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3])
-def test_tiny_contexts(block_size):
+@pytest.mark.parametrize(("block_size", "prompt", "same"), [
+    (16, [*range(1, 41)], [*range(25, 41)]), (64, [], [EOT]), (1, [3, 5], [5]), (2, [3, 4, 5], [4, 5]),
+])  # fmt: skip
+def test_a_long_prompt_loses_its_beginning_and_an_empty_one_starts_a_document(block_size, prompt, same):
     model = tiny(block_size=block_size)
-    assert len(generate(model, [[1, 2, 3, 4, 5]], -1, Sampling(9))[0]) == 9
-
-
-def test_a_long_prompt_keeps_its_end():
-    model, prompt = tiny(block_size=16), torch.randint(VOCAB, (40,)).tolist()
-    whole, end, start = (
-        generate(model, [part], -1, Sampling(10, temperature=0)) for part in (prompt, prompt[-16:], prompt[:16])
-    )
-    assert whole == end != start
-
-
-def test_an_empty_prompt_is_the_start_of_a_document():
-    model = tiny()
-    assert generate(model, [[]], EOT, Sampling(10, seed=3)) == generate(model, [[EOT]], EOT, Sampling(10, seed=3))
-    assert generate(model, [], EOT, Sampling(10)) == []
+    found, other = (generate(model, [row], -1 if prompt else EOT, Sampling(10, seed=3)) for row in (prompt, same))
+    assert found == other
+    assert len(found[0]) == 10 or not prompt
 
 
 def test_each_row_stops_at_its_end_of_text():
@@ -183,13 +173,6 @@ def test_the_edges_of_sampling():
         assert sample(logits, torch.tensor([0.9, 0.5]), Sampling(top_k=None, **options)).tolist() == [1, 0], options
 
 
-def test_lengths_and_numbers_that_no_memory_holds():
-    for field, most in (("max_new_tokens", 1_000_000), ("num_samples", 100_000)):
-        message = f"{field} = {most + 1}: should be less than or equal to {most}"
-        expect_error(message, load, GenerateConfig, [f"--{field}", str(most + 1)])
-        load(GenerateConfig, [f"--{field}", str(most)])
-
-
 def test_each_token_passes_the_model_once_until_all_rows_have_ended(monkeypatch):
     model, lengths = tiny(), []
     monkeypatch.setattr(
@@ -201,14 +184,6 @@ def test_each_token_passes_the_model_once_until_all_rows_have_ended(monkeypatch)
     assert first != second
     assert generate(model, PROMPTS[:1], second, Sampling(1000, temperature=0)) == [[first]]
     assert lengths[20:] == [3, 1]
-
-
-def test_samples_of_text_are_the_prompts_and_their_continuations():
-    model, tokenizer = tiny(vocab_size=257), load_tokenizer("bytes")
-    texts = sample_texts(model, tokenizer, ["abc", ""], Sampling(20, seed=1))
-    first, second = generate(model, [[*b"abc"], []], tokenizer.eot, Sampling(20, seed=1))
-    assert texts == ["abc" + tokenizer.decode(first), tokenizer.decode(second)]
-    assert sample_texts(model, tokenizer, ["abc"], Sampling(20, seed=1)) == texts[:1]
 
 
 def test_new_tokens_are_heard_as_they_come():
@@ -252,24 +227,17 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("model", [{"block_size": None}, {"n_layer": "x"}, {"n_layer": 0}])
-def test_a_checkpoint_with_what_no_training_writes(checkpoint, model):
+def test_a_checkpoint_with_what_no_training_writes(checkpoint, tmp_path):
     found = find_gpt(checkpoint, "checkpoint")
-    strange = replace(found, config=found.config | {"model": found.config["model"] | model})
-    expect_error(r"config.yaml: model\.\w+ = .*; restore the run's original file", load_model, strange)
-
-
-def test_another_tokenizer_is_refused(checkpoint):
-    found = find_gpt(checkpoint, "checkpoint")
+    for model in ({"block_size": None}, {"n_layer": "x"}, {"n_layer": 0}):
+        strange = replace(found, config=found.config | {"model": found.config["model"] | model})
+        expect_error(r"config.yaml: model\.\w+ = .*; restore the run's original file", load_model, strange)
     task = found.state.task.model_copy(update={"tokenizer_sha256": "0" * 64})
     other = replace(found, state=found.state.model_copy(update={"task": task}))
     expect_error(r"checkpoint = .*tokenizer.json: is not the tokenizer of the run", load_model, other)
-
-
-def test_weights_that_are_no_weights(checkpoint, tmp_path):
-    found = replace(find_gpt(checkpoint, "checkpoint"), path=tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
-    expect_error("checkpoint = .*: is not of a training .*; name another", load_weights, found, tiny())
+    other = replace(found, path=tmp_path)
+    expect_error("checkpoint = .*: is not of a training .*; name another", load_weights, other, tiny())
 
 
 def test_run_prints_every_sample(checkpoint, capsys):

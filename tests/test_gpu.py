@@ -24,7 +24,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
 
 from benchmarks.config import Benchmark, BenchmarkConfig
 from benchmarks.harness import environment_info
@@ -378,41 +377,6 @@ def test_a_part_begins_only_if_its_limit_is_left(monkeypatch):
     assert limit_of("step", first=True) == pytest.approx(300, abs=10), "or it would never begin"
     monkeypatch.setattr(sys.modules[__name__], "CALL_SECONDS", 0)
     assert limit_of("fp32", first=True) == 0
-
-
-def two_calls(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The exit codes of two calls with made-up parts, and what gpu.json has."""
-    import test_gpu
-
-    broken = folder / "broken"
-    broken.touch()
-    parts = {
-        "good": [f"-c open('{folder}/good','a').write('x')"],
-        "mended": [f"-c exit(__import__('os').path.exists('{broken}'))"],
-        "long": ["-c exit(0)"],
-    }
-    test_gpu.PARTS.clear()
-    test_gpu.PARTS.update(parts)
-    test_gpu.DEVICE, test_gpu.OUT, test_gpu.CALL_SECONDS = "cpu", folder / "out", 1000.0
-    test_gpu.random_tokens = test_gpu.write_pictures = lambda *_: None
-    test_gpu.LIMITS["long"] = 600
-    found = []
-    for _ in range(2):
-        flags = f"-m gpu --last-failed -o cache_dir={folder}/cache {__file__}"
-        code = pytest.main(flags.split())
-        found.append((int(code), json.loads((folder / "out/gpu.json").read_text())["parts"]))
-        broken.unlink(missing_ok=True)
-        test_gpu.LIMITS.clear()
-    return found
-
-
-def test_a_second_call_goes_on_with_what_failed_or_had_no_time(tmp_path):
-    [((first, parts), (second, mended))] = run_ranks(two_calls, 1, tmp_path)
-    assert (first, second) == (1, 0)
-    assert [bool(result["failure"]) for result in parts.values()] == [False, True, True]
-    assert parts["long"]["failure"].startswith("no time was left")
-    assert [bool(result["failure"]) for result in mended.values()] == [False] * 3
-    assert (tmp_path / "good").read_text() == "x", "what ended well is not run again"
 
 
 if __name__ == "__main__":

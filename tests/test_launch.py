@@ -77,18 +77,8 @@ def test_one_process_is_launched_quietly():
 
 
 @pytest.mark.slow
-def test_a_launch_of_two_processes_trains_like_one(config_file, one_process_digest):
-    """By `accelerate launch --multi_gpu`; README's other launchers are started by test_docs.py."""
-    launcher = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port())]
-    found = launch(launcher + train_command(config_file, "two"))
-    assert found.returncode == 0, found.stderr
-    assert digest(config_file, "two") == (one_process_digest, 2)
-    assert (Path(config_file).parent / "two/report.html").exists()
-
-
-@pytest.mark.slow
 def test_two_machines_on_loopback(config_file, one_process_digest):
-    """The README's recipe for several nodes, each "machine" with a process of its own."""
+    """docs/several-machines.md's template, each "machine" with a process of its own, trains like one process."""
     port = str(free_port())
     template = str(ROOT / "configs/accelerate/multi_node.yaml")
     words = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
@@ -128,20 +118,6 @@ def test_ranks_with_other_paths_train_together_and_other_settings_are_named(conf
     assert digest(str(place / "runs-0/config.yaml"), "two")[1] == 2
 
 
-@pytest.mark.parametrize("env", [
-    {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0"},
-    {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, {"OMPI_COMM_WORLD_SIZE": "2"},
-], ids=["PET", "srun", "mpirun"])  # fmt: skip
-def test_unconnected_ranks_end_with_an_error(config_file, env):
-    """Launchers that start two processes and tell them nothing of each other."""
-    found = train_with(config_file, "alone", **env)
-    assert found.returncode == 2
-    (line,) = [line for line in found.stderr.splitlines() if line.startswith("error:")]
-    assert all(part in line for part in ("processes = 2: only 1 started", "torchrun --nproc_per_node 2")), line
-    assert "Traceback" not in found.stderr
-    assert not (Path(config_file).parent / "alone").exists()
-
-
 def connect(config: TrainingConfig, interface: str = "") -> timedelta:
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -160,17 +136,25 @@ def test_once_connected_ranks_wait_as_long_as_ever(tiny_config):
     assert run_ranks(connect, 2, tiny_config({"train.patience_seconds": 40})) == [COLLECTIVE] * 2
 
 
-@pytest.mark.parametrize(("env", "field"), [
+ONLY_ONE = "processes = 2: only 1 started"
+
+
+@pytest.mark.parametrize(("env", "words"), [
+    ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0"}, ONLY_ONE),
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, ONLY_ONE), ({"OMPI_COMM_WORLD_SIZE": "2"}, ONLY_ONE),
     ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP"),
     ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED"),
     ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "ACCELERATE_DYNAMO_BACKEND"),
     ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "train.mixed_precision"),
     (dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "PET_NNODES"), "two"), "WORLD_SIZE = two: should be"),
 ])  # fmt: skip
-def test_settings_of_a_launcher_that_do_not_fit_are_named(config_file, env, field):
+def test_launchers_that_do_not_fit_end_with_an_error(config_file, env, words):
+    """Ranks that do not know of each other, by PET, srun or mpirun; and settings that the training does not have."""
     found = train_with(config_file, "run", **env)
     assert (found.returncode, found.stderr.count("error:")) == (2, 1)
-    assert f"error: {field}" in found.stderr
+    assert f"error: {words}" in found.stderr
+    assert words != ONLY_ONE or "torchrun --nproc_per_node 2" in found.stderr
+    assert not (Path(config_file).parent / "run").exists()
 
 
 def test_accumulation_and_empty_variables_in_the_environment_change_nothing(config_file, one_process_digest):

@@ -31,11 +31,10 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in rows(run) if "loss" in row]
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-6), ("muon", 5e-3)])  # bf16 makes much of roundings
-def test_equal_to_a_hand_written_loop(corpus, tmp_path, name, tolerance):
-    """20 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule and the reader."""
-    changes = {"train.steps": 20, "eval.every": 20, "checkpoint.every": 20, "optim.name": name}
-    config = training_config(corpus, tmp_path, changes)
+def test_equal_to_a_hand_written_loop(corpus, tmp_path):
+    """20 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule and the reader.
+    tests/test_optim.py has Muon."""
+    config = training_config(corpus, tmp_path, {"train.steps": 20, "eval.every": 20, "checkpoint.every": 20})
     run_ranks(train, 1, config)
     ours = rows(tmp_path / "run")
 
@@ -45,11 +44,9 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path, name, tolerance):
     n_windows = (len(stream) - 1) // 32
     torch.manual_seed(config.seed)
     model = GPT(config.model, 512)
-    matrices = [p for p in model.h.parameters() if p.dim() == 2 and name == "muon"]
-    decay = [p for p in model.parameters() if p.dim() >= 2 and not any(p is matrix for matrix in matrices)]
+    decay = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], weight_decay=0.1)
-    muon = torch.optim.Muon(matrices, weight_decay=0.1) if matrices else None
     order = Order(config.seed, n_windows)
     for step in range(1, 21):
         loss_sum = 0.0
@@ -66,13 +63,10 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path, name, tolerance):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group.update(lr=lr_at(step, optim), betas=(0.9, 0.95))
-        if muon:
-            muon.param_groups[0]["lr"] = lr_at(step, optim) / 3e-3 * 0.01  # one schedule, a peak of its own
-            muon.step()
         optimizer.step()
         model.zero_grad()
-        assert ours[step]["loss"] == pytest.approx(loss_sum, abs=tolerance), step
-        assert ours[step]["grad_norm"] == pytest.approx(norm.item(), rel=100 * tolerance), step
+        assert ours[step]["loss"] == pytest.approx(loss_sum, abs=1e-6), step
+        assert ours[step]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4), step
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.5
 
 
@@ -119,11 +113,10 @@ def counted(config: TrainingConfig) -> tuple[list[int], list[int]]:
     return syncs, [first[0], sum(reduced) - first[0]]
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_processes_times_accumulation(corpus, tmp_path, name):
+def test_processes_times_accumulation(corpus, tmp_path):
     """12 windows on 1 process and on 5, which pad 3, train the same, with the same dropout. Each gradient byte is
     all-reduced once per optimizer step, and no step waits for a device."""
-    found, changes = [], {"train.steps": 5, "optim.name": name, "train.micro_batch_size": 1, "model.dropout": 0.1}
+    found, changes = [], {"train.steps": 5, "optim.name": "muon", "train.micro_batch_size": 1, "model.dropout": 0.1}
     for world in (1, 5):
         config = training_config(corpus, tmp_path / str(world), changes)
         for syncs, (first, later) in run_ranks(counted, world, config):
@@ -137,22 +130,20 @@ def test_processes_times_accumulation(corpus, tmp_path, name):
 def assert_alike(rows: list[dict], others: list[dict]) -> None:
     """Rows with the same order of the data, and the same losses but for the order of sums."""
     for a, b in zip(rows, others, strict=True):
-        assert [a[name] for name in ("step", "order_digest", "lr")] == [
-            b[name] for name in ("step", "order_digest", "lr")
-        ]
+        assert (a["step"], a["order_digest"], a["lr"]) == (b["step"], b["order_digest"], b["lr"])
         assert [a[name] for name in ("loss", "grad_norm")] == pytest.approx([b["loss"], b["grad_norm"]], rel=1e-5)
 
 
-MASKED = {"model.dropout": 0.1, "model.document_mask": True, "train.micro_batch_size": 1, "optim.decay_steps": 24}
+MASKED = {"model.dropout": 0.1, "model.document_mask": True, "train.micro_batch_size": 1, "optim.decay_steps": 9}
 
 
 @pytest.mark.parametrize(
     ("begun", "worlds", "steps", "changes"),
     [(True, (3,), 14, {"optim.decay_steps": 10}),
-     pytest.param(False, (8, 3, 7, 1, 6, 2, 5, 4), 3, MASKED | {"eval.every": 3}, marks=pytest.mark.slow)],
+     pytest.param(False, (8, 1, 5), 3, MASKED | {"eval.every": 3}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_resumed_on_other_numbers_of_processes(corpus, tmp_path, trained, begun, worlds, steps, changes):
-    """A run of 1, 2 and 3 processes, which was complete before, and one of 8, 3, 7, 1, 6, 2, 5 and 4 train what one
+    """A run of 1, 2 and 3 processes, which was complete before, and one of 8, 1 and 5 train what one
     process does. Their past is not changed."""
     end = {"train.steps": steps * len(worlds)}
     run_ranks(train, 1, training_config(corpus, tmp_path / "whole", changes | end))
@@ -184,7 +175,7 @@ def test_ranks_with_unlike_processors_stay_replicas(corpus, tmp_path):
 
 def test_time_budget_stops_with_a_checkpoint(corpus, tmp_path):
     config = training_config(corpus, tmp_path, {"train.steps": 10**6, "train.max_minutes": 1e-6, "eval.every": 10**6})
-    assert run_ranks(train, 2, config) == ["stopped", "stopped"]
+    assert run_ranks(train, 1, config) == ["stopped"]
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert "max_minutes" in status["reason"]
     assert (tmp_path / f"run/checkpoints/step-{status['step']:08d}").is_dir()
@@ -218,11 +209,9 @@ def test_data_are_prepared_on_first_use(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "nanochat"])
-def test_compiled_training_equals_eager(short_documents, tmp_path, architecture):
+def test_compiled_training_equals_eager(short_documents, tmp_path):
     """Compiled, in bf16, with masked documents: the same losses to bf16's precision; checkpoints with plain names."""
     changes = {"train.mixed_precision": "bf16", "train.steps": 4, "model.document_mask": True, "model.n_layer": 1}
-    changes["model.architecture"] = architecture
     compiled = {**changes, "train.compile": True}
     run_ranks(train, 1, training_config(short_documents, tmp_path / "eager", changes))
     run_ranks(train, 1, training_config(short_documents, tmp_path / "compiled", compiled), timeout=400)

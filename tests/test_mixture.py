@@ -382,7 +382,7 @@ TAMPERED = {
     "a state": (lambda run: weights_of_a_state(run / "checkpoints/step-00000008"),
      "checkpoints/step-00000008/state.json: data.weights and data.phases are"),
     "nonsense": (lambda run: edit_rows(run, lambda values: values[0]["mixture"].pop("phases")),
-     "metrics.jsonl, line 1: its mixture is invalid"),
+     "metrics.jsonl, line 1: is no row: mixture is"),
 }  # fmt: skip
 
 

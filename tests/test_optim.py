@@ -18,11 +18,10 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.muon import orthogonal
 from gpt2_ddp.model.optim import OPTIMIZERS, build_optimizer, default_decay_steps, lr_at, muon_matrices, schedule_note
 from gpt2_ddp.tasks.supervised import build_job_optimizer
-from gpt2_ddp.training.optimizer import GuardedOptimizer, RunningStatistics
+from gpt2_ddp.training.optimizer import GuardedOptimizer
 from gpt2_ddp.training.strategy import Replicated
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
-CPU = torch.device("cpu")
 
 
 def guarded(
@@ -278,14 +277,6 @@ def test_the_search_for_a_scale_is_not_bad():
         assert optimizer.step(1e-3, torch.tensor(norm)).item() == skipped
         assert optimizer.bad.item() == bad
     assert optimizer.norms.state_dict()[0] == 51
-
-
-def test_statistics_are_empty_at_first_and_set_a_limit_from_the_20th_value_on():
-    statistics = RunningStatistics(CPU)
-    assert statistics.state_dict() == (0, 0, 0)
-    for count in range(1, 23):
-        statistics.add(torch.tensor(2.0), torch.tensor(True))
-        assert statistics.limit(3.0).item() == pytest.approx(2.0 + 3 * 0.002 if count >= 20 else math.inf)
 
 
 def test_norms_are_kept_only_where_they_have_a_limit():

@@ -1,90 +1,74 @@
 """Processes end with their parent, by the signal that they chose, and not with the thread that started them."""
 
+import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
-import textwrap
+import threading
 import time
 from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
-from commands import environment
-from ranks import start_ranks, wait_until
+from ranks import results, run_ranks, start_ranks, wait_until
 
 from gpt2_ddp.distributed import process as parent
+from gpt2_ddp.distributed.process import end_with_parent
 from gpt2_ddp.distributed.signals import Stopped, exit_on_signal
+from gpt2_ddp.distributed.workers import worker_context, worker_pool
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import write_atomically
 
-CHILD = """
-    import os, signal, sys, time
-    from gpt2_ddp.distributed.process import end_with_parent
 
-    def stop(number, frame):
-        open(sys.argv[1], "w").write(signal.Signals(number).name)
+def live(folder: Path, waits: bool) -> None:
+    """Ends with its parent: as a command does, or as a worker that `waits`, since it may be importing still when its
+    parent is killed."""
+
+    def stop(number: int, frame: object) -> None:
+        (folder / "ended").write_text(signal.Signals(number).name)
         os._exit(0)
 
-    def live(file):
-        sys.argv = ["", file]
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGUSR1, stop)
-        end_with_parent(signal.SIGUSR1)
-        open("begun", "w").close()
-        print(os.getpid(), flush=True)
-        time.sleep(60)
-
-    def live_later(file):
-        parent = os.getppid()
-        print(os.getpid(), flush=True)
-        while os.getppid() == parent:
-            time.sleep(0.02)
-        live(file)
-
-    if __name__ == "__main__":
-        live(sys.argv[1])
-"""
-COMMAND = "subprocess.Popen([sys.executable, 'child.py', sys.argv[1]])"
-WORKER = "multiprocessing.get_context('spawn').Process(target=child.live, args=sys.argv[1:]).start()"
-PARENT = """
-    import multiprocessing, os, subprocess, sys, threading, time
-    import child
-
-    def start():
-        {start}
-        while not os.path.exists("begun"):
-            time.sleep(0.02)
-
-    if __name__ == "__main__":
-        thread = threading.Thread(target=start)
-        thread.start()
-        thread.join()
-        time.sleep(60)
-"""
+    if not waits:
+        multiprocessing.process._parent_process = None  # pyright: ignore
+    parent = os.getppid()
+    write_atomically(folder / "pid", str(os.getpid()))
+    while waits and os.getppid() == parent:
+        time.sleep(0.02)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, stop)
+    end_with_parent(signal.SIGUSR1)
+    (folder / "begun").touch()
+    time.sleep(60)
 
 
-def family(folder: Path, start: str, **env: str) -> tuple[subprocess.Popen, psutil.Process]:
-    """A parent and the child that it started from a thread."""
-    (folder / "child.py").write_text(textwrap.dedent(CHILD))
-    (folder / "parent.py").write_text(textwrap.dedent(PARENT).replace("{start}", start))
-    command = [sys.executable, "parent.py", "ended"]
-    parent = subprocess.Popen(command, cwd=folder, env=environment(**env), stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    return parent, psutil.Process(int(parent.stdout.readline()))
+def start_from_a_thread(folder: Path, waits: bool, machines: str) -> None:
+    os.environ["GROUP_WORLD_SIZE"] = machines
+
+    def start() -> None:
+        multiprocessing.get_context("spawn").Process(target=live, args=(folder, waits)).start()
+        wait_until((folder / ("pid" if waits else "begun")).exists)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    time.sleep(60)
 
 
-@pytest.mark.parametrize(("start", "env", "ended"), [
-    (COMMAND, {}, ["SIGUSR1"]), (WORKER, {}, ["SIGUSR1"]),
-    (WORKER.replace("live", "live_later"), {}, ["SIGUSR1"]),  # it may be importing still when its parent is killed
-    (COMMAND, {"GROUP_WORLD_SIZE": "2"}, []),  # of several machines: it must not ask the others to stop
+@pytest.mark.parametrize(("waits", "machines", "ended"), [
+    (False, "1", ["SIGUSR1"]), (True, "1", ["SIGUSR1"]),
+    (False, "2", []),  # of several machines: it must not ask the others to stop
 ])  # fmt: skip
-def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(tmp_path, start, env, ended):
-    parent, child = family(tmp_path, start, **env)
+def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(tmp_path, waits, machines, ended):
+    ((process, _),) = start_ranks(start_from_a_thread, 1, tmp_path, waits, machines)
+    wait_until((tmp_path / ("pid" if waits else "begun")).exists, process=process)
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
     time.sleep(0.3)
     assert not (tmp_path / "ended").exists()  # though the thread has ended, of which prctl would signal at once
-    parent.kill()
-    parent.wait()
+    process.kill()
+    process.join()
     child.wait(30)
     assert [file.read_text() for file in tmp_path.glob("ended")] == ended
 
@@ -100,83 +84,58 @@ def test_an_orphan_that_was_signalled_before_saves(monkeypatch):
     assert sent == [signal.SIGTERM]
 
 
-HELP = """
-    import os, time
+def help() -> None:
+    time.sleep(600)  # stuck: it asks nobody whether it may end
 
-    def help():
-        os.write(1, f"{os.getpid()}\\n".encode())  # at once, or two would stand on one line
-        time.sleep(600)  # stuck: it asks nobody whether it may end
-"""
-HELPER = """
-    import os, signal, sys, time
-    from gpt2_ddp.distributed.workers import worker_context
-    from helper import help
 
-    if __name__ == "__main__":
-        method, end = sys.argv[1:]
-        helpers = [worker_context(method).Process(target=help, daemon=True) for _ in range(2)]
+def have_helpers(folder: Path, method: str, end: str) -> list[int | None]:
+    """Starts two helpers and signals them at once; their exit codes once the file `end` is there."""
+    helpers = [worker_context(method).Process(target=help, daemon=True) for _ in range(2)]
+    for helper in helpers:
+        helper.start()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(helper.pid, number)
+    write_atomically(folder / "pids", " ".join(str(helper.pid) for helper in helpers))
+    wait_until((folder / "end").exists)
+    if end == "terminate":
         for helper in helpers:
-            helper.start()
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                os.kill(helper.pid, number)
-        sys.stdin.readline()
-        if end == "terminate":
-            for helper in helpers:
-                helper.terminate()
-            while any(helper.exitcode is None for helper in helpers):
-                time.sleep(0.02)
-            print([helper.exitcode for helper in helpers])
-"""
+            helper.terminate()
+        wait_until(lambda: all(helper.exitcode is not None for helper in helpers))
+    return [helper.exitcode for helper in helpers]
 
 
 @pytest.mark.parametrize(("method", "end"), [*product(["fork"], ["exit", "terminate", "kill"]), ("spawn", "kill")])
 def test_signals_do_not_end_a_helper_but_its_parent_does(tmp_path, method, end):
-    (tmp_path / "helper.py").write_text(textwrap.dedent(HELP))
-    (tmp_path / "parent.py").write_text(textwrap.dedent(HELPER))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    command = [sys.executable, "parent.py", method, end]
-    parent = subprocess.Popen(command, cwd=tmp_path, env=environment(), text=True, **pipes)
-    assert parent.stdout is not None
-    helpers = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
+    ((parent, _),) = started = start_ranks(have_helpers, 1, tmp_path, method, end)
+    wait_until((tmp_path / "pids").exists, process=parent)
+    helpers = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
     time.sleep(0.1)
     assert all(helper.is_running() and helper.status() != psutil.STATUS_ZOMBIE for helper in helpers)
     if end == "kill":
         parent.kill()
-    output, _ = parent.communicate("\n", timeout=30)
-    assert parent.returncode == (-9 if end == "kill" else 0)
+        parent.join()
+    else:
+        (tmp_path / "end").touch()
+        assert results(started) == [[0, 0] if end == "terminate" else [None, None]]
     assert not psutil.wait_procs(helpers, timeout=30)[1]
-    assert output == ("[0, 0]\n" if end == "terminate" else "")
 
 
-HALF_SENT = """
-    import os, struct, sys, time
-    from pathlib import Path
-    from gpt2_ddp.distributed.workers import worker_pool
+def send_half_a_result(mark: Path) -> None:
+    queue = sys._getframe(1).f_locals["result_queue"]  # of the pool's worker
+    os.write(queue._writer.fileno(), struct.pack("!i", 1000) + bytes(10))
+    mark.touch()
+    time.sleep(60)
 
-    def send_half_a_result(mark):
-        queue = sys._getframe(1).f_locals["result_queue"]  # of the pool's worker
-        os.write(queue._writer.fileno(), struct.pack("!i", 1000) + bytes(10))
-        mark.touch()
-        time.sleep(60)
 
-    def leave_pool(mark):
-        with worker_pool(1) as pool:
-            pool.submit(half_sent.send_half_a_result, mark)
-            while not mark.exists():
-                time.sleep(0.02)
-            raise ValueError("left")
-
-    if __name__ == "__main__":
-        import half_sent
-        leave_pool(Path("mark"))
-"""
+def leave_pool(mark: Path) -> None:
+    with pytest.raises(ValueError, match="left"), worker_pool(1) as pool:  # noqa: PT012
+        pool.submit(send_half_a_result, mark)
+        wait_until(mark.exists)
+        raise ValueError("left")
 
 
 def test_a_pool_is_left_though_a_result_was_half_sent(tmp_path):
-    (tmp_path / "half_sent.py").write_text(textwrap.dedent(HALF_SENT))
-    command = [sys.executable, "half_sent.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30)
-    assert done.stderr.splitlines()[-1] == "ValueError: left"
+    run_ranks(leave_pool, 1, tmp_path / "mark", timeout=30)
 
 
 def test_a_script_of_the_project_runs_without_a_rank_and_its_mistakes_are_ours(monkeypatch, tmp_path, capfd):

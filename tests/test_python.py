@@ -22,18 +22,12 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/python.md"
 
 
-def in_fresh_python(code: str, folder: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
-
-
 def test_importing_the_package_imports_nothing_heavy(tmp_path):
     code = "import sys, gpt2_ddp; print(dir(gpt2_ddp)); from gpt2_ddp import UserError, train, prepare, load_config;"
     heavy = "('torch', 'accelerate', 'pandas', 'datasets', 'matplotlib')"
-    found = in_fresh_python(f"{code} print([name for name in {heavy} if name in sys.modules])", tmp_path)
-    names, loaded = found.stdout.splitlines()
+    command = [sys.executable, "-c", f"{code} print([name for name in {heavy} if name in sys.modules])"]
+    found = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    names, loaded = found.stdout.decode().splitlines()
     assert loaded == "[]"
     assert set(gpt2_ddp.__all__) <= set(re.findall(r"'(\w+)'", names))
 
@@ -60,7 +54,7 @@ def test_a_configuration_is_files_and_then_changes(tmp_path):
 @pytest.mark.parametrize(("mistaken", "told"), [
     (lambda: TrainingConfig(train=TrainConfig(steps=3), seed=-1), "seed = -1: should be greater"),
     (lambda: load_config(optim={"lr": -1}, train={"stps": 5}), "train.stps = 5: unknown key"),
-    (lambda: load_config(train={"steps": {"x": 3}}), "train.steps.x = 3: train.steps takes a value"),
+    (lambda: load_config(train={"steps": {"x": 3}}), "train.steps = {'x': 3}: unknown key"),
     (lambda: load_config("nowhere.yaml"), "--config = nowhere.yaml: cannot be read"),
     (lambda: prepare("nowhere.txt"), "source = nowhere.txt: no such file"),
     (lambda: prepare(vocab_sise=512), "did you mean vocab_size?"),

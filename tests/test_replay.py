@@ -5,7 +5,6 @@ import fcntl
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -121,7 +120,7 @@ def test_what_auto_came_to_is_what_the_run_says(corpus: Path, tmp_path: Path) ->
     file.write_text(dump(config))
 
     def settled(**state: object) -> list[object]:
-        train = replay_module._config("gpt2", file, str(tmp_path), None, {"device": "cpu", **state}).train
+        train = replay_module._config("gpt2", file, str(tmp_path), (), {"device": "cpu", **state}).train
         return [train.compile, vars(train)["micro_batch_size"]]
 
     assert settled(compile="model", micro_batch=2) == ["model", 2]
@@ -256,16 +255,15 @@ def test_sums_may_differ_in_their_last_digits_and_nothing_else_may() -> None:
         again = {1: row | changes}
         assert len(compare_rows({1: row}, again, exact=True)) == exact, changes
         assert len(compare_rows({1: row}, again, exact=False)) == near, changes
-    assert len(compare_rows({1: row}, {}, exact=True)) == 5
+    assert len(compare_rows({1: row}, {}, exact=True)) == 4, "what each row has"
 
 
-@pytest.mark.parametrize("skipped", [[1, 2], [48, 48], [32, 2**62], "all", [["a", "b"], 1]])
-def test_a_rollback_that_its_checkpoint_cannot_have_is_a_defect(place: Path, skipped: Any) -> None:
+def test_a_rollback_that_its_checkpoint_cannot_have_is_not_replayed(place: Path) -> None:
     run = place / "run"
-    edit_rows(run, lambda rows: [row.update(skipped_range=skipped) for row in rows if row.get("event") == "rollback"])
+    edit_rows(run, lambda rows: [row.update(skipped_range=[1, 2]) for row in rows if row.get("event") == "rollback"])
     code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="8:12", data=(str(place / "data"),)))
-    what = "defect  replay from step 8 to 12: its checkpoint does not match a rollback to it, which skipped "
-    assert (code, f"{what}{skipped}" in text) == (1, True)
+    assert (code, "to 8 does not match the skipped positions [1, 2]" in text) == (1, True)
+    assert "note    replay of 8:12: not possible, since the order of the data is not that of the run" in text
 
 
 @pytest.mark.slow

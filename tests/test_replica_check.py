@@ -12,11 +12,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from ranks import run_ranks
-from runs import built, job_config, training_config
+from runs import built, train, training_config
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
-from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.training.replica_check import ReplicaMismatch, _describe, check_replicas, sum_of
 
@@ -34,20 +33,6 @@ def flip_bit(tensor: Tensor, byte: int, bit: int) -> None:
     tensor.detach().view(-1).view(torch.uint8)[byte] ^= 1 << bit
 
 
-def trained(config: RunConfig, steps: int):
-    """A run after some steps, and every tensor that its ranks have alike, by name."""
-    from gpt2_ddp.training.loop import train_step
-
-    run = built(config)
-    run.warm_up()
-    for _ in range(steps):
-        train_step(run)
-    tensors = dict(run.task.model.named_parameters())
-    for name, parameter in run.task.model.named_parameters():
-        tensors |= {f"{kind}.{name}": value for kind, value in run.optimizer.plain.state[parameter].items()}
-    return run, tensors, partial(check_replicas, run.accelerator, run.task.model, run.optimizer.plain)
-
-
 def message_of(check: Callable[[int], None], step: int) -> str:
     try:
         check(step)
@@ -56,12 +41,19 @@ def message_of(check: Callable[[int], None], step: int) -> str:
     return ""
 
 
-def flip_and_tell(config: RunConfig, flips: list[Flip], further: bool = False) -> list[str]:
-    """The message of each flip, which is taken back after it; the first and the last are of a run without any. Where
-    `further`, three more steps follow a last flip, on rank 1, before that is looked for."""
+def flip_and_tell(config: TrainingConfig, flips: list[Flip]) -> list[str]:
+    """The message of each flip, which is taken back after it; the first is of a run without any. Three more steps
+    follow a last flip, on rank 1, before that is looked for."""
     from gpt2_ddp.training.loop import train_step
 
-    run, tensors, check = trained(config, steps=2)
+    run = built(config)
+    run.warm_up()
+    for _ in range(2):
+        train_step(run)
+    tensors = dict(run.task.model.named_parameters())
+    for name, parameter in run.task.model.named_parameters():
+        tensors |= {f"{kind}.{name}": value for kind, value in run.optimizer.plain.state[parameter].items()}
+    check = partial(check_replicas, run.accelerator, run.task.model, run.optimizer.plain)
     messages = [message_of(check, 0)]
     for step, (rank, name, byte, bit) in enumerate(flips, 1):
         here = rank == run.accelerator.process_index
@@ -71,14 +63,12 @@ def flip_and_tell(config: RunConfig, flips: list[Flip], further: bool = False) -
         if here:
             flip_bit(tensors[name], byte, bit)
     messages.append(message_of(check, 0))
-    if further:
-        if run.accelerator.process_index == 1:
-            flip_bit(tensors["h.1.mlp.c_fc.weight"], 4002, 6)
-            run.task.model.register_buffer("statistics", torch.ones(3))
-        for _ in range(3):
-            train_step(run)
-        messages.append(message_of(check, run.step))
-    return messages
+    if run.accelerator.process_index == 1:
+        flip_bit(tensors["h.1.mlp.c_fc.weight"], 4002, 6)
+        run.task.model.register_buffer("statistics", torch.ones(3))
+    for _ in range(3):
+        train_step(run)
+    return [*messages, message_of(check, run.step)]
 
 
 def test_of_three_ranks_the_one_is_named(corpus: Path, tmp_path: Path) -> None:
@@ -87,7 +77,7 @@ def test_of_three_ranks_the_one_is_named(corpus: Path, tmp_path: Path) -> None:
     names = ["wte.weight", "h.0.ln_1.weight", "ln_f.bias", "exp_avg.wte.weight", "exp_avg_sq.ln_f.bias"]
     flips = [Flip(i % 3, name, byte, bit) for i, name in enumerate(names) for byte, bit in ((0, 0), (-1, 7), (77, 3))]
     flips.append(Flip(1, "step.ln_f.weight", 2, 0))
-    told = run_ranks(flip_and_tell, 3, training_config(corpus, tmp_path), flips, True)
+    told = run_ranks(flip_and_tell, 3, training_config(corpus, tmp_path), flips)
     assert told[0] == told[1] == told[2]
     clean, *messages, again, later = told[0]
     assert re.fullmatch(r"rank 1 \(host .*\): h.1.mlp.c_fc.weight differs from .* at step 5; .*", later)
@@ -97,22 +87,6 @@ def test_of_three_ranks_the_one_is_named(corpus: Path, tmp_path: Path) -> None:
             f"rank {flip.rank} (host {socket.gethostname()}): {flip.tensor} differs from the other ranks' "
             f"at step {step}; suspect its memory; the newest checkpoint is good"
         )
-
-
-def test_of_two_ranks_both_are_named(tmp_path: Path) -> None:
-    """In a small job, whose tensors have one element each."""
-    flips = [Flip(1, "linear.weight", 0, 0), Flip(0, "momentum_buffer.linear.bias", -1, 7)]
-    told = run_ranks(flip_and_tell, 2, job_config("regression", tmp_path), flips)
-    host = socket.gethostname()
-    for clean, weight, moment, again in told:
-        assert clean == again == ""
-        assert weight == (
-            f"rank 0 (host {host}): linear.weight differs from another rank's; "
-            f"rank 1 (host {host}): linear.weight differs from another rank's at step 1; "
-            "suspect their memory; the newest checkpoint is good"
-        )
-        named = re.findall(r"rank (\d) .*?: (\S+) differs", moment)
-        assert named == [(rank, "momentum_buffer.linear.bias") for rank in "01"]
 
 
 SHAPES: dict[str, Tensor] = {
@@ -166,11 +140,14 @@ def test_several_ranks_and_many_tensors_are_named() -> None:
     assert re.findall(r"rank (\d) \(host (.)\): (.*?) differs from another rank's", message) == [
         (str(rank), "wxyz"[rank], "b") for rank in range(4)
     ]
+    assert _describe("a", "wx", [[1], [2]], 1) == (
+        "rank 0 (host w): a differs from another rank's; rank 1 (host x): a differs from another rank's at step 1; "
+        "suspect their memory; the newest checkpoint is good"
+    )
 
 
 def damaged_in_training(config: TrainingConfig, at: int, number: float) -> str:
     """Trains; after step `at`, a weight of rank 1 is multiplied by `number`. Returns what that comes to."""
-    from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training import loop
 
     step = loop.train_step
@@ -183,12 +160,12 @@ def damaged_in_training(config: TrainingConfig, at: int, number: float) -> str:
 
     loop.train_step = train_step
     try:
-        return loop.train(config, Pretraining).outcome
+        return train(config)
     except ReplicaMismatch as corrupted:
         return str(corrupted)
 
 
-@pytest.mark.parametrize(("check_every", "at", "number"), [(None, 6, 2.0), (1, 6, 2.0), (None, 10, math.nan)])
+@pytest.mark.parametrize(("check_every", "at", "number"), [(1, 6, 2.0), (None, 10, math.nan)])
 def test_a_training_ends_before_it_saves_what_was_damaged(corpus, tmp_path, check_every, at, number):
     """Also where the last step's weights would end the run as diverged, on that rank alone."""
     changes = {"guard": {"check_every": check_every}, "optim.grad_clip": 0.0}

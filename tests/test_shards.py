@@ -1,6 +1,6 @@
 """The shard format and its stream: against a plain array, and against files that are broken in every way."""
 
-import gc
+import dataclasses
 import json
 import os
 import pickle
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import expect_error
 from runs import training_config
 
 from gpt2_ddp.data import shards
@@ -69,22 +70,21 @@ def test_stream_equals_the_joined_shards(tmp_path, seed):
     assert stream.read(np.array([], int), 5).shape == (0, 5)
 
 
-def test_streams_hold_a_share_of_the_files_and_can_be_pickled(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "file_limit", lambda: 256)
-    gc.collect()  # streams of other tests
-    tokens = random_tokens(320)
+def test_a_process_keeps_some_shards_open_and_streams_can_be_pickled(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards.resource, "getrlimit", lambda _: (64, 64))
+    shards._opener.cache_clear()
+    tokens = random_tokens(80)
     manifest = write(tmp_path, tokens, shard_tokens=2)
     stream, other = (TokenStream(tmp_path, manifest, "train") for _ in range(2))
     before = len(os.listdir("/proc/self/fd"))
-    np.testing.assert_array_equal(stream.read(np.array([0]), len(tokens))[0], tokens)
-    assert len(os.listdir("/proc/self/fd")) - before == 64
-    for reader in (other, stream):
+    for reader in (stream, other, pickle.loads(pickle.dumps(stream))):
         np.testing.assert_array_equal(reader.read(np.array([0]), len(tokens))[0], tokens)
-    assert len(os.listdir("/proc/self/fd")) - before == 64
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(stream)).read(np.array([3]), 9)[0], tokens[3:12])
-    stream.close()
-    assert len(os.listdir("/proc/self/fd")) - before == 32
-    np.testing.assert_array_equal(stream.read(np.array([3]), 9)[0], tokens[3:12])
+        assert len(os.listdir("/proc/self/fd")) - before == 16
+    for path in tmp_path.glob("*.bin"):
+        path.unlink()
+    again = write(tmp_path, tokens + 1, shard_tokens=2)  # other shards at the same paths, of which some are open
+    np.testing.assert_array_equal(TokenStream(tmp_path, again, "train").read(np.array([78]), 2)[0], tokens[78:] + 1)
+    shards._opener.cache_clear()
 
 
 def open_data(local_main: bool, **changes: Any) -> None:
@@ -156,8 +156,7 @@ def test_one_flipped_bit_is_found_by_its_hash(tmp_path):
     data[HEADER_BYTES + 777] ^= 1
     path.write_bytes(data)
     for part, parts in ((0, 1), (1, 3)):
-        with pytest.raises(UserError, match=r"train_000001\.bin.*SHA-256"):
-            verify_shards(tmp_path, manifest, part=part, parts=parts)
+        expect_error(r"train_000001\.bin.*SHA-256", verify_shards, tmp_path, manifest, part=part, parts=parts)
     for part in (0, 2):
         verify_shards(tmp_path, manifest, part=part, parts=3)
 
@@ -173,11 +172,9 @@ def test_what_cannot_be_read(tmp_path):
         with pytest.raises(IndexError):
             stream.read(np.array([0, start]), length)
     stream.read(np.array([0, 1031]), 1000)  # beside it
-    with pytest.raises(UserError, match=r"train_000001\.bin: holds token id 50257"):
-        stream.read(np.array([0, 990]), 100)
+    expect_error(r"train_000001\.bin: holds token id 50257", stream.read, np.array([0, 990]), 100)
     os.truncate(tmp_path / "train_000000.bin", HEADER_BYTES + 100)
-    with pytest.raises(UserError, match=r"train_000000\.bin.*shorter"):
-        stream.read(np.array([40]), 20)
+    expect_error(r"train_000000\.bin.*shorter", stream.read, np.array([40]), 20)
 
 
 def test_manifest_hash_is_of_the_data_alone(tmp_path):
@@ -198,34 +195,41 @@ def test_manifest_hash_is_of_the_data_alone(tmp_path):
     assert [part for part in first.parts if other.parts[part] != first.parts[part]] == ["train split"]
 
 
+def shard(m: dict, **changes: object) -> list[dict]:
+    return [m["splits"]["train"][0] | changes]
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (lambda m: m | {"version": 3}, "version"), (lambda m: m | {"eot": "0"}, "eot"),
     (lambda m: m | {"eot": False}, "eot"), (lambda m: m | {"vocab_size": 50257.0}, "vocab_size"),
     (lambda m: m | {"splits": {}}, "splits"), (lambda m: m | {"splits": {"train": []}}, "splits.train"),
     (lambda m: {key: value for key, value in m.items() if key != "eot"}, "eot"), (lambda m: [m], "not a manifest"),
-    (lambda m: m | {"splits": {"train": [m["splits"]["train"][0] | {"file": "../x.bin"}]}}, "file"),
-    (lambda m: m | {"splits": {"train": [m["splits"]["train"][0] | {"tokens": 0}]}}, "tokens"),
+    (lambda m: m | {"splits": {"train": shard(m, file="../x.bin")}}, "file"),
+    (lambda m: m | {"splits": {"train": shard(m, file="a\0b")}}, "file"),
+    (lambda m: m | {"splits": {"train": shard(m, tokens=0)}}, "tokens"),
+    (lambda m: m | {"splits": {"train": shard(m, sha256="0")}}, "sha256"),
+    (lambda m: m | {"splits": {"train": shard(m, bytes=1)}}, "not 1 bytes"),
+    (lambda m: m | {"splits": {"train": shard(m) * 2}}, "is listed twice"),
+    (lambda m: m | {"splits": {"train": shard(m), "val": shard(m)}}, "is listed twice"),
+    (lambda m: m | {"splits": {"train": shard(m), "val": shard(m, file="x")}}, "content as a shard of the other split"),
+    (lambda m: m | {"splits": {"train": shard(m), "test": shard(m)}}, r"splits\.test.*\^\(train\|val\)"),
     (lambda m: m | {"source": "x"}, "sha256 differs"),
 ])  # fmt: skip
 def test_broken_manifests(tmp_path, change, message):
     write(tmp_path, random_tokens(10))
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(UserError, match=message):
-        read_manifest(tmp_path)
+    expect_error(message, read_manifest, tmp_path)
     path.write_text(path.read_text()[:-5])
-    with pytest.raises(UserError, match="JSON"):
-        read_manifest(tmp_path)
+    expect_error("JSON", read_manifest, tmp_path)
 
 
 def test_folders_without_manifest_or_split(tmp_path):
-    with pytest.raises(UserError, match="no such folder"):
-        read_manifest(tmp_path / "absent")
-    with pytest.raises(UserError, match=r"has no manifest\.json"):
-        read_manifest(tmp_path)
+    expect_error("no such folder", read_manifest, tmp_path / "absent")
+    expect_error(r"has no manifest\.json", read_manifest, tmp_path)
     manifest = write(tmp_path, random_tokens(10))
-    with pytest.raises(UserError, match=r"val: .* only train"):
-        TokenStream(tmp_path, manifest, "val")
+    expect_error(r"val: .* only train", TokenStream, tmp_path, manifest, "val")
+    expect_error("splits", write_manifest, tmp_path, dataclasses.replace(manifest, splits={}))
+    assert read_manifest(tmp_path) == manifest
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(UserError, match="bin:"):
-        read_manifest(tmp_path)
+    expect_error("bin:", read_manifest, tmp_path)

@@ -78,14 +78,6 @@ def test_readme_is_short():
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
 
 
-def test_anchors_are_those_of_headings_and_a_long_sentence_is_found(tmp_path):
-    assert len(sentences("A b. C d!\n\n- e\n- f `g h` [i](j)\n| k | l m |")) == 7
-    assert max(map(len, map(str.split, sentences("Word " * 31 + "\n" + "word " * 4 + ".")))) == 36
-    page = tmp_path / "page.md"
-    page.write_text("# A `b_c`: d, [e](f)!\n## Two\n## Two\n```\n# no\n```\n## 第一步 (1)\n", encoding="utf-8")
-    assert anchors(page) == {"a-b_c-d-e", "two", "two-1", "第一步-1"}
-
-
 class Loader(yaml.SafeLoader):
     """Reads mkdocs.yml, whose anchors are made by a function of Python's."""
 
@@ -117,12 +109,6 @@ def test_the_site_and_its_search_load_nothing_from_the_network():
     assert "http" not in text
     assert not {"repo_url", "extra_javascript"} & MKDOCS.keys(), "a repository's address fetches its stars"
     assert [(ROOT / "docs" / file).is_file() for file in MKDOCS["extra_css"]] == [True]
-
-
-def test_make_docs_fails_at_a_warning():
-    (build,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    assert "--strict" in build.partition("#")[0]
-    assert "quiet" not in build.partition("#")[0], "warnings that are not shown are not counted"
 
 
 def test_links_out_of_docs_become_addresses_or_text():

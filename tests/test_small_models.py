@@ -1,11 +1,23 @@
-"""The small models: their sizes, and that a transformer's position sees nothing after itself."""
+"""The small models: their sizes, what a transformer's position sees, and the pixels that models of images get."""
 
+import numpy as np
 import pytest
 import torch
 
 from gpt2_ddp.config.jobs import ClassifierConfig, TransformerConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tasks.jobs import MLP, LeNet, Line, ResNet18, TransformerLM, image_model, sinusoids
+from gpt2_ddp.tasks.jobs import (
+    MLP,
+    LeNet,
+    Line,
+    ResNet18,
+    TransformerLM,
+    crop_and_flip,
+    image_model,
+    normalise,
+    random_numbers,
+    sinusoids,
+)
 
 
 def transformer() -> TransformerLM:
@@ -55,3 +67,23 @@ def test_images_that_are_too_small_for_lenet_are_refused():
         image_model(config, {"classes": ["a", "b"], "image_shape": [3, 40, 15]})
     smallest = image_model(config, {"classes": ["a", "b"], "image_shape": [3, 16, 16]})
     smallest(torch.randn(1, 3, 16, 16)).sum().backward()
+
+
+def test_normalised_to_one():
+    images = torch.tensor([0, 255, 51], dtype=torch.uint8).view(1, 3, 1, 1)
+    assert normalise(images).flatten().tolist() == pytest.approx([-1, 1, -0.6], abs=1e-6)
+
+
+def test_crops_and_flips_are_those_of_the_padded_image():
+    image = torch.randint(1, 256, (3, 32, 32), dtype=torch.uint8)
+    numbers = random_numbers(0, np.arange(400))
+    assert np.array_equal(random_numbers(0, np.arange(100, 105)), numbers[100:105]), "by position"
+    assert len({*numbers, *random_numbers(1, np.arange(400))}) == 800
+    found = crop_and_flip(image.expand(400, 3, 32, 32), numbers)
+    padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
+    crops = {(t, left): padded[:, t : t + 32, left : left + 32] for t in range(9) for left in range(9)}
+    allowed = {crop.numpy().tobytes(): (*place, False) for place, crop in crops.items()}
+    allowed |= {crop.flip(2).numpy().tobytes(): (*place, True) for place, crop in crops.items()}
+    kinds = [allowed[result.contiguous().numpy().tobytes()] for result in found]
+    assert {top for top, _, _ in kinds} == {left for _, left, _ in kinds} == set(range(9))
+    assert 150 < sum(flipped for _, _, flipped in kinds) < 250

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from runs import state_of, train, training_config, weights
+from runs import same, state_of, train, training_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, missing_compiler, resolve_compile
@@ -152,27 +152,10 @@ def test_a_micro_batch_is_tried(monkeypatch):
 
 
 @pytest.mark.slow
-def test_chunks_and_a_chosen_micro_batch_in_a_run(corpus: Path, tmp_path: Path):
-    """On two ranks, accumulating: the losses of whole logits to rounding; and a stopped run keeps its micro-batch, so
-    that it goes on bitwise, on as many ranks."""
-    changes = {"train.micro_batch_size": "auto", "train.steps": 6, "optim.decay_steps": 6, "checkpoint.every": 3}
-
-    def config(name: str, **more) -> TrainingConfig:
-        chosen = {f"train.{field}": value for field, value in more.items()}
-        return training_config(corpus, tmp_path / name, changes | chosen)
-
-    whole, chunks, auto, first, once = (
-        config("whole", micro_batch_size=2),
-        config("chunks", micro_batch_size=2, loss_chunk=20),
-        config("auto", loss_chunk=20),
-        config("auto", loss_chunk=20, steps=3),
-        config("once", loss_chunk=20),
-    )
-    run_ranks(train, 2, first)
-    assert state_of(tmp_path / "auto/run")["task"]["micro_batch"] == 6, "its share of 12 windows of 32 tokens"
-    for one in (whole, chunks, auto, once):
-        run_ranks(train, 2, one)
-    found = {name: weights(tmp_path / name / "run") for name in ("whole", "chunks", "auto", "once")}
-    for name, tensor in found["whole"].items():
-        torch.testing.assert_close(found["chunks"][name], tensor, rtol=1e-3, atol=1e-4)
-        assert torch.equal(found["auto"][name], found["once"][name])
+def test_a_resumed_run_keeps_its_chosen_micro_batch(corpus: Path, tmp_path: Path):
+    """On two ranks, with a loss in chunks: it goes on bitwise, on as many ranks."""
+    changes = {"train.micro_batch_size": "auto", "train.loss_chunk": 20, "optim.decay_steps": 6}
+    for name, steps in (("parts", 3), ("parts", 6), ("whole", 6)):
+        run_ranks(train, 2, training_config(corpus, tmp_path / name, changes | {"train.steps": steps}))
+        assert state_of(tmp_path / name / "run")["task"]["micro_batch"] == 6, "its share of 12 windows of 32 tokens"
+    assert same(weights(tmp_path / "parts/run"), weights(tmp_path / "whole/run"))

@@ -159,6 +159,7 @@ def clock(monkeypatch):
     yield make
     monkeypatch.undo()
     for one in made:
+        one.link.deliver = lambda: False
         one.watch.close()
 
 
@@ -249,7 +250,7 @@ def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clo
     time.link.is_cut_off = True
     time.pass_by(100)
     assert time.observer._silent[0] == (5, 0.0)
-    time.watch._pulse.end(lost="RuntimeError: gloo")
+    time.watch.end(lost="RuntimeError: gloo")
     time.pass_by(4)
     assert time.observer._silent[0] == (5, 4.0)
 
@@ -257,7 +258,7 @@ def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clo
 def test_rank_0_speaks_first_of_what_another_raised(clock):
     time = clock()
     time.hear_of(0, Heartbeat(HOSTS[0]))
-    time.watch._pulse.end(failed="ValueError: x")
+    time.watch.end(error="ValueError: x")
     time.link.rank = 1
     verdicts = []
     for late in (0.1, GRACE + 0.1):
@@ -319,7 +320,7 @@ def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
     watch.close()
 
 
-def two_watches(_: int) -> list:
+def two_watches() -> list:
     """Two runs in turn of one world: what rank 0 has heard of rank 1 by the end of each."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
@@ -344,5 +345,5 @@ def two_watches(_: int) -> list:
 
 
 def test_signs_of_life_arrive():
-    heard = run_ranks(two_watches, 2, 0)[0]
+    heard = run_ranks(two_watches, 2)[0]
     assert heard == [("stage 0", 5, True), ("stage 1", 6, True)]

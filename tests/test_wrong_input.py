@@ -52,20 +52,14 @@ FLAGS = {
     "missing data folder": (["--data.path", "/no/such/place"], "data = /no/such/place", "no such folder"),
     "missing recipe": (["--data.path", "/none", "--data.prepare", "no.yaml"], "data.prepare = no.yaml", "No such file"),
     "long run_name": (["--run_name", LONG],), "long output_dir": (["--output_dir", LONG],),
-    "long data.path": (["--data.path", LONG],), "long init_from": (["--train.init_from", LONG],),
-    "long data.path, with a recipe": (["--data.path", LONG, "--data.prepare", "configs/data_stdlib.yaml"],),
-    "long data.prepare": (["--data.path", "/tmp/none", "--data.prepare", LONG],),
     "a file as data.path": (["--data.path", "{place}/config.yaml"],),
-    "a pipe as configuration": (["--config", "{place}/pipe"],),
-    "a pipe as recipe": (["--data.path", "/tmp/none", "--data.prepare", "{place}/pipe"],),
-    "a pipe as data.path": (["--data.path", "{place}/pipe"],),
     "a pipe as output_dir": (["--output_dir", "{place}/pipe"],),
-    "a pipe as init_from": (["--train.init_from", "{place}/pipe"],),
     "a loop of links": (["--data.path", "{place}/loop", "--data.prepare", "configs/data_stdlib.yaml"],),
 }  # fmt: skip
 LENET = ["--config", "configs/jobs/cifar100_lenet.yaml"]
 JOBS: dict[str, Case] = {
     "model": ("train_classifier", ["--model.name", "vgg"], ["model.name = vgg"]),
+    "clusters": ("train_classifier", ["--config", "mlp_clusters.yaml", "--data.path", "x"], ["is for images; set"]),
     "no images": ("train_classifier", [*LENET, "--data.path", "/no/such"], ["data.path"]),
     "no GPU": ("train_classifier", ["--config", "configs/jobs/cifar100_resnet18.yaml", "--model.sync_batchnorm"],
      ["model.sync"]),

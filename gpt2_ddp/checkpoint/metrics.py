@@ -80,7 +80,7 @@ class LongStage:
         self._longest: dict[str, float] = {}
 
     def report(self, facts: dict[str, Any]) -> None:
-        """Checks the stage and step of `Watchdog.status`; called every few seconds, from one thread."""
+        """Checks the stage and step of the watchdog's `status`; called every few seconds, from one thread."""
         stage, now = (facts["stage"], facts["step"]), time.monotonic()
         seconds = now - self._begun
         if stage != self._stage:

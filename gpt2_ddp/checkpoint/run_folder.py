@@ -160,7 +160,7 @@ class RunLog:
             self._put_status({"state": state, "step": step, "reason": reason, **process})
 
     def write_heartbeat(self, status: Row) -> bool:
-        """Records `Watchdog.status` of a running run. Returns whether the run has its folder. For any thread."""
+        """Records the watchdog's `status` of a running run. Returns whether the run has its folder. For any thread."""
         has_lock = self._folder.has_lock()
         with self._writing, suppress(UserError):  # the disk may be full for a while
             if has_lock and self._state == "running":

@@ -6,7 +6,8 @@ rows after a rollback; wandb and trackio keep the first row of a step (docs/trac
 """
 
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,18 +133,20 @@ def _cut_events(file: Path, step: int) -> None:
 
 class WandB(Tracker):
     """A run of wandb by its id; offline, in the run folder, when nobody is logged in and WANDB_MODE does not say
-    otherwise. Offline, each start writes a file of its own, whose rows follow those of the files before."""
+    otherwise. Offline, each start writes a new file with all rows, and removes the files of earlier starts."""
 
     def __init__(self, config: RunConfig, run_id: str, folder: Path, last: int):
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
         tracking, online = config.tracking, mode == "online"
-        self.held = -1 if online else last_step_offline(folder, run_id)
+        if mode == "offline":
+            for before in folder.glob(f"wandb/offline-run-*-{run_id}"):
+                shutil.rmtree(before, ignore_errors=True)
         own = {"entity": tracking.entity, "project": tracking.project, "group": tracking.group, "tags": tracking.tags}
         resume = "allow" if online else None  # offline it would be ignored, with a warning
         self._run = wandb.init(**own, name=config.run_name, id=run_id, resume=resume, mode=mode, dir=str(folder))
-        self.held = max(self.held, self._run.starting_step - 1)
+        self.held = self._run.starting_step - 1
         self._run.config.update(_settings(config), allow_val_change=True)
 
 
@@ -177,30 +180,3 @@ def _logged_in() -> bool:
         return netrc().authenticators("api.wandb.ai") is not None
     except (OSError, NetrcParseError):
         return False
-
-
-def last_step_offline(folder: Path, run_id: str) -> int:
-    """The last step that a run's offline files hold; -1 for none."""
-    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
-
-    last = -1
-    for file in folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"):
-        for message in _messages(file.read_bytes()):
-            record = Record.FromString(message)
-            if record.WhichOneof("record_type") == "history":
-                last = max(last, record.history.step.num)
-    return last
-
-
-def _messages(data: bytes) -> Iterator[bytes]:
-    """What a .wandb file holds: after 7 bytes LevelDB's log, records in blocks of 32 KiB. Not a torn last one."""
-    offset, message = 7, b""
-    while offset + 7 <= len(data):
-        if 32768 - offset % 32768 < 7:  # the rest of a block that has no room for a header
-            offset += 32768 - offset % 32768
-            continue
-        length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
-        message, offset = message + data[offset + 7 : offset + 7 + length], offset + 7 + length
-        if kind in (1, 4) and offset <= len(data):  # a whole record, or the last part of one
-            yield message
-            message = b""

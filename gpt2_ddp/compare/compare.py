@@ -22,18 +22,16 @@ import torch
 from safetensors.torch import load_file
 
 from gpt2_ddp.compare.run import WARM_UP, RunResult, measure
-from gpt2_ddp.config.cli import load, resolve
+from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
-from gpt2_ddp.config.tools import CompareConfig, PrepareConfig
+from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import MANIFEST
 from gpt2_ddp.distributed.environment import usable_cores, world_size
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder, markdown_table
-from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.project import command_for
 
 Job = TrainingConfig | JobConfig
@@ -137,14 +135,14 @@ class Machine(NamedTuple):
 
     def ways(self, processes: tuple[int, ...]) -> list[tuple[Strategy, str]]:
         """All rows of a job, the single process first, each with the reason why it cannot be measured here, or ''."""
-        here, lacking = torch.cuda.device_count(), "needs {} GPUs, this machine has {}"
-        reason = "needs GPUs, and device is cpu" if here >= 2 and not self.gpus else lacking.format(2, here)
-        replicas = Strategy("DataParallel", 1, max(self.gpus, 2)), "" if self.gpus >= 2 else reason
-        found = [(Strategy("single", 1, 1), ""), replicas]
-        for n in dict.fromkeys(processes):
-            reason = lacking.format(n, self.gpus) if self.device == "cuda" and n > self.gpus else ""
-            found.append((Strategy(f"DDP-{n}", n, n), reason))
-        return found
+        found = [Strategy("single", 1, 1), Strategy("DataParallel", 1, max(self.gpus, 2))]
+        found += [Strategy(f"DDP-{n}", n, n) for n in dict.fromkeys(processes)]
+
+        def reason(way: Strategy) -> str:
+            lacks = way.devices > self.gpus and (self.device == "cuda" or way.name == "DataParallel")
+            return f"needs {way.devices} GPUs, this comparison has {self.gpus}" if lacks else ""
+
+        return [(way, reason(way)) for way in found]
 
 
 def compare(config: CompareConfig) -> list[Row]:
@@ -212,18 +210,9 @@ def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -
     return Path(file or default).stem, job
 
 
-def with_data(job: Job, folder: Path) -> Job:
-    """The job with tokens: missing ones are prepared in the comparison's own folder."""
-    if not isinstance(job, TrainingConfig) or not job.data.prepare or (Path(job.data.paths[0]) / MANIFEST).exists():
-        return job
-    path = str(folder / "data" / Path(job.data.prepare).stem)
-    prepare(load(PrepareConfig, ["--config", job.data.prepare, "--output", path]))
-    return job.model_copy(update={"data": job.data.model_copy(update={"path": path, "prepare": None})})
-
-
 def compare_job(name: str, job: Job, config: CompareConfig, machine: Machine, folder: Path) -> list[Row]:
     """Measures every strategy of one job, `repeats` times, interleaved."""
-    job, singles = with_data(job, folder), []
+    singles: list[RunResult] = []
     rows = [Row(name, way, reason, [], singles, []) for way, reason in machine.ways(config.processes)]
     rows[0] = replace(rows[0], runs=singles)
     steps = config.steps or steps_for(name, job, config, rows[0].way, folder)

@@ -3,10 +3,10 @@
 import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self, get_args
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.errors import UserError
@@ -39,20 +39,9 @@ def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None =
     return found
 
 
-def _split_words(value: object) -> object:
-    """Splits words at commas."""
-    words = [value] if isinstance(value, str) else value
-    if not isinstance(words, list | tuple) or {*map(type, words)} - {str}:
-        return value
-    return [part.strip() for part in ",".join(words).split(",") if part.strip()]
-
-
-Tasks = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
-"""Names of tasks, or files of items."""
-
-
 class Section(BaseModel):
-    """A frozen group of fields. Unknown keys, NaN, booleans as numbers, and NUL in text are user errors."""
+    """A frozen group of fields. Unknown keys, NaN, booleans as numbers, and NUL in text are user errors. A text, where
+    texts are expected, is a list of one."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
@@ -63,6 +52,8 @@ class Section(BaseModel):
     def _check_kind(cls, value: object, info: pydantic.ValidationInfo) -> object:
         annotation = cls.model_fields[info.field_name or ""].annotation
         items = value if isinstance(value, list | tuple) else [value]
+        if annotation == tuple[str, ...] and isinstance(value, str):
+            value = items
         if {int, float} & {annotation, *get_args(annotation)} and any(isinstance(item, bool) for item in items):
             raise ValueError("should be a number, not true or false")
         if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):  # half a surrogate raises, too

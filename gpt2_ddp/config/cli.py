@@ -1,14 +1,15 @@
 """Configuration from YAML files and the command line: defaults < files, left to right < dotted flags.
 
-pydantic validates; argparse splits the command line. `config.hints` writes `--help`.
+pydantic validates; argparse splits the command line and prints `--help`.
 """
 
-import argparse
+import json
 import os
 import re
 import select
 import signal
 import sys
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -18,7 +19,7 @@ import yaml
 from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
-from gpt2_ddp.config.base import Command, join_errors, leaves, sections
+from gpt2_ddp.config.base import Command, flat, join_errors, leaves, sections
 from gpt2_ddp.distributed.environment import is_main_process, record_exit, under_launcher
 from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
@@ -84,14 +85,14 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         UserError: all user errors, up to `config.base.MOST`; each names field, value and hint.
         SystemExit: after `--help` or `--print_config`.
     """
-    if place := next((at for at, word in enumerate(argv, 1) if word in ("-h", "--help")), 0):
-        from gpt2_ddp.config.hints import help_parser
-
+    if place := next((at for at, word in enumerate(argv, 1) if word.startswith(("-h", "--help"))), 0):
         preset = default if isinstance(default, str | None) else default({})[0]
-        help_parser(command, preset, "all" in argv[place : place + 1]).print_help()
+        make_parser(command, preset, () if "all" in argv[place : place + 1] else command.first).print_help()
         sys.exit(0)
-    arguments, unknown = _parser(command).parse_known_args(argv)
-    flags = {name: value for name, value in vars(arguments).items() if name not in ("config", "print_config")}
+    arguments, unknown = make_parser(command).parse_known_args(argv)
+    flags = vars(arguments)
+    files = [str(file) for file in flags.pop("config") or ()]  # argparse makes an empty list of a lone `--`
+    prints = flags.pop("print_config", False)
     known = dict(leaves(command))
     if positional := flags.pop("positional", None):
         flags.setdefault(command.positional, positional)
@@ -101,11 +102,10 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
     if words:
         from gpt2_ddp.config.hints import unknown_words
 
-        mistakes = unknown_words(words, argv, list(known))
-    files = [str(file) for file in arguments.config or ()]  # argparse makes an empty list of a lone `--`
+        mistakes = unknown_words(words, list(known))
     changes = {name: _flag_value(known[name], text) for name, text in flags.items()}
     config = resolve(command, files, changes, default, mistakes)
-    if arguments.print_config:
+    if prints:
         print(dump(config), end="")
         sys.exit(0)
     return config
@@ -211,25 +211,55 @@ def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
     return values or {}
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError("command line", " ".join(sys.argv[1:]), f"{message}; --help lists all flags")
 
 
-def _parser(command: type[Command]) -> _Parser:
-    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
+def make_parser(command: type[Command], preset: str | None = None, only: tuple[str, ...] = ()) -> _Parser:
+    """A parser of all flags of a command or, for `--help`, of those in `only`. Its help shows values of the file
+    `preset`."""
+    defaults, fields = flat(read_yaml(preset)) if preset else {}, leaves(command)
+    more = f"--help all lists all {len(fields)} flags" if only else None
+    parser = _Parser(
+        description=command.__doc__, epilog=more, argument_default=SUPPRESS, add_help=False, allow_abbrev=False
+    )
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is a value, as from Python 3.14 on
-    parser.add_argument("--config", action="append", default=None)
-    parser.add_argument("--print_config", action="store_true", default=False)
+    parser.add_argument("-h", "--help", nargs="?", metavar="all", help="list the flags that people type first, or all")
+    files = "YAML file; repeatable, later files win" + f" (default: {preset})" * bool(preset)
+    parser.add_argument("--config", metavar="FILE", action="append", default=None, help=files)
+    parser.add_argument("--print_config", action="store_true", help="print the configuration and exit")
     if command.positional:
         many = get_origin(command.model_fields[command.positional].annotation) is tuple
-        parser.add_argument("positional", nargs="*" if many else "?")
-    for name, field in leaves(command):
-        parser.add_argument(f"--{name}", dest=name, **flag_options(field))
+        text = f"the same as --{command.positional}"
+        parser.add_argument("positional", nargs="*" if many else "?", metavar=command.positional.upper(), help=text)
+    groups: dict[str, Any] = {"": parser}
+    for name, field in fields:
+        if only and name not in only:
+            continue
+        section = name.rpartition(".")[0]
+        if section not in groups:
+            model = command.model_fields[section].annotation
+            groups[section] = parser.add_argument_group(f"{section}: {model.__doc__}")
+        shown = defaults.get(name, field.default)
+        several = isinstance(shown, tuple | list)
+        shown = " ".join(map(str, shown)) or "none" if several else json.dumps(shown).strip('"')
+        text = f"{' '.join((field.description or '').split())} (default: {shown})".replace("%", "%%")
+        groups[section].add_argument(f"--{name}", help=text, metavar=_metavar(field), dest=name, **_flag_options(field))
     return parser
 
 
-def flag_options(field: FieldInfo) -> dict[str, Any]:
+def _metavar(field: FieldInfo) -> str:
+    """The kinds of values that a flag takes, like `INT` or `{auto,true,false}`."""
+    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not Ellipsis]
+    inner = [part for kind in kinds for part in get_args(kind) or (kind,) if part is not Ellipsis]
+    words = (part if isinstance(part, str) else getattr(part, "__name__", "VALUE").upper() for part in inner)
+    kinds = {"STR": "TEXT", "BOOL": "true,false", "NONETYPE": "null"}
+    text = ",".join(dict.fromkeys(kinds.get(word, word) for word in words))
+    return f"{{{text}}}" if "," in text else text
+
+
+def _flag_options(field: FieldInfo) -> dict[str, Any]:
     """How many values argparse lets the field's flag take."""
     extra = field.json_schema_extra
     if alone := "true" if field.annotation is bool else extra.get("alone") if isinstance(extra, dict) else None:

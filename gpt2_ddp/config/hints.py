@@ -1,21 +1,17 @@
-"""What a configuration says to people, imported on demand: `--help`, and hints for user errors: unknown names,
-mixtures, fields that differ from a saved run's."""
+"""Hints for user errors in configurations, imported on demand: unknown names, mixtures, fields that differ from a saved
+run's."""
 
 import difflib
-import json
 import math
 import os
 import re
-from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from gpt2_ddp.config.base import MOST, Command, flat, leaves, sections
-from gpt2_ddp.config.cli import flag_options, read_yaml
 from gpt2_ddp.errors import FIELD, UserError, truncate
 from gpt2_ddp.project import command_for
 
@@ -28,16 +24,13 @@ MOST_SOURCES = 32
 SCRIPT_OF_FIELD = {
     "train.steps": "train_gpt2.py",
     "train.global_batch_tokens": "train_gpt2.py",
-    "data.weight": "train_regression.py",
-    "data.sequences": "train_transformer.py",
-    "data.name": "train_classifier.py",
     "train.global_batch_size": "a small job, like train_classifier.py",
 }
-"""The training script of a configuration file with this field; the first match counts."""
+"""The training script of a configuration file with this field."""
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
-    """The hint for an unknown name: the nearest of the `known`, or --help; torchrun for the small jobs' `launch`."""
+    """The hint for an unknown name: the nearest of the `known`, or --help; torchrun for the small jobs' processes."""
     if name == "launch.processes":
         return "; torchrun starts its processes: `torchrun --nproc_per_node N SCRIPT`"
     tails = {key.rpartition(".")[2]: key for key in reversed(known)}  # `lr` finds optim.lr
@@ -77,29 +70,17 @@ def other_script(command: type[Command], file: str, content: dict[str, Any]) -> 
     return UserError("--config", file, f"is for {scripts}; name one of this script").mistakes if scripts else []
 
 
-def unknown_words(words: list[str], argv: Sequence[str], known: list[str]) -> list[str]:
-    """User errors for the words of a command line that are no flags or values of fields, MOST and one more at most."""
-    stray = [word for word in words if word[:1] != "-"]
-    mistakes = _expanded_pattern(stray, argv)
-    words = [word for word in words if not mistakes or word not in stray]
-    return mistakes + [_unknown_word(word, known) for word in words[: MOST + 1]]
-
-
-def _expanded_pattern(stray: list[str], argv: Sequence[str]) -> list[str]:
-    """The user error for words without a flag that are files: the shell has expanded a pattern."""
-    if not stray or not all(map(os.path.exists, stray)):
-        return []
-    flag = next((word for word in reversed(argv[: argv.index(stray[0])]) if word[:1] == "-"), "")
-    first = Path(stray[0])
-    pattern = f"quote the pattern: {flag} '{first.with_name('*' + first.suffix)}'" if flag else "name one of them"
-    return UserError("command line", " ".join(stray), f"takes one value, not several files; {pattern}").mistakes
-
-
-def _unknown_word(word: str, known: list[str]) -> str:
-    if word[:1] != "-":
-        return UserError("command line", word, f"a value without a flag; write --FIELD {word}").mistakes[0]
-    name = word.split("=")[0].lstrip("-")
-    return f"{truncate(word)}: unknown flag{nearest(name, [*known, 'config', 'print_config'], '--')}"
+def unknown_words(words: list[str], known: list[str]) -> list[str]:
+    """User errors for the words of a command line that are no flags or values of fields, MOST and two more at most."""
+    flags, names = [word for word in words if word[:1] == "-"], [*known, "config", "print_config"]
+    mistakes = []
+    for word in flags[: MOST + 1]:
+        hint = nearest(word.split("=")[0].lstrip("-"), names, "--")
+        mistakes.append(f"{truncate(word)}: unknown flag{hint}")
+    if stray := [word for word in words if word not in flags]:
+        hint = "values without a flag; write --FIELD VALUE, and quote patterns, like '*.txt'"
+        mistakes += UserError("command line", " ".join(stray), hint).mistakes
+    return mistakes
 
 
 def mixture_mistakes(config: "TrainingConfig") -> Iterator[tuple[str, object, str]]:
@@ -203,44 +184,3 @@ def check_flags_of_run(config: Command, changes: Mapping[str, Any], own: Path, s
         others = ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
         hint = f"the command lacks flags of this run: {others}; add --config {own}, or choose another run_name"
         raise UserError("run_name", own.parent.name, hint)
-
-
-def help_parser(command: type[Command], preset: str | None, every: bool = True) -> ArgumentParser:
-    """A parser whose help lists the flags of a command with their values in the file `preset`: `every` one, or those
-    that people type first."""
-    defaults = flat(read_yaml(preset)) if preset else {}
-    first = () if every else command.first
-    more = f"--help all lists all {len(leaves(command))} flags" if first else None
-    parser = ArgumentParser(description=command.__doc__, epilog=more, argument_default=SUPPRESS, add_help=False)
-    files = f"YAML file; repeatable, later files win (default: {preset})" if preset else "YAML file; repeatable"
-    parser.add_argument("-h", "--help", nargs="?", metavar="all", help="list the flags that people type first, or all")
-    parser.add_argument("--config", metavar="FILE", help=files)
-    parser.add_argument("--print_config", action="store_true", help="print the configuration and exit")
-    if command.positional:
-        many = get_origin(command.model_fields[command.positional].annotation) is tuple
-        text = f"the same as --{command.positional}"
-        parser.add_argument("positional", nargs="*" if many else "?", metavar=command.positional.upper(), help=text)
-    groups: dict[str, Any] = {"": parser}
-    for name, field in leaves(command):
-        section = name.rpartition(".")[0]
-        if first and name not in first:
-            continue
-        if section not in groups:
-            model = command.model_fields[section].annotation
-            groups[section] = parser.add_argument_group(f"{section}: {model.__doc__}")
-        shown = defaults.get(name, field.default)
-        several = isinstance(shown, tuple | list)
-        shown = " ".join(map(str, shown)) or "none" if several else json.dumps(shown).strip('"')
-        text = f"{' '.join((field.description or '').split())} (default: {shown})".replace("%", "%%")
-        groups[section].add_argument(f"--{name}", help=text, metavar=_metavar(field), dest=name, **flag_options(field))
-    return parser
-
-
-def _metavar(field: FieldInfo) -> str:
-    """The kinds of values that a flag takes, like `INT` or `{auto,true,false}`."""
-    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not Ellipsis]
-    inner = [part for kind in kinds for part in get_args(kind) or (kind,) if part is not Ellipsis]
-    words = (part if isinstance(part, str) else getattr(part, "__name__", "VALUE").upper() for part in inner)
-    kinds = {"STR": "TEXT", "BOOL": "true,false", "NONETYPE": "null"}
-    text = ",".join(dict.fromkeys(kinds.get(word, word) for word in words))
-    return f"{{{text}}}" if "," in text else text

@@ -1,19 +1,17 @@
 """Configurations of the scripts that do not train."""
 
 import codecs
-import difflib
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from encodings.aliases import aliases
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from gpt2_ddp.config.base import Command, Tasks
-from gpt2_ddp.config.run import HubName, only
+from gpt2_ddp.config.base import Command
+from gpt2_ddp.config.run import only
 from gpt2_ddp.errors import UserError
 
 TASKS_ONLY = "is for tasks only; add some, like --tasks cloze"
@@ -46,13 +44,13 @@ class PrepareConfig(Command):
     """`bpe` (trains a byte-level BPE on the source), `chars` (its characters), `bytes` (256 ids and end-of-text), the
     name of a tiktoken encoding (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
     vocab_size: int | None = Field(default=None, ge=257, le=2**31 - 1)
-    """bpe: tokens of the vocabulary, end-of-text included; null: a power of two that depends on the size of the text:
-    4,096 for 1 MB, 8,192 for 10 MB, 32,768 for 100 MB and more"""
+    """bpe: tokens of the vocabulary, end-of-text included; null: 4,096 for 1 MB of text, 8,192 for 10 MB, 32,768 for
+    100 MB and more"""
     workers: int = Field(default=0, ge=0)
     """encoding processes; 0: one per core; the result does not depend on their number"""
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """fraction of the validation split: of the documents, chosen by the hash of their text; or of the tokens, the last
-    ones, if fewer than about ten documents would be chosen"""
+    """fraction of the documents for the validation split, chosen by the hash of their text; of the tokens, the last
+    ones, if that would be fewer than about ten documents"""
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
     """most tokens per shard"""
     encoding: str = "auto"
@@ -94,12 +92,11 @@ class PrepareConfig(Command):
         with suppress(LookupError, ValueError):
             if encoding == "auto" or codecs.lookup(encoding)._is_text_encoding:
                 return encoding
-        near = difflib.get_close_matches(encoding, sorted({*aliases, *aliases.values()}), n=1)
-        raise ValueError("; did you mean ".join(["should be auto or a text codec of Python", *near]))
+        raise ValueError("should be auto or a text codec of Python, such as cp1252")
 
 
 class EvaluateConfig(CheckpointCommand):
-    """evaluate.py: scores of a checkpoint in a split, in test samples or in tasks; predictions of small jobs"""
+    """evaluate.py: scores of a checkpoint in a split, in test samples or in tasks; predictions of classifiers"""
 
     data: tuple[str, ...] = ()
     """folders of token shards, one or several, or a folder of images in folders of classes; none: the run's own"""
@@ -107,15 +104,15 @@ class EvaluateConfig(CheckpointCommand):
     """split to score: each of its tokens except the first, once"""
     tokens: int | None = Field(default=None, ge=1)
     """number of tokens to score, evenly spread; null: all"""
-    tasks: Tasks = ()
+    tasks: tuple[str, ...] = ()
     """tasks to score instead of the split: `cloze` (made from the split), `hellaswag` or `lambada` (from the Hub), or
-    jsonl files of items (docs/evaluation.md); one or several, separated by spaces or commas"""
+    jsonl files of items (docs/evaluation.md)"""
     task_items: int | None = Field(default=None, ge=1)
     """items of each task, evenly spread; null: all"""
     images: tuple[str, ...] = ()
     """classifiers of images: images of unknown classes, or folders of them, to classify instead of scoring"""
     output: str | None = None
-    """folder for the tasks' items and scores, or a small job's predictions; null: evaluations/CHECKPOINT in the run
+    """folder for the tasks' items and scores, or a classifier's predictions; null: evaluations/CHECKPOINT in the run
     folder, but none for other samples than the run's own"""
     batch_size: int = Field(default=16, ge=1)
     """windows, continuations of a task, or samples of a small job per forward pass and process"""
@@ -138,8 +135,7 @@ class GenerateConfig(CheckpointCommand):
     prompts: tuple[str, ...] = ("",)
     """texts to continue, one or several; empty: the start of a document"""
     prompts_file: str | None = None
-    """file with one prompt per line, used instead of prompts; -: standard input; at a terminal, each line that you type
-    is continued at once, until Ctrl-D"""
+    """file with one prompt per line, instead of prompts; -: standard input, continued line by line until Ctrl-D"""
     max_new_tokens: int = Field(default=256, ge=1, le=1_000_000)
     """most tokens to add to each prompt, up to 1,000,000; the end-of-text token ends the text earlier"""
     temperature: float = Field(default=0.8, ge=0)
@@ -162,11 +158,6 @@ class ExportConfig(CheckpointCommand):
     """folder to create; null: exports/RUN-step-STEP"""
     gguf: bool = False
     """also write model.gguf for llama.cpp; llama.cpp's own converter accepts no tokenizer that was trained here"""
-    push_to_hub: Annotated[str | None, only(HubName | None, "OWNER/NAME, of letters, digits, _, - and .")] = None
-    """also upload the folder to this repository on the Hub (OWNER/NAME), with the token of `hf auth login`; a missing
-    repository is created; null: no upload"""
-    private: bool = True
-    """create a missing repository as private; an existing one keeps its visibility"""
 
 
 class ReportConfig(Command):
@@ -180,8 +171,8 @@ class ReportConfig(Command):
     """folder for report.html and report.png; null: the run's folder; for several runs comparison.html and
     comparison.png in the first run's folder"""
     axis: Literal["auto", "steps", "tokens", "time"] = "auto"
-    """x axis of the picture: steps, tokens (or samples), or time spent in training steps; auto: steps if a step has the
-    same number of tokens in all runs, else tokens"""
+    """x axis of the picture: steps, tokens (or samples), or time in training steps; auto: steps, or tokens if runs
+    differ in tokens per step"""
 
 
 class StatusConfig(Command):
@@ -206,10 +197,9 @@ class VerifyConfig(Command):
     """token shards to hash, at about 1 s per GB (estimate); full: all; sampled: a few random ones; none: none"""
     replay: Replay = None
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
-    folder (in TMPDIR), on as many processes as the run had; null: train nothing"""
+    folder, on as many processes as the run had; null: train nothing"""
     rescore: bool = False
-    """also evaluate each kept checkpoint that has a val_loss again, and compare: finds replaced weights, in less time
-    than a replay"""
+    """also evaluate each kept checkpoint that has a val_loss again, and compare: finds replaced weights"""
     anchor: str | None = None
     """file outside the run folder: the newest checkpoint's step, chain and SHA-256 of its weights. An existing anchor
     is compared with the run. If the run is intact, its newest checkpoint is written to the file. null: no anchor"""
@@ -266,8 +256,6 @@ class LabConfig(Command):
     """names of the experiments to run; empty: all"""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """seed of the experiments' data and initial weights"""
-    explain: str | None = None
-    """name of an experiment: print its code, wrong and right, without measuring; null: none"""
 
 
 def check_writable(output: str, field: str = "output") -> None:

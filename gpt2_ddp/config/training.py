@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, field_validator
 
-from gpt2_ddp.config.base import Section, Tasks
+from gpt2_ddp.config.base import Section
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig, only
 
 WINDOWS_PER_BLOCK = 1000
@@ -44,9 +44,8 @@ class DataConfig(Section):
     prepare: str | None = None
     """configuration of prepare_data.py to run first if shards are missing; its output is path, or a folder of path"""
     verify_hashes: Literal["always", "changed", "never"] = "changed"
-    """shards whose SHA-256 is checked before the first step, at about 1 s per GB (estimate), split among the processes
-    of a node; always: all; changed: those whose size, times or inode differ from the last check
-    (path/.verified.jsonl), which misses silent corruption on the disk; never: none"""
+    """shards whose SHA-256 is checked before the first step, at about 1 s per GB (estimate); changed: those whose size,
+    times or inode differ from the last check, which misses silent corruption on the disk"""
     workers: int = Field(default=0, ge=0, le=64)
     """loader processes per rank; 0: read in the training process, about 0.1 ms a batch (estimate)"""
 
@@ -189,18 +188,17 @@ class TrainConfig(LoopConfig):
     """tokens per optimizer step over all processes; a multiple of block_size"""
     micro_batch_size: Windows = 16
     """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; auto: as many
-    as fit a GPU, by scripts/plan.py's estimate and a trial, or 512 tokens on a CPU; a resumed run keeps its value on
-    the same number and kind of devices"""
+    as fit a GPU, by an estimate and a trial, or 512 tokens on a CPU; kept by a resume on equal devices"""
     loss_chunk: Tokens = "auto"
     """tokens whose logits are in memory at a time; null: the whole micro-batch; auto: 8,192 on GPUs, null on CPUs"""
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
-    """source of a new run's weights: a run folder or checkpoint; or, read by transformers (extra `export`), a folder
-    with config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data needs its tokenizer; null: random"""
+    """source of a new run's weights: a run folder or checkpoint; or, by transformers (extra `export`), a folder with
+    config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data needs its tokenizer; null: random"""
     branch_from: str | None = None
-    """run folder or checkpoint to branch a new run from: it continues the step, weights, optimizer state and data
-    position; learning rate, schedule and the optimizer's settings may differ; null: none"""
+    """run folder or checkpoint to branch a new run from, with its step, weights, optimizer state and data position;
+    learning rate, schedule and the optimizer's settings may differ; null: none"""
 
 
 class EvalConfig(Section):
@@ -209,22 +207,20 @@ class EvalConfig(Section):
     every: int = Field(default=250, ge=1)
     """steps between evaluations; the first and the last step are always evaluated"""
     tokens: Tokens = "auto"
-    """validation tokens per evaluation, evenly spread over the split, always the same; several folders share them
-    equally; auto: 6% of the training tokens between two evaluations, at least 16 windows, fixed when the run starts;
-    null: all"""
+    """validation tokens per evaluation, evenly spread, always the same, shared equally by several folders; auto: 6% of
+    the training tokens between two evaluations, at least 16 windows; null: all"""
     patience: int | None = Field(default=None, ge=1)
-    """early stopping: evaluations in a row without a new lowest val_loss after which the run ends; each new lowest
-    saves a checkpoint, and the best is kept; null: train all steps"""
+    """early stopping: the run ends after so many evaluations in a row without a new lowest val_loss; each new lowest
+    saves a checkpoint; null: train all steps"""
     batch_size: int = Field(default=16, ge=1)
     """windows, or continuations of a task, per forward pass and process"""
-    tasks: Tasks = ()
+    tasks: tuple[str, ...] = ()
     """tasks scored at each evaluation: `cloze` (made from the validation split), `hellaswag` or `lambada` (from the
     Hub), or jsonl files of items (docs/evaluation.md)"""
     task_items: int | None = Field(default=500, ge=1)
     """items of each task, evenly spread, always the same; null: all"""
     weights: tuple[float, ...] = ()
-    """several folders in data.path: weight of each folder's loss in val_loss, like 0 0 1; the lowest val_loss
-    is the best checkpoint; none: data.weights"""
+    """several folders in data.path: weight of each folder's loss in val_loss, like 0 0 1; none: data.weights"""
 
 
 class CheckpointConfig(KeepConfig):
@@ -249,11 +245,6 @@ class TextTrackingConfig(TrackingConfig):
     """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
     sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
     """prompts of the samples, one or several; empty: the start of a document"""
-
-    @field_validator("sample_prompt", mode="before")
-    @classmethod
-    def _one_prompt(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
 
 
 class ParallelConfig(Section):

@@ -277,15 +277,6 @@ class Feed:
         self._end_loading = prepared.end
         return iter(prepared)
 
-    def micro_batches_from(self, position: int) -> Iterator[np.ndarray]:
-        """The items of all ranks' micro-batches in turn, endlessly. The loader runs ahead of the steps, so that these
-        take their positions and items from here."""
-        while True:
-            positions, items = self._ahead[position] = self._step_from(position)
-            for ranks in self.share(len(items)):
-                yield from (self.padded_part(items, part) for part in ranks)
-            position = int(positions[-1]) + 1
-
     def _stop_loading(self) -> None:
         self._ahead.clear()
         self._batches = self._first = None  # drops the last reference, which ends the loader's workers
@@ -298,7 +289,8 @@ def _read_items(source: Source, items: np.ndarray) -> tuple[tuple[Tensor, ...], 
 
 
 class _BatchSampler:
-    """The items of micro-batches from `position` on, as Accelerate shards them."""
+    """The items of all ranks' micro-batches in turn, endlessly, from `position` on, as Accelerate shards them. The
+    loader runs ahead of the steps, so these take their positions and items from here."""
 
     drop_last = True
 
@@ -306,7 +298,12 @@ class _BatchSampler:
         self.feed, self.position = feed, position
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return self.feed.micro_batches_from(self.position)
+        feed, position = self.feed, self.position
+        while True:
+            positions, items = feed._ahead[position] = feed._step_from(position)
+            for ranks in feed.share(len(items)):
+                yield from (feed.padded_part(items, part) for part in ranks)
+            position = int(positions[-1]) + 1
 
 
 def interleaved(processes: int, batch: int) -> Shares:

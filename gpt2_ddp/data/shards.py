@@ -7,11 +7,11 @@ uint16 for vocabularies of up to 65,536 ids, uint32 for larger ones. The shards 
 import json
 import os
 import resource
-from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAGIC_AND_VERSION = {2: (20240520, 1), 4: (20240801, 7)}  # by bytes per token
 OPEN_SHARE = 4
-"""The streams of a process keep shards open in at most 1 / 4 of its file descriptors."""
+"""A process keeps shards open in at most 1 / 4 of its file descriptors."""
 
 
 def read_header(path: Path, dtype: np.dtype) -> int:
@@ -57,7 +57,7 @@ def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
 
 
 class TokenStream:
-    """A split as one stream of tokens, read at any position with `preadv`. Can be pickled and forked; one thread.
+    """A split as one stream of tokens, read at any position with `preadv`. Can be pickled and forked.
 
     A memory map would count as the process's memory, and a truncated file would end the process by SIGBUS.
     `check`: read all headers; one process of a machine suffices. Raises: UserError if the split or a shard is missing,
@@ -65,13 +65,12 @@ class TokenStream:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, split: str, check: bool = True):
-        self._files: OrderedDict[int, int] = OrderedDict()  # shard -> file descriptor, least recently used first
         if split not in manifest.splits:
             hint = f"{folder} has no such split, only {', '.join(manifest.splits)}; prepare it with val_fraction > 0"
             raise UserError("split", split, hint)
         self.vocab_size, self.dtype = manifest.vocab_size, token_dtype(manifest.vocab_size)
         shards = manifest.splits[split]
-        self._paths = [Path(folder) / shard.file for shard in shards]
+        self._files = [(str(Path(folder) / shard.file), shard.sha256) for shard in shards]
         for shard in shards if check else ():
             check_shard(Path(folder), shard, self.dtype)
         self._ends = np.cumsum([shard.tokens for shard in shards])
@@ -102,45 +101,33 @@ class TokenStream:
                 filled, start, shard = filled + size, stop, shard + 1
         if rows.size and rows.max() >= self.vocab_size:
             row, column = np.argwhere(rows >= self.vocab_size)[0]
-            path = self._paths[np.searchsorted(self._ends, starts[row] + column, side="right")]
+            path, _ = self._files[np.searchsorted(self._ends, starts[row] + column, side="right")]
             hint = f"holds token id {rows[row, column]}, outside the vocabulary of {self.vocab_size}; {AGAIN}"
             raise UserError("shard", path, hint)
         return rows
 
-    def close(self) -> None:
-        """Closes the files; reading opens them again."""
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-    def __del__(self):
-        self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_files": OrderedDict()}
-
     def _read_into(self, buffer: memoryview, shard: int, offset: int) -> None:
-        if shard not in self._files:
-            _streams.add(self)
-            limit = file_limit() // OPEN_SHARE // sum(bool(stream._files) or stream is self for stream in _streams)
-            while len(self._files) >= max(limit, 1):
-                os.close(self._files.popitem(last=False)[1])
-            self._files[shard] = os.open(self._paths[shard], os.O_RDONLY)
-        self._files.move_to_end(shard)
-        done = 0
+        file, done = _opener()(*self._files[shard]), 0
         while done < len(buffer):
-            count = os.preadv(self._files[shard], [buffer[done:]], HEADER_BYTES + offset + done)
+            count = os.preadv(file.descriptor, [buffer[done:]], HEADER_BYTES + offset + done)
             if count == 0:
-                raise UserError("shard", self._paths[shard], f"became shorter while it was read; {AGAIN}")
+                raise UserError("shard", self._files[shard][0], f"became shorter while it was read; {AGAIN}")
             done += count
 
 
-_streams: WeakSet[TokenStream] = WeakSet()
+class _OpenFile:
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def __del__(self):
+        os.close(self.descriptor)
 
 
-def file_limit() -> int:
-    """Most files that this process may have open."""
+@cache
+def _opener() -> Callable[[str, str], _OpenFile]:
+    """Opens the shard of a path and a SHA-256, since a path may get other shards; keeps the last ones open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**20 if limit == resource.RLIM_INFINITY else limit
+    return lru_cache(limit // OPEN_SHARE)(lambda path, sha256: _OpenFile(os.open(path, os.O_RDONLY)))
 
 
 RECORD = ".verified.jsonl"
@@ -159,8 +146,9 @@ def verify_shards(
 
     Raises: UserError if a shard differs from the manifest.
     """
-    folder = Path(folder)
-    known = _read_record(folder / RECORD)
+    folder, known = Path(folder), set()
+    with suppress(OSError):
+        known = {*read_small(folder / RECORD, LARGEST).decode(errors="replace").splitlines()}
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
     for shard in shards[part::parts]:
         check_shard(folder, shard, token_dtype(manifest.vocab_size))
@@ -173,21 +161,9 @@ def verify_shards(
         if sha256_file(path) != shard.sha256:
             raise UserError("shard", path, f"its SHA-256 differs from the manifest's; {AGAIN}")
         if record and line not in known:
-            _append(folder / RECORD, line)
-
-
-def _read_record(path: Path) -> set[str]:
-    with suppress(OSError):
-        return set(read_small(path, LARGEST).decode(errors="replace").splitlines())
-    return set()
-
-
-def _append(path: Path, line: str) -> None:
-    def without_blocking(name: str, flags: int) -> int:  # opening a pipe fails at once
-        return os.open(name, flags | os.O_NONBLOCK, 0o666)
-
-    with suppress(OSError), open(path, "a", opener=without_blocking) as file:  # or its shards are hashed at every start
-        file.write(f"{line}\n")
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # opening a pipe fails at once
+            with suppress(OSError), open(os.open(folder / RECORD, flags, 0o666), "a") as file:
+                file.write(f"{line}\n")
 
 
 def count_windows(n_tokens: int, block_size: int) -> int:

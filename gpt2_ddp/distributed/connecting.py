@@ -53,7 +53,6 @@ def _watch_connecting(connected: Event, seconds: float) -> None:
 
 
 def _not_connected(reason: str) -> UserError:
-    here = f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}"
+    here = f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others"
     hint = "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
-    hint = f"{here} cannot connect to the others ({reason[-100:]}); {hint}NCCL_SOCKET_IFNAME for GPUs"
-    return UserError("processes", world_size(), hint)
+    return UserError("processes", world_size(), f"{here} ({reason[-100:]}); {hint}NCCL_SOCKET_IFNAME for GPUs")

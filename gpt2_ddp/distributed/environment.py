@@ -75,12 +75,7 @@ def under_launcher() -> bool:
 
 def accelerate_words() -> list[str] | None:
     """Arguments of the `accelerate launch` that is this process's parent; None without one."""
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        return None
-    import psutil  # here, as `--help` does not need it
-
-    parent = psutil.Process().parent()
-    words = parent.cmdline() if parent else []
+    words = _launcher_words() if "ACCELERATE_MIXED_PRECISION" in os.environ else []
     endings = ("accelerate-launch", "accelerate.commands.launch", "commands/launch.py")
     for last, word in enumerate(words):
         if word.endswith(endings) or (word == "launch" and "accelerate" in Path(words[last - 1]).name):
@@ -101,11 +96,16 @@ def elastic_nodes() -> str:
 
 def torchrun_option(name: str) -> str:
     """An option of the torchrun that is this process's parent, from its command line or PET_NAME; empty if unset."""
+    given = re.search(rf"--{name}[= ](\S+)", " ".join(_launcher_words()))
+    return given[1] if given else os.environ.get(f"PET_{name.upper()}", "")
+
+
+def _launcher_words() -> list[str]:
+    """Command line of the parent process."""
     import psutil  # here, as `--help` does not need it
 
     parent = psutil.Process().parent()
-    given = re.search(rf"--{name}[= ](\S+)", " ".join(parent.cmdline()) if parent else "")
-    return given[1] if given else os.environ.get(f"PET_{name.upper()}", "")
+    return parent.cmdline() if parent else []
 
 
 def exit_code(outcome: str) -> int:

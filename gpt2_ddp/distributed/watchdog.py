@@ -104,14 +104,14 @@ def _at(beat: Heartbeat, stack: bool = False) -> str:
     return beat.stage + f", step {beat.step}" * (beat.step > 0) + f"\n{beat.stack}" * (stack and beat.stack != "")
 
 
-class _Pulse:
+class Pulse:
     """What the main thread records, for the other threads to read; each call costs some attribute writes."""
 
     def __init__(self):
         self.thread, self.compiles, self._begun = threading.get_ident(), False, dict[str, int]()
         self.stage, self.step, self.timeout, self.is_first = "starting", 0, FIRST_TIMEOUT, False
         self.count = self.count_before = 0  # progress in total, and before this step
-        self.failed_at, self.failed, self.lost, self.stopped = 0.0, "", "", False
+        self.ended_at, self.error, self.lost, self.stopped = 0.0, "", "", False
 
     def heartbeat(self, stage: str, step: int | None = None, timeout: float = 0.0) -> None:
         """Records progress and the stage that begins, with `timeout` seconds on top of the usual limit. `step`: the one
@@ -129,8 +129,9 @@ class _Pulse:
         """Sets whether graphs are compiled, which needs FIRST_TIMEOUT in any case."""
         self.compiles = compiles
 
-    def end(self, failed: str = "", lost: str = "", stopped: bool = False) -> None:
-        self.failed_at, self.failed, self.lost, self.stopped = time.monotonic(), failed, lost, stopped
+    def end(self, error: str = "", lost: str = "", stopped: bool = False) -> None:
+        """Records the error of this rank, the one of a lost collective, or a stop."""
+        self.ended_at, self.error, self.lost, self.stopped = time.monotonic(), error, lost, stopped
 
 
 class _Link:
@@ -214,7 +215,7 @@ class _Observer:
     """The thread that makes this rank's heartbeat, judges all and ends the process; nothing in it may block. It counts
     seconds while this process is awake, so a suspended process causes no verdict."""
 
-    def __init__(self, pulse: _Pulse, link: _Link, patience: float | None):
+    def __init__(self, pulse: Pulse, link: _Link, patience: float | None):
         self._pulse, self._link, self._patience = pulse, link, patience
         self.beat, self.ended = Heartbeat(this_process()), threading.Event()
         self._silent: dict[int, tuple[int, float]] = dict.fromkeys(link.beats, (0, 0.0))
@@ -283,9 +284,9 @@ class _Observer:
     def outgoing(self) -> Heartbeat:
         """This rank's heartbeat with what the main thread recorded since; for any thread."""
         pulse = self._pulse
-        if pulse.failed:  # this thread may not have observed the failure, and ends with `close`
-            idle = time.monotonic() - pulse.failed_at
-            return self.beat._replace(failed=pulse.failed, stage=pulse.stage, step=pulse.step, idle=idle)
+        if pulse.error:  # this thread may not have observed the failure, and ends with `close`
+            idle = time.monotonic() - pulse.ended_at
+            return self.beat._replace(failed=pulse.error, stage=pulse.stage, step=pulse.step, idle=idle)
         return self.beat._replace(lost=pulse.lost, left=self.ended.is_set(), stopped=pulse.stopped or self._passes_stop)
 
     def _judge(self) -> Verdict | None:
@@ -317,7 +318,7 @@ class _Observer:
         os._exit(self._exit_code)  # the main thread may be inside a collective that never returns
 
 
-class Watchdog:
+class Watchdog(Pulse):
     """Sends this rank's heartbeats and judges those of other ranks. Its methods belong to the constructing thread.
 
     Args:
@@ -328,11 +329,10 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None):
-        self._pulse, self._link = pulse, link = _Pulse(), _Link(rank, world, store)
-        self._observer = observer = _Observer(pulse, link, patience)
-        self.heartbeat, self.progress = pulse.heartbeat, pulse.progress
-        self.expect_compilation, self.end_with = pulse.expect_compilation, observer.end_with
-        self.report_to, self.status = observer.report_to, observer.status
+        super().__init__()
+        self._link = link = _Link(rank, world, store)
+        self._observer = observer = _Observer(self, link, patience)
+        self.report_to, self.end_with = observer.report_to, observer.end_with
         loops = [observer.watch] + [observer.report_loop] * (rank == 0)
         loops += [lambda: link.run(observer.outgoing)] * (world > 1)
         self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]
@@ -342,16 +342,16 @@ class Watchdog:
     def failed(self, error: BaseException) -> None:
         """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank.
         Then this waits for the verdict on that rank, which ends the process. Returns if no other is at fault."""
-        if self._link.world == 1 or self._pulse.failed or self._observer.ended.is_set():
+        if self._link.world == 1 or self.error or self._observer.ended.is_set():
             return
-        self._pulse.progress()
+        self.progress()
         message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower()):
-            self._pulse.end(lost=message)
+            self.end(lost=message)
             self._link.deliver()
             self._observer.ended.wait(AFTERMATH + 3 * GRACE)
         stopped = isinstance(error, Stopped)
-        self._pulse.end(failed="" if stopped else message, stopped=stopped)
+        self.end(error="" if stopped else message, stopped=stopped)
         self._link.deliver()
 
     def close(self) -> None:

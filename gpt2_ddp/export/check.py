@@ -25,34 +25,28 @@ END_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 """Names of end-of-text's id in transformers."""
 WINDOWS = 2
 """Windows of the model's whole context, to compare logits on."""
-GREEDY_TOKENS = 200
 TOLERANCE, RELATIVE = 1e-4, 1e-5
 """Largest difference of logits by rounding in fp32, absolute or relative to the largest logit."""
 
 
 class ExportMismatch(Exception):
-    """An export that differs from the checkpoint. The message names the difference; `left` is its folder."""
-
-    left: Path
+    """An export that differs from the checkpoint. The message names the difference."""
 
 
 class Findings(NamedTuple):
-    """Numbers of equal tensors, logits and tokens."""
+    """Numbers of equal tensors, logits and token ids."""
 
     tensors: int  # equal bit for bit
     logits: int  # of a size up to `largest`, which differ by `difference` at most
     difference: float
     largest: float
-    greedy: int  # tokens that are likeliest for both, of `generated`; the others differ by rounding
-    generated: int
     ids: int  # equal token ids, of `characters` characters of text
     characters: int
 
     def __str__(self) -> str:
         return (
             f"{self.tensors} tensors bit for bit, {self.logits:,} logits to {self.difference:.1e} (the largest is "
-            f"{self.largest:.3g}), {self.greedy} of {self.generated} greedy tokens, and all {self.ids:,} token ids of "
-            f"{self.characters:,} characters"
+            f"{self.largest:.3g}), and all {self.ids:,} token ids of {self.characters:,} characters"
         )
 
 
@@ -63,12 +57,10 @@ def check_export(folder: Path, model: GPT, tokenizer: Tokenizer) -> Findings:
     theirs, their_tokenizer = _load(folder)
     tensors = _compare_weights(theirs, model)
     text, ids = _compare_tokens(their_tokenizer, tokenizer)
-    row = np.concatenate([[tokenizer.eot], *[ids] * math.ceil(WINDOWS * model.config.block_size / len(ids))])
-    tokens = torch.from_numpy(row.astype(np.int64))
     _compare_settings(theirs, their_tokenizer, tokenizer.eot)
-    compared = _compare_logits(theirs, model, tokens)
-    greedy = _compare_greedy(theirs, model, tokens, tokenizer.eot)
-    return Findings(tensors, *compared, *greedy, len(ids), len(text))
+    windows = np.resize(ids, (WINDOWS, model.config.block_size)).astype(np.int64)
+    windows[:, 0] = tokenizer.eot  # each holds one document, as transformers attends across documents
+    return Findings(tensors, *_compare_logits(theirs, model, torch.from_numpy(windows)), len(ids), len(text))
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
@@ -136,46 +128,14 @@ def _compare_settings(theirs: Any, their_tokenizer: Any, eot: int) -> None:
             raise ExportMismatch(f"the tokenizer's {name} is {found}, in place of {eot}")
 
 
-def _compare_logits(theirs: Any, model: GPT, tokens: Tensor) -> tuple[int, float, float]:
+def _compare_logits(theirs: Any, model: GPT, windows: Tensor) -> tuple[int, float, float]:
     """How many logits were compared, by how much they differ at most, and the size of the largest."""
-    count, found = 0, []
-    for start in range(WINDOWS):
-        # A window begins a document and holds one alone, as in training: what documents see of each other is a choice.
-        size = model.config.block_size
-        window = torch.cat([tokens[:1], tokens[1 + start * size :][: size - 1]])[None]
-        ours, others = model(window), theirs(window).logits
-        if ours.shape != others.shape:
-            raise ExportMismatch(f"logits have shape {[*others.shape]} there and {[*ours.shape]} here")
-        count += ours.numel()
-        found.append([(ours - others).abs().max().item(), ours.abs().max().item()])
-    difference, largest = np.max(found, axis=0).tolist()  # NaN where one is
+    ours, others = model(windows), theirs(windows).logits
+    if ours.shape != others.shape:
+        raise ExportMismatch(f"logits have shape {[*others.shape]} there and {[*ours.shape]} here")
+    difference, largest = (ours - others).abs().max().item(), ours.abs().max().item()  # NaN where one is
     if not math.isfinite(largest):
         raise ExportMismatch("the checkpoint's own logits are not finite")
-    if not difference <= _bound(largest):
-        raise ExportMismatch(f"logits differ by {difference:.2e}, more than rounding ({_bound(largest):.2e})")
-    return count, difference, largest
-
-
-def _compare_greedy(theirs: Any, model: GPT, tokens: Tensor, eot: int) -> tuple[int, int]:
-    """How many of the tokens that transformers generates, each the likeliest, are our likeliest too, of how many. The
-    others are our likeliest within rounding. End-of-text is excluded: one document continues."""
-    size = model.config.block_size
-    given = max(min(8, size // 2), 1)
-    new = max(min(GREEDY_TOKENS, size - given), 1)
-    rows = math.ceil(GREEDY_TOKENS / new)
-    starts = torch.arange(rows)[:, None] * given % (len(tokens) - given)
-    prompts = tokens[1 + starts + torch.arange(given)]
-    settings = {"do_sample": False, "max_new_tokens": new, "suppress_tokens": [eot]}
-    written = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
-    logits, chosen = model(written[:, :-1])[:, given - 1 :], written[:, given:]
-    logits[..., eot] = -math.inf
-    behind = logits.max(dim=-1).values - logits.gather(2, chosen[..., None])[..., 0]
-    if not behind.max() <= 2 * _bound(logits.max().item()):
-        row, place = divmod(int(behind.argmax()), new)
-        said = f"{int(logits[row, place].argmax())} here and {int(chosen[row, place])} there"
-        raise ExportMismatch(f"greedy tokens differ: after {written[row, : given + place].tolist()[-8:]}: {said}")
-    return int((logits.argmax(dim=-1) == chosen).sum()), chosen.numel()
-
-
-def _bound(largest: float) -> float:
-    return max(TOLERANCE, RELATIVE * largest)
+    if not difference <= (bound := max(TOLERANCE, RELATIVE * largest)):
+        raise ExportMismatch(f"logits differ by {difference:.2e}, more than rounding ({bound:.2e})")
+    return ours.numel(), difference, largest

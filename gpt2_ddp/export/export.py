@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import ExportMismatch, Findings, check_export
 from gpt2_ddp.export.formats import LLAMA_CPP, write_gguf, write_model, write_tokenizer
-from gpt2_ddp.files import free_name, sha256_file, writing
+from gpt2_ddp.files import sha256_file, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES, shape
 from gpt2_ddp.output import locked_output, publish
@@ -45,25 +44,20 @@ SCORES = {"val_loss": "validation loss", "train_loss": "training loss", "val_bit
 
 
 def export_hf(config: ExportConfig) -> int:
-    """The command: exports, prints the comparisons, uploads; returns the exit code. Raises: UserError, if possible
-    before the weights are read."""
+    """The command: exports and prints the comparisons; returns the exit code. Raises: UserError, if possible before the
+    weights are read."""
     require_package("transformers", "the export is checked")
     if config.gguf:
         require_package("gguf", "--gguf writes")
-    if config.push_to_hub:
-        with _hub(config.push_to_hub, "log in with `hf auth login`, or remove push_to_hub") as hub:
-            hub.whoami()
     checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     output = Path(config.output or default_output(checkpoint))
     try:
         findings = export(checkpoint, output, config.gguf)
     except ExportMismatch as rejected:
-        print(f"rejected: {rejected}; the files are in {rejected.left}", file=sys.stderr)
+        print(f"rejected: {rejected}", file=sys.stderr)
         return 1
     print(f"{output}: {checkpoint.path} in transformers' format; equal: {findings}")
-    if config.push_to_hub:
-        print(f"uploaded to {upload(output, config.push_to_hub, config.private)}")
     return 0
 
 
@@ -81,7 +75,7 @@ def default_output(checkpoint: Checkpoint) -> Path:
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results. `gguf`: with a
     file for llama.cpp. Raises: UserError for another architecture, an `output` in use or among the run's checkpoints, a
-    deleted checkpoint, or a failed write. Raises: ExportMismatch for other results; `output` ends in `.rejected`."""
+    deleted checkpoint, or a failed write. Raises: ExportMismatch for other results."""
     settings = read_settings(checkpoint)
     assert isinstance(settings, TrainingConfig), "a GPT's"
     architecture = settings.model.architecture
@@ -133,43 +127,15 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
 
 @contextmanager
 def atomic_directory(output: Path) -> Iterator[Path]:
-    """Yields a hidden folder to fill, which becomes `output` at the end. After an ExportMismatch it becomes
-    `output` with `.rejected`; after other exceptions it is removed.
+    """Yields a hidden folder to fill. At the end it becomes `output`; after an exception it is removed.
     Raises: UserError if `output` is not an empty folder, another process writes it, or writing fails."""
     with locked_output(output) as aside:
         empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
         if os.path.lexists(output) and not empty:
             raise UserError("output", output, "exists, and nothing is overwritten; remove it or name another folder")
-        try:
-            with writing(output):
-                yield aside
-            publish(aside, output)
-        except ExportMismatch as rejected:
-            rejected.left = free_name(output.with_name(f"{output.name}.rejected"))
-            publish(aside, rejected.left)
-            raise
-
-
-def upload(folder: Path, repository: str, private: bool) -> str:
-    """Uploads a folder in one commit to OWNER/NAME on the Hub, and creates a missing repository,
-    `private` or not. Returns its address. Raises: UserError if the upload fails."""
-    with _hub(repository, f"the export is complete; upload it later: `hf upload {repository} {folder}`") as hub:
-        url = hub.create_repo(repository, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export of gpt2_ddp")
-    return str(url)
-
-
-@contextmanager
-def _hub(repository: str, hint: str) -> Iterator[Any]:
-    """The Hub's client, with its errors as user errors."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    try:
-        yield HfApi()
-    except (OSError, HTTPError, HFValidationError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError("push_to_hub", repository, f"{reason}; {hint}") from error
+        with writing(output):
+            yield aside
+        publish(aside, output)
 
 
 def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -185,19 +151,17 @@ def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _data_rows(checkpoint: Checkpoint, data: DataConfig) -> dict[str, Any]:
     """Description of the data; longer if the folders still exist unchanged."""
-    mixture, paths, said = recorded(checkpoint.state.record), data.paths, {}
-    hashes, weights = mixture.manifests if mixture else (), data.weights or repeat(None)
+    mixture, paths, rows = recorded(checkpoint.state.record), data.paths, {}
+    hashes, weights = mixture.manifests if mixture else (), data.weights or [None] * len(paths)
     for path, digest, weight in zip(paths, hashes, weights, strict=False):
-        which = f" {path}" if len(paths) > 1 else ""
-        share = f", weight {weight:g}" if weight is not None else ""
-        text = path
+        share, text = f", weight {weight:g}" if weight is not None else "", ""
         with suppress(UserError):
             manifest = read_manifest(Path(path))
             if manifest.hash == digest:
                 train, val = manifest.tokens("train"), manifest.tokens("val")
-                text = f"{manifest.source}: {train:,} training tokens, {val:,} validation tokens"
-        said |= {f"data{which}": f"{text}{share}", f"hash of the data{which}": f"`{digest}`"}
-    return said
+                text = f"{manifest.source}: {train:,} training tokens, {val:,} validation tokens; "
+        rows[f"data {path}{share}"] = f"{text}hash `{digest}`"
+    return rows
 
 
 def _training_rows(checkpoint: Checkpoint, sha256: str) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """An experiment of the DDP lab, and helpers for experiments."""
 
-import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,17 +32,6 @@ class Experiment:
 
     def run(self, accelerator: Accelerator, seed: int) -> Numbers:
         return {name: value for part in self.measure(accelerator, seed) for name, value in part.items()}
-
-    @property
-    def code(self) -> str:
-        """The source of the measuring function, after the functions of its module that it uses."""
-        decorated = inspect.getsource(self.measure)
-        found = decorated[decorated.index("\ndef ") + 1 :]
-        for name, part in reversed(vars(inspect.getmodule(self.measure)).items()):  # used parts come first
-            ours = getattr(part, "__module__", "") == self.measure.__module__
-            if ours and (inspect.isfunction(part) or inspect.isclass(part)) and re.search(rf"\b{name}\b", found):
-                found = f"{inspect.getsource(part)}\n\n{found}"
-        return found
 
 
 def experiment(**claim: Any) -> Callable[[Measure], Experiment]:

@@ -45,33 +45,24 @@ class Row(NamedTuple):
 
 
 def run_lab(config: LabConfig) -> int:
-    """Runs experiments, prints each as it ends, then the table; or explains one. Returns 0 if all claims hold, 1
-    if one fails, otherwise `NOT_MEASURED`. Raises: UserError before any work."""
-    if config.explain:
-        print(explain(choose((config.explain,), "explain")[0]))
-        return 0
+    """Runs experiments, prints each as it ends, then the table. Returns 0 if all claims hold, 1 if one fails, otherwise
+    `NOT_MEASURED`. Raises: UserError before any work."""
     if world_size() > 1:
         hint = f"the lab starts its own two processes: run `{command_for('ddp_lab')}` without a launcher"
         raise UserError("processes", world_size(), hint)
     rows = run_experiments(choose(config.only), config.seed)
     print(f"\n{as_markdown(rows)}")
-    print(f"Next: `{command_for('ddp_lab')} --explain {rows[-1].experiment.name}` has the code; docs/ddp-lab.md, all")
+    print("Next: docs/ddp-lab.md explains each row, and has its code")
     found = [row.holds for row in rows]
     return 1 if False in found else NOT_MEASURED if None in found else 0
 
 
-def choose(names: tuple[str, ...], field: str = "only") -> list[Experiment]:
-    """The experiments of these names, or all for none. Raises: UserError, for `field`, for an unknown name."""
+def choose(names: tuple[str, ...]) -> list[Experiment]:
+    """The experiments of these names, or all for none. Raises: UserError for an unknown name."""
     for name in names:
         if name not in EXPERIMENTS:
-            raise UserError(field, name, f"is not an experiment; choose from {', '.join(EXPERIMENTS)}")
+            raise UserError("only", name, f"is not an experiment; choose from {', '.join(EXPERIMENTS)}")
     return [EXPERIMENTS[name] for name in names or EXPERIMENTS]
-
-
-def explain(experiment: Experiment) -> str:
-    """Text for a terminal: claim, both ways, and the code that measures them."""
-    ways = f"wrong: {experiment.wrong}\nright: {experiment.right}"
-    return "\n\n".join([experiment.claim, ways, experiment.code.rstrip()])
 
 
 def as_markdown(rows: list[Row]) -> str:

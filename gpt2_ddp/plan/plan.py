@@ -74,19 +74,15 @@ def find_target(config: PlanConfig, started: int) -> Target:
 
 
 def find_gpu(text: str) -> str | None:
-    """The name in the table whose words begin with all words of `text`, in any case; None if there is none. Makers may
-    be omitted. A name of the same words comes first. Raises: UserError for several names."""
-    words = _words(text)
+    """The name in the table that has all words of `text` at the start of its own, in any case; None if there is none.
+    A name that ends with `text` comes first. Raises: UserError for several names."""
+    words = re.findall(r"[^\W_]+", text.lower())
     found = [name for name in GPUS if words and all(re.search(rf"\b{word}", name.lower()) for word in words)]
-    equal = [name for name in found if _words(name) == words]
+    equal = [name for name in found if f" {name}".lower().endswith(f" {text}".lower())]
     if len(found) > 1 and not equal:
         several = ", ".join(f"{name} ({GPUS[name].memory} GB)" for name in found)
         raise UserError("gpu", text, f"is part of several names; name one of {several}")
     return next(iter([*equal, *found]), None)
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in re.findall(r"rtx|[^\W_]+", text.lower()) if word not in ("nvidia", "geforce")]
 
 
 class Corpus(NamedTuple):

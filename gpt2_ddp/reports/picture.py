@@ -30,7 +30,6 @@ COLORS = ("#3f7fe8", "#e8702a", "#1fa37a", "#b25fd6", "#d9a514", "#e0527a", "#27
 MAX_POINTS = 1800  # points per panel, over all runs; a page stays below 1 MB
 STRETCHES = 63  # of a panel's width; coinciding lines alternate in them
 FOOT = 0.03  # height in a panel of the marks for events and values that are not finite
-SAME_TEXT = 1.05  # bytes per token differ by less than this between runs of one tokenizer
 BEGINNING = 0.02
 """Fraction of the steps whose losses may lie above the panel, since they would flatten the rest of the curve."""
 NAME_LENGTH = 32
@@ -196,12 +195,8 @@ def draw(runs: Sequence[RunRecord], axis: str) -> Picture:
 
 
 def share_tokens(runs: Sequence[RunRecord]) -> bool:
-    """Whether losses per token can be compared: the tokenizer is the same, or seems to be if one is unknown."""
-    known = {run.tokenizer for run in runs}
-    if None not in known or len(known) > 2:
-        return len(known) == 1
-    lengths = [length for run in runs if (length := run.bytes_per_token)]
-    return not lengths or max(lengths) < SAME_TEXT * min(lengths)
+    """Whether losses per token can be compared: all known tokenizers are the same."""
+    return len({str(run.start["tokenizer_sha256"]) for run in runs if "tokenizer_sha256" in run.start}) < 2
 
 
 def share_batch(runs: Sequence[RunRecord]) -> bool:

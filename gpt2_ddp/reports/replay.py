@@ -4,7 +4,6 @@ It trains in a temporary folder with links to the checkpoint's files; the run fo
 processes gives the same bits; another number changes the order of sums.
 """
 
-import math
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,8 +39,8 @@ from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.reports.verify_rows import are_ranges
-from gpt2_ddp.state import FeedState, TaskState
+from gpt2_ddp.reports.verify_rows import NEARLY, equal, rule_of
+from gpt2_ddp.state import TaskState
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
@@ -50,27 +49,26 @@ from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.task import Due, MakeTask, Task
 
-SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")  # sums over ranks, in some order
-COMPARED = (*SUMMED, "lr", "skipped", "tokens", "samples", "order_digest")
-NEARLY = 5e-6  # relative difference of sums that a different order may cause
 Rows = dict[int, dict[str, Any]]  # rows of metrics.jsonl by step
 Finding = tuple[str, list[str] | None]  # a check and its defects; or a note and None
 
 
 class Span(NamedTuple):
-    """Steps to train again, and the run's rows of these steps."""
+    """Steps to train again, and the run's rows of these steps. `skipped`: positions [start, stop] that a rollback to
+    `start` skipped, which its checkpoint lacks."""
 
     start: int  # step of a checkpoint; training begins after it
     stop: int
     rows: Rows
-    skipped: Any = None  # positions [start, stop] that a rollback to `start` skipped: its checkpoint lacks them
+    skipped: list[int] | None = None
 
 
 def plan(run: Path, steps: str) -> Span:
     """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which names the checkpoints."""
     start, stop = map(int, steps.split(":"))
     checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
-    end = max([row["step"] for row in deque(filter(_moves, _rows(run)), maxlen=1)] + checkpoints, default=0)
+    moves = (row["step"] for row in _rows(run) if is_rollback(row) or not is_event(row))
+    end = max([*deque(moves, maxlen=1), *checkpoints], default=0)
     near = (row for row in _rows(run) if is_rollback(row) or start < row["step"] <= stop)
     own = {row["step"]: row for row in valid_rows(near)}
     problems = [
@@ -85,7 +83,9 @@ def plan(run: Path, steps: str) -> Span:
     return Span(start, stop, own)
 
 
-def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: Sequence[str]) -> Iterator[Finding]:
+def replay(
+    run: Path, span: Span, rollbacks: list[dict[str, Any]], intact: Iterable[Checkpoint], data: Sequence[str]
+) -> Iterator[Finding]:
     """Trains the span again. Compares rows, and weights and optimizer state at the end of each stretch between two of
     the `intact` checkpoints, since each stretch may have its own number of processes. Yields for each stretch a text
     and its defects, None if it cannot be trained again. Raises: UserError if the data are not those of the run, or
@@ -95,7 +95,6 @@ def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: Sequence[s
         what = f"replay from step {span.start}"
         yield what, [f"{what}: its checkpoint is damaged, so it cannot be trained again"]
         return
-    rollbacks = [row for row in _rows(run) if is_rollback(row)]
     saved = sorted(checkpoints)
     ends = [step for step in saved if span.start < step < span.stop]
     for start, stop in pairwise([span.start, *ends, span.stop]):
@@ -103,7 +102,7 @@ def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: Sequence[s
         maker = next((checkpoints[step] for step in saved if step >= stop), None)
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
         back = [row for row in rollbacks if row["step"] <= start][-1:]
-        skipped = next((row.get("skipped_range") for row in back if row["step"] == start), None)
+        skipped = next((row["skipped_range"] for row in back if row["step"] == start), None)
         yield _replay_stretch(run, Span(start, stop, rows, skipped), checkpoints, maker, data)
 
 
@@ -114,8 +113,6 @@ def _replay_stretch(
     begin, end = checkpoints[span.start], checkpoints.get(span.stop)
     if not begin.state.has_optimizer_state:  # whether the run continued with zeros is not recorded
         return f"{what}: not possible, its checkpoint has no optimizer state (checkpoint.save_optimizer)", None
-    if not _are_skippable(span.skipped, begin.state.feed):
-        return what, [f"{what}: its checkpoint does not match a rollback to it, which skipped {span.skipped}"]
     files, state = [*([maker.path / CONFIG] if maker else []), run / CONFIG], (maker or begin).state.record
     same = (begin.kind, begin.config, begin.step)
     found = {file.relative_to(run): setting_defects(read_yaml(str(file), "run"), file, *same) for file in files}
@@ -165,11 +162,9 @@ def rescore(
             continue
         with _copied(checkpoint, checkpoint.path / CONFIG, data, state) as (config, processes, reasons):
             new = run_processes(_score_again, processes, config, step, state["threads"])
-        defects = []
-        for name in (name for name in new if name in scores[step]):
-            old, tolerance = scores[step][name], NEARLY if reasons else 0.0
-            if old != new[name] and not math.isclose(old or math.nan, new[name] or math.nan, rel_tol=tolerance):
-                defects.append(f"{checkpoint.path.relative_to(run)}: {name} is {new[name]}, in {METRICS} {old}")
+        place, old = checkpoint.path.relative_to(run), scores[step]
+        wrong = [name for name in new if name in old and not equal(new[name], old[name], NEARLY if reasons else 0.0)]
+        defects = [f"{place}: {name} is {new[name]}, in {METRICS} {old[name]}" for name in wrong]
         how = f"to {NEARLY:.0e} ({'; '.join(reasons)})" if reasons else "bit for bit"
         yield f"{what}, evaluated again by {processes} process{'es' * (processes > 1)}, {how}", defects
 
@@ -180,31 +175,17 @@ def _score_again(config: RunConfig, step: int, threads: int | None) -> dict[str,
         return finite(run.evaluate(lambda: None))
 
 
-def _are_skippable(skipped: Any, feed: FeedState) -> bool:
-    """Whether a feed in this state can skip the positions [start, stop], or has skipped them; None: there are none."""
-    known = [[*one] for one in feed.skipped_ranges]
-    if not are_ranges(known) or skipped is None or skipped in known:
-        return are_ranges(known)
-    free = are_ranges([skipped]) and feed.position <= skipped[0]
-    return free and all(stop <= skipped[0] or skipped[1] <= start for start, stop in known)
-
-
 def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
-    """Differences between a run's rows and the replayed ones: all bits or, if not `exact`, sums over ranks that differ
-    by more than NEARLY."""
+    """Differences between a run's rows and the replayed ones in the fields that RULES compares: all bits, or, if not
+    `exact`, sums over ranks to a tolerance."""
     defects = []
     for step, row in sorted(rows.items()):
         other = again.get(step, {})
-        of_sources = (name for name in row if name.startswith(("val_loss/", "tokens/")))
-        for name in (*COMPARED, *of_sources):
-            old, new = row.get(name), other.get(name)
-            kind, of_source, _ = name.partition("/")  # the folder may have another name here
-            optional = of_source or kind in ("loss_mean", "train_loss", "val_loss")
-            if optional and not (name in row and name in other):
-                continue
-            tolerance = NEARLY if kind in SUMMED and not exact else 0.0
-            if old != new and not (old and new and tolerance and math.isclose(old, new, rel_tol=tolerance)):
-                defects.append(f"metrics.jsonl: {name} of step {step} is {old}, but {new} when trained again")
+        for name, old in row.items():
+            rule, new = rule_of(name), other.get(name)
+            is_expected = name in other or rule.needed == "step"  # a source's folder may have another name here
+            if rule.again is not None and is_expected and not equal(old, new, 0.0 if exact else rule.again):
+                defects.append(f"{METRICS}: {name} of step {step} is {old}, but {new} when trained again")
     return defects
 
 
@@ -248,11 +229,6 @@ def _make_task(config: RunConfig, span: Span, save: bool, threads: int | None) -
 
 def _rows(run: Path) -> Iterator[dict[str, Any]]:
     return (line.row for line in read_lines(run / METRICS) if line.row and isinstance(line.row.get("step"), int))
-
-
-def _moves(row: dict[str, Any]) -> bool:
-    """Whether a row sets the run's last step."""
-    return is_rollback(row) or not is_event(row)
 
 
 def setting_defects(

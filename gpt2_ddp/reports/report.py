@@ -141,8 +141,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
 
 def _origin(run: RunRecord) -> dict[str, str]:
     """Command, code, hardware and versions of the newest start."""
-    start = next((event for event in reversed(run.events) if event["event"] == "start"), {})
-    versions = start.get("versions")
+    start, versions = run.start, run.start.get("versions")
     known = ", ".join(f"{name} {one}" for name, one in versions.items()) if isinstance(versions, dict) else None
     devices = f"{_text(start.get('processes'))} x {_text(start.get('device'))}"
     facts = {name: _text(start.get(name)) for name in ("command", "commit", "hardware")}

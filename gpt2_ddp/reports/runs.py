@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, NonNegativeInt
 from safetensors import SafetensorError, safe_open
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, list_checkpoints
+from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
@@ -88,7 +88,6 @@ class RunRecord:
     status: Row
     samples: list[Row]
     parameters: int | None  # in the newest checkpoint; None without one
-    tokenizer: str | None  # its SHA-256, by that checkpoint
     notes: list[str]  # omitted parts
     unit: str  # tokens or samples
     classes: Classes | None  # of a classifier, from evaluate.py
@@ -113,11 +112,9 @@ class RunRecord:
         return end["tokens"] / end["step"] if end.get("step") and is_finite(end["tokens"]) else 0.0
 
     @property
-    def bytes_per_token(self) -> float | None:
-        """Bytes per token of the validation text, by the last evaluation."""
-        row = self.last("val_bits_per_byte")
-        loss, bits = row.get("val_loss"), row.get("val_bits_per_byte")
-        return loss / bits / math.log(2) if is_finite(loss) and is_finite(bits) and bits > 0 else None
+    def start(self) -> Row:
+        """The newest start, or an empty row."""
+        return next((event for event in reversed(self.events) if event["event"] == "start"), {})
 
     @cached_property
     def clock(self) -> Series:
@@ -183,8 +180,8 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     classes, wrong = _read(newest, _read_classes, notes) if newest else None, b""
     if newest and classes and (picture := newest.with_name("wrong.png")).exists():
         wrong = _read(picture, _read_png, notes) or b""
-    found = flat(config), status, samples, *_read_checkpoint(folder)
-    return RunRecord(name, rows, events, *found, notes, unit, classes, wrong)
+    parameters = _count_parameters(folder)
+    return RunRecord(name, rows, events, flat(config), status, samples, parameters, notes, unit, classes, wrong)
 
 
 def _steps(folder: Path) -> Iterator[Row]:
@@ -223,16 +220,13 @@ def _read(file: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
     return None
 
 
-def _read_checkpoint(folder: Path) -> tuple[int | None, str | None]:
-    """Parameters and the tokenizer's SHA-256, by the newest checkpoint; None if unknown."""
-    parameters, tokenizer = None, None
-    for newest in list_checkpoints(folder / "checkpoints")[-1:]:
-        with suppress(OSError, SafetensorError), safe_open(regular(newest / MODEL), framework="numpy") as tensors:
-            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118, it is not a dict
-            parameters = sum(map(math.prod, shapes))
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            tokenizer = str(read_json(newest / STATE)["task"]["tokenizer_sha256"])
-    return parameters, tokenizer
+def _count_parameters(folder: Path) -> int | None:
+    """Parameters in the newest checkpoint; None if unknown."""
+    with suppress(OSError, SafetensorError, IndexError):
+        newest = list_checkpoints(folder / "checkpoints")[-1]
+        with safe_open(regular(newest / MODEL), framework="numpy") as tensors:
+            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118, no dict
+    return None
 
 
 def _pairs(values: Iterable[tuple[float, float]]) -> Series:

@@ -7,11 +7,13 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
+
+from pydantic import BaseModel
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, MODEL, STATE, Checkpoint
 from gpt2_ddp.checkpoint.run_files import CONFIG, HASH, METRICS, SAMPLES, STATUS, Outcome, is_rollback, read_lines
@@ -29,7 +31,7 @@ from gpt2_ddp.files import read_json, sha256_file, write_atomically
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay, rescore, setting_defects
 from gpt2_ddp.reports.verify_checkpoints import Checkpoints, check_checkpoints, check_tokenizer_file, read_checkpoints
 from gpt2_ddp.reports.verify_rows import Log, Record, Records, Schedule, Values, differing, in_parts, replay_order
-from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, FeedState, Mixture
+from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, Digest, FeedState
 
 LINE = 1000
 """Most characters of a printed line."""
@@ -52,6 +54,14 @@ class SampleLine(NamedTuple):
     step: Any
     is_rollback: bool
     sha256: str
+
+
+class Anchor(BaseModel, strict=True):
+    """A checkpoint that the run must have passed: its step, its chain, and the SHA-256 of its weights."""
+
+    step: Count
+    chain: Digest
+    sha256: Digest
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ def verify_run(command: VerifyConfig) -> int:
     run, n_defects = Path(command.run), 0
     if not os.path.isfile(run / CONFIG):
         raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
-    anchor = _read_anchor(command.anchor) if command.anchor else {}
+    anchor = _read_anchor(command.anchor) if command.anchor else None
     span = plan(run, command.replay) if command.replay else None
     found = _read(run, anchor)
     for what, defects in _check(found, command, span, anchor):
@@ -106,7 +116,7 @@ def _print(line: str) -> None:
     print(truncate(line, LINE))
 
 
-def _read(run: Path, anchor: Record) -> Recorded:
+def _read(run: Path, anchor: Anchor | None) -> Recorded:
     """Reads the run's files. A running training writes a row before a sample, and after a checkpoint."""
     settings = read_yaml(str(run / CONFIG), "run")
     if not settings:
@@ -116,7 +126,7 @@ def _read(run: Path, anchor: Record) -> Recorded:
     checkpoints, damaged = read_checkpoints(run)
     status, samples = _read_status(run), _read_samples(run)
     states = [checkpoint.state for checkpoint in checkpoints.values()]
-    chains = {anchor.get("chain"), *(state.log.chain for state in states)}
+    chains = {state.log.chain for state in states} | ({anchor.chain} if anchor else set())
     log = Log(run / METRICS, {state.step for state in states}, chains)
     if log.last.get("event") == "end":  # the samples are complete by now
         samples = _read_samples(run)
@@ -141,7 +151,7 @@ def _read_samples(run: Path) -> list[SampleLine]:
     return samples
 
 
-def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Record) -> Iterator[Finding]:
+def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Anchor | None) -> Iterator[Finding]:
     run, config, log, checkpoints = found.run, found.config, found.log, found.checkpoints
     chained = f"; {log.chained} lines chained by hashes up to {log.chain[:12]}" if log.chained else ""
     yield f"metrics.jsonl: {log.count} rows, steps strictly increasing{chained}", log.defects
@@ -160,7 +170,7 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
         folders = command.data or config.data.paths
         manifests = read_manifests(folders)
         yield from _check_data(config, folders, manifests, command, log.events | found.states)
-    yield from _check_training(found, manifests)
+    is_replayable = yield from _check_training(found, manifests)
     for branch in found.events("branch"):
         manifest = Path(str(branch.get("parent"))) / MANIFEST
         same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
@@ -168,13 +178,15 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
         yield f"the parent checkpoint {manifest.parent} {there}: verify its own run, too", None
     if command.rescore:
         yield from rescore(run, log.by_step.values(), checkpoints.values(), command.data)
-    if span:
-        yield from replay(run, span, checkpoints.values(), command.data)
+    if span and is_replayable:
+        yield from replay(run, span, found.events("rollback"), checkpoints.values(), command.data)
+    elif span:
+        yield f"replay of {command.replay}: not possible, since the order of the data is not that of the run", None
     if not (span or command.rescore):
         hint = "--rescore scores checkpoints again, --replay A:B trains again"
         yield f"losses, norms and weights: not checked; {hint}", None
     if anchor:
-        yield f"the anchor of step {anchor['step']} is part of the run", _check_anchor(anchor, found)
+        yield f"the anchor of step {anchor.step} is part of the run", _check_anchor(anchor, found)
 
 
 def _check_configuration(found: Recorded) -> list[str]:
@@ -259,18 +271,13 @@ def _check_data(
     """Whether the run was trained on these manifests, with the weights of config.yaml, and whether the shards are those
     of the manifests. Raises: UserError for other manifests, if the command line named their folders."""
     hashes, several = [manifest.hash for manifest in manifests], len(manifests) > 1
-    known: dict[str, Mixture] = {}
-    defects: list[str] = []
-    for place, record in records.items():
-        try:
-            known |= {place: found} if (found := recorded(record)) else {}
-        except ValueError:
-            defects.append(f"{place}: its mixture is invalid: {record.get('mixture')}")
+    known = {place: mixture for place, record in records.items() if (mixture := recorded(record))}
     others = [place for place, found in known.items() if found.manifests != hashes[: len(found.manifests)]]
     if others and command.data and len(others) == len(known):
         raise UserError(
             "data", " ".join(command.data), "has other tokens than the run was trained on; name the run's data"
         )
+    defects: list[str] = []
     if others:
         hint = "if they have moved, name the folder with --data"
         defects.append(f"{' '.join(folders)}: has other tokens than the run was trained on; {hint}")
@@ -309,65 +316,62 @@ def _check_shards(folder: Path, manifest: Manifest, how: str) -> tuple[str, list
     return f"data: {len(chosen)} of {len(shards)} shards{names} unchanged", defects
 
 
-def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Finding]:
+def _check_training(found: Recorded, manifests: list[Manifest]) -> Generator[Finding, None, bool]:
     """Checks the numbers of the rows, the order of the data in rows and states, the steps of all records, and the
-    learning rates."""
+    learning rates. Returns whether the order is right."""
     config, events, states = found.config, found.log.events, found.states
     history = replay_order(config, manifests, events, states)
     schedule = history and Schedule(config, history, bool(found.events("branch")), manifests)
-    values, count = Values(), len(found.events("rollback"))
+    count, values = len(found.events("rollback")), Values()
+    wrong: dict[Any, list[str]] = {values: [], schedule: [], history: []}
     later = {place: n for place, state in states.items() if (n := state["rollbacks"]) > count}
-    wrong: dict[Any, list[str]] = {values: [], history: [], schedule: []}
-    wrong[history] = [f"{place}: comes after {n} rollbacks, in metrics.jsonl {count}" for place, n in later.items()]
+    wrong[history] += [f"{place}: comes after {n} rollbacks, in metrics.jsonl {count}" for place, n in later.items()]
     for place, record in in_parts(found.log.items(), states):
-        # a rollback's due records are those before the steps that it undid are gone
-        of_row = [values, schedule, history] if is_rollback(record) else [values, history, schedule]
-        for check in filter(None, [history] if place in states else of_row):
-            defects = [f"{place}: {defect}" for defect in check.check(record)]
-            wrong[check] += defects
-            if any("does not match" in defect for defect in defects):  # its step may be huge
-                break
+        # the schedule first: before a rollback, it looks for the records that were due
+        for check in filter(None, [history] if place in states else wrong):
+            wrong[check] += [f"{place}: {defect}" for defect in check.check(record)]
     yield "numbers of the rows: known fields, none missing or negative, equal where two agree", wrong[values]
     if schedule is None:
         yield "the order of the data is not known: no record has the number of samples and the global batch", None
-        return
+        return True
     end = max([found.log.end, *(state["step"] for state in states.values())])
     yield f"order of the data: all digests up to step {end}, recomputed from seed {config.seed}", wrong[history]
     yield "learning rates as scheduled; rows, evaluations and checkpoints at their due steps", wrong[schedule]
+    return not wrong[history]
 
 
-def _read_anchor(file: str) -> Record:
-    """The anchor in a file; empty without a file. Raises: UserError, also for a file that cannot be written."""
+def _read_anchor(file: str) -> Anchor | None:
+    """The anchor in a file; None without a file. Raises: UserError, also for a file that cannot be written."""
     check_writable(file, "anchor")
     try:
-        anchor = read_json(Path(file)) if os.path.exists(file) else {}
-    except ValueError:
-        anchor = {"": None}
-    if anchor and [type(anchor.get(name)) for name in ("step", "chain", "sha256")] != [int, str, str]:
-        raise UserError("anchor", file, "is no anchor; name a file that --anchor has written, or a new file")
-    return anchor
+        return Anchor.model_validate(read_json(Path(file))) if os.path.exists(file) else None
+    except ValueError as error:
+        hint = "is no anchor; name a file that --anchor has written, or a new file"
+        raise UserError("anchor", file, hint) from error
 
 
 def _write_anchor(file: Path, found: Recorded) -> str:
-    """Writes step, chain and SHA-256 of the weights of the newest checkpoint. Returns a line of output."""
+    """Writes an anchor of the newest checkpoint. Returns a line of output."""
     newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.step, default=None)
     if newest is None or newest.state.log.chain == FIRST_CHAIN:
         return "note    no checkpoint holds a chain yet: no anchor is written"
-    step, chain = newest.step, newest.state.log.chain
-    write_atomically(file, json.dumps({"step": step, "chain": chain, "sha256": _weights_hash(newest)}) + "\n")
-    return f"ok      the anchor of step {step} is in {file}"
+    anchor = Anchor(step=newest.step, chain=newest.state.log.chain, sha256=_weights_hash(newest))
+    write_atomically(file, json.dumps(anchor.model_dump()) + "\n")
+    return f"ok      the anchor of step {newest.step} is in {file}"
 
 
 def _weights_hash(checkpoint: Checkpoint) -> str:
     return json.loads((checkpoint.path / MANIFEST).read_bytes())["files"][MODEL]["sha256"]
 
 
-def _check_anchor(anchor: Record, found: Recorded) -> list[str]:
+def _check_anchor(anchor: Anchor, found: Recorded) -> list[str]:
     """Whether the rows continue the anchor's chain, and its checkpoint, if it still exists, has the same weights."""
-    step, defects = anchor["step"], []
-    if anchor["chain"] not in found.log.seen:
-        defects += [f"{METRICS}: lacks the anchor's chain, of step {step}: earlier rows were rewritten or cut off"]
+    defects = []
+    if anchor.chain not in found.log.seen:
+        defects += [
+            f"{METRICS}: lacks the anchor's chain, of step {anchor.step}: earlier rows were rewritten or cut off"
+        ]
     for checkpoint in found.checkpoints.values():
-        if checkpoint.step == step and _weights_hash(checkpoint) != anchor["sha256"]:
+        if checkpoint.step == anchor.step and _weights_hash(checkpoint) != anchor.sha256:
             defects += [f"checkpoints/{checkpoint.path.name}/{MODEL}: differs from the anchor's weights"]
     return defects

@@ -102,9 +102,9 @@ def check_kept(events: Records) -> tuple[dict[int, tuple[str, int]], list[int], 
                 defects.append(f"{place}: starts at step {row['step']}, without a checkpoint of that step")
         if is_rollback(row):
             kept = [other for other in kept if other <= row["step"]]
-        if row.get("kept") is None:
+        if "kept" not in row:
             continue
-        now = [*dict.fromkeys(other for other in row["kept"] if type(other) is int)]
+        now = [*dict.fromkeys(row["kept"])]
         defects += [f"{place}: kept has step {other}, which was not saved" for other in now if other not in saved]
         coming = row["step"] if step is None else step  # a full disk makes room for it
         if step is not None and step not in now:

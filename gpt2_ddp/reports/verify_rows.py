@@ -1,7 +1,7 @@
 """Checks the rows of metrics.jsonl: the chain of hashes, the values, the order of the data, and the due records.
 
 A consistent chain does not make a row true. RULES describes each field alone; `Values`, `OrderReplay` and `Schedule`
-return what a row has to hold by other records. The items of each step follow from seed, step size and number of items.
+compare it with other records. The items of each step follow from seed, step size and number of items.
 A feed that reads no data repeats the steps. The newest start row determines the due records: each process of a run
 writes one, with its configuration.
 """
@@ -14,7 +14,9 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from gpt2_ddp.checkpoint.run_files import METRICS, Line, is_event, is_rollback, next_chain, parse_lines, split_chain
 from gpt2_ddp.config.jobs import JobConfig
@@ -30,68 +32,105 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.evaluate import count_scored
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.scoring import METRICS as SCORES
-from gpt2_ddp.state import FIRST_CHAIN, FeedState
+from gpt2_ddp.state import FIRST_CHAIN, Count, FeedState, Mixture
 from gpt2_ddp.tasks import pretraining, supervised
 from gpt2_ddp.training.task import Due
 
 Record = dict[str, Any]
 Records = dict[str, Record]
 """Rows of metrics.jsonl, including events, or states of checkpoints, by their place in the run folder."""
+NEARLY = 5e-6
+"""Relative difference of sums that another order may cause."""
+Whole = Annotated[Count, Field(strict=True)]
+Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Range = Annotated[list[Whole], Field(min_length=2, max_length=2)]
+Event = Literal["start", "branch", "rollback", "checkpoint", "room", "sample", "end"]
 
 
 class Rule(NamedTuple):
-    """What a field of rows has to be. In rows of steps, numbers are finite and at least 0.
+    """What a field of rows has to be.
 
     Args:
-        types: of the value. steps: whether rows of steps may have it; the others are of events alone.
-        needed: whether each row of a step has it, except the first one, of the weights before the first step.
-        measured: whether it is null where the number is not finite or unknown.
+        kind: type and bounds of its value.
+        steps: whether rows of steps may have it; the others are of events alone.
+        needed: rows that must have it: an event; `step` for those of steps, except the first one, of the weights before
+            the first step.
         of_sources: whether there is one more for each folder of a mixture, as `tokens/NAME`.
         tolerance: relative difference from its value by other records.
+        again: relative difference when its step is trained again with another order of sums; None: not compared.
     """
 
-    types: tuple[type, ...]
+    kind: TypeAdapter[Any]
     steps: bool = True
-    needed: bool = False
-    measured: bool = False
+    needed: str = ""
     of_sources: bool = False
     tolerance: float = 0.0
+    again: float | None = None
 
 
-INTEGER, NUMBER, TEXT = (int,), (int, float), (str,)
+COUNT, AMOUNT, TEXT, RECORD = TypeAdapter(Whole), TypeAdapter(Amount), TypeAdapter(str), TypeAdapter(Record)
+MEASURED = TypeAdapter(Amount | None)
+"""Null where the number is not finite or unknown."""
 TABLE: dict[str, Rule] = {
-    "step samples val_tokens val_samples not_finite memory": Rule(INTEGER),
-    "data_share tokens_per_second samples_per_second val_accuracy val_top5": Rule(NUMBER),
+    "step val_tokens val_samples not_finite memory": Rule(COUNT),
+    "data_share tokens_per_second samples_per_second val_accuracy val_top5": Rule(AMOUNT),
     "chain samples_sha256": Rule(TEXT),
-    "tokens": Rule(INTEGER, of_sources=True),
-    "epoch": Rule(NUMBER, of_sources=True),
-    "skipped": Rule(INTEGER, needed=True),
-    "order_digest": Rule(TEXT, needed=True),
-    "lr": Rule(NUMBER, needed=True, tolerance=1e-12),
-    "loss grad_norm": Rule(NUMBER, needed=True, measured=True),
-    "loss_mean": Rule(NUMBER, measured=True, tolerance=1e-5),
-    "train_loss mfu": Rule(NUMBER, measured=True),
-    "val_loss": Rule(NUMBER, measured=True, of_sources=True),
-    "val_bits_per_byte": Rule(NUMBER, measured=True, of_sources=True, tolerance=1e-9),
-    "steps epoch_size global_batch_size position": Rule(INTEGER, steps=False),
-    "kept": Rule((list,), steps=False),
-    "config checkpoint tasks mixture": Rule((dict,), steps=False),
+    "tokens": Rule(COUNT, of_sources=True, again=0.0),
+    "samples": Rule(COUNT, again=0.0),
+    "epoch": Rule(AMOUNT, of_sources=True),
+    "skipped": Rule(COUNT, needed="step", again=0.0),
+    "order_digest": Rule(TEXT, needed="step", again=0.0),
+    "lr": Rule(AMOUNT, needed="step", tolerance=1e-12, again=0.0),
+    "loss grad_norm": Rule(MEASURED, needed="step", again=NEARLY),
+    "loss_mean": Rule(MEASURED, tolerance=1e-5, again=NEARLY),
+    "train_loss": Rule(MEASURED, again=NEARLY),
+    "mfu": Rule(MEASURED),
+    "val_loss": Rule(MEASURED, of_sources=True, again=NEARLY),
+    "val_bits_per_byte": Rule(MEASURED, of_sources=True, tolerance=1e-9),
+    "event": Rule(TypeAdapter(Event), steps=False),
+    "epoch_size global_batch_size position": Rule(COUNT, steps=False),
+    "steps": Rule(COUNT, steps=False, needed="start"),
+    "config": Rule(RECORD, steps=False, needed="start"),
+    "from": Rule(COUNT, steps=False, needed="rollback"),
+    "skipped_range": Rule(TypeAdapter(Range), steps=False, needed="rollback"),
+    "skipped_ranges": Rule(TypeAdapter(list[Range]), steps=False),
+    "kept": Rule(TypeAdapter(list[Whole]), steps=False),
+    "tasks": Rule(RECORD, steps=False),
+    "data_manifest": Rule(TEXT, steps=False),
+    "mixture": Rule(TypeAdapter(Mixture), steps=False),
+    "checkpoint": Rule(TypeAdapter(Record | None), steps=False),
 }
 RULES = {name: rule for names, rule in TABLE.items() for name in names.split()}
-NEEDED = {name for name, rule in RULES.items() if rule.needed}
-SCORE, UNKNOWN = Rule(NUMBER, measured=True), Rule((), steps=False)
-"""Of a score of `eval.tasks`, whose name follows from the start; of any other field."""
-EVENTS = {"start", "branch", "rollback", "checkpoint", "room", "sample", "end"}
+UNKNOWN = Rule(TypeAdapter(Any), steps=False)
 MOST_STEPS, MOST_ITEMS, MOST_MISSING = 2_000_000, 2**22, 20
 """Most repeated steps without a row (a minute of work), items of a step and named gaps: a file may claim any number."""
+
+
+def rule_of(name: str) -> Rule:
+    """The rule of a field, or of its part for a source."""
+    return RULES.get(name.partition("/")[0], UNKNOWN)
+
+
+def fits(kind: TypeAdapter[Any], value: Any) -> bool:
+    """Whether a value is of this kind."""
+    try:
+        kind.validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def equal(found: Any, right: Any, tolerance: float = 0.0) -> bool:
+    """Whether two values are equal, or numbers within a relative tolerance."""
+    is_close = tolerance and None not in (found, right) and math.isclose(found, right, rel_tol=tolerance)
+    return found == right or bool(is_close)
 
 
 def unlike(record: Record, right: Record) -> Iterator[str]:
     """Defects of the fields of a row or state whose `right` values are known from other records."""
     for name, value in right.items():
-        found, tolerance = record.get(name), RULES.get(name.partition("/")[0], UNKNOWN).tolerance
-        if found != value and not (tolerance and found is not None and math.isclose(found, value, rel_tol=tolerance)):
-            yield f"{name} of step {record['step']} is {found}, not {value}"
+        if not equal(record.get(name), value, rule_of(name).tolerance):
+            yield f"{name} of step {record['step']} is {record.get(name)}, not {value}"
 
 
 def differing(place: str, found: Record, origin: str, right: Record, names: Iterable[str]) -> list[str]:
@@ -121,11 +160,13 @@ class Log:
         self.by_step: dict[int, Record] = {}
         self.seen: dict[str, int] = {}
         self.last: Record = {}
+        self._invalid: set[int] = set()  # numbers of lines
         self.chain, self.defects, before = FIRST_CHAIN, [], -1
         for line in self._read(sys.maxsize):
             self._lines, place, row = line.number, f"{METRICS}, line {line.number}", line.row or {}
             if problem := _problem(row):
                 self.defects.append(f"{place}: {problem}")
+                self._invalid.add(line.number)
                 continue
             if not is_event(row) and row["step"] <= before:
                 self.defects.append(f"{place}: step {row['step']} after step {before}")
@@ -142,7 +183,7 @@ class Log:
     def items(self) -> Iterator[tuple[str, Record]]:
         """The place and content of each row; events included."""
         for line in self._read(self._lines):
-            if line.row and not _problem(line.row):
+            if line.row and line.number not in self._invalid:
                 yield f"{METRICS}, line {line.number}", line.row
 
     def _read(self, most: int) -> Iterator[Line]:
@@ -172,13 +213,12 @@ class Log:
 
 
 def _problem(row: Record) -> str:
-    """Why the content of a line is no row; empty if it is one."""
-    if type(row.get("step")) is not int or row["step"] < 0:
+    """Why the content of a line is no row, by RULES; empty if it is one."""
+    if "step" not in row or not fits(COUNT, row["step"]):
         return "is not a row with a step"
-    present = [(name, RULES[name].types) for name, value in row.items() if name in RULES and value is not None]
-    wrong = [name for name, types in present if not isinstance(row[name], types)]
-    wrong += ["event"] * (is_event(row) and row["event"] not in [*EVENTS])
-    return f"is no row: {wrong[0]} is {row[wrong[0]]}" if wrong else ""
+    needed = [name for name, rule in RULES.items() if rule.needed == row["event"]] if is_event(row) else []
+    wrong = next((name for name in (*row, *needed) if not fits(rule_of(name).kind, row.get(name))), "")
+    return wrong and f"is no row: {wrong} is {row.get(wrong)}"
 
 
 class Values:
@@ -209,18 +249,16 @@ class Values:
 
     def _check_fields(self, row: Record) -> Iterator[str]:
         step = row["step"]
-        for name in sorted(NEEDED - row.keys()) if step > self._first else ():
-            yield f"{name} of step {step} is missing"
+        needed = [name for name, rule in RULES.items() if rule.needed == "step" and step > self._first]
+        yield from (f"{name} of step {step} is missing" for name in needed if name not in row)
         for name, value in row.items():
-            kind, _, source = name.partition("/")
-            rule = SCORE if name in self._tasks else RULES.get(kind, UNKNOWN)
-            if not rule.steps or (source and not rule.of_sources):
+            is_score = name in self._tasks
+            if not is_score and (not rule_of(name).steps or ("/" in name and not rule_of(name).of_sources)):
                 yield f"has the unknown field {name}"
-                continue
-            is_sound = type(value) in rule.types and (rule.types == TEXT or 0 <= value < math.inf)
-            may_be_null = rule.measured and (row.get("not_finite") or name not in ("loss", "loss_mean"))
-            if not is_sound and not (value is None and may_be_null):
+            elif is_score and not fits(MEASURED, value):
                 yield f"{name} of step {step} is {value}"
+            elif value is None and name in ("loss", "loss_mean") and not row.get("not_finite"):
+                yield f"{name} of step {step} is None"
 
     def _check_numbers(self, row: Record) -> Iterator[str]:
         """Defects between numbers of the row, and between those and earlier rows."""
@@ -308,10 +346,9 @@ class OrderReplay:
 
     def _go_back(self, record: Record) -> Iterator[str]:
         feed, step = self.feed, record["step"]
-        begun, skipped = record.get("from", -1), record.get("skipped_range", [])
-        fits = type(begun) is int and 0 <= step < begun and are_ranges([skipped])
-        fits = fits and consumed_after(feed, begun) <= skipped[1]
-        reached, stood = (self.at(begun), self.at(step)) if fits else (None, None)
+        begun, skipped = record["from"], record["skipped_range"]
+        is_possible = step < begun and consumed_after(feed, begun) <= skipped[1]
+        reached, stood = (self.at(begun), self.at(step)) if is_possible else (None, None)
         if reached is None or stood is None:
             yield f"from step {begun} to {step} does not match the skipped positions {skipped}"
             return
@@ -329,9 +366,10 @@ class OrderReplay:
 
     def _begin(self, record: Record) -> Iterator[str]:
         """A branch continues the order of its parent run, which is replayed from the beginning."""
-        step, position, skipped = record["step"], record.get("position"), record.get("skipped_ranges") or []
-        gaps = sum(stop - start for start, stop in skipped) if are_ranges(skipped) else -1
+        step, position, skipped = record["step"], record.get("position"), record.get("skipped_ranges", [])
+        gaps = sum(stop - start for start, stop in skipped)
         is_right = step >= self.step and position == consumed_after(self.feed, step) + gaps
+        is_right = is_right and all(start < stop for start, stop in skipped)
         self.inherited = [(start, stop) for start, stop in skipped] if is_right else []
         if not is_right or self.at(step) is None:
             yield f"branched off at step {step}, which does not match position {position}"
@@ -341,13 +379,6 @@ class OrderReplay:
         if self.inherited:
             yield f"branched off after the skipped positions {self.inherited}, which its parent run did not reach"
         yield from unlike(record, {"order_digest": self.feed.order_digest})
-
-
-def are_ranges(value: Any) -> bool:
-    """Whether the value is a list of positions [start, stop], as rollbacks and branches record them."""
-    return isinstance(value, list) and all(
-        isinstance(one, list) and [*map(type, one)] == [int, int] and 0 <= one[0] < one[1] < 2**62 for one in value
-    )
 
 
 def replay_order(
@@ -429,7 +460,7 @@ class Schedule:
             due = step > self.started and not self.config.eval_patience and self._due(step)
             if due and not due.sample:
                 yield f"no sample was due at step {step}"
-        elif event == "rollback" and isinstance(row.get("from"), int):
+        elif event == "rollback":
             yield from self._missing(min(row["from"], self.steps))
             self.reached = self.saved_to = step
             self.saved = {saved for saved in self.saved if saved <= step}
@@ -459,9 +490,6 @@ class Schedule:
 
     def _start(self, row: Record) -> Iterator[str]:
         step = row["step"]
-        if not isinstance(row.get("config"), dict) or not isinstance(row.get("steps"), int):
-            yield "a start without its configuration"
-            return
         if self.steps is None:
             if step and not self.is_branch:
                 yield f"the rows before step {step} are missing"

@@ -1,9 +1,8 @@
-"""Evaluation of a checkpoint: its scores, and the predictions of a small job."""
+"""Evaluation of a checkpoint: its scores, and the predictions of a classifier of images."""
 
 import io
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from gpt2_ddp.output import make_output_folder, text_table
 from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, judge, load_sets, save
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import SampleSet, means, score_each
-from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best
+from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best, read_settings
 
 Counts = list[dict[int, int]]
 """Confusion matrix by class and prediction, without zeros: never more numbers than samples."""
@@ -52,7 +51,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> int:
     if checkpoint.kind != "gpt2":
         score = _classify if config.images else _score_small_job
         if config.output:
-            on_main(lambda: make_output_folder(config.output or ""))
+            on_main(partial(make_output_folder, config.output))
     elif config.images:
         raise UserError("images", " ".join(config.images), NO_IMAGES)
     elif config.output and not config.tasks:
@@ -84,7 +83,7 @@ def open_splits(
 def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, bool]:
     """The configuration of a GPT's run with the folders to score, `data` or the run's own; and whether they are several
     and as many as the run's, so that its weights apply."""
-    settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
+    settings = read_settings(checkpoint)
     assert isinstance(settings, TrainingConfig), "a GPT's"
     own, data = settings.data.paths, settings.data.model_copy(update={"path": config.data or settings.data.path})
     return settings.model_copy(update={"data": data}), 1 < len(own) == len(data.paths)
@@ -141,15 +140,12 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
         result = judge(items, answer(accelerator, prepared, items.requests, config.batch_size))
         facts = {"checkpoint": str(path), "step": checkpoint.step, "precision": accelerator.mixed_precision}
         facts |= {"task_items": config.task_items}
-        names: list[object] = [items.name]
+        names = [items.name]
         if "cloze" in config.tasks and items.name == "cloze":  # made from a split
             facts |= {"split": config.split, "data": [*folders]}
-            names += [
-                config.split if config.split != "val" else None,
-                *(Path(name).absolute().name for name in config.data),
-            ]
-        place = folder / "-".join(map(str, filter(None, [*names, config.task_items])))
-        on_main(partial(save, place, items, result, facts))
+            names += [config.split] * (config.split != "val") + [Path(name).absolute().name for name in config.data]
+        names += [str(config.task_items)] * (config.task_items is not None)
+        on_main(partial(save, folder / "-".join(names), items, result, facts))
         results[items.name] = items, result
     return f"items and scores are in {folder}\n{task_table(results)}"
 
@@ -174,7 +170,7 @@ def _evaluations(checkpoint: Checkpoint) -> Path:
 def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:
     """The configuration of a small job's run; `data` may name another folder of images. Raises: UserError for flags of
     GPT-2 runs."""
-    saved, own = dict(checkpoint.config), checkpoint.config.get("data", {})
+    own = checkpoint.config.get("data", {})
     given = {"tokens": config.tokens, "split": config.split if config.split != "val" else None}
     given |= {"data": None if own.get("path") else " ".join(config.data) or None}
     given |= {"tasks": ", ".join(config.tasks) or None}
@@ -184,54 +180,52 @@ def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:
             raise UserError(field, value, hint)
     if len(config.data) > 1:
         raise UserError("data", " ".join(config.data), "should be one folder with folders of classes")
-    if config.data:
-        saved["data"] = {**own, "path": config.data[0]}
+    saved = {**checkpoint.config, "data": {**own, "path": config.data[0]}} if config.data else checkpoint.config
     settings = read_config(checkpoint.kind, saved, checkpoint.path / CONFIG)
     assert isinstance(settings, JobConfig), "the other kinds"
     return settings
 
 
 def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """The scores of a small job on its test samples. Saves predictions."""
-    settings = _job_settings(config, checkpoint)
-    job = make_job(settings, accelerator, checkpoint.state.record)
+    """The scores of a small job on its test samples. Saves the predictions of a classifier of images."""
+    job = make_job(_job_settings(config, checkpoint), accelerator, checkpoint.state.record)
     hashed = checkpoint.state.record["data_hash"]  # of training and test samples
     if not config.data and not hashed.endswith(job.test.sha256()):
         own = checkpoint.config.get("data", {})
         hint = "has other test samples than the run was started with; restore them"
         raise UserError("data", own.get("path") or own.get("name") or "generated", hint)
-    on_every_rank(lambda: load_weights(checkpoint, job.model))
-    prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
+    on_every_rank(partial(load_weights, checkpoint, job.model))
+    prepared, names = accelerator.prepare_model(job.model, evaluation_mode=True), job.facts.get("classes")
 
     def score(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         outputs, scores = job.score(model, inputs, targets)
-        predicted = predictions(outputs)
-        return {**scores, "target": targets, **predicted} if predicted else scores
+        return {**scores, "target": targets, **predictions(outputs)} if names else scores
 
     kinds, values = score_each(accelerator, prepared, job.test, score, config.batch_size)
-    plain = kinds.index("target") if "target" in kinds else len(kinds)
+    plain = kinds.index("target") if names else len(kinds)
     scores = means(kinds[:plain], values[:, :plain])
     count = scores.pop("val_samples")
     line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
-    names, found = job.facts.get("classes"), values[:, plain:].T.numpy()
-    taken = found[[0, 1, 1 + len(found) // 2]] if names else found  # classes, predictions and their probabilities
-    counts = confusion(taken, len(names)) if names else []
-
-    def save_all(folder: Path) -> None:
-        write_predictions(folder, format_predictions(found[1:], names, job.test.where, found[0]))
-        if names:
-            save_classes(folder, checkpoint.step, taken, counts, names, job.test)
-
+    if not names:
+        return line
+    targets, *found = values[:, plain:].T.numpy()
+    judged = np.stack([targets, found[0], found[len(found) // 2]])
+    counts = confusion(judged, len(names))
     folder = Path(config.output or _evaluations(checkpoint))
-    if len(found) and (config.output or not config.data):  # without `output`, only the run's own samples are saved
+
+    def save_all() -> None:
+        write_predictions(folder, format_predictions(np.stack(found), names, job.test.where, targets))
+        save_classes(folder, checkpoint.step, judged, counts, names, job.test)
+
+    if config.output or not config.data:  # without `output`, only the run's own samples are saved
         try:
-            on_main(lambda: save_all(folder))
+            on_main(save_all)
             line += f"; predictions are in {folder}"
         except UserError as error:  # the run's folder may be read-only
             if config.output:
                 raise
             accelerator.print(f"note: {error}", file=sys.stderr)
-    return "\n".join([line, *format_confusion(counts, names or ())])
+    return "\n".join([line, *format_confusion(counts, names)])
 
 
 def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
@@ -243,9 +237,9 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
     from gpt2_ddp.tasks.images.sources import image_files
 
     model = image_model(settings, record)
-    on_every_rank(lambda: load_weights(checkpoint, model))
-    files = on_main(lambda: [*image_files(config.images, "images")])
-    images = on_every_rank(lambda: unlabelled(files, settings.data, record["image_shape"], "images"))
+    on_every_rank(partial(load_weights, checkpoint, model))
+    files = on_main(partial(image_files, config.images, "images"))
+    images = on_every_rank(partial(unlabelled, files, settings.data, record["image_shape"], "images"))
 
     def score(model: nn.Module, images: Tensor, _: Tensor) -> dict[str, Tensor]:
         return predictions(model(normalise(images)).float())
@@ -260,48 +254,37 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
     return "\n".join([f"{len(lines):,} images", *shown])
 
 
-def predictions(outputs: Tensor) -> dict[str, Tensor]:
-    """Predictions of each sample, [b] by name: the number of [b]; of logits [b, K] the LIKELIEST classes, likeliest
-    first, then their probabilities; none of sequences."""
-    if outputs.dim() > 2:
-        return {}
-    if outputs.dim() == 1:
-        return {"prediction": outputs}
-    shares, classes = outputs.softmax(1).topk(min(LIKELIEST, outputs.shape[1]))
+def predictions(logits: Tensor) -> dict[str, Tensor]:
+    """The LIKELIEST classes of logits [b, K], likeliest first, then their probabilities; each [b], by name."""
+    shares, classes = logits.softmax(1).topk(min(LIKELIEST, logits.shape[1]))
     found = {f"class {k}": column for k, column in enumerate(classes.T)}
     return found | {f"probability {k}": column for k, column in enumerate(shares.T)}
 
 
 def format_predictions(
-    found: np.ndarray, names: Sequence[str] | None, where: Callable[[int], str], targets: np.ndarray | None = None
+    found: np.ndarray, names: Sequence[str], where: Callable[[int], str], targets: np.ndarray | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A line of predictions.jsonl for each sample. `found`: fp64 [., N], `predictions` of the samples. `names`: of the
-    classes; None: their numbers. `where`: names the samples of images. `targets`: fp64 [N]; None: unknown."""
-    n = len(found) // 2
-
-    def named(value: float) -> str | float:
-        return names[int(value)] if names else str(int(value)) if n else value
-
+    """A line of predictions.jsonl for each image. `found`: fp64 [., N], `predictions` of the images. `names`: of the
+    classes. `where`: names the images. `targets`: fp64 [N]; None: unknown."""
     for item, values in enumerate(found.T.tolist()):
-        line = {"file": where(item)} if names else {"sample": item}
-        line |= {} if targets is None else {"target": named(float(targets[item]))}
-        shares = dict(zip(map(named, values[:n]), values[n:], strict=False))
-        yield line | ({"class": named(values[0]), "probabilities": shares} if n else {"prediction": values[0]})
+        likeliest = [names[int(number)] for number in values[: len(values) // 2]]
+        target = {} if targets is None else {"target": names[int(targets[item])]}
+        shares = dict(zip(likeliest, values[len(likeliest) :], strict=True))
+        yield {"file": where(item), **target, "class": likeliest[0], "probabilities": shares}
 
 
 def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Writes predictions.jsonl. Raises: UserError if that fails."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "predictions.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    write_atomically(make_output_folder(folder) / "predictions.jsonl", text)
 
 
 def confusion(found: np.ndarray, classes: int) -> Counts:
     """Number of samples of class i predicted as class j. `found`: fp64 [3, N], classes, predictions, and probabilities
     of the predictions."""
     counts: Counts = [{} for _ in range(classes)]
-    for (one, other), count in sorted(Counter(zip(*found[:2].astype(int).tolist(), strict=True)).items()):
-        counts[one][other] = count
+    for one, other in sorted(found[:2].astype(int).T.tolist()):
+        counts[one][other] = counts[one].get(other, 0) + 1
     return counts
 
 
@@ -336,15 +319,13 @@ def save_classes(
     folder: Path, step: int, found: np.ndarray, counts: Counts, names: Sequence[str], test: SampleSet
 ) -> None:
     """Writes classes.json and, if there are errors, wrong.png with the worst; report.py shows both."""
-    wrong = worst_mistakes(found, counts)
+    wrong, content = worst_mistakes(found, counts), {"step": step, "classes": [*names], "confusion": counts}
+    write_atomically(make_output_folder(folder) / "classes.json", json.dumps(content))
+    if len(wrong):
+        write_atomically(folder / "wrong.png", _draw(wrong, found, names, test))
+        return
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {"step": step, "classes": [*names], "confusion": counts}
-        write_atomically(folder / "classes.json", json.dumps(content))
-        if len(wrong):
-            write_atomically(folder / "wrong.png", _draw(wrong, found, names, test))
-        else:
-            (folder / "wrong.png").unlink(missing_ok=True)
+        (folder / "wrong.png").unlink(missing_ok=True)
 
 
 def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: SampleSet) -> bytes:

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, TRANSFORMERS, find_checkpoint, fit_weights
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, END_OF_TEXT, TOKENIZER_FILE, Tokenizer
+from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES, HEAD, SHAPE, fixed_fields, from_transformers, shape, their_names
 
 FIELD, HUB = "train.init_from", "hub:"
-WEIGHTS, VOCABULARY, MERGES = "model*.safetensors", "vocab.json", "merges.txt"
-NEEDED = [TRANSFORMERS, WEIGHTS, f"{MODEL}.index.json", TOKENIZER_FILE, VOCABULARY, MERGES]  # to fetch from the Hub
+WEIGHTS = "model*.safetensors"
+NEEDED = [TRANSFORMERS, WEIGHTS, f"{MODEL}.index.json", TOKENIZER_FILE]  # to fetch from the Hub
 OPTIONAL = ("n_kv_head", "n_inner")  # null: follows from other fields
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # names of the tanh-GELU, the only activation of `GPT`
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # saved by older releases of transformers
@@ -149,7 +149,12 @@ def _load(path: Path, name: str) -> Any:
 def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
     """Compares the tokens of all ids, the merges, and the ids of a text of all tokens. Returns notes.
     `rows`: rows of the weights' vocabulary."""
-    theirs, size = _read_tokenizer(path), tokenizer.vocab_size
+    import tokenizers
+
+    file, theirs, size = path / TOKENIZER_FILE, None, tokenizer.vocab_size
+    if os.path.isfile(file):
+        with _reading(path, "its tokenizer cannot be read"):
+            theirs = tokenizers.Tokenizer.from_file(str(file))
     if rows < size or (theirs is None and rows > size):
         raise UserError(FIELD, path, f"has a vocabulary of {rows:,} ids, the data's tokenizer has {size:,}")
     if theirs is None:
@@ -168,18 +173,3 @@ def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
         hint = f"its tokenizer differs: {difference[0]}; prepare the text with its {TOKENIZER_FILE}"
         raise UserError(FIELD, path, hint)
     return [f"the last {rows - size:,} ids of its vocabulary are not in the data's tokenizer"] if rows > size else []
-
-
-def _read_tokenizer(path: Path) -> Any:
-    """Tokenizer of HuggingFace `tokenizers`; None without its files."""
-    import tokenizers
-
-    with _reading(path, "its tokenizer cannot be read"):
-        if os.path.isfile(path / TOKENIZER_FILE):
-            return tokenizers.Tokenizer.from_file(str(path / TOKENIZER_FILE))
-        if not (os.path.isfile(path / VOCABULARY) and os.path.isfile(path / MERGES)):
-            return None
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(path / VOCABULARY), str(path / MERGES)))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.add_special_tokens([END_OF_TEXT])
-        return tokenizer

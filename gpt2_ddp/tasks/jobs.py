@@ -36,8 +36,7 @@ def make_job(config: JobConfig, accelerator: Accelerator, facts: Mapping[str, An
 
 def regression_job(config: RegressionConfig, *_: object) -> Job:
     """Points on y = weight * x + bias, x and the noise normal; squared error."""
-    data = config.data
-    generator = torch.Generator().manual_seed(config.seed)
+    data, generator = config.data, torch.Generator().manual_seed(config.seed)
 
     def points(n: int) -> Samples:
         x, noise = torch.randn(2, n, generator=generator)
@@ -47,14 +46,10 @@ def regression_job(config: RegressionConfig, *_: object) -> Job:
 
 
 def classifier_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None) -> Job:
-    """Images, or clusters."""
-    return image_job(config, accelerator, facts) if config.data.images else cluster_job(config)
-
-
-def cluster_job(config: ClassifierConfig) -> Job:
-    """Two clusters, uniform in the cubes [-1, 0] and [0, 1] of `features` dimensions, which an MLP separates."""
-    data = config.data
-    generator = torch.Generator().manual_seed(config.seed)
+    """Images; or two clusters, uniform in the cubes [-1, 0] and [0, 1] of `features` dimensions, for an MLP."""
+    data, generator = config.data, torch.Generator().manual_seed(config.seed)
+    if data.images:
+        return image_job(config, accelerator, facts)
 
     def points(n: int) -> Samples:
         labels = torch.arange(n) % 2

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from gpt2_ddp.data.manifest import MANIFEST, read_manifest
 from gpt2_ddp.data.shards import RECORD, verify_shards
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.preparation.prepare import index_shards
 
 SHARDS = ["train_000000.bin", "train_000001.bin", "val_000000.bin"]
@@ -101,7 +99,7 @@ def test_damaged_folders(data, tmp_path, seed, cases):
 def test_one_flipped_bit_of_a_manifest_is_found(data):
     file = data / MANIFEST
     content = file.read_bytes()
-    for case in range(300):
+    for case in range(100):
         file.write_bytes(flip(content, random.Random(case)))
         with pytest.raises(UserError):
             read_manifest(data)
@@ -114,22 +112,6 @@ def test_the_identity_of_data_is_pinned(tmp_path):
     (data / MANIFEST).unlink()
     index_shards(PrepareConfig(source=f"bin:{data}/*.bin", tokenizer=str(data / "tokenizer.json")))
     assert read_manifest(data).hash == golden
-
-
-@pytest.mark.parametrize(("changes", "message"), [
-    (lambda splits: {"train": splits["train"] + splits["train"][:1], "val": splits["val"]}, "is listed twice"),
-    (lambda splits: {"train": splits["train"], "val": splits["train"][:1]}, "is listed twice"),
-    (lambda splits: {"train": splits["train"], "val": [replace(splits["train"][1], file="val_000000.bin")]},
-     "has the same content as a shard of the other split"),
-    (lambda splits: {"train": splits["train"], "test": splits["val"]}, r"splits\.test.*\^\(train\|val\)"),
-    (lambda splits: {"train": [replace(splits["train"][0], bytes=1)]}, "not 1 bytes"),
-    (lambda splits: {"train": [replace(splits["train"][0], file="a\0b")]}, "file"),
-    (lambda splits: {"train": [replace(splits["train"][0], sha256="0")]}, "sha256"),
-])  # fmt: skip
-def test_splits_that_make_no_sense(data, changes, message):
-    manifest, content = read_manifest(data), (data / MANIFEST).read_bytes()
-    expect_error(message, write_manifest, data, replace(manifest, splits=changes(manifest.splits)))
-    assert (data / MANIFEST).read_bytes() == content
 
 
 def hashed(folder: Path, monkeypatch: pytest.MonkeyPatch, remember: bool = True) -> list[str]:
@@ -185,7 +167,7 @@ def verify_my_part(folder: Path) -> None:
 
 def test_ranks_remember_at_once(data, monkeypatch):
     (data / RECORD).unlink()
-    run_ranks(verify_my_part, 4, data)
+    run_ranks(verify_my_part, 2, data)
     lines = (data / RECORD).read_text().splitlines()
     assert sorted(json.loads(line)[0] for line in set(lines)) == SHARDS
     assert hashed(data, monkeypatch) == []

@@ -14,8 +14,7 @@ from runs import job_config, newest_checkpoint, said, state_of, train, train_wit
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.run_files import valid_rows
-from gpt2_ddp.config.cli import dump, load
-from gpt2_ddp.config.jobs import RegressionConfig
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -183,14 +182,14 @@ def test_a_spike_before_and_after_a_resume_is_judged_alike(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_losses_out_of_the_ordinary_are_bad_on_any_number_of_processes(corpus, tmp_path):
-    """A learning rate that is too high from step 28 on: found at the same step by 1, 2 and 3 ranks."""
+    """A learning rate that is too high from step 28 on: found at the same step by 1 and 3 ranks."""
     found = []
-    for world in (1, 2, 3):
+    for world in (1, 3):
         changes = GUARD | {"guard": {"loss_sigmas": 6.0, "patience": 3, "rollbacks": 1}, "train.steps": 40}
         config = training_config(corpus, tmp_path / str(world), changes | {"optim.grad_clip": 0.0})
         run_ranks(explode, world, config)
         found.append([(row["step"], row["from"]) for row in untimed(tmp_path / str(world) / "run") if "event" in row])
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert found[0][0][0] == 25
 
 
@@ -230,8 +229,6 @@ def test_the_presets_set_limits():
         guard = load(TrainingConfig, ["--config", f"configs/gpt2_{preset}.yaml"]).guard
         assert guard.norm_sigmas
         assert guard.loss_sigmas
-    assert "rollbacks" in dump(TrainingConfig.model_construct())
-    assert "rollbacks" not in dump(RegressionConfig())
 
 
 @pytest.mark.parametrize("values", [[5.0, 6.0, 4.0, 5.5], list(range(300))])
@@ -239,13 +236,15 @@ def test_running_statistics(values):
     """Mean and variance of all values while they are few, of about the last hundred later; skips do not count. Roots of
     numpy and torch may differ in the last bit."""
     statistics, on_host = RunningStatistics(torch.device("cpu")), RunningStatistics()
-    for value in values:
+    assert statistics.state_dict() == (0, 0, 0)
+    for count, value in enumerate(values, 1):
         statistics.add(torch.tensor(float(value)), torch.tensor(True))
         statistics.add(torch.tensor(math.nan), torch.tensor(False))
         on_host.add(float(value))
         on_host.add(math.nan, False)
         assert on_host.state_dict() == pytest.approx(statistics.state_dict(), rel=1e-12)
         assert on_host.limit(3.0) == pytest.approx(statistics.limit(3.0).item(), rel=1e-12)
+        assert math.isfinite(on_host.limit(3.0)) == (count >= 20)
     state = count, mean, variance = statistics.state_dict()
     assert RunningStatistics(torch.device("cpu"), state).state_dict() == state
     assert count == len(values)
@@ -253,7 +252,6 @@ def test_running_statistics(values):
         exact = torch.tensor(values, dtype=torch.float64)
         assert mean == pytest.approx(exact.mean().item())
         assert variance == pytest.approx(exact.var(correction=0).item())
-        assert statistics.limit(3.0).item() == math.inf
     else:
         assert mean == pytest.approx(206.63199390546913)  # by hand, in plain floats
         assert statistics.limit(2.0).item() == pytest.approx(mean + 2 * math.sqrt(variance))

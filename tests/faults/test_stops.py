@@ -1,5 +1,6 @@
 """Stops, as people and schedulers ask for them: what was trained is saved, or there was nothing to save."""
 
+import json
 import multiprocessing
 import os
 import re
@@ -8,18 +9,24 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from commands import ROOT, environment
-from matrix import BEFORE_TRAINING, STAGES, Cell, disturb, equal, finish
-from ranks import run_ranks, wait_until
+from commands import ACCELERATE, ROOT, TORCHRUN, environment
+from ranks import free_port, run_ranks, wait_until
+from runs import assert_same, rows, training_config
 
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.order import Order
+
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -101,7 +108,7 @@ def test_stuck_workers_hold_nothing_up():
 def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
     flags = ["--tokenizer", "gpt2", "--workers", "2", "--shard_tokens", "20000"]
     if stage == "merging":  # words that no other resembles take long to merge
-        letters = np.random.default_rng(0).integers(97, 123, (300_000, 12), np.uint8)
+        letters = np.random.default_rng(0).integers(97, 123, (100_000, 12), np.uint8)
         (tmp_path / "words.txt").write_bytes(b" ".join(map(bytes, letters)))
         flags = ["--source", str(tmp_path / "words.txt"), "--vocab_size", "100000"]
     with (tmp_path / "said").open("w") as said:
@@ -121,7 +128,102 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
     assert not psutil.wait_procs(workers, timeout=5)[1]
 
 
-def code(cell: Cell) -> int:
+# A command is started as people do, and signalled while it imports or trains. tests/test_stop.py has stops in
+# evaluations, samples and saves, tests/test_signals.py those before a training begins.
+
+MARK = "GPT2_DDP_STOP_TEST"
+LAUNCHERS = {
+    "python": [sys.executable],
+    "accelerate": ACCELERATE,
+    "torchrun": [*TORCHRUN, "--nproc_per_node", "2", "--master_port", "PORT"],
+    "processes": [sys.executable],
+}
+"""`processes` is `--launch.processes 2`, which only the small jobs have; torchrun and it have two ranks."""
+
+
+class Cell(NamedTuple):
+    """One stop: who started the command, who gets which signal and when, and how many workers the loader has.
+
+    Args:
+        target: launcher (the process that was started), rank (the last one), or group (every process, at once).
+    """
+
+    launcher: str
+    target: str
+    signal: str
+    stage: str
+    workers: int = 0
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+def command(cell: Cell, folder: Path, corpus: Path) -> list[str]:
+    """What a user types."""
+    if cell.launcher == "processes":
+        script = [str(ROOT / "scripts/train_regression.py"), "--launch.processes", "2", "--output_dir", str(folder)]
+        script += ["--run_name", "run", "--train.device", "cpu", "--train.epochs", "40", "--tracking.log_every", "1"]
+    else:
+        values = {"train.steps": 150, "train.global_batch_tokens": 8 * 32, "data.workers": cell.workers}
+        values |= {"eval.every": 10**6, "checkpoint.every": 10**6}
+        (folder / "config.yaml").write_text(dump(training_config(corpus, folder, values)))
+        script = [str(ROOT / "scripts/train_gpt2.py"), "--config", str(folder / "config.yaml")]
+    return [word.replace("PORT", str(free_port())) for word in LAUNCHERS[cell.launcher]] + script
+
+
+def finish(cell: Cell, folder: Path, corpus: Path) -> Path:
+    """Gives the cell's command until it is complete; returns the run's folder."""
+    words, env = command(cell, folder, corpus), environment(OMP_NUM_THREADS="1")
+    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert status(folder)["state"] == "completed"
+    return folder / "run"
+
+
+def status(folder: Path) -> dict:
+    file = folder / "run/status.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def check(cell: Cell, folder: Path, corpus: Path) -> None:
+    """Stops the cell's command: what was trained is saved in time, and nothing and nobody else is left."""
+    words, mark, log = command(cell, folder, corpus), uuid.uuid4().hex, folder / "stderr"
+    with log.open("w") as errors:
+        env, pipes = environment(OMP_NUM_THREADS="1", **{MARK: mark}), {"stdout": subprocess.DEVNULL, "stderr": errors}
+        process = subprocess.Popen(words, env=env, cwd=ROOT, start_new_session=True, **pipes)
+    said_so = False
+    try:
+        await_stage(cell, folder, process, mark)
+        targets = {
+            "launcher": lambda: [process.pid],
+            "rank": lambda: [ranks(mark)[-1].pid],
+            "group": lambda: [found.pid for found in family(mark)],
+        }[cell.target]()
+        for pid in targets:
+            with suppress(ProcessLookupError):  # the parent forwards the signal, and a rank may end before its turn
+                os.kill(pid, signal.Signals[f"SIG{cell.signal}"])
+        deadline = time.monotonic() + 30
+        while (left := family(mark)) and time.monotonic() < deadline:
+            said_so = said_so or status(folder).get("state") == "stopped"
+            process.poll()
+            time.sleep(0.05)
+    finally:
+        for found in family(mark):
+            found.kill()
+        exit_code = process.wait()
+    errors = log.read_text()
+    assert not left
+    assert exit_code == expected_code(cell), errors
+    assert not re.search(r'File ".*/(gpt2_ddp|scripts)/|Exception ignored', errors), errors
+    if cell.stage == "imports":
+        assert not (folder / "run").exists()
+    else:
+        assert status(folder)["state"] == "stopped", errors
+        assert (folder / f"run/checkpoints/step-{status(folder)['step']:08d}").is_dir()
+        assert said_so, "before all had ended"
+
+
+def expected_code(cell: Cell) -> int:
     """What the started process ends with: launchers end as they like when the signal is theirs."""
     number = signal.Signals[f"SIG{cell.signal}"]
     if cell.launcher in ("python", "processes"):
@@ -129,23 +231,47 @@ def code(cell: Cell) -> int:
     if cell.launcher == "accelerate":
         return 0 if cell.target == "rank" else -number
     if cell.target == "rank":
-        return 1 if cell.stage in BEFORE_TRAINING else 0
+        return 1 if cell.stage == "imports" else 0
     return -number if cell.signal == "USR1" else 1  # torchrun does not know USR1
 
 
-def check(cell: Cell, folder: Path, corpus: Path) -> None:
-    """Stops the cell's command: what was trained is saved in time, and nothing and nobody else is left."""
-    seen = disturb(cell, folder, corpus)
-    print(cell, seen.code, seen.status, seen.seconds)
-    assert not seen.left
-    assert seen.code == code(cell), seen.errors
-    assert not re.search(r'File ".*/(gpt2_ddp|scripts)/|Exception ignored', seen.errors), seen.errors
-    if cell.stage in BEFORE_TRAINING:
-        assert not seen.folder_is_there
+def await_stage(cell: Cell, folder: Path, process: subprocess.Popen, mark: str) -> None:
+    metrics, world = folder / "run/metrics.jsonl", 2 if cell.launcher in ("torchrun", "processes") else 1
+
+    def trains() -> bool:
+        is_whole = metrics.exists() and metrics.read_text().endswith("\n")
+        return is_whole and any(row["step"] >= 3 for row in rows(metrics.parent))
+
+    if cell.stage == "imports":
+        wait_until(lambda: len(ranks(mark)) == world, process=process)
+        wait_until(lambda: any("libtorch" in line.path for line in ranks(mark)[-1].memory_maps()), process=process)
     else:
-        assert seen.status["state"] == "stopped", seen.errors
-        assert (folder / f"run/checkpoints/step-{seen.status['step']:08d}").is_dir()
-        assert "stopped" in seen.seconds, "before all had ended"
+        wait_until(trains, process=process)
+
+
+def family(mark: str) -> list[psutil.Process]:
+    """Every process, dead ones apart, that was started by the command with this mark, the oldest first."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process.create_time(), process.pid, process))
+    return [process for *_, process in sorted(found, key=lambda item: item[:2])]
+
+
+def ranks(mark: str) -> list[psutil.Process]:
+    """The processes that train, in the order of their ranks: not the launcher, nor the loader's workers."""
+    found: dict[int, psutil.Process] = {}
+    for process in family(mark):
+        with suppress(psutil.Error):
+            words, rank = process.cmdline(), process.environ().get("RANK")
+            launches = {"accelerate", "torchrun"} & {Path(word).name for word in words}
+            is_script = any("scripts/train_" in word for word in words) and not launches
+            if is_script or (rank and any("multiprocessing.spawn" in word for word in words)):
+                found.setdefault(-1 if rank is None else int(rank), process)  # workers are younger than their rank
+    if len(found) > 1:
+        found.pop(-1, None)  # the script that started the ranks
+    return [found[rank] for rank in sorted(found)]
 
 
 @pytest.mark.slow
@@ -153,9 +279,7 @@ def check(cell: Cell, folder: Path, corpus: Path) -> None:
     "cell",
     [
         Cell("python", "launcher", "INT", "imports"),
-        Cell("accelerate", "launcher", "TERM", "imports"),
         Cell("accelerate", "launcher", "TERM", "training"),
-        Cell("torchrun", "rank", "USR1", "hashing"),
         Cell("torchrun", "group", "TERM", "training", workers=2),
         Cell("processes", "launcher", "TERM", "training"),
     ],
@@ -167,11 +291,11 @@ def test_a_few_stops(cell, corpus, tmp_path):
 
 MATRIX = [
     Cell(launcher, target, name, stage, workers)
-    for launcher in ("python", "accelerate", "torchrun", "processes")
-    for stage in (STAGES if launcher != "processes" else ("imports", "training"))
+    for launcher in LAUNCHERS
+    for stage in ("imports", "training")
     for target in ("launcher", "rank", "group")
     for name in ("TERM", "INT", "USR1")
-    for workers in ((0,) if stage in BEFORE_TRAINING or launcher == "processes" else (0, 2))
+    for workers in ((0,) if stage == "imports" or launcher == "processes" else (0, 2))
     if (launcher, target) != ("python", "rank")  # its launcher is its rank
 ]
 
@@ -179,15 +303,8 @@ MATRIX = [
 @pytest.fixture(scope="session")
 def undisturbed(corpus, tmp_path_factory):
     """Makes, once for each launcher, a run that nothing stops."""
-    made: dict[str, Path] = {}
-
-    def make(launcher: str) -> Path:
-        if launcher not in made:
-            cell = Cell(launcher, "launcher", "TERM", "training")
-            made[launcher] = finish(cell, tmp_path_factory.mktemp("undisturbed"), corpus)
-        return made[launcher]
-
-    return make
+    make = lambda launcher: finish(Cell(launcher, "", "", ""), tmp_path_factory.mktemp(launcher), corpus)  # noqa: E731
+    return cache(make)
 
 
 @pytest.mark.soak
@@ -195,4 +312,4 @@ def undisturbed(corpus, tmp_path_factory):
 def test_all_stops(cell, corpus, tmp_path, undisturbed):
     """And the same command gives, in the end, the same numbers as one that nothing stopped."""
     check(cell, tmp_path, corpus)
-    assert equal(finish(cell, tmp_path, corpus), undisturbed(cell.launcher))
+    assert_same(finish(cell, tmp_path, corpus), undisturbed(cell.launcher))

@@ -105,8 +105,8 @@ class StoredImages:
 def unlabelled(files: Sequence[Path], config: ClassifierDataConfig, shape: Sequence[int], field: str) -> StoredImages:
     """The images of files, prepared as those of a run, with targets 0. `field`: of messages, where the user named them.
     Decodes all of them once. Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
-    rows, split = np.arange(len(files)), Split("", np.array(files, object), [])
-    images = StoredImages(split, torch.zeros(len(rows), dtype=torch.long), rows, config, tuple(shape), 0, field=field)
+    rows, split, targets = np.arange(len(files)), Split("", np.array(files, object), []), torch.zeros(len(files)).long()
+    images = StoredImages(split, targets, rows, config, tuple(shape), workers=0, field=field)
     images.scan(keep=False)
     return images
 
@@ -207,23 +207,20 @@ def _name(names: Sequence[str] | None, label: Any) -> str | None:
 
 
 def decode_image(stored: Any, where: str, size: int | None, field: str = "data.path") -> np.ndarray:
-    """uint8 [H, W, 3] of an image of any mode, the first frame where there are several. It is turned upright by
-    its EXIF orientation; what is transparent is laid on white, and of 16 bits of grey the upper 8 count.
+    """uint8 [H, W, 3] of the first frame of an image, upright by its EXIF orientation. Transparency becomes white; of
+    16 bits of grey the upper 8 count.
 
-    `stored`: a file, its content, pixels uint8 [H, W] or [H, W, 3], or a row of `datasets`. `where` and `field`: the
-    file or row, and where the user named it, for messages. `size`: the largest centred square is scaled to so many
-    pixels each way (bicubic).
+    `stored`: a file, its content, pixels uint8 [H, W] or [H, W, 3], or a row of `datasets`. `where`, `field`: its name
+    and the user's field, for messages. `size`: pixels each way, to which the largest centred square is scaled.
     Raises: UserError if it is no image, or one of 32 bits per channel."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, of a size that is allowed yet
             return np.asarray(_upright_rgb(_open(stored), where, size, field))
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        # by its own words, the file would be named again, or an object in memory
-        reason = "Pillow does not know the format" if isinstance(error, UnidentifiedImageError) else error
-        strerror = getattr(error, "strerror", None)  # where the system refused
-        hint = f"cannot be read ({strerror})" if strerror else f"is not an image ({reason})"
-        raise UserError(field, where, hint) from error
+        unknown = isinstance(error, UnidentifiedImageError)  # whose text names the file again, or an object in memory
+        reason = "Pillow does not know the format" if unknown else getattr(error, "strerror", None) or error
+        raise UserError(field, where, f"cannot be read as an image ({reason})") from error
 
 
 def _open(stored: Any) -> Image.Image:

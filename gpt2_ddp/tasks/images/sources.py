@@ -206,11 +206,13 @@ def split_files(folder: str, files: Sequence[Path]) -> dict[str, list[Path]]:
     return {"train": found[""]}
 
 
-def image_files(names: Sequence[str], field: str) -> Iterator[Path]:
+def image_files(names: Sequence[str], field: str) -> list[Path]:
     """The named files, and the images in the named folders, in order. Raises: UserError for a folder without images."""
+    found = []
     for name in names:
         is_folder = os.path.isdir(name)
-        yield from _images_of(name, _files_below(name, field), field, "name others") if is_folder else [Path(name)]
+        found += _images_of(name, _files_below(name, field), field, "name others") if is_folder else [Path(name)]
+    return found
 
 
 def _files_below(folder: str, field: str) -> list[Path]:
@@ -260,17 +262,11 @@ def _class_folder_rows(folder: str, files: Sequence[Path]) -> Rows:
 
 
 def _archive_rows(folder: Path, label_column: str | None) -> Rows:
-    """The rows of CIFAR's archive, which may be the folder or in it, or of idx files; {} for a folder of other files.
-    Raises: UserError for several archives."""
-    places = (folder, *sorted(folder.glob("cifar-*")))
-    found = [file for place in places for names in CIFAR if (file := place / names).is_file()]
-    if len(found) > 1:
-        known = join_first([file.parent.name for file in found])
-        raise UserError("data.path", folder, f"has several archives; name one of {known}")
+    """The rows of CIFAR's archive, or of idx files; {} for a folder of other files."""
     rows: dict[str, Iterable[tuple[Any, Any]]] = {}
-    for names in found:
-        label, files = CIFAR[names.name]
-        rows |= {split: _cifar_rows(names, of_split, label_column or label) for split, of_split in files.items()}
+    for name, (label, files) in CIFAR.items():
+        if (names := folder / name).is_file():
+            rows |= {split: _cifar_rows(names, of_split, label_column or label) for split, of_split in files.items()}
     for split, word in (("train", "train"), ("test", "t10k")):
         images, labels = (sorted(folder.glob(f"{word}-{kind}?idx?-ubyte*")) for kind in ("images", "labels"))
         if images and labels:
