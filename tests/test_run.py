@@ -24,6 +24,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify import verify_run
 

@@ -27,7 +27,6 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.order import Order
 
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
