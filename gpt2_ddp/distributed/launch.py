@@ -184,7 +184,8 @@ def _check_environment(target: torch.device, backend: str) -> None:
         raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
     for plugin in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(plugin, "false").lower() == "true":
-            raise UserError(plugin, "true", "gpt2_ddp trains with DDP; answer no in `accelerate config`")
+            hint = "only train_gpt2.py shards" if plugin.endswith("FSDP") else "gpt2_ddp trains with DDP or FSDP"
+            raise UserError(plugin, "true", f"{hint}; answer no in `accelerate config`")
     compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if compiler not in ("no", ""):
         hint = "would compile the model a second way; answer no in `accelerate config` and use --train.compile"
