@@ -244,6 +244,46 @@ def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
         assert three - one == pytest.approx(known_three - known_one, rel=rel), (dropout, half)
 
 
+def sharded(reduce: str = "last", reshard: bool = True, replicas: int = 1, **changes: Any) -> Setting:
+    """GPT-2 (124M) on 8 GPUs; 64 micro-batches of 1 per process and step."""
+    launch = {"parallel": "fsdp", "reduce": reduce, "reshard": reshard, "replicas": replicas}
+    sections = {"train": {"steps": 1}, "eval": {"batch_size": 1}, "launch": launch}
+    config = TrainingConfig.model_validate(sections)
+    return setting(**{"config": config, "block": 7_087_872, "micro_batch": 1, **changes})
+
+
+def test_memory_of_shards():
+    numbers, block = 124_475_904, 7_087_872
+    root = numbers - 12 * block
+    parts = estimate(sharded()).parts
+    assert parts["weights"] == pytest.approx(4 * numbers / 8)
+    assert parts["optimizer state"] == pytest.approx(8 * numbers / 8)
+    assert parts["gradients"] == pytest.approx(4 * numbers), "whole, until the last micro-batch"
+    assert parts["gathered weights"] == 2 * (root + 2 * block), "in bf16, the next block too"
+    for setting in (sharded("each"), sharded(micro_batch=64)):
+        assert estimate(setting).parts["gradients"] == pytest.approx(4 * (numbers / 8 + root + block))
+    assert estimate(sharded(reshard=False)).parts["gathered weights"] == 2 * numbers
+    assert estimate(sharded(precision="no")).parts["gathered weights"] == 4 * (root + 2 * block)
+    assert estimate(sharded(replicas=2)).parts["weights"] == pytest.approx(4 * numbers / 4)
+    for background in (True, False):
+        assert estimate(sharded(background=background)).host == 12 * numbers, "whole on rank 0"
+        peaks = estimate(sharded(kind="cpu", background=background)).peaks
+        assert peaks["saving"] >= 12 * numbers + 12 * numbers / 8, "and so in a CPU's"
+
+
+def test_bytes_that_a_process_sends():
+    weights, blocks = 124_475_904, 12 * 7_087_872
+    assert setting().sent == 2 * 7 / 8 * 4 * weights, "DDP"
+    assert setting(processes=1).sent == sharded(processes=1).sent == 0
+    gathered = 2 * (weights + blocks)  # in bf16; the blocks' twice
+    assert sharded(micro_batch=64).sent == pytest.approx(7 / 8 * (gathered + 4 * weights))
+    assert sharded().sent == pytest.approx(7 / 8 * (64 * gathered + 4 * weights))
+    assert sharded("each").sent == pytest.approx(7 / 8 * 64 * (gathered + 4 * weights))
+    assert sharded(micro_batch=64, reshard=False).sent == pytest.approx(7 / 8 * (2 * weights + 4 * weights))
+    two = 3 / 4 * (gathered + 4 * weights) + 2 * 1 / 2 * 4 * weights / 4  # the parts of two replicas
+    assert sharded(micro_batch=64, replicas=2).sent == pytest.approx(two)
+
+
 def plan_config(**changes: Any) -> PlanConfig:
     return PlanConfig.model_validate({"train": {"steps": 100}, **changes})
 
@@ -365,6 +405,36 @@ def test_the_figures_of_the_pages(tmp_path, monkeypatch):
         if name == "gpt2_124m":
             block = output.split("```\ngpt2_124m on ")[1].split("```")[0]
             assert {*f"gpt2_124m on {block}".strip().split("\n")} <= {*format_plan(plan)}
+
+
+@pytest.mark.parametrize(("preset", "gpu"), [("llama_1b", "RTX 4090"), ("llama_7b", "H100 80GB HBM3")])
+def test_sharded_presets_fit_where_ddp_does_not(tmp_path, monkeypatch, preset, gpu):
+    monkeypatch.chdir(tmp_path)
+
+    def planned(gpus: int, *flags: str) -> Plan:
+        words = ["--config", f"configs/{preset}.yaml", "--gpu", gpu, "--gpus", str(gpus), *flags]
+        return make_plan(load(PlanConfig, words))
+
+    plan = planned(8)
+    assert (plan.fits, plan.sharded, plan.refused) == (True, None, [])
+    assert any(line.endswith(" GB per step (estimate)") for line in format_plan(plan))
+    ddp = planned(8, "--launch.parallel", "ddp")
+    assert not ddp.fits
+    assert ddp.sharded
+    fewest = ddp.sharded["gpus"]
+    assert f"    --launch.parallel fsdp fits on {fewest} GPUs (estimate)" in format_plan(ddp)
+    assert planned(fewest).fits
+    assert not planned(fewest // 2).fits
+    assert planned(8, "--launch.replicas", "2").refused == []
+    (error,) = planned(8, "--launch.replicas", "3").refused
+    assert error == "launch.replicas = 3: is no divisor of the 8 processes"
+
+
+def test_a_plan_follows_accelerate_config(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    words = ["--gpu", "H100 80GB HBM3", "--gpus", "8", "--train.steps", "5"]
+    assert "gathered weights" in make_plan(load(PlanConfig, words)).memory.parts
 
 
 def test_the_flags_of_the_plan():

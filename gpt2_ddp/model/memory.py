@@ -43,6 +43,7 @@ class Setting:
     layer_tensors: int = 12  # parameter tensors of a block
     table_state: int = 2  # numbers in the optimizer state for each number of embedding and head
     copies: bool = False  # each step copies weights and optimizer state before it (`GuardedOptimizer`)
+    block: int = 0  # numbers in a block's parameters
 
     @property
     def architecture(self) -> Architecture:
@@ -52,6 +53,36 @@ class Setting:
     def number_bytes(self) -> int:
         """Bytes of a number that matrix products read or write."""
         return 4 if self.precision == "no" else 2
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.config.parallel == "fsdp"
+
+    @property
+    def shards(self) -> int:
+        """Parts of the weights, gradients and optimizer state; a process has one of each."""
+        return max(self.processes // self.config.launch.replicas, 1) if self.is_sharded else 1
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a process per step."""
+        return -(-self.config.global_batch_windows // (self.processes * self.micro_batch))
+
+    @property
+    def root(self) -> int:
+        """Numbers in the parameters outside the blocks."""
+        return self.parameters - self.config.model.n_layer * self.block
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a process sends per step for weights and gradients, with AdamW. Ring algorithms."""
+        launch, part = self.config.launch, lambda members: (members - 1) / members
+        if not self.is_sharded:
+            return 8 * part(self.processes) * self.parameters
+        gathered = self.number_bytes * (self.parameters + launch.reshard * (self.parameters - self.root))
+        sums = self.accumulation if launch.reduce == "each" else 1
+        reduced = part(self.shards) + 2 * part(launch.replicas) / self.shards
+        return self.accumulation * part(self.shards) * gathered + 4 * sums * reduced * self.parameters
 
 
 def setting_of(
@@ -66,6 +97,7 @@ def setting_of(
     ids, base = model.wte.weight.size(0), CUDA_BASE * (1 + (processes > 1))
     own = {"table_state": each[model.wte.weight], "copies": not reads_found_inf(optimizer)}
     own["layer_tensors"] = len([*model.h[0].parameters()])
+    own["block"] = sum(parameter.numel() for parameter in model.h[0].parameters())
     return Setting(config, kind, processes, precision, parameters, matrices, state, ids, micro_batch, base, **own)
 
 
@@ -102,26 +134,39 @@ def moments_of(setting: Setting) -> dict[str, Moment]:
     embedding, tensors = 4 * setting.vocab_size * config.model.n_embd, setting.layer_tensors * config.model.n_layer
     tables = 1 if setting.architecture.tied else 2
 
-    def kept(part: str, copies: float, stays: bool = False, of_others: float | None = None) -> Moment:
-        """Copies of the parameters in fp32: embedding and head, which are the largest, and the others."""
+    def kept(
+        part: str, copies: float, stays: bool = False, of_others: float | None = None, shards: int = setting.shards
+    ) -> Moment:
+        """Copies of the process's parameters in fp32: embedding and head, which are the largest, and the others."""
         of_others = copies if of_others is None else of_others
-        largest = Block(part, copies * tables, embedding, stays)
-        return [largest, Block(part, of_others * tensors, others / tensors, stays)]
+        largest = Block(part, copies * tables, embedding / shards, stays)
+        return [largest, Block(part, of_others * tensors, others / tensors / shards, stays)]
 
     others = 4 * setting.parameters - tables * embedding
     tables_have = setting.table_state
     others_have = (4 * setting.state - tables_have * tables * embedding) / others  # Muon has one for matrices
     lasting = [*kept("weights", 1, True), *kept("optimizer state", tables_have, True, others_have)]
-    if setting.background and setting.kind == "cpu":
-        lasting += kept("checkpoint's copy", 1 + tables_have, True, of_others=1 + others_have)
-    # alone, gradients are None between the steps; otherwise they are views of DDP's buckets, which stay
-    gradients = kept("gradients", 1, stays=setting.processes > 1)
-    between = gradients if setting.processes > 1 else []
+    copy = kept("checkpoint's copy", 1 + tables_have, setting.background, 1 + others_have, shards=1)
+    copy = copy if setting.kind == "cpu" else []
+    if setting.background:
+        lasting += copy
+    # alone or sharded, gradients are None between the steps; otherwise they are views of DDP's buckets, which stay
+    stay = setting.processes > 1 and not setting.is_sharded
+    gradients = kept("gradients", 1, stays=stay)
+    between = gradients if stay else []
+    saving = [*lasting, *between]
     copies = [Block("weights in half", 1, 2 * setting.matrices)] if setting.precision != "no" else []
+    if setting.is_sharded:
+        at_once = (2 if setting.kind == "cuda" else 1) if config.launch.reshard else config.model.n_layer
+        copies = [Block("gathered weights", 1, setting.number_bytes * (setting.root + at_once * setting.block))]
+        whole = setting.accumulation > 1 and config.launch.reduce == "last"
+        saving += [Block("gathered weights", 1, embedding), *([] if setting.background else copy)]
+        group = Block("gradients", 1, 4 * (setting.root + setting.block))  # of a block and the rest, before their sum
+        gradients = kept("gradients", 1, shards=1) if whole else [*gradients, group]
     saved = [*_activations(setting, n), *_one_block(setting, n, trains=True)]
     training = [*lasting, *gradients, *copies, *saved, *_logits(setting, n, trains=True)]
     evaluation = [*lasting, *between, *copies, *_one_block(setting, n_eval), *_logits(setting, n_eval)]
-    moments_at = {"training": training, "evaluation": evaluation, "saving": [*lasting, *between]}
+    moments_at = {"training": training, "evaluation": evaluation, "saving": saving}
     if setting.copies:
         before = kept("copies before the step", 1 + tables_have, of_others=1 + others_have)
         moments_at["the optimizer's step"] = [*lasting, *gradients, *before]
@@ -195,7 +240,7 @@ class Memory:
     moment: str  # of the largest
     peaks: dict[str, float]  # by moment
     parts: dict[str, float]  # by part at the largest, which they sum up to
-    host: float  # host memory of a GPU's process for a checkpoint: a copy of it, or of its largest tensor
+    host: float  # host memory of a GPU's process for a checkpoint: a copy of it (sharded: on rank 0), or of a tensor
 
 
 def estimate(setting: Setting) -> Memory:
@@ -212,7 +257,7 @@ def estimate(setting: Setting) -> Memory:
     if highest > heap[moment]:
         parts["freed, and kept by the allocator"] = highest - heap[moment]
     embedding = setting.vocab_size * setting.config.model.n_embd
-    copied = setting.parameters + setting.state if setting.background else embedding
+    copied = setting.parameters + setting.state if setting.background or setting.is_sharded else embedding
     return Memory(peaks[moment], moment, peaks, parts, 0.0 if setting.kind == "cpu" else 4.0 * copied)
 
 

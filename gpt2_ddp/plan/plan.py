@@ -1,6 +1,7 @@
 """The plan of a training: its steps, memory, disk, time and price, and its user errors."""
 
 import json
+import os
 import re
 import shutil
 from contextlib import suppress
@@ -210,10 +211,12 @@ class Plan:
         self.splits = {n: self._split(n) for n in divisors(windows)[::-1] if n <= 64}  # by number of processes
         self.precision = precision
         self.memory = self._memory_of(self.micro_batch)
+        self.sent = replace(self._setting, micro_batch=self.micro_batch).sent  # bytes of a process per step
         fits_host = not machine.is_here or self.memory.host <= free_memory()
         self.fits = self.memory.peak <= machine.memory and fits_host
         fitting = (n for n in micro_batches(windows, processes) if self._memory_of(n).peak <= machine.memory)
         self.largest_micro_batch = next(fitting, 0)  # up to a rank's share; 0 for none
+        self.sharded = None if self.largest_micro_batch else self._find_sharded()
         self.disk = disk(config, 4 * (self._setting.parameters + self._setting.state), corpus.validates)
         self.data_bytes = corpus.bytes
         self._add_time()
@@ -243,8 +246,20 @@ class Plan:
         base = setting.base if base is None else base
         return replace(setting, background=background, base=base, validates=self._corpus.validates)
 
-    def _memory_of(self, micro_batch: int) -> Memory:
-        return estimate(replace(self._setting, micro_batch=micro_batch))
+    def _memory_of(self, micro_batch: int, **changes: Any) -> Memory:
+        return estimate(replace(self._setting, micro_batch=micro_batch, **changes))
+
+    def _find_sharded(self) -> dict[str, Any] | None:
+        """Fewest GPUs, a number in `splits`, whose memory suffices with fsdp, and `launch.reduce`; None for none."""
+        (kind, _, precision), before = self._place, self._config.launch
+        for reduce in ("last", "each"):
+            launch = before.model_copy(update={"parallel": "fsdp", "replicas": 1, "reduce": reduce})
+            config = self._config.model_copy(update={"launch": launch})
+            for number, (batch, _) in self.splits.items() if kind == "cuda" else ():
+                setting = setting_of(config, self._model, kind, number, precision, batch)
+                if number > 1 and estimate(setting).peak <= self.machine.memory:
+                    return {"gpus": number, "reduce": reduce}
+        return None
 
     def _split(self, processes: int) -> tuple[int, int]:
         """Micro-batch and accumulation of each process."""
@@ -252,7 +267,8 @@ class Plan:
         if size == "auto" and processes == machine.processes:
             size = self._resolved.get("micro_batch") or size
         if size == "auto":
-            peak, sizes = lambda size: self._memory_of(size).peak, micro_batches(windows, processes)
+            peak = lambda size: self._memory_of(size, processes=processes).peak  # noqa: E731
+            sizes = micro_batches(windows, processes)
             batch = pick_micro_batch(sizes, machine.kind, self._config.model.block_size, peak, machine.memory)
         else:
             batch = split_batch(windows, processes, size)
@@ -303,6 +319,10 @@ def show_plan(config: PlanConfig) -> int:
 
 def make_plan(config: PlanConfig) -> Plan:
     """The plan. Raises: UserError for errors in the fields of plan.py; errors of the training are in the plan."""
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        from gpt2_ddp.training.sharded import follow_accelerate
+
+        config = config.model_copy(update={"launch": follow_accelerate(config.training).launch})
     machine = find_target(config, world_size())
     training = config.training
     if not machine.is_here:  # user errors of the device are those of the GPUs, which have all precisions
@@ -349,6 +369,11 @@ def format_plan(plan: Plan) -> list[str]:
     if plan.largest_micro_batch:
         largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
     lines.append(f"    {'fits' if plan.fits else 'DOES NOT FIT'}; {largest}")
+    if plan.sharded:
+        each = " --launch.reduce each" * (plan.sharded["reduce"] == "each")
+        lines.append(f"    --launch.parallel fsdp{each} fits on {plan.sharded['gpus']} GPUs (estimate)")
+    if plan.sent:
+        lines.append(f"  network      each process sends {_gb(plan.sent)} GB per step (estimate)")
     kept = f"{_gb(disk['checkpoint'])} GB per checkpoint, at most {_gb(disk['checkpoints'])} GB for all kept ones"
     free = f"{'' if disk['checkpoints'] <= disk['free'] else 'DOES NOT FIT, '}{_gb(disk['free'])} GB free"
     data = f"data {_gb(plan.data_bytes)} GB" if plan.data_bytes else "the data do not exist yet"

@@ -39,10 +39,15 @@ class Seen:
 def preflight(config: TrainingConfig, processes: int) -> Seen:
     """Does the work of a training up to its first step (`training.loop.train`, `Run.build`), with the same user errors.
     `processes` are the planned training's; this one is alone, or has as many."""
-    seen = Seen()
+    seen, launch = Seen(), config.launch
+    config = config.model_copy(update={"launch": launch.model_copy(update={"replicas": 1})})  # for this process alone
 
     def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
         seen.record = saved.state.record if saved else {}
+        if config.parallel == "fsdp":
+            from gpt2_ddp.training.sharded import count_shards
+
+            count_shards(processes, launch.replicas)
         split_batch(config.global_batch_windows, processes, 1)
         return Pretraining(config, accelerator, saved)
 

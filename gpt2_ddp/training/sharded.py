@@ -40,7 +40,7 @@ ANSWERS = {
 """What `accelerate config` may say of FSDP: by variable, the supported answer and a hint."""
 
 
-def follow_accelerate(config: RunConfig) -> RunConfig:
+def follow_accelerate(config: RunConfig) -> TrainingConfig:
     """The configuration that `accelerate config` selects by its answers on FSDP; Accelerate itself sees none of them.
     Raises: UserError for an answer that is not supported."""
     if not isinstance(config, TrainingConfig):
@@ -54,6 +54,13 @@ def follow_accelerate(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"launch": launch})
 
 
+def count_shards(processes: int, replicas: int) -> int:
+    """Parts of a model whose `launch.replicas` share the processes. Raises: UserError if they cannot."""
+    if processes % replicas:
+        raise UserError("launch.replicas", replicas, f"is no divisor of the {processes} processes")
+    return processes // replicas
+
+
 class Sharded(Replicated):
     """A model whose parameters are cut among the ranks of a group; `launch.replicas` groups have the same parts."""
 
@@ -63,8 +70,7 @@ class Sharded(Replicated):
         assert isinstance(config, TrainingConfig)
         self.accelerator, self._config = accelerator, config.launch
         world, replicas, precision = accelerator.num_processes, self._config.replicas, accelerator.mixed_precision
-        if world % replicas:
-            raise UserError("launch.replicas", replicas, f"is no divisor of the {world} processes")
+        shards = count_shards(world, replicas)
         if precision == "fp16":
             raise UserError("train.mixed_precision", "fp16", "is not supported with launch.parallel fsdp; use bf16")
         if config.train.compile == "model":
@@ -72,7 +78,7 @@ class Sharded(Replicated):
         if not dist.is_initialized():
             backend = "nccl" if accelerator.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        shape, names = (replicas, world // replicas), ("replicas", "shards")
+        shape, names = (replicas, shards), ("replicas", "shards")
         shape, names = (shape, names) if replicas > 1 else (shape[1:], names[1:])
         self.mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
         self.shards = self.mesh.get_group("shards")
