@@ -25,7 +25,7 @@ from gpt2_ddp.config.training import BUILT_IN, OWN_TEXT, TrainingConfig, trainin
 from gpt2_ddp.errors import UserError
 
 ROOT = Path(__file__).parents[1]
-PRESETS = sorted((ROOT / "configs").glob("gpt2_*.yaml"), key=lambda file: file.name)
+PRESETS = sorted([*(ROOT / "configs").glob("gpt2_*.yaml"), *(ROOT / "configs").glob("llama_*.yaml")])
 STEPS = ["--train.steps", "10"]
 
 
@@ -62,7 +62,7 @@ def write(tmp_path):
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda file: file.stem)
 def test_every_preset_loads_and_names_data_that_its_recipe_makes(preset):
     config = load(TrainingConfig, ["--config", str(preset)])
-    assert preset.stem == f"gpt2_{config.run_name.removeprefix('gpt2_')}"
+    assert config.run_name in (preset.stem, preset.stem.removeprefix("gpt2_"))
     assert config.optim.warmup_steps < config.train.steps
     recipe = load(PrepareConfig, ["--config", str(ROOT / config.data.prepare)])
     assert recipe.output == config.data.path
@@ -82,11 +82,26 @@ def test_published_sizes(size, shape, lr):
     for gpus in (1, 8, 64):  # the micro-batch divides each process's share
         share = config.global_batch_windows // gpus
         assert share % min(config.train.micro_batch_size, share) == 0
+    only_what_differs(file)
+
+
+def only_what_differs(file: Path) -> None:
     defaults = train().model_dump()
     for section, values in yaml.safe_load(file.read_text()).items():
         if isinstance(values, dict):
             repeated = [key for key, value in values.items() if defaults[section][key] == value]
             assert not repeated, f"{section}.{repeated} repeat the defaults"
+
+
+@pytest.mark.parametrize(("size", "tokens", "lr"), [("1b", 25e9, 4e-4), ("7b", 100e9, 3e-4)])
+def test_sharded_presets(size, tokens, lr):
+    file = ROOT / "configs" / f"llama_{size}.yaml"
+    config = load(TrainingConfig, ["--config", str(file)])
+    assert (config.parallel, config.model.architecture, config.model.block_size) == ("fsdp", "llama", 2048)
+    assert (config.optim.lr, config.optim.min_lr) == (lr, pytest.approx(lr / 10))
+    assert config.train.steps * config.train.global_batch_tokens == pytest.approx(tokens, rel=1e-4)
+    assert config.global_batch_windows % (8 * config.train.micro_batch_size) == 0
+    only_what_differs(file)
 
 
 @pytest.mark.parametrize(("command", "flags", "preset", "data"), [
