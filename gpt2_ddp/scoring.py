@@ -313,7 +313,7 @@ def answer(
             poll()
             begin = first + batch_size * accelerator.process_index
             batch = order[begin : begin + batch_size]
-            chosen = [requests[index] for index in batch or order[-1:]]  # sharded weights need a pass of every rank
+            chosen = [requests[index] for index in batch]  # none at the end: sharded weights need a pass of each rank
             x, y = (rows.to(accelerator.device) for rows in _rows(chosen, batch_size, length))
             scored = y != IGNORED
             log_probabilities = torch.log_softmax(model(x)[scored].float(), dim=-1)  # [scored, V]
@@ -335,7 +335,7 @@ def answer(
 
 def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[Tensor, Tensor]:
     """Inputs and targets int64 [rows, length]; IGNORED where there is nothing to score."""
-    width = length or max(len(request.tokens) for request in requests) - 1
+    width = length or max((len(request.tokens) for request in requests), default=2) - 1
     x, y = torch.zeros(rows, width, dtype=torch.int64), torch.full((rows, width), IGNORED)
     for row, (tokens, scored) in enumerate(requests):
         end = len(tokens) - 1

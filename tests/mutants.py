@@ -155,8 +155,8 @@ model/optim.py: only read where decay_steps is set
 - end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)
 + end, low, last = config.decay_steps or False, config.min_lr, lr_at(steps, config)
 model/muon.py: both have a value per parameter
-- for parameter, update in zip(parameters, updates, strict=True):
-+ for parameter, update in zip(parameters, updates):
+- for parameter, update in zip(parameters, share(parameters, direction, dtype, sent_dtype), strict=True):
++ for parameter, update in zip(parameters, share(parameters, direction, dtype, sent_dtype)):
 model/muon.py: the same matrix, by more arithmetic
 - if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
 + if False: # nearer to a square, it takes more arithmetic

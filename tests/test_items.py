@@ -326,7 +326,9 @@ def test_each_is_scored_once_and_right_on_any_number_of_ranks():
             rows = [row for rank in ranks for row in rank[case][2]]
             inputs = [tuple(request.tokens[:-1]) for request in made_requests(count)]
             assert sorted(row for row in rows if row) == sorted(inputs)
-            assert len(rows) == -(-count // batch_size) * batch_size
+            assert len(rows) == -(-count // (batch_size * len(ranks))) * batch_size * len(ranks), (
+                "equal numbers of passes"
+            )
 
 
 def test_greedy_is_what_greedy_decoding_writes():

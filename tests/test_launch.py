@@ -142,7 +142,6 @@ ONLY_ONE = "processes = 2: only 1 started"
 @pytest.mark.parametrize(("env", "words"), [
     ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0"}, ONLY_ONE),
     ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, ONLY_ONE), ({"OMPI_COMM_WORLD_SIZE": "2"}, ONLY_ONE),
-    ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP"),
     ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED"),
     ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "ACCELERATE_DYNAMO_BACKEND"),
     ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "train.mixed_precision"),
@@ -224,7 +223,7 @@ PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train
 def test_auto_precision_depends_on_the_device_and_on_what_accelerate_was_configured_with(
     monkeypatch, tmp_path, command, expected
 ):
-    assert len(PRECISIONS) == 9 + 3 + 1
+    assert len(PRECISIONS) == 9 + 4 + 1
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "none.yaml")

@@ -195,7 +195,11 @@ def test_every_file_that_is_left_out_is_listed_and_an_option_keeps_them(tmp_path
 
 
 def test_an_encoding_is_one_of_pythons():
-    for name, hint in (("latin1x", "did you mean latin1"), ("base64", "a text codec of Python"), ("", "a text codec")):
+    for name, hint in (
+        ("latin1x", "a text codec of Python"),
+        ("base64", "a text codec of Python"),
+        ("", "a text codec"),
+    ):
         expect_error(f"encoding = {name}: should be .*{hint}", load, PrepareConfig, ["--encoding", name])
     for name in ("auto", "Latin-1", "cp1252", "utf-8", "GB18030"):
         assert load(PrepareConfig, ["--encoding", name]).encoding == name

@@ -19,7 +19,7 @@ def _train(config: JobConfig) -> str:
     result = run_job(config)
     if result.outcome == "completed" and is_main_process():
         scores = {name: value for name, value in result.metrics.items() if name != "val_samples"}
-        if config.kind == "regression":
+        if config.kind == "regression" and result.checkpoint:
             line = load_file(result.checkpoint / "model.safetensors")
             scores = {name.removeprefix("linear."): value.item() for name, value in line.items()} | scores
         print(", ".join(f"{name} {value:.5g}" for name, value in scores.items()) + f", {result.seconds:.1f} s")

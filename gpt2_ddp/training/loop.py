@@ -36,9 +36,9 @@ class Result:
     best: Path | None  # on the main process, the checkpoint with the lowest val_loss, if it is older than the newest
 
     @property
-    def checkpoint(self) -> Path:
-        """The newest checkpoint, a folder with the weights in model.safetensors."""
-        return list_checkpoints(self.run / "checkpoints")[-1]
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint, a folder with the weights in model.safetensors; None before the first."""
+        return next(reversed(list_checkpoints(self.run / "checkpoints")), None)
 
 
 def train(config: RunConfig, make_task: MakeTask) -> Result:

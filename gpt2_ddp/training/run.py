@@ -199,6 +199,8 @@ class Run:
         left = (self.steps or 0) - self.step
         flops = task.flops_per_unit * task.units_per_item * task.feed.step_size * left / accelerator.num_processes
         how, missing = resolve_compile(self.config.train.compile, known, task.model, accelerator, flops)
+        if how == "model" and self.config.parallel == "fsdp":
+            how = "blocks"
         if missing:
             accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
         self.watchdog.expect_compilation(how != "off")
