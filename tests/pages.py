@@ -36,7 +36,7 @@ CANNOT = {
     ),
     "a cluster or a cloud; test_cloud.py": ("kubectl ", "sky jobs", "cloud/launch.sh"),
     "GPUs": (
-        *("make gpu", "--config configs/gpt2_124m.yaml", "runs/gpt2_124m", "--nproc_per_node 8"),
+        *("make gpu", "--config configs/gpt2_124m.yaml", "runs/gpt2_124m", "--nproc_per_node 8", "configs/llama_"),
         "--jobs classifier:configs/jobs/cifar100_resnet18.yaml",
     ),
     "several machines; test_several_machines.py has two": (

@@ -421,6 +421,8 @@ def test_sharded_presets_fit_where_ddp_does_not(tmp_path, monkeypatch, preset, g
     ddp = planned(8, "--launch.parallel", "ddp")
     assert not ddp.fits
     assert ddp.sharded
+    figures = f"| {ddp.memory.peak / 1e9:.1f} GB | {plan.memory.peak / 1e9:.1f} GB | {plan.sent / 1e9:.0f} GB |"
+    assert figures in (ROOT / "docs/sharded.md").read_text(encoding="utf-8")
     fewest = ddp.sharded["gpus"]
     assert f"    --launch.parallel fsdp fits on {fewest} GPUs (estimate)" in format_plan(ddp)
     assert planned(fewest).fits
