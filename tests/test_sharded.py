@@ -232,7 +232,7 @@ def test_answers_of_accelerate_config_that_are_refused(text, tmp_path, monkeypat
         train(cell(text, tmp_path, "gpt2", "adamw"))
 
 
-def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch):
+def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     config = cell(text, tmp_path, "gpt2", "adamw", **{"train.steps": 2})
@@ -241,3 +241,4 @@ def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch):
         row for row in map(json.loads, (tmp_path / "gpt2-adamw/metrics.jsonl").open()) if row.get("event") == "start"
     ]
     assert start["config"]["launch"] == {"parallel": "fsdp", "replicas": 1, "reduce": "last", "reshard": False}
+    assert verified(tmp_path / "gpt2-adamw", capsys)[0] == 0  # the last step is evaluated, which gathers the blocks

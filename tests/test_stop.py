@@ -59,12 +59,20 @@ STOPS = [("evaluate", 0, 1), ("tasks", 5, 1), ("save", 8, 0), ("sample", 5, 0), 
 """What each start of the run is stopped in, behind which step, and the rank that receives the signal."""
 
 
-@pytest.mark.parametrize("stops", [STOPS[1::2], pytest.param(STOPS[::2], marks=pytest.mark.slow)])
-def test_what_a_stop_breaks_off_is_done_by_the_resumed_run(corpus, tmp_path, stops):
+@pytest.mark.parametrize(
+    ("stops", "parallel"),
+    [
+        (STOPS[1::2], "ddp"),
+        pytest.param(STOPS[::2], "ddp", marks=pytest.mark.slow),
+        pytest.param(sorted(STOPS, key=lambda stop: stop[1]), "fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_stop_breaks_off_is_done_by_the_resumed_run(corpus, tmp_path, stops, parallel):
     """Two ranks of unequal numbers of batches. One of them is told to stop in the middle: no further step is taken, and
     what came before it is saved. Resumed, the rows, samples and weights are those of a run that was left alone."""
     changes = {"eval": {"every": 5, "tokens": None, "batch_size": 4, "tasks": ["cloze"], "task_items": 11}}
     changes |= {"tracking": {"log_every": 1, "sample_every": 5}, "model.dropout": 0.1}
+    changes |= {"launch.parallel": parallel}
     changes |= {"checkpoint": {"every": 4, "background": False, "keep_last": 9}}
     whole, config = (training_config(corpus, tmp_path / name, changes) for name in ("whole", "parts"))
     assert run_ranks(train_and_stop, 2, whole, "", 0, 0) == [("completed", 0)] * 2

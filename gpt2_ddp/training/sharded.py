@@ -109,7 +109,8 @@ class Sharded(Replicated):
         try:
             yield model
         finally:
-            model.reshard()  # embeddings and head, which wait for a backward pass
+            for module in (*model.h, model):  # weights that wait for a backward pass would stay whole
+                module.reshard()
 
     def accumulating(self, model: Any, last: bool) -> AbstractContextManager[object]:
         model.set_requires_gradient_sync(last or self._config.reduce == "each")
@@ -179,7 +180,8 @@ class Sharded(Replicated):
         """All ranks generate the same text: each token's forward pass gathers weights."""
 
         def forward(block: Any, *inputs: Any) -> Tensor:
-            block.unshard()
+            with torch.inference_mode(False):  # its first call allocates the memory that training uses, too
+                block.unshard()
             hidden = type(block).forward(block, *inputs)
             block.reshard()
             return hidden

@@ -111,10 +111,13 @@ def script_on_a_full_quota(arguments: list[str], run: Path) -> tuple[int, str]:
     return run_script("train_gpt2", arguments)
 
 
-def test_all_ranks_end(corpus, tmp_path, halfway):
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_all_ranks_end(corpus, tmp_path, halfway, parallel):
     """Where a checkpoint is saved, all ranks raise the same. Elsewhere, the others are ended by the watchdog."""
     shutil.copytree(halfway, tmp_path / "runs")
-    arguments = write_config(tmp_path, training_config(corpus, tmp_path / "runs", FURTHER))
+    arguments = write_config(
+        tmp_path, training_config(corpus, tmp_path / "runs", FURTHER | {"launch.parallel": parallel})
+    )
     (code, said), other = run_ranks(script_on_a_full_quota, 2, arguments, tmp_path / "runs/run")
     (line,) = [line for line in said.splitlines() if line.startswith("error:")]
     assert all(part in line for part in ("quota", "optimizer.safetensors"))
