@@ -103,12 +103,9 @@ def fill(targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
             dist.broadcast(target, src=0)
 
 
-Fill = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
-"""`fill`, or that of sharded tensors."""
-
-
-def load_model_state(weights: dict[str, Tensor], model: nn.Module, fill: Fill = fill) -> None:
-    """Loads the main process's weights on all ranks, in place; collective. Raises: UserError, as `fit_weights`."""
+def load_model_state(weights: dict[str, Tensor], model: nn.Module, fill: Callable[..., None] = fill) -> None:
+    """Loads the main process's weights on all ranks, in place. `fill`: that of sharded tensors, for these. Collective.
+    Raises: UserError, as `fit_weights`."""
     on_main(lambda: check_weights(weights, model, "of this run"))
     fill(model.state_dict(), weights)
 
@@ -128,7 +125,9 @@ def check_weights(weights: dict[str, Tensor], model: nn.Module, source: object) 
             raise UserError("checkpoint", source, f"does not fit the model section: {reason}")
 
 
-def load_optimizer_state(state: dict[str, Tensor], model: nn.Module, optimizer: Optimizer, fill: Fill = fill) -> None:
+def load_optimizer_state(
+    state: dict[str, Tensor], model: nn.Module, optimizer: Optimizer, fill: Callable[..., None] = fill
+) -> None:
     """Loads the main process's optimizer state on all ranks. Collective; reuses the tensors that are there."""
     parameters = dict(model.named_parameters())
 

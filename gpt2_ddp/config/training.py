@@ -251,17 +251,15 @@ class ParallelConfig(Section):
     """How processes share the model"""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: each process has the whole model; fsdp: each has a part of the weights, gradients and optimizer state, for
-    models that one device cannot hold (docs/sharded.md); it may change in a resumed run, and `accelerate config` may
-    select fsdp, too"""
+    """ddp: each process has the whole model; fsdp: each has a part of the weights, gradients and optimizer state
+    (docs/sharded.md), which `accelerate config` may select, too"""
     replicas: int = Field(default=1, ge=1)
     """fsdp: groups of processes; each group has the model once, in parts; a divisor of the number of processes"""
     reduce: Literal["last", "each"] = "last"
-    """fsdp: micro-batches after which the processes add up their gradients; last: once a step, and until then each
-    process has gradients of the whole model; each: less memory, more communication"""
+    """fsdp: micro-batches after which the processes add up their gradients; last: once a step, until when each has
+    gradients of the whole model; each: less memory, more communication"""
     reshard: bool = True
-    """fsdp: free a block's gathered weights after its forward pass; false: keep them until its backward pass, with less
-    communication and more memory"""
+    """fsdp: free a block's gathered weights after its forward pass; false: less communication, more memory"""
 
 
 class TrainingConfig(RunConfig):

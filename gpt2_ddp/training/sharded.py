@@ -140,17 +140,13 @@ class Sharded(Replicated):
     def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Gathers one tensor at a time in host memory, on the main process."""
         for name, tensor in tensors.items():
-            parts: list[Tensor] = []
-            if isinstance(tensor, DTensor) and (not self.replicas or self.replicas.rank() == 0):
+            parts = [tensor[None]]  # a number of steps
+            if isinstance(tensor, DTensor):
                 parts, work = self._gather(self._padded(tensor.to_local(), tensor), 0)
                 work.wait()
-            elif is_main():
-                parts = [tensor]
             if is_main():
-                yield (
-                    name,
-                    torch.cat([part.cpu() for part in parts])[: len(tensor)] if tensor.dim() else tensor.cpu().clone(),
-                )
+                whole = torch.cat([part.cpu() for part in parts])
+                yield name, whole[: len(tensor)] if tensor.dim() else whole[0]
 
     @torch.no_grad()
     def fill(self, targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
