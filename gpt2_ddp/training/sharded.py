@@ -172,8 +172,9 @@ class Sharded(Replicated):
             check_replicas(self.accelerator, model, optimizer, step, self.local, self.replicas)
 
     @torch.no_grad()
-    def sample(self, model: Any, stop: StopRequest, function: Callable[[], Any]) -> Any:
-        """All ranks generate the same text: each token's forward pass gathers weights."""
+    def sample(self, model: Any, stop: StopRequest, attempt: Any, function: Callable[[], Any]) -> Any:
+        """All ranks generate the same text: each token's forward pass gathers weights. An exception ends the run, since
+        the other ranks wait for this one."""
 
         def forward(block: Any, *inputs: Any) -> Tensor:
             with torch.inference_mode(False):  # its first call allocates the memory that training uses, too

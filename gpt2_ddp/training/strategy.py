@@ -70,6 +70,13 @@ class Replicated:
 
             check_replicas(self.accelerator, model, optimizer, step)
 
-    def sample(self, model: nn.Module, stop: StopRequest, function: Callable[[], Any]) -> Any:
-        """The main process's result of `function`, which generates text. Collective. Raises: Interrupted."""
-        return stop.run_on_main(function)
+    def sample(
+        self,
+        model: nn.Module,
+        stop: StopRequest,
+        attempt: Callable[[Callable[[], Any]], Any],
+        function: Callable[[], Any],
+    ) -> Any:
+        """The main process's result of `function`, which generates text; `attempt` calls it, and returns None after an
+        exception. Collective. Raises: Interrupted."""
+        return stop.run_on_main(lambda: attempt(function))

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import pytest
 from commands import ROOT, TORCHRUN, environment
 from ranks import free_port, results, start_ranks, wait_until
-from runs import job_config, run_small_job
+from runs import job_config, run_small_job, train, training_config
 
 from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.reports.status import health
 
 PATIENCE = 5.0
@@ -51,21 +53,24 @@ def fail() -> None:
     raise ValueError("a bad sector")
 
 
-def faulty(config: JobConfig, folder: Path, stage: str, victim: int, fault: Callable[[], None]) -> str:
+def faulty(config: RunConfig, folder: Path, stage: str, victim: int, fault: Callable[[], None]) -> str:
     """Trains; on rank `victim` the `fault` comes in the middle of `stage`, where the file `fault` is written first."""
     from gpt2_ddp.data.feed import Feed
+    from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
     from gpt2_ddp.training.run import Run
 
+    task = Pretraining if isinstance(config, TrainingConfig) else Supervised
     rank = int(os.environ.get("RANK", "0"))
     file = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)  # pytest's own does not survive here
     places = {
         "data": (Feed, "next_step", STEP),
-        "forward/backward": (Supervised, "loss", STEP + (os.environ.get("WORLD_SIZE", "1") != "1")),  # settling is one
-        "evaluate": (Supervised, "evaluate", 2),
+        "forward/backward": (task, "loss", STEP + (os.environ.get("WORLD_SIZE", "1") != "1")),  # settling is one
+        "evaluate": (task, "evaluate", 2),
         "save": (Run, "snapshot", 2),
+        "sample": (task, "sample", 1),
     }
     place, name, at = places[stage]
     sick = range(at, at + (5 if fault is slow else 1))
@@ -80,7 +85,7 @@ def faulty(config: JobConfig, folder: Path, stage: str, victim: int, fault: Call
         return original(*args, **kwargs)
 
     setattr(place, name, broken)
-    return run_small_job(config).outcome
+    return train(config)
 
 
 def job(folder: Path, **changes: object) -> JobConfig:
@@ -95,10 +100,11 @@ class Ended(NamedTuple):
     status: dict
 
 
-def scene(folder: Path, world: int, stage: str, victim: int, fault: Callable[[], None], **changes) -> Ended:
-    started = start_ranks(faulty, world, job(folder, **changes), folder, stage, victim, fault)
+def scene(config: RunConfig, world: int, stage: str, victim: int, fault: Callable[[], None]) -> Ended:
+    folder = Path(config.output_dir)
+    started = start_ranks(faulty, world, config, folder, stage, victim, fault)
+    files = [folder / f"stderr-{rank}" for rank in range(world)]
     try:
-        files = [folder / f"stderr-{rank}" for rank in range(world)]
         begun = wait_until(lambda: (folder / "fault").exists(), 120)
         spoke = wait_until(lambda: any(re.search("error: |Traceback", file.read_text()) for file in files))
         gone = wait_until(lambda: not any(process.is_alive() for process, _ in started))
@@ -128,7 +134,7 @@ QUICK = [("data", endless, 1), ("forward/backward", stop, 0)]
     [pytest.param(*case, marks=pytest.mark.slow if case in QUICK else pytest.mark.soak) for case in CASES],
 )
 def test_a_rank_that_stands_still_is_named(tmp_path, stage, fault, victim):
-    found = scene(tmp_path, 2, stage, victim, fault)
+    found = scene(job(tmp_path), 2, stage, victim, fault)
     said = "\n".join(found.said)
     step = {"evaluate": 9, "save": 18}.get(stage, STEP)
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -149,7 +155,7 @@ def test_a_rank_that_stands_still_is_named(tmp_path, stage, fault, victim):
     *[pytest.param(stage, victim, marks=pytest.mark.soak) for stage in ("data", "evaluate") for victim in (0, 1)],
 ])  # fmt: skip
 def test_a_rank_that_is_killed_is_named(tmp_path, stage, victim):
-    found = scene(tmp_path, 3, stage, victim, kill)
+    found = scene(job(tmp_path), 3, stage, victim, kill)
     said = [line for text in found.said for line in text.splitlines() if line.startswith("error: ")]
     assert len(said) == 1
     assert said[0].startswith(f"error: rank {victim} on {HOST}: ended without an error message; last stage: ")
@@ -165,13 +171,30 @@ def test_a_rank_that_is_killed_is_named(tmp_path, stage, victim):
     *[pytest.param(stage, victim, marks=pytest.mark.soak) for stage in ("evaluate", "save") for victim in (0, 2)],
 ])  # fmt: skip
 def test_what_a_rank_raises_is_shown_first(tmp_path, stage, victim):
-    found = scene(tmp_path, 3, stage, victim, fail)
+    found = scene(job(tmp_path), 3, stage, victim, fail)
     said = "".join(found.said)
     first = next(line for line in said.splitlines() if line.startswith("error: rank"))
     assert first.startswith(f"error: rank {victim} on {HOST}: ValueError: a bad sector (at {stage}")
     assert "gloo" not in said
     assert found.status["state"] == "failed"
     assert "ValueError: a bad sector" in found.status["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "fault", "message"),
+    [
+        ("forward/backward", kill, "ended without an error message; last stage: "),
+        ("save", endless, f"no progress for {PATIENCE:.0f} s at save, step 5"),
+        ("sample", fail, "ValueError: a bad sector (at sample, step 5)"),
+    ],
+)
+def test_of_ranks_that_share_a_model_one_is_named(corpus, tmp_path, stage, fault, message):
+    changes = {"launch.parallel": "fsdp", "train.patience_seconds": PATIENCE, "tracking.sample_every": 5}
+    found = scene(training_config(corpus, tmp_path, changes), 3, stage, 1, fault)
+    (line,) = {line for said in found.said for line in said.splitlines() if line.startswith("error: ")}
+    assert line.startswith(f"error: rank 1 on {HOST}: {message}")
+    assert line.removeprefix("error: ") in found.status["reason"]
 
 
 @pytest.mark.soak
