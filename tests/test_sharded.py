@@ -65,8 +65,8 @@ def compare(one: Path, other: Path) -> dict[str, float]:
     ("processes", "replicas", "architectures"),
     [
         (3, 1, ["nanochat"]),
-        *(pytest.param(*case, ARCHITECTURES, marks=pytest.mark.slow) for case in [(1, 1), (2, 1), (4, 2)]),
-        pytest.param(3, 1, ARCHITECTURES[:3], marks=pytest.mark.slow),
+        pytest.param(4, 2, ARCHITECTURES, marks=pytest.mark.slow),
+        *(pytest.param(number, 1, ARCHITECTURES, marks=[pytest.mark.slow, pytest.mark.soak]) for number in (1, 2, 3)),
     ],
 )
 def test_the_same_run_as_ddp(text, tmp_path, processes, replicas, architectures):

@@ -378,11 +378,11 @@ class Run:
         return scores
 
     def sample(self) -> list[Sample] | None:
-        """Samples of the main process; others may get None, as do all after a failure. Collective. Raises:
+        """Samples of the main process; others may get None, as may all after a failure. Collective. Raises:
         Interrupted."""
         self.watchdog.heartbeat("sample")
         sample = partial(self.task.sample, self.stop.poll)
-        return self.strategy.sample(self.task.model, self.stop, partial(self.metrics.attempt, "sample"), sample)
+        return self.strategy.sample(self.task.model, self.stop, self.metrics, sample)
 
     def warm_up(self) -> None:
         """Lets the strategy prepare for the first step."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
+from gpt2_ddp.checkpoint.metrics import Metrics
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.ranks import from_main, is_main
@@ -172,7 +173,7 @@ class Sharded(Replicated):
             check_replicas(self.accelerator, model, optimizer, step, self.local, self.replicas)
 
     @torch.no_grad()
-    def sample(self, model: Any, stop: StopRequest, attempt: Any, function: Callable[[], Any]) -> Any:
+    def sample(self, model: Any, stop: StopRequest, metrics: Metrics, function: Callable[[], Any]) -> Any:
         """All ranks generate the same text: each token's forward pass gathers weights. An exception ends the run, since
         the other ranks wait for this one."""
 

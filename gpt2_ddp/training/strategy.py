@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, fill
+from gpt2_ddp.checkpoint.metrics import Metrics
 from gpt2_ddp.training.stop import StopRequest
 
 
@@ -70,13 +71,7 @@ class Replicated:
 
             check_replicas(self.accelerator, model, optimizer, step)
 
-    def sample(
-        self,
-        model: nn.Module,
-        stop: StopRequest,
-        attempt: Callable[[Callable[[], Any]], Any],
-        function: Callable[[], Any],
-    ) -> Any:
-        """The main process's result of `function`, which generates text; `attempt` calls it, and returns None after an
-        exception. Collective. Raises: Interrupted."""
-        return stop.run_on_main(lambda: attempt(function))
+    def sample(self, model: nn.Module, stop: StopRequest, metrics: Metrics, function: Callable[[], Any]) -> Any:
+        """The main process's result of `function`, which generates text; None after an exception, and on the other
+        ranks. Collective. Raises: Interrupted."""
+        return stop.run_on_main(lambda: metrics.attempt("sample", function))
