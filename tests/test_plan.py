@@ -416,14 +416,14 @@ def test_sharded_presets_fit_where_ddp_does_not(tmp_path, monkeypatch, preset, g
         return make_plan(load(PlanConfig, words))
 
     plan = planned(8)
-    assert (plan.fits, plan.sharded, plan.refused) == (True, None, [])
+    assert (plan.fits, plan.fits_sharded, plan.refused) == (True, None, [])
     assert any(line.endswith(" GB per step (estimate)") for line in format_plan(plan))
     ddp = planned(8, "--launch.parallel", "ddp")
     assert not ddp.fits
-    assert ddp.sharded
+    assert ddp.fits_sharded
     figures = f"| {ddp.memory.peak / 1e9:.1f} GB | {plan.memory.peak / 1e9:.1f} GB | {plan.sent / 1e9:.0f} GB |"
     assert figures in (ROOT / "docs/sharded.md").read_text(encoding="utf-8")
-    fewest = ddp.sharded["gpus"]
+    fewest = ddp.fits_sharded["gpus"]
     assert f"    --launch.parallel fsdp fits on {fewest} GPUs (estimate)" in format_plan(ddp)
     assert planned(fewest).fits
     assert not planned(fewest // 2).fits

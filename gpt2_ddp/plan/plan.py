@@ -216,7 +216,7 @@ class Plan:
         self.fits = self.memory.peak <= machine.memory and fits_host
         fitting = (n for n in micro_batches(windows, processes) if self._memory_of(n).peak <= machine.memory)
         self.largest_micro_batch = next(fitting, 0)  # up to a rank's share; 0 for none
-        self.sharded = None if self.largest_micro_batch else self._find_sharded()
+        self.fits_sharded = None if self.largest_micro_batch else self._find_sharded()
         self.disk = disk(config, 4 * (self._setting.parameters + self._setting.state), corpus.validates)
         self.data_bytes = corpus.bytes
         self._add_time()
@@ -267,8 +267,7 @@ class Plan:
         if size == "auto" and processes == machine.processes:
             size = self._resolved.get("micro_batch") or size
         if size == "auto":
-            peak = lambda size: self._memory_of(size, processes=processes).peak  # noqa: E731
-            sizes = micro_batches(windows, processes)
+            peak, sizes = lambda n: self._memory_of(n, processes=processes).peak, micro_batches(windows, processes)
             batch = pick_micro_batch(sizes, machine.kind, self._config.model.block_size, peak, machine.memory)
         else:
             batch = split_batch(windows, processes, size)
@@ -358,7 +357,8 @@ def format_plan(plan: Plan) -> list[str]:
         lines.append(f"    padding    {plan.padding} rows, {plan.padding / windows:.1%} of a step's time; {none}")
     splits = ", ".join(f"{n} x {times} x {batch}" for n, (batch, times) in list(plan.splits.items())[:16])
     lines.append(f"  divisible by {splits}")
-    margin = f" (estimate, ±{CPU_MARGIN:.0%})" if machine.kind == "cpu" else ""
+    on_cpu = f" (estimate, ±{CPU_MARGIN:.0%})" if machine.kind == "cpu" else ""
+    margin = " (estimate)" if "gathered weights" in memory.parts else on_cpu
     of = f"{_gb(machine.memory)} GB per process, in {memory.moment}"
     lines.append(f"  memory       {_gb(memory.peak)}{margin} of {of}")
     lines += [f"    {_gb(size):>8}   {part}" for part, size in memory.parts.items()]
@@ -369,9 +369,9 @@ def format_plan(plan: Plan) -> list[str]:
     if plan.largest_micro_batch:
         largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
     lines.append(f"    {'fits' if plan.fits else 'DOES NOT FIT'}; {largest}")
-    if plan.sharded:
-        each = " --launch.reduce each" * (plan.sharded["reduce"] == "each")
-        lines.append(f"    --launch.parallel fsdp{each} fits on {plan.sharded['gpus']} GPUs (estimate)")
+    if plan.fits_sharded:
+        each = " --launch.reduce each" * (plan.fits_sharded["reduce"] == "each")
+        lines.append(f"    --launch.parallel fsdp{each} fits on {plan.fits_sharded['gpus']} GPUs (estimate)")
     if plan.sent:
         lines.append(f"  network      each process sends {_gb(plan.sent)} GB per step (estimate)")
     kept = f"{_gb(disk['checkpoint'])} GB per checkpoint, at most {_gb(disk['checkpoints'])} GB for all kept ones"
