@@ -87,9 +87,8 @@ class Sharded(Replicated):
         self._rank, self._world = self.shards.rank(), self.shards.size()
 
     def prepare(self, model: Any, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
-        device, weights = self.accelerator.device, {}
-        if not next(model.parameters()).is_meta:  # on the main process of a new run
-            weights = {**model.state_dict()}
+        device, is_meta = self.accelerator.device, next(model.parameters()).is_meta
+        weights = {} if is_meta else {**model.state_dict()}  # on the main process of a new run
         half = self.accelerator.mixed_precision == "bf16"
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if half else {}
         policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
@@ -99,7 +98,6 @@ class Sharded(Replicated):
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         if from_main(bool(weights)):
             self.fill(model.state_dict(), weights)
-        weights.clear()
         prepared: Any = self.accelerator.prepare_optimizer(optimizer(), device_placement=False)
         if isinstance(prepared.optimizer, MuonAdamW):
             prepared.optimizer.share = self.orthogonal_updates
