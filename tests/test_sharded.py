@@ -103,6 +103,30 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, capsys):
     assert verified(changed, capsys)[0] == 0
 
 
+SCARCE = {"model.architecture": "qwen3", "model.n_embd": 8, "model.n_head": 4, "eval.tasks": ["cloze"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        SCARCE | {"eval.task_items": 2},
+        {"launch.replicas": 2, "launch.reduce": "each", "guard.check_every": 2, "train.micro_batch_size": 1},
+        {"launch.replicas": 4, "checkpoint.background": True, "launch.reshard": False},
+    ],
+)
+def test_four_processes(corpus, tmp_path, capsys, changes):
+    """More processes than rows of a parameter, and than items of a task; gradients that each micro-batch reduces; four
+    replicas, saved in the background."""
+    changes = changes | {"optim.name": "muon", "model.dropout": 0.1, "eval.every": 5}
+    for name, way in (("ddp", {"launch.parallel": "ddp", "launch.replicas": 1}), ("fsdp", FSDP)):
+        assert run_ranks(train, 4, training_config(corpus, tmp_path / name, changes | way)) == ["completed"] * 4
+    found = compare(tmp_path / "ddp/run", tmp_path / "fsdp/run")
+    assert found["loss"] <= 5e-6
+    assert found["weights"] <= 1e-4
+    assert verified(tmp_path / "fsdp/run", capsys)[0] == 0
+
+
 def last_bytes(config: TrainingConfig) -> int:
     """Bytes of weights, gradients and optimizer state that this rank holds after a step."""
     from gpt2_ddp.training import loop
