@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,52 @@ def test_memory_is_divided_by_the_number_of_processes(text, tmp_path):
     (whole,) = run_ranks(last_bytes, 1, cell(text, tmp_path / "ddp", "gpt2", "adamw"))
     parts = run_ranks(last_bytes, 2, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP))
     assert parts == pytest.approx([whole / 2] * 2, rel=0.02)
+
+
+def rank_memory(config: TrainingConfig) -> dict[str, int]:
+    """MiB of this rank: the peak of its resident set before, after the start and after three steps; what torch's
+    tracker finds at the peak of the fourth step."""
+    import torch.distributed.fsdp  # its import is no part of the start
+
+    from gpt2_ddp.training import loop
+
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10  # noqa: E731
+    found, run = {"before": peak()}, built(config)
+    found["start"] = peak()
+    run.warm_up()
+    for _ in range(3):
+        loop.train_step(run)
+    found["steps"] = peak()
+    if config.parallel == "fsdp":
+        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+        tracker = FSDPMemTracker(run.model, run.optimizer.plain)
+    else:
+        from torch.distributed._tools.mem_tracker import MemTracker
+
+        tracker = MemTracker()
+        tracker.track_external(run.model, run.optimizer.plain)
+    with tracker:
+        loop.train_step(run)
+    sizes = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    found |= {str(getattr(kind, "value", kind)): size >> 20 for kind, size in sizes.items() if size >> 20}
+    run.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "way"), [(1, "ddp"), (2, "ddp"), (4, "ddp"), (1, "fsdp"), (2, "fsdp"), (4, "fsdp")]
+)
+def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
+    """Only the main process has the whole model at the start, of 382 MiB."""
+    size = {"n_layer": 12, "n_embd": 832, "n_head": 13, "block_size": 64}
+    more = {f"model.{name}": value for name, value in size.items()} | {"train.global_batch_tokens": 256}
+    more |= {"train.micro_batch_size": 4 // processes, "launch.parallel": way}
+    found = run_ranks(rank_memory, processes, cell(text, tmp_path, "gpt2", "adamw", **more))
+    print(processes, way, *found, sep="\n")
+    assert way == "ddp" or found[0]["Total"] <= 1580 / processes + 150
+    assert way == "ddp" or all(rank["start"] - rank["before"] < 382 / processes + 100 for rank in found[1:])
 
 
 def train_with_nan(config: TrainingConfig, bad: range, dies_at: int = 0, sent: int = 0) -> str:
