@@ -52,6 +52,8 @@ TINY_PRESET = "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\no
 FLAGS = "--output_dir {out} --train.device {device} --optim.decay_steps 400"
 SMALL = f"scripts/train_gpt2.py {FLAGS}{{tiny}}"
 """The default training."""
+RANKS = f"-m torch.distributed.run --standalone --nproc_per_node {{gpus}} {SMALL} --tracking.log_every 1"
+FSDP = "--launch.parallel fsdp --tracking.sample_every 20"
 LARGE = (
     f"scripts/train_gpt2.py {FLAGS} --config configs/gpt2_124m.yaml --data.path {{out}}/random --data.prepare null"
     " --tracking.log_every 5 --train.mixed_precision bf16 --train.steps 40{large}"
@@ -80,6 +82,12 @@ PARTS: dict[str, list[str]] = {
     "evaluate": ["scripts/evaluate.py {out}/resumed --device {device}"],
     "torchrun": [
         f"-m torch.distributed.run --standalone --nproc_per_node 1 {SMALL} --run_name torchrun --train.steps 20"
+    ],
+    # one model, in parts on all GPUs
+    "replicated": [f"{RANKS} --run_name replicated --train.steps 40"],
+    "sharded": [
+        *(f"{RANKS} --run_name sharded {FSDP} --train.steps {steps}" for steps in (20, 40)),
+        "scripts/verify_run.py {out}/sharded",
     ],
     # the step
     "step": [f"{STEP}step --repeats 3 --compile model --micro_batch 32{{nanogpt}}{{short}}"],
@@ -221,6 +229,8 @@ def run_part(part: str, limit: float) -> str:
                 return f"{why}: {last[:200]} ({log})"
     if part == "resume" and not is_bitwise():
         return "the resumed run ends otherwise than the one that was not stopped"
+    if part == "sharded" and max(apart("replicated", "sharded"), default=1.0) > 0.02:
+        return "the losses differ by 2% from those of replicas, or are missing"
     if part == "Inf" and not (rows_of("inf")[-1]["skipped"] >= 1 and math.isfinite(rows_of("inf")[-1]["loss"])):
         return "the step with an Inf was not skipped"
     return ""
@@ -233,6 +243,7 @@ def words(device: str) -> dict[str, str]:
         "device": device,
         "out": str(OUT),
         "fp16": "no" if small else "fp16",
+        "gpus": str(2 if small else max(torch.cuda.device_count(), 1)),
         "compile": "off" if small else "model",
         "sync": "" if small else " --model.sync_batchnorm",  # PyTorch has none on CPUs
         "preset": f" --preset {OUT}/tiny.yaml" * small,
@@ -273,11 +284,11 @@ def findings() -> Iterator[str]:
         rates = [[row["tokens_per_second"] for row in rows_of(run) if "loss" in row][2:] for run in runs]
         if all(rates):
             yield f"{what}: {median(rates[1]):,.0f} tokens/s, otherwise {median(rates[0]):,.0f}"
-    curves = ([row for row in rows_of(run) if "loss" in row] for run in ("curve_fp32", "curve_bf16"))
-    full, fast = ({row["step"]: row["loss"] for row in rows} for rows in curves)
-    if apart := [abs(fast[step] / loss - 1) for step, loss in full.items() if step in fast]:
-        spread = f"{max(apart):.2%} apart at most, {mean(apart):.2%} on average"
-        yield f"loss of the first {len(apart)} steps, bf16 against fp32: {spread}"
+    runs = {"bf16 against fp32": ("curve_fp32", "curve_bf16"), "sharded against replicas": ("replicated", "sharded")}
+    for what, pair in runs.items():
+        if found := apart(*pair):
+            spread = f"{max(found):.2%} apart at most, {mean(found):.2%} on average"
+            yield f"loss of the first {len(found)} steps, {what}: {spread}"
     ends = {run: rows[-1].get("val_loss") for run in ("curve_bf16", "curve_adamw") if (rows := rows_of(run))}
     if len(ends) == 2:
         yield f"validation loss after 200 steps: Muon {ends['curve_bf16']}, AdamW {ends['curve_adamw']}"
@@ -292,6 +303,12 @@ def rows_of(run: str) -> list[dict[str, Any]]:
     file = OUT / run / "metrics.jsonl"
     rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
     return [row for row in rows if not is_event(row)]
+
+
+def apart(one: str, other: str) -> list[float]:
+    """How far the losses of two runs are apart, relative to the first one's, in the steps that both took."""
+    ours, theirs = ({row["step"]: row["loss"] for row in rows_of(run) if "loss" in row} for run in (one, other))
+    return [abs(theirs[step] / loss - 1) for step, loss in ours.items() if step in theirs]
 
 
 def is_bitwise() -> bool:

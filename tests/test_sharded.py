@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,30 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, capsys):
     assert verified(changed, capsys)[0] == 0
 
 
+SCARCE = {"model.architecture": "qwen3", "model.n_embd": 8, "model.n_head": 4, "eval.tasks": ["cloze"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        SCARCE | {"eval.task_items": 2},
+        {"launch.replicas": 2, "launch.reduce": "each", "guard.check_every": 2, "train.micro_batch_size": 1},
+        {"launch.replicas": 4, "checkpoint.background": True, "launch.reshard": False},
+    ],
+)
+def test_four_processes(corpus, tmp_path, capsys, changes):
+    """More processes than rows of a parameter, and than items of a task; gradients that each micro-batch reduces; four
+    replicas, saved in the background."""
+    changes = changes | {"optim.name": "muon", "model.dropout": 0.1, "eval.every": 5}
+    for name, way in (("ddp", {"launch.parallel": "ddp", "launch.replicas": 1}), ("fsdp", FSDP)):
+        assert run_ranks(train, 4, training_config(corpus, tmp_path / name, changes | way)) == ["completed"] * 4
+    found = compare(tmp_path / "ddp/run", tmp_path / "fsdp/run")
+    assert found["loss"] <= 5e-6
+    assert found["weights"] <= 1e-4
+    assert verified(tmp_path / "fsdp/run", capsys)[0] == 0
+
+
 def last_bytes(config: TrainingConfig) -> int:
     """Bytes of weights, gradients and optimizer state that this rank holds after a step."""
     from gpt2_ddp.training import loop
@@ -127,6 +152,52 @@ def test_memory_is_divided_by_the_number_of_processes(text, tmp_path):
     (whole,) = run_ranks(last_bytes, 1, cell(text, tmp_path / "ddp", "gpt2", "adamw"))
     parts = run_ranks(last_bytes, 2, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP))
     assert parts == pytest.approx([whole / 2] * 2, rel=0.02)
+
+
+def rank_memory(config: TrainingConfig) -> dict[str, int]:
+    """MiB of this rank: the peak of its resident set before, after the start and after three steps; what torch's
+    tracker finds at the peak of the fourth step."""
+    import torch.distributed.fsdp  # its import is no part of the start
+
+    from gpt2_ddp.training import loop
+
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10  # noqa: E731
+    found, run = {"before": peak()}, built(config)
+    found["start"] = peak()
+    run.warm_up()
+    for _ in range(3):
+        loop.train_step(run)
+    found["steps"] = peak()
+    if config.parallel == "fsdp":
+        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+        tracker = FSDPMemTracker(run.model, run.optimizer.plain)
+    else:
+        from torch.distributed._tools.mem_tracker import MemTracker
+
+        tracker = MemTracker()
+        tracker.track_external(run.model, run.optimizer.plain)
+    with tracker:
+        loop.train_step(run)
+    sizes = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    found |= {str(getattr(kind, "value", kind)): size >> 20 for kind, size in sizes.items() if size >> 20}
+    run.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "way"), [(1, "ddp"), (2, "ddp"), (4, "ddp"), (1, "fsdp"), (2, "fsdp"), (4, "fsdp")]
+)
+def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
+    """Only the main process has the whole model at the start, of 382 MiB."""
+    size = {"n_layer": 12, "n_embd": 832, "n_head": 13, "block_size": 64}
+    more = {f"model.{name}": value for name, value in size.items()} | {"train.global_batch_tokens": 256}
+    more |= {"train.micro_batch_size": 4 // processes, "launch.parallel": way}
+    found = run_ranks(rank_memory, processes, cell(text, tmp_path, "gpt2", "adamw", **more))
+    print(processes, way, *found, sep="\n")
+    assert way == "ddp" or found[0]["Total"] <= 1580 / processes + 150
+    assert way == "ddp" or all(rank["start"] - rank["before"] < 382 / processes + 100 for rank in found[1:])
 
 
 def train_with_nan(config: TrainingConfig, bad: range, dies_at: int = 0, sent: int = 0) -> str:
