@@ -19,6 +19,7 @@ from gpt2_ddp.errors import UserError
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3", "nanochat")
 FSDP = {"launch.parallel": "fsdp"}
+WAYS = ("ddp", "fsdp")
 
 
 @pytest.fixture(scope="session")
@@ -187,7 +188,8 @@ def rank_memory(config: TrainingConfig) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "way"), [(1, "ddp"), (2, "ddp"), (4, "ddp"), (1, "fsdp"), (2, "fsdp"), (4, "fsdp")]
+    ("processes", "way"),
+    [(2, "fsdp"), *(pytest.param(number, way, marks=pytest.mark.soak) for number in (1, 2, 4) for way in WAYS)],
 )
 def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
     """Only the main process has the whole model at the start, of 382 MiB."""
