@@ -131,14 +131,14 @@ def load_model(
 
 
 def _find(run: str | os.PathLike[str], checkpoint: Which) -> "Checkpoint":
-    from gpt2_ddp.tasks.trained_model import find_gpt
+    from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 
     if checkpoint == "newest":
-        return find_gpt(Path(run), "run")
+        return find_checkpoint(Path(run), "run", kind="gpt2")
     if checkpoint != "best" and not isinstance(checkpoint, int):
         raise UserError("checkpoint", checkpoint, "should be newest, best, or the number of a step")
     step = _best_step(Path(run)) if checkpoint == "best" else checkpoint
-    return find_gpt(Path(run, "checkpoints", f"step-{step:08d}"), "checkpoint")
+    return find_checkpoint(Path(run, "checkpoints", f"step-{step:08d}"), kind="gpt2")
 
 
 def _best_step(run: Path) -> int:

@@ -1,4 +1,4 @@
-"""Score a checkpoint: its split, its test samples or tasks. Write the predictions of a classifier.
+"""Score a checkpoint: its split, its test samples or tasks. Write the predictions of a small job.
 
 python scripts/evaluate.py runs/stdlib                                   # loss, perplexity, bits per byte
 python scripts/evaluate.py runs/stdlib --tasks cloze

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": (6356, 39), "reachable": (8595, 57), "product": (17311, 121), "tests": (19830, 112)}
+CEILINGS = {"loaded": (6354, 39), "reachable": (8590, 57), "product": (17310, 121), "tests": (19820, 112)}
 """Most lines and modules. Of them, the architectures beside GPT-2 have 211, 361 and 403 lines. Lost locks and folders,
 failing disks, memory limits, ranks lost before they connect and configurations of strangers have 130, 331 and 400. New
-since the ceilings were last lowered: sharded training (353 reachable; every training loads 76 of them: the strategy
+since the ceilings were last lowered: sharded training (348 reachable; every training loads 74 of them: the strategy
 and the section `launch`)."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

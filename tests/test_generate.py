@@ -12,7 +12,7 @@ import torch
 from commands import expect_error
 from runs import gpt_state, open_store
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, find_checkpoint
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
@@ -20,7 +20,7 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, Sampling, decode, generate, next_logits, sample
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import train_bpe
-from gpt2_ddp.tasks.trained_model import TextStream, find_gpt, generate_text, load_model, load_weights
+from gpt2_ddp.tasks.trained_model import TextStream, generate_text, load_model, load_weights
 
 ROOT = Path(__file__).parents[1]
 
@@ -228,7 +228,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_a_checkpoint_with_what_no_training_writes(checkpoint, tmp_path):
-    found = find_gpt(checkpoint, "checkpoint")
+    found = find_checkpoint(checkpoint, kind="gpt2")
     for model in ({"block_size": None}, {"n_layer": "x"}, {"n_layer": 0}):
         strange = replace(found, config=found.config | {"model": found.config["model"] | model})
         expect_error(r"config.yaml: model\.\w+ = .*; restore the run's original file", load_model, strange)

@@ -1,13 +1,13 @@
-"""evaluate.py on classifiers: predictions equal a plain loop's; and which script takes a classifier's run."""
+"""evaluate.py on small jobs: predictions equal a plain loop's; and which script takes a classifier's run."""
 
 import base64
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from cifar import png, write_images
 from commands import expect_error
 from PIL import Image
@@ -26,23 +26,23 @@ from gpt2_ddp.tasks.checkpoints import (
     save_classes,
     worst_mistakes,
 )
-from gpt2_ddp.tasks.jobs import LeNet
+from gpt2_ddp.tasks.jobs import LeNet, make_job
 from gpt2_ddp.tasks.supervised import Samples
 from gpt2_ddp.tasks.trained_model import generate_text
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`scaled/run`, of images scaled to 20 x 20; `kept/run`, of 16 x 16; of points `clusters/run`."""
+    """`scaled/run`, of images scaled to 20 x 20; `kept/run`, of 16 x 16; of points `clusters/run`, `line/run`."""
     folder = tmp_path_factory.mktemp("predict")
     write_images(folder / "images/train", {"cat": 4, "dog": 3, "owl": 3}, 1)
     write_images(folder / "images/test", {"cat": 3, "owl": 2}, 2)
     own = {"data.name": "images", "data.path": str(folder / "images"), "train.epochs": 1, "train.global_batch_size": 4}
     scaled = job_config("lenet", folder / "scaled", own | {"data.image_size": 20})
     clusters = job_config("mlp", folder / "clusters", {"train.epochs": 1, "train.mixed_precision": "no"})
-    run_ranks(
-        in_turn, 1, *((train, config) for config in (scaled, job_config("lenet", folder / "kept", own), clusters))
-    )
+    line = job_config("regression", folder / "line", {"train.epochs": 1})
+    configs = (scaled, job_config("lenet", folder / "kept", own), clusters, line)
+    run_ranks(in_turn, 1, *((train, config) for config in configs))
     return folder
 
 
@@ -110,8 +110,8 @@ def test_files_of_other_suffixes_are_told(runs, tmp_path, capsys):
     assert told.err == f"note: {tmp_path}: not used: 1 .heic, 1 .txt; save images as .png or .jpg\n"
 
 
-def test_a_run_writes_the_predictions_of_its_test_images(runs, tmp_path, capsys):
-    """With file, target and the probabilities of a classification; points have none."""
+def test_a_run_writes_the_predictions_of_its_test_samples(runs, tmp_path):
+    """Images have file, target and the probabilities of a classification; points have numbers."""
     run = runs / "kept/run"
     evaluate(run)
     evaluate(run, runs / "images/test", output=str(tmp_path / "images"))
@@ -121,10 +121,17 @@ def test_a_run_writes_the_predictions_of_its_test_images(runs, tmp_path, capsys)
     assert [line["file"] for line in lines] == [line["file"] for line in others]
     for line, other in zip(lines, others, strict=True):
         assert line["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
-    capsys.readouterr()
-    evaluate(runs / "clusters/run")
-    assert re.search(r": loss 0\.\d{6}, accuracy [01]\.\d{6} over 31 test samples\n$", capsys.readouterr().out)
-    assert not (runs / "clusters/run/evaluations").exists()
+    evaluate(runs / "clusters/run", output=str(tmp_path / "points"))
+    points = predictions_in(tmp_path / "points")
+    assert [line["target"] for line in points[:3]] == ["0", "1", "0"]
+    assert all(line["probabilities"].keys() == {"0", "1"} for line in points)
+    evaluate(runs / "line/run")
+    (folder,) = (runs / "line/run/evaluations").glob("step-*")
+    line = weights(runs / "line/run")
+    job = make_job(job_config("regression", tmp_path), Accelerator(cpu=True))
+    wanted = [{"sample": n, "target": y, "prediction": (line["linear.weight"] * x + line["linear.bias"]).item()}
+              for n, (x, y) in enumerate(zip(job.test.inputs, job.test.targets.tolist(), strict=True))]  # fmt: skip
+    assert predictions_in(folder) == [pytest.approx(line, abs=1e-5) for line in wanted]
 
 
 def test_flags_that_do_not_fit_are_refused(runs, tmp_path):

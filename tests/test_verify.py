@@ -30,7 +30,7 @@ from runs import (
 )
 from safetensors.torch import load_file, save_file
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE, find_checkpoint
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import HASH, METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
@@ -48,7 +48,7 @@ from gpt2_ddp.reports.verify_checkpoints import check_kept, compare_state
 from gpt2_ddp.reports.verify_rows import Log, OrderReplay, Records, Schedule, Values, in_parts, replay_order
 from gpt2_ddp.state import LogEnd, Losses, Progress
 from gpt2_ddp.tasks.supervised import contiguous
-from gpt2_ddp.tasks.trained_model import find_gpt, load_model
+from gpt2_ddp.tasks.trained_model import load_model
 
 
 @pytest.fixture
@@ -441,7 +441,7 @@ def test_a_checkpoint_of_a_stranger(
             config["train"]["global_batch_tokens"] = value
         file.write_text(yaml.safe_dump(config))
     reseal(run / STEP / CONFIG)
-    checkpoint = find_gpt(run, "checkpoint")
+    checkpoint = find_checkpoint(run, kind="gpt2")
     if says:
         for read in (load_model, lambda checkpoint: export(checkpoint, default_output(checkpoint))):
             expect_error(re.escape(says), read, checkpoint)

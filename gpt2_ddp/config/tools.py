@@ -96,7 +96,7 @@ class PrepareConfig(Command):
 
 
 class EvaluateConfig(CheckpointCommand):
-    """evaluate.py: scores of a checkpoint in a split, in test samples or in tasks; predictions of classifiers"""
+    """evaluate.py: scores of a checkpoint in a split, in test samples or in tasks; predictions of small jobs"""
 
     data: tuple[str, ...] = ()
     """folders of token shards, one or several, or a folder of images in folders of classes; none: the run's own"""
@@ -112,7 +112,7 @@ class EvaluateConfig(CheckpointCommand):
     images: tuple[str, ...] = ()
     """classifiers of images: images of unknown classes, or folders of them, to classify instead of scoring"""
     output: str | None = None
-    """folder for the tasks' items and scores, or a classifier's predictions; null: evaluations/CHECKPOINT in the run
+    """folder for the tasks' items and scores, or a small job's predictions; null: evaluations/CHECKPOINT in the run
     folder, but none for other samples than the run's own"""
     batch_size: int = Field(default=16, ge=1)
     """windows, continuations of a task, or samples of a small job per forward pass and process"""

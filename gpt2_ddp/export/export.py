@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.config.training import DataConfig, TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
@@ -29,7 +29,7 @@ from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.reports.picture import as_png, draw
 from gpt2_ddp.reports.report import choose_axis
 from gpt2_ddp.reports.runs import read_runs
-from gpt2_ddp.tasks.trained_model import find_gpt, load_model, note_best, read_settings, still_there
+from gpt2_ddp.tasks.trained_model import load_model, note_best, read_settings, still_there
 
 GGUF = "model.gguf"
 CURVE = "loss.png"
@@ -49,7 +49,7 @@ def export_hf(config: ExportConfig) -> int:
     require_package("transformers", "the export is checked")
     if config.gguf:
         require_package("gguf", "--gguf writes")
-    checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
+    checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     output = Path(config.output or default_output(checkpoint))
     try:

@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: its scores, and the predictions of a classifier of images."""
+"""Evaluation of a checkpoint: its scores, and the predictions of a small job."""
 
 import io
 import json
@@ -187,7 +187,7 @@ def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:
 
 
 def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """The scores of a small job on its test samples. Saves the predictions of a classifier of images."""
+    """The scores of a small job on its test samples. Saves predictions."""
     job = make_job(_job_settings(config, checkpoint), accelerator, checkpoint.state.record)
     hashed = checkpoint.state.record["data_hash"]  # of training and test samples
     if not config.data and not hashed.endswith(job.test.sha256()):
@@ -195,29 +195,30 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
         hint = "has other test samples than the run was started with; restore them"
         raise UserError("data", own.get("path") or own.get("name") or "generated", hint)
     on_every_rank(partial(load_weights, checkpoint, job.model))
-    prepared, names = accelerator.prepare_model(job.model, evaluation_mode=True), job.facts.get("classes")
+    prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
 
     def score(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         outputs, scores = job.score(model, inputs, targets)
-        return {**scores, "target": targets, **predictions(outputs)} if names else scores
+        predicted = predictions(outputs)
+        return {**scores, "target": targets, **predicted} if predicted else scores
 
     kinds, values = score_each(accelerator, prepared, job.test, score, config.batch_size)
-    plain = kinds.index("target") if names else len(kinds)
+    plain = kinds.index("target") if "target" in kinds else len(kinds)
     scores = means(kinds[:plain], values[:, :plain])
     count = scores.pop("val_samples")
     line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
-    if not names:
-        return line
-    targets, *found = values[:, plain:].T.numpy()
-    judged = np.stack([targets, found[0], found[len(found) // 2]])
-    counts = confusion(judged, len(names))
+    names, found = job.facts.get("classes"), values[:, plain:].T.numpy()
+    taken = found[[0, 1, 1 + len(found) // 2]] if names else found  # classes, predictions and their probabilities
+    counts = confusion(taken, len(names)) if names else []
+
     folder = Path(config.output or _evaluations(checkpoint))
 
     def save_all() -> None:
-        write_predictions(folder, format_predictions(np.stack(found), names, job.test.where, targets))
-        save_classes(folder, checkpoint.step, judged, counts, names, job.test)
+        write_predictions(folder, format_predictions(found[1:], names, job.test.where, found[0]))
+        if names:
+            save_classes(folder, checkpoint.step, taken, counts, names, job.test)
 
-    if config.output or not config.data:  # without `output`, only the run's own samples are saved
+    if len(found) and (config.output or not config.data):  # without `output`, only the run's own samples are saved
         try:
             on_main(save_all)
             line += f"; predictions are in {folder}"
@@ -225,7 +226,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
             if config.output:
                 raise
             accelerator.print(f"note: {error}", file=sys.stderr)
-    return "\n".join([line, *format_confusion(counts, names)])
+    return "\n".join([line, *format_confusion(counts, names or ())])
 
 
 def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
@@ -254,23 +255,33 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
     return "\n".join([f"{len(lines):,} images", *shown])
 
 
-def predictions(logits: Tensor) -> dict[str, Tensor]:
-    """The LIKELIEST classes of logits [b, K], likeliest first, then their probabilities; each [b], by name."""
-    shares, classes = logits.softmax(1).topk(min(LIKELIEST, logits.shape[1]))
+def predictions(outputs: Tensor) -> dict[str, Tensor]:
+    """Predictions of each sample, [b] by name: the number of [b]; of logits [b, K] the LIKELIEST classes, likeliest
+    first, then their probabilities; none of sequences."""
+    if outputs.dim() > 2:
+        return {}
+    if outputs.dim() == 1:
+        return {"prediction": outputs}
+    shares, classes = outputs.softmax(1).topk(min(LIKELIEST, outputs.shape[1]))
     found = {f"class {k}": column for k, column in enumerate(classes.T)}
     return found | {f"probability {k}": column for k, column in enumerate(shares.T)}
 
 
 def format_predictions(
-    found: np.ndarray, names: Sequence[str], where: Callable[[int], str], targets: np.ndarray | None = None
+    found: np.ndarray, names: Sequence[str] | None, where: Callable[[int], str], targets: np.ndarray | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A line of predictions.jsonl for each image. `found`: fp64 [., N], `predictions` of the images. `names`: of the
-    classes. `where`: names the images. `targets`: fp64 [N]; None: unknown."""
+    """A line of predictions.jsonl for each sample. `found`: fp64 [., N], `predictions` of the samples. `names`: of the
+    classes; None: their numbers. `where`: names the samples of images. `targets`: fp64 [N]; None: unknown."""
+    n = len(found) // 2
+
+    def named(value: float) -> str | float:
+        return names[int(value)] if names else str(int(value)) if n else value
+
     for item, values in enumerate(found.T.tolist()):
-        likeliest = [names[int(number)] for number in values[: len(values) // 2]]
-        target = {} if targets is None else {"target": names[int(targets[item])]}
-        shares = dict(zip(likeliest, values[len(likeliest) :], strict=True))
-        yield {"file": where(item), **target, "class": likeliest[0], "probabilities": shares}
+        line = {"file": where(item)} if names else {"sample": item}
+        line |= {} if targets is None else {"target": named(float(targets[item]))}
+        shares = dict(zip(map(named, values[:n]), values[n:], strict=False))
+        yield line | ({"class": named(values[0]), "probabilities": shares} if n else {"prediction": values[0]})
 
 
 def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -33,12 +33,6 @@ LONGEST_CONTEXT = 2**20  # tokens of a model whose context no weight confirms
 TypeAndShape = tuple[str, list[int]]  # of a tensor in a safetensors file
 
 
-def find_gpt(path: Path, field: str) -> Checkpoint:
-    """Checkpoint of a GPT at `path` (`find_checkpoint`).
-    Raises: UserError, which names `field`, for no intact checkpoint, or one of another kind of training."""
-    return find_checkpoint(path, field, kind="gpt2")
-
-
 def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
     Raises: UserError if the tokenizer cannot be loaded, or state, configuration and weights do not fit each other."""
@@ -153,7 +147,7 @@ def generate_text(config: GenerateConfig) -> int:
     typed = config.prompts_file == "-" and sys.stdin is not None and sys.stdin.isatty()
     batches = _typed_prompts() if typed else [_read_prompts(config)]
     device = pick_device(config.device)
-    checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
+    checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     model, tokenizer = load_model(checkpoint)
     model.to(device)

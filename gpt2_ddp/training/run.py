@@ -416,6 +416,7 @@ def describe_start(run: Run) -> list[str]:
     padding = sum(rows) / task.feed.step_size - 1
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind, precision = accelerator.num_processes, accelerator.device.type, describe_precision(accelerator)
+    kind += ", fsdp" * (run.config.parallel == "fsdp")
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}, precision {precision}"
     what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
     lines = [f"{run.config.run_name} {begins}: {what}" + f", {padding:.1%} of them padding" * (padding > 0)]

@@ -115,9 +115,6 @@ class Sharded(Replicated):
         model.set_requires_gradient_sync(last or self._config.reduce == "each")
         return nullcontext()
 
-    def warm_up(self, model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
-        """Does nothing: sums have one order from the first step on."""
-
     @torch.no_grad()
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
         gradients = [self.local(p.grad) for p in parameters if p.grad is not None]
@@ -172,8 +169,7 @@ class Sharded(Replicated):
 
     @torch.no_grad()
     def sample(self, model: Any, stop: StopRequest, metrics: Metrics, function: Callable[[], Any]) -> Any:
-        """All ranks generate the same text: each token's forward pass gathers weights. An exception ends the run, since
-        the other ranks wait for this one."""
+        """All ranks generate the same text, since each pass gathers weights. An exception on any ends the run."""
 
         def forward(block: Any, *inputs: Any) -> Tensor:
             with torch.inference_mode(False):  # its first call allocates the memory that training uses, too

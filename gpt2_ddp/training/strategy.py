@@ -24,8 +24,7 @@ class Replicated:
         self.keeps_gradients = accelerator.num_processes > 1  # as views of the buckets, between steps
 
     def prepare(self, model: nn.Module, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
-        """The model on its device, as the loop calls it, with the main process's weights; and Accelerate's optimizer of
-        the plain one. Collective."""
+        """The model on its device as the loop calls it, with the main process's weights; its optimizer. Collective."""
         model.to(self.accelerator.device)
         # placed already; Accelerate's placing would import torch.distributed.tensor and sympy, 0.5 s
         return self.accelerator.prepare(model, optimizer(), device_placement=[False, False])
@@ -39,12 +38,9 @@ class Replicated:
         return nullcontext() if last else self.accelerator.no_sync(model)
 
     def warm_up(self, model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
-        """Runs one backward pass of zero gradients, so that DDP builds its final buckets before the first step.
-
-        DDP rebuilds its gradient buckets after the first backward pass, which changes the order of sums. Without a
-        warm-up, a resumed run of 3 or more processes would not be bitwise equal. Buffers (BatchNorm's statistics) are
-        restored. `loss`: scalar, on inputs of the usual shapes, since a compiled model would compile for others.
-        """
+        """Runs one backward pass of zero gradients, after which DDP rebuilds its buckets and sums in another order: a
+        resumed run of 3 or more processes would not be bitwise equal otherwise. Restores buffers (BatchNorm's
+        statistics). `loss`: scalar, on inputs of the usual shapes, since a compiled model would compile for others."""
         if isinstance(model, DistributedDataParallel):
             buffers = [buffer.clone() for buffer in model.buffers()]
             (loss() * 0).backward()
