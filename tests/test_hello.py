@@ -58,6 +58,7 @@ def saved_line(file: Path) -> torch.Tensor:
     return torch.cat([value.flatten() for value in torch.load(file).values()])  # weight, bias
 
 
+@pytest.mark.flaky(reruns=2, only_rerun="terminate called")  # seldom, torch aborts when a gloo process ends
 @pytest.mark.slow
 def test_all_of_them_end_at_the_same_line(tmp_path):
     """1 and 2 processes of both programs and of the full job. The last of the 40 steps moves the line by 8e-5."""
