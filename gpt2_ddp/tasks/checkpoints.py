@@ -81,8 +81,8 @@ def open_splits(
 
 
 def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, bool]:
-    """The configuration of a GPT's run with the folders to score, `data` or the run's own; and whether they are several
-    and as many as the run's, so that its weights apply."""
+    """The configuration of a GPT's run, with the folders to score: `data`, or the run's own. And whether its weights
+    apply: to several folders, as many as the run's."""
     settings = read_settings(checkpoint)
     assert isinstance(settings, TrainingConfig), "a GPT's"
     own, data = settings.data.paths, settings.data.model_copy(update={"path": config.data or settings.data.path})
