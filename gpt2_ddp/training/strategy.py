@@ -38,7 +38,7 @@ class Replicated:
         return nullcontext() if last else self.accelerator.no_sync(model)
 
     def warm_up(self, model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
-        """Runs one backward pass of zero gradients. DDP then rebuilds its buckets, and sums in another order. Without it,
+        """Runs one backward pass of zero gradients. DDP then rebuilds its buckets and sums in another order: without it
         a resumed run of 3 or more processes would not be bitwise equal. Restores buffers (BatchNorm's statistics).
         `loss`: scalar, on inputs of the usual shapes, since a compiled model would compile for others."""
         if isinstance(model, DistributedDataParallel):
