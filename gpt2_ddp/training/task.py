@@ -17,6 +17,12 @@ Poll = Callable[[], None]
 """Heartbeat of long work. Raises `training.stop.Interrupted` if a stop was requested."""
 
 
+RowFields = Callable[[int], dict[str, float]]
+"""The optional method `row_fields(step)` of a task: its own numbers for the row, equal on every rank. Each rank calls
+it if the step's row will be written, after the last backward pass and before clipping. Each `.grad` is of the step's
+mean loss: all-reduced, without fp16's loss scale; with fsdp, a DTensor of which each rank has a part."""
+
+
 class Due(NamedTuple):
     """The work that follows a step."""
 
