@@ -7,6 +7,7 @@ import re
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.tasks import noise_scale
 from gpt2_ddp.training.own_numbers import check_numbers
+from gpt2_ddp.training.task import Due
 
 ROOT = Path(__file__).parents[1]
 MANY = pytest.mark.slow
@@ -75,8 +78,8 @@ def first_step(config: Any, corpus: Path, world: int, size: int) -> tuple[float,
 
 @pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(1, 1, marks=MANY), pytest.param(3, 3, marks=MANY)])
 def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(world, size, corpus, tmp_path, capsys):
-    """Bitwise. Of 13 windows, the last micro-batches have fewer, or none."""
-    changes = {"eval.every": 4, "train.global_batch_tokens": 13 * 32}
+    """Bitwise, and with the noise scale. Of 13 windows, the last micro-batches have fewer, or none."""
+    changes = {"eval.every": 4, "tracking.noise_scale": True, "train.global_batch_tokens": 13 * 32}
     config = lambda name: training_config(corpus, tmp_path, changes | {"run_name": name})  # noqa: E731
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_ranks(mine, world, config("whole")) == ["completed"] * world
@@ -90,8 +93,9 @@ def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(world
     found = rows(parts)
     assert [row["step"] for row in found] == [*range(11)]
     assert [row["step"] for row in found if row.get("rhymes") in (0, 0.5, 1)] == [0, 4, 8, 10]
-    _, layers = first_step(config("parts"), corpus, world, size)
+    scale, layers = first_step(config("parts"), corpus, world, size)
     assert [found[1][f"grad_norm/h.{n}"] for n in (0, 1)] == pytest.approx(layers, rel=1e-5)
+    assert found[1]["noise_scale"] == pytest.approx(scale, rel=1e-3)
     assert verified(parts, capsys)[:2] == (0, [])
     file = parts / "metrics.jsonl"
     file.write_text(file.read_text().replace('"grad_norm/h.0": ', '"grad_norm/h.0": 1', 1))
@@ -154,3 +158,52 @@ def test_a_wrong_number_is_one_error_line(method, number, problem, monkeypatch):
     if caught:
         assert str(caught.value).startswith(problem)
         assert (len(caught.value.mistakes), caught.value.on_every_rank) == (1, True)
+
+
+def toy(shares: int = 4, parallel: str = "ddp") -> Any:
+    """A task of ten parameters in one process, on steps of 4 micro-batches of 2 items of 3 tokens, with a loss scale.
+    The gradients of tokens are independent: of mean 0.3 and standard deviation 2 each."""
+    model = torch.nn.Linear(10, 1, bias=False)
+    feed = SimpleNamespace(position=0, consumed=0, step_size=2 * shares, share=lambda n: [[range(2)]] * shares)
+    accelerator = SimpleNamespace(num_processes=1, scaler=SimpleNamespace(get_scale=lambda: 1024.0))
+    accelerator.reduce = lambda value, reduction: value
+    task = SimpleNamespace(model=model, feed=feed, accelerator=accelerator, units_per_item=3, epoch_size=0)
+    task.config, task.total_steps = SimpleNamespace(parallel=parallel), lambda size: 0
+    task.due = lambda step, last: Due(log=step % 2 == 0)
+    task.loss = lambda model, batch: model(0.3 + 2 * torch.randn(6, 10)).sum()
+    return task
+
+
+def test_the_noise_scale_of_gradients_of_known_covariance(monkeypatch):
+    monkeypatch.setattr(noise_scale, "DECAY", 0.999)
+    torch.manual_seed(0)
+    task, found, measured = toy(), {}, 0
+    noise = noise_scale.NoiseScale(task)
+    for step in range(1, 4001):
+        task.feed.position, task.feed.consumed = 100 + 8 * step, 8 * step
+        for _ in range(4):
+            (task.loss(task.model, None) * 1024 / 24).backward()
+        task.model.weight.grad /= 1024
+        before, found = noise.averages, task.row_fields(step)
+        measured += noise.averages != before
+        task.model.zero_grad()
+    assert measured == 2000, "in the steps whose row is written"
+    assert found == {"noise_scale": pytest.approx(2**2 / 0.3**2, rel=0.1)}
+    assert noise.averages[1] / (1 - 0.999**2000) == pytest.approx(10 * 2**2, rel=0.03)
+    before = noise.averages
+    task.feed.position = 0
+    for _ in range(2):
+        (task.loss(task.model, None) * math.inf).backward()
+    assert (task.row_fields(2), noise.averages) == (found, before), "a bad step counts nothing"
+    noise.averages = (-1.0, 1.0)
+    assert "noise_scale" not in task.row_fields(2)
+    assert noise_scale.estimate(5 + 40 / 6, 5 + 40 / 24, 6, 24) == pytest.approx((5, 40))
+
+
+@pytest.mark.parametrize(("task", "problem"), [
+    (toy(shares=1), "needs two micro-batches per step on each process; choose a smaller train.micro_batch_size"),
+    (toy(parallel="fsdp"), "is not supported with launch.parallel fsdp"),
+])  # fmt: skip
+def test_a_training_that_cannot_measure_the_noise_scale(task, problem):
+    with pytest.raises(UserError, match=f"tracking.noise_scale = True: {problem}"):
+        noise_scale.NoiseScale(task)
