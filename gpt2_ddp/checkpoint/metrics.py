@@ -101,10 +101,6 @@ class Sample(NamedTuple):
     text: str  # generated, prompt included
 
 
-OnRow = Callable[[dict[str, Any]], object]
-"""A function of the user, called with each row of metrics.jsonl, without its chain."""
-
-
 class Metrics:
     """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints them: each, but to a
     terminal or notebook only those with an evaluation. These get a bar, unless there is a pipe (`| tee`)."""
@@ -113,10 +109,9 @@ class Metrics:
         self._log, self.steps = log, steps
         self._failed: set[str] = set()
         self.trackers: Trackers | None = None
-        self.on_row: OnRow | None = None
+        self.on_row: Callable[[dict[str, Any]], object] | None = None  # called on the main process
         notebook = type(sys.stdout).__module__.startswith("ipykernel.")
         is_shown = log.is_main and (notebook or (sys.stderr.isatty() and not Path("/dev/stdout").is_fifo()))
-        # a notebook has one place for each stream
         stream, self._is_quiet = sys.stdout if notebook else sys.stderr, is_shown and (notebook or os.isatty(1))
         self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True, disable=not is_shown, file=stream)
         self._bar.bar_format = bar_format({}, steps, shutil.get_terminal_size().columns)

@@ -19,14 +19,11 @@ from gpt2_ddp.state import FIRST_CHAIN
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
 HASH = "samples_sha256"
-_NAMES = """step epoch tokens samples loss loss_mean not_finite train_loss lr grad_norm skipped mfu data_share memory
-chain order_digest val_loss val_tokens val_samples val_bits_per_byte val_accuracy val_top5 event samples_sha256 steps
-config from position epoch_size global_batch_size skipped_range skipped_ranges kept tasks data_manifest mixture
-checkpoint"""
-FIELDS = frozenset(_NAMES.split())
-"""Fields that the trainer gives to rows."""
-OF_SOURCES = ("tokens", "epoch", "val_loss", "val_bits_per_byte")
-"""Fields that the rows of a mixture have for each source too, as `tokens/NAME`."""
+FIELDS = re.compile(  # of rows, as the trainer names them
+    r"steps?|samples|(train_)?loss|loss_mean|not_finite|lr|grad_norm|mfu|data_share|memory|order_digest|chain|"
+    r"val_(tokens|samples|accuracy|top5)|(tokens|epoch|val_loss|val_bits_per_byte)(/.*)?|.*_per_second|event|from|"
+    r"skipped(_ranges?)?|position|config|(epoch|global_batch)_size|kept|tasks|data_manifest|mixture|checkpoint|.*_sha256"
+)
 Outcome = Literal["completed", "stopped", "diverged"]
 """How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or useless weights."""
 
@@ -58,8 +55,8 @@ def split_chain(line: str) -> tuple[str, str | None]:
 
 
 def is_own(name: str) -> bool:
-    """Whether a field of a row is a task's own number: the trainer has none of this name."""
-    return name not in FIELDS and name.partition("/")[0] not in OF_SOURCES and not name.endswith("_per_second")
+    """Whether a field of a row is a task's own number."""
+    return not FIELDS.fullmatch(name)
 
 
 def is_event(row: dict[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """The gradient noise scale (McCandlish et al., 2018, appendix A.1), from the micro-batches of ordinary steps."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from gpt2_ddp.data.feed import MicroBatch
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.state import GPTData
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.task import RowFields
 
@@ -17,7 +19,7 @@ DECAY = 0.9
 
 class NoiseScale:
     """The noise scale of a task: noise (trace of the covariance of a token's gradient) divided by signal (squared norm
-    of the mean gradient). Replaces the task's `loss` and `row_fields` by methods that call them.
+    of the mean gradient). Wraps methods of the task: its loss, its row fields, and its state.
 
     At the second micro-batch of a step, `.grad` is the gradient of this rank's first one: a small batch. That of the
     whole step is the gradient of a large batch. Their squared norms give unbiased estimates of noise and signal.
@@ -37,9 +39,10 @@ class NoiseScale:
         self._task, self._batch = task, len(shares[0][0])  # the first micro-batch of each rank is full
         self._position, self._count = -1, 0
         self._square: Tensor | None = None
-        self._loss, self._row_fields = task.loss, getattr(task, "row_fields", None)
-        fields: RowFields = self.row_fields
-        vars(task).update(loss=self.loss, row_fields=fields)
+        self._loss, self._state_dict, self._load = task.loss, task.state_dict, task.load_state_dict
+        self._row_fields: RowFields = getattr(task, "row_fields", lambda step: {})
+        vars(task).update(loss=self.loss, row_fields=self.row_fields)
+        vars(task).update(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """The task's loss. Before, measures the gradient of a step's first micro-batch if the row will be written."""
@@ -55,7 +58,7 @@ class NoiseScale:
 
     def row_fields(self, step: int) -> dict[str, float]:
         """The task's fields and `noise_scale` in tokens, which is absent while the average signal is not positive."""
-        fields = self._row_fields(step) if self._row_fields else {}
+        fields = self._row_fields(step)
         if self._square is None:  # a replay, whose rows are fewer
             return fields
         task, accelerator = self._task, self._task.accelerator
@@ -70,6 +73,15 @@ class NoiseScale:
             self.averages = signal, noise
         signal, noise = self.averages
         return fields | ({"noise_scale": noise / signal} if signal > 0 and math.isfinite(noise / signal) else {})
+
+    def state_dict(self) -> GPTData:
+        """The task's state, with the averages."""
+        return self._state_dict().model_copy(update={"noise_scale": self.averages})
+
+    def load_state_dict(self, state: Any) -> None:
+        """Loads what `state_dict` returned."""
+        self._load(state)
+        self.averages = state.noise_scale or (0.0, 0.0)
 
     def _squared_norm(self) -> Tensor:
         gradients = [p.grad for p in self._task.model.parameters() if p.grad is not None]

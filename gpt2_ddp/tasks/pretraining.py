@@ -30,14 +30,13 @@ from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
-from gpt2_ddp.state import GPTData, Mixture, Parent, Scores, State
+from gpt2_ddp.state import GPTData, Mixture, Parent, Scores, State, TaskState
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.task import Due, Poll
 
 if TYPE_CHECKING:
     from gpt2_ddp.data.mixture import MixedOrder, MixedWindows
     from gpt2_ddp.scoring import ItemSet
-    from gpt2_ddp.tasks.noise_scale import NoiseScale
 
 
 MOST_PASSES = 40
@@ -118,7 +117,6 @@ class Pretraining:
     def __init__(self, config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None):
         self.config, self.accelerator, self._saved = config, accelerator, saved
         self._data: Any = saved.state.task if saved else None
-        self.noise_scale: NoiseScale | None = None
         self.units_per_item = config.model.block_size
         split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more processes than windows
         self._initial_weights = None
@@ -151,7 +149,7 @@ class Pretraining:
         if self.config.tracking.noise_scale:
             from gpt2_ddp.tasks.noise_scale import NoiseScale
 
-            self.noise_scale = on_every_rank(partial(NoiseScale, self))
+            on_every_rank(partial(NoiseScale, self))
         watchdog.heartbeat("hashing", timeout=long)
         self.check_hashes()
 
@@ -293,7 +291,7 @@ class Pretraining:
         return [Sample(*pair) for pair in zip(prompts, texts, strict=True)]
 
     def state_dict(self) -> GPTData:
-        """Identity of the data, the micro-batch, and the noise scale's averages."""
+        """Identity of the data, and the micro-batch."""
         return GPTData(
             tokenizer=self.manifest.tokenizer,
             tokenizer_sha256=self.manifest.tokenizer_sha256,
@@ -302,13 +300,10 @@ class Pretraining:
             micro_batch=self.micro_batch,
             tasks={items.name: items.sha256 for items in self.item_sets},
             mixture=self._corpus.mixture,
-            noise_scale=self.noise_scale and self.noise_scale.averages,
         )
 
-    def load_state_dict(self, state: Any) -> None:
-        """Loads the noise scale's averages: `open_data` compared the data, and the feed has a state of its own."""
-        if self.noise_scale:
-            self.noise_scale.averages = state.noise_scale or (0.0, 0.0)
+    def load_state_dict(self, state: TaskState) -> None:
+        """Does nothing: `open_data` compared the data, and the feed has a state of its own."""
 
     def _print(self, notes: Iterable[str]) -> None:
         for note in notes if self.accelerator.is_main_process else ():

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
-from gpt2_ddp.checkpoint.metrics import OnRow
 from gpt2_ddp.checkpoint.run_files import Outcome, finite
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
@@ -42,10 +41,9 @@ class Result:
         return next(reversed(list_checkpoints(self.run / "checkpoints")), None)
 
 
-def train(config: RunConfig, make_task: MakeTask, on_row: OnRow | None = None) -> Result:
-    """Trains until the last step, from the newest checkpoint in the run folder. The main process calls `on_row` with
-    each row once it is written. Raises: UserError; what `on_row` raises; SystemExit 75 if only other machines were
-    stopped, for an elastic launcher to start this rank again."""
+def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
+    """Trains from the newest checkpoint to the last step. The main process passes each row to `on_row`. Raises:
+    UserError; SystemExit 75 if only other machines were stopped, for an elastic launcher to start this rank again."""
     begun, outcome = time.perf_counter(), "completed"
     with Run(config, make_task) as run:
         run.build()
@@ -283,7 +281,5 @@ def _row(run: Run, result: StepResult) -> dict[str, Any]:
     if result.fields is not None:
         from gpt2_ddp.training.own_numbers import check_numbers
 
-        is_bad = not (math.isfinite(loss_value) and math.isfinite(grad_norm))
-        check_numbers("row_fields", result.fields, row | run.progress.scores, is_bad)
-        row |= result.fields
+        row |= check_numbers("row_fields", result.fields, row | run.progress.scores, loss_value + grad_norm)
     return row

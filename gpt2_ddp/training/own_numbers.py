@@ -26,27 +26,23 @@ def checked(evaluate: Evaluate, taken: Container[str]) -> Evaluate:
                 scores = evaluate(model, poll)
         finally:
             model.train()
-        loss = scores.get("val_loss") if isinstance(scores, dict) else None
-        check_numbers("evaluate", scores, taken, isinstance(loss, float) and not math.isfinite(loss))
-        return scores
+        loss = scores.get("val_loss") if isinstance(scores, dict) else 0.0
+        return check_numbers("evaluate", scores, taken, loss if isinstance(loss, float) else 0.0)
 
     return evaluate_and_check
 
 
-def check_numbers(method: str, numbers: Any, taken: Container[str], is_bad: bool) -> None:
-    """Checks the numbers that a method returned. Collective. Raises: UserError, on every rank, for the first rank and
-    the first number that is wrong or differs.
-
-    Args:
-        taken: names of other fields.
-        is_bad: whether the step's loss or gradient, or the evaluation's loss, is not finite; others may then be so.
-    """
-    error = next(_problems(method, numbers, taken, is_bad), None)
+def check_numbers(method: str, numbers: Any, taken: Container[str], loss: float) -> Scores:
+    """The numbers that a method returned, checked. Collective. Raises: UserError, on every rank, for the first rank and
+    the first number that is wrong or differs. `taken`: names of other fields. `loss`: of the step or evaluation; if it
+    is not finite, the numbers need not be."""
+    error = next(_problems(method, numbers, taken, not math.isfinite(loss)), None)
     found, errors = zip(*gather_object([({} if error else finite(numbers), error)]), strict=True)
     error = next((error for error in errors if error), None) or _difference(method, found)
     if error:
         error.on_every_rank = True
         raise error
+    return numbers
 
 
 def _problems(method: str, numbers: Any, taken: Container[str], is_bad: bool) -> Iterator[UserError]:

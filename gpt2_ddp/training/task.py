@@ -18,9 +18,8 @@ Poll = Callable[[], None]
 
 
 RowFields = Callable[[int], dict[str, float]]
-"""The optional method `row_fields(step)` of a task: its own numbers for the row, equal on every rank. Each rank calls
-it if the step's row will be written, after the last backward pass and before clipping. Each `.grad` is of the step's
-mean loss: all-reduced, without fp16's loss scale; with fsdp, a DTensor of which each rank has a part."""
+"""Optional method `row_fields(step)` of a task: own numbers, equal on all ranks. Called in steps with a row, before
+clipping. `.grad` is of the step's mean loss, all-reduced (fsdp: this rank's part), without fp16's loss scale."""
 
 
 class Due(NamedTuple):
