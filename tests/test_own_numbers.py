@@ -49,8 +49,10 @@ def mine(config: Any, dies_at: int = 0, differs: bool = False) -> str:
     if dies_at:
         before_each_step(die)
     task = example()
+    fields, evaluate = task.row_fields, task.evaluate
+    task.row_fields = lambda self, step: fields(self, step) | {"asked": step}
     if differs:
-        evaluate, rank = task.evaluate, int(os.environ["RANK"])
+        rank = int(os.environ["RANK"])
         task.evaluate = lambda self, model, poll: evaluate(self, model, poll) | {"rhymes": rank / 4}
     return loop.train(config, task).outcome
 
@@ -91,7 +93,7 @@ def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(world
     assert run_ranks(mine, world, config("parts")) == ["completed"] * world
     assert_same(whole, parts)
     found = rows(parts)
-    assert [row["step"] for row in found] == [*range(11)]
+    assert [row.get("asked", 0) for row in found] == [row["step"] for row in found] == [*range(11)]
     assert [row["step"] for row in found if row.get("rhymes") in (0, 0.5, 1)] == [0, 4, 8, 10]
     scale, layers = first_step(config("parts"), corpus, world, size)
     assert [found[1][f"grad_norm/h.{n}"] for n in (0, 1)] == pytest.approx(layers, rel=1e-5)

@@ -90,7 +90,7 @@ def test_files_names_every_key_of_a_row_and_no_other():
     named |= {*UNITS, "chain", "train_loss", "val_samples", "val_accuracy", "val_top5"}
     for module, function in (("training/loop", "_row"), ("training/loop", "_position"), ("training/meters", "read")):
         named |= dict_keys(module, function)
-    named |= dict_keys("tasks/pretraining", "evaluate")
+    named |= dict_keys("tasks/pretraining", "evaluate") | dict_keys("tasks/noise_scale", "row_fields")
     recorded = {key for row in golden_rows() if "event" not in row for key in row}
     assert {"mfu", "not_finite", "val_tokens"} < named
     assert recorded <= named

@@ -45,7 +45,17 @@ from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify import Recorded, _read_samples, check_end, read_checkpoints, verify_run
 from gpt2_ddp.reports.verify_checkpoints import check_kept, compare_state
-from gpt2_ddp.reports.verify_rows import RULES, Log, OrderReplay, Records, Schedule, Values, in_parts, replay_order
+from gpt2_ddp.reports.verify_rows import (
+    RULES,
+    Log,
+    OrderReplay,
+    Records,
+    Schedule,
+    Values,
+    in_parts,
+    replay_order,
+    rule_of,
+)
 from gpt2_ddp.state import LogEnd, Losses, Progress
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.tasks.trained_model import load_model
@@ -696,6 +706,7 @@ def test_a_task_may_add_any_number_under_a_name_of_its_own() -> None:
         "val_x",
         "x",
     ]
+    assert rule_of("step/x") is rule_of("mine") is not rule_of("tokens/x")
     rows = golden_rows("gpt2_run")
     place = next(place for place, row in rows.items() if row["step"] == 7)
     rows[place] |= {"accuracy": -0.5, "step/x": 7, "grad_norm/h.0": None}
