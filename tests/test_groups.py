@@ -163,16 +163,22 @@ def test_other_tokenizers_compare_by_bytes(runs: Runs) -> None:
 
 
 def test_headings_are_the_fields_that_differ(runs: Runs) -> None:
-    runs.add({1: 3.0, 2: 3.1, 3: 3.2, 4: 3.3, 5: 3.4, 6: 3.5})
-    texts = ["lr: 1", "lr: 1", "lr: null", "lr: 1.0", "", None]
-    for number, (path, lr) in enumerate(zip(runs.paths, texts, strict=True)):
-        text = f"seed: {number}\nrun_name: r{number}\neval:\n  tokens: 5\noptim:\n  x: 0\n"
-        (path / "config.yaml").write_text("{" if lr is None else text + (f"  {lr}\n" if lr else ""))
+    runs.add(dict.fromkeys(range(7), 3.0))
+    texts = ["lr: 1\n  y: null", "lr: 1\n  y: null", "lr: 1", "lr: 1.0", "lr: null", None, None]
+    for number, (path, text) in enumerate(zip(runs.paths, texts, strict=True)):
+        config = f"seed: {number}\nrun_name: r{number}\neval:\n  tokens: 5\noptim:\n  {text}\n"
+        (path / "config.yaml").write_text("{" if text is None else config)
     groups = runs.groups()
-    named = ["optim.lr=1", "optim.lr=null", "optim.lr=1.0", "optim.lr missing", "run5-seed6"]
-    assert [group.heading for group in groups] == named
-    assert [group.fields for group in groups] == [{"optim.lr": 1}, {"optim.lr": None}, {"optim.lr": 1.0}, {}, {}]
-    assert [len(group.runs) for group in groups] == [2, 1, 1, 1, 1]
+    assert [(group.heading, group.fields) for group in groups] == [
+        ("optim.lr=1, optim.y=null", {"optim.lr": 1, "optim.y": None}),
+        ("optim.lr=1, optim.y missing", {"optim.lr": 1}),
+        ("optim.lr=1.0, optim.y missing", {"optim.lr": 1.0}),
+        ("optim.lr=null, optim.y missing", {"optim.lr": None}),
+        ("run5-seed5", {}),
+        ("run6-seed6", {}),
+    ]
+    assert [len(group.runs) for group in groups] == [2, 1, 1, 1, 1, 1]
+    assert group_runs(runs.read()[1:3])[1].heading == "optim.y missing"
 
 
 def test_json_has_no_nan(runs: Runs) -> None:
