@@ -28,7 +28,7 @@ CANNOT = {
     ),
     "minutes or hours; other tests have its parts": (
         *("make speedrun", "make faults", "make soak", "python -m benchmarks ", "--run_name nodrop", "runs/nodrop/"),
-        *("--output runs/compare_again", "scripts/compare_parallel.py$"),
+        *("--output runs/compare_again", "scripts/compare_parallel.py$", "runs/stdlib-muon"),
         *("--config configs/jobs/cifar100_resnet18.yaml", "--config configs/data_stdlib.yaml"),
     ),
     "docker; `make test-image` runs what it built": (
@@ -64,6 +64,7 @@ TRAINING = (
 SMALLER = {
     "train_gpt2.py": TRAINING,
     "plan.py": TRAINING,
+    "sweep.py": f"--dry_run true {TRAINING}",
     "train_regression.py": "--train.epochs 1 --data.points 100",
     "train_classifier.py": "--train.epochs 1 --data.points 100 --model.hidden 20",
     "train_transformer.py": "--train.epochs 2",
