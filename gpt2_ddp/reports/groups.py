@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
-from gpt2_ddp.reports.runs import Row, RunRecord, is_finite, share_tokens, short_names
+from gpt2_ddp.reports.runs import Row, RunRecord, is_finite, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
@@ -24,8 +24,8 @@ SCORES = {
 }
 """Scores of a run, and their columns in the table."""
 COMPARED = ("last_val_loss", "last_val_bits_per_byte")
-VALUE, HEADING, LINE = 60, 28, 120
-"""Most characters of a field's value in a heading; of a heading and of a line in a terminal."""
+VALUE, LINE = 60, 130
+"""Most characters of a field's value in a heading, and of a line in a terminal."""
 
 
 class Difference(NamedTuple):
@@ -165,17 +165,16 @@ def table(groups: Sequence[Group]) -> list[tuple[dict[str, str], dict[str, str],
 
 
 def describe(groups: Sequence[Group]) -> list[str]:
-    """The table as lines for a terminal. Differences and remarks are below the row of their group."""
+    """The table as lines for a terminal. Below the numbered rows are headings, differences and remarks."""
     if not groups:
         return []
-    found = table(groups)
-    headings = short_names([group.heading for group in groups], HEADING)
-    cells = [[heading, *[*row.values()][1:]] for heading, (row, _, _) in zip(headings, found, strict=True)]
-    first, *rows = text_table([[*found[0][0]], *cells]).split("\n")
+    rows = table(groups)
+    cells = [[str(number), *[*row.values()][1:]] for number, (row, _, _) in enumerate(rows, 1)]
+    first, *means = text_table([[*rows[0][0]], *cells]).split("\n")
     lines = [first]
-    for row, (_, differences, remarks) in zip(rows, found, strict=True):
-        below = [*(f"{label} {text}" for label, text in differences.items()), *remarks]
-        lines += [row, *(f"  {truncate(text, LINE - 2)}" for text in below)]
+    for line, (row, differences, remarks) in zip(means, rows, strict=True):
+        below = [row["group"], *(f"{label} {text}" for label, text in differences.items()), *remarks]
+        lines += [line, *(f"  {truncate(text, LINE - 2)}" for text in below)]
     return lines
 
 
