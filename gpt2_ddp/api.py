@@ -1,8 +1,9 @@
 """The Python interface: the scripts as functions. User errors raise `UserError`. docs/python.md has examples."""
 
 import os
+import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import resolve
+from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.manifest import Manifest
@@ -19,13 +21,12 @@ from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
 
 if TYPE_CHECKING:  # what follows is slow to import
-    from pandas import DataFrame
-
     from gpt2_ddp.checkpoint.checkpoint import Checkpoint
     from gpt2_ddp.data.tokenizer import Tokenizer
     from gpt2_ddp.model.evaluate import Evaluation
     from gpt2_ddp.model.gpt import GPT
     from gpt2_ddp.training.loop import Result
+    from gpt2_ddp.training.task import MakeTask
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Which = int | Literal["newest", "best"]
@@ -64,7 +65,12 @@ def prepare(
     return prepare(PrepareConfig(source=_plain(source), output=_plain(output), **_plain(settings)))
 
 
-def train(config: TrainingConfig, processes: int | None = None) -> "Result":
+def train(
+    config: RunConfig,
+    task: "MakeTask | None" = None,
+    processes: int | None = None,
+    on_row: Callable[[dict[str, Any]], object] | None = None,
+) -> "Result":
     """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does. Returns `outcome`
     (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`, `run` (the folder), `checkpoint`
     (the newest) and `best` (the one with the lowest val_loss if it is older, else None).
@@ -73,6 +79,8 @@ def train(config: TrainingConfig, processes: int | None = None) -> "Result":
     Another Ctrl-C, a second or more later, raises KeyboardInterrupt at once.
 
     Args:
+        task: class of the training; None: `Pretraining`.
+        on_row: called in the main process with each row of metrics.jsonl, once written; an exception ends the run.
         processes: None: train in this process, which may be a launcher's rank. A number: start so many new processes on
             this machine, one per GPU if there are GPUs; a script then needs `if __name__ == "__main__":`.
 
@@ -81,18 +89,31 @@ def train(config: TrainingConfig, processes: int | None = None) -> "Result":
         KeyboardInterrupt: Ctrl-C before the first step, when there is nothing to save.
     """
     if processes is None:
-        return _train(config)
+        return _train(config, task, on_row)
     if processes < 1:
         raise UserError("processes", processes, "should be at least 1, or None to train in this process")
+    for name, value in {"config": config, "task": task, "on_row": on_row}.items():
+        _check_importable(name, value)
     try:
-        return start_processes(_train, processes, config)
+        return start_processes(_train, processes, config, task, on_row)
     except Stopped as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped
     except SystemExit as end:
         raise ChildProcessError("a process of the training crashed; its traceback is on stderr") from end
 
 
-def _train(config: TrainingConfig) -> "Result":
+def _check_importable(name: str, value: object) -> None:
+    """Raises: UserError if a new process cannot import what `value` refers to."""
+    try:
+        is_sent = b"__main__" not in pickle.dumps(value) or hasattr(sys.modules["__main__"], "__file__")
+    except (pickle.PicklingError, AttributeError, TypeError):
+        is_sent = False
+    if not is_sent:
+        hint = "other processes cannot import it; define it in a .py file, outside functions, and import it from there"
+        raise UserError(name, getattr(value, "__name__", value), hint)
+
+
+def _train(config: RunConfig, task: "MakeTask | None", on_row: Callable[[dict[str, Any]], object] | None) -> "Result":
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from gpt2_ddp.tasks.pretraining import Pretraining
@@ -106,7 +127,7 @@ def _train(config: TrainingConfig) -> "Result":
         raise UserError("train", "the ranks have trained already", hint)
     _trained.append(config.run_name)
     try:
-        return train(config, Pretraining)
+        return train(config, task or Pretraining, on_row)
     finally:  # for the next training, which may want another device or precision
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
@@ -248,17 +269,20 @@ def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
     return Evaluation(nll, len(ids), int(tokenizer.token_bytes()[ids].sum()))
 
 
-def read_metrics(run: str | os.PathLike[str]) -> "DataFrame":
-    """The rows of a run's metrics.jsonl as a pandas.DataFrame, one for each logged step, also while it still trains.
+def load_rows(run: str | os.PathLike[str]) -> Any:
+    """The rows of a run's metrics.jsonl, one for each logged step, also while it still trains: a pandas.DataFrame or,
+    without pandas, a list of dicts.
 
     Columns are named as in the file: step, tokens, loss, lr, ...; val_loss is NaN where there was no evaluation. Left
     out are events, steps that a rollback has undone, and unreadable lines.
     """
-    from pandas import DataFrame
-
     from gpt2_ddp.reports.runs import read_runs
 
     record = read_runs([Path(run)])[0]
     for note in record.notes:
         print(f"note: {run}: {note}", file=sys.stderr)
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        return [*record.rows]
     return DataFrame([*record.rows])

@@ -194,6 +194,7 @@ class GPTData(TaskState):
     micro_batch: Positive
     tasks: dict[str, str] = {}  # SHA-256 of the items of each of `eval.tasks`
     mixture: Mixture | None = None
+    noise_scale: tuple[Finite, Finite] | None = None  # averages of signal and noise
 
 
 class JobData(TaskState):

@@ -249,6 +249,7 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
     def step(size: float) -> float:
         optimizer.backward((layer(torch.ones(4, 6)) * size).sum())
         assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+        optimizer.unscale()
         return optimizer.step(1e-3, optimizer.clip(list(layer.parameters()), 0.0)).item()
 
     assert step(1e-3) == 0
@@ -272,7 +273,7 @@ def test_the_search_for_a_scale_is_not_bad():
         (1.0, 8.0, 0, 0),
     ):
         optimizer.backward(layer(torch.ones(1, 2)).sum())
-        optimizer.clip(list(layer.parameters()), 0.0)
+        optimizer.unscale()
         scaler.update(scale)
         assert optimizer.step(1e-3, torch.tensor(norm)).item() == skipped
         assert optimizer.bad.item() == bad

@@ -6,16 +6,19 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from commands import forked
 from ranks import run_ranks
+from runs import rows as rows_of
 from runs import training_config
 
 import gpt2_ddp
-from gpt2_ddp import TrainingConfig, UserError, load_config, prepare, read_metrics
+from gpt2_ddp import TrainingConfig, UserError, load_config, load_rows, prepare
 from gpt2_ddp.config.training import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +54,13 @@ def test_a_configuration_is_files_and_then_changes(tmp_path):
     assert load_config(data={"path": [Path("a"), "b"]}).data.path == ("a", "b")
 
 
+def in_a_cell() -> Any:
+    """A class of a notebook's `__main__`, which has no file."""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(sys.modules["__main__"])["Cell"] = cell = type("Cell", (), {"__module__": "__main__"})
+    return cell
+
+
 @pytest.mark.parametrize(("mistaken", "told"), [
     (lambda: TrainingConfig(train=TrainConfig(steps=3), seed=-1), "seed = -1: should be greater"),
     (lambda: load_config(optim={"lr": -1}, train={"stps": 5}), "train.stps = 5: unknown key"),
@@ -58,7 +68,7 @@ def test_a_configuration_is_files_and_then_changes(tmp_path):
     (lambda: load_config("nowhere.yaml"), "--config = nowhere.yaml: cannot be read"),
     (lambda: prepare("nowhere.txt"), "source = nowhere.txt: no such file"),
     (lambda: prepare(vocab_sise=512), "did you mean vocab_size?"),
-    (lambda: read_metrics("nowhere"), "no such folder"),
+    (lambda: load_rows("nowhere"), "no such folder"),
     (lambda: gpt2_ddp.load_model("nowhere"), "holds no intact checkpoint"),
     (lambda: gpt2_ddp.load_model("nowhere", "best"), "no checkpoint with a val_loss"),
     (lambda: gpt2_ddp.load_model("nowhere", "latest"), "checkpoint = latest: should be newest, best, or"),
@@ -66,9 +76,12 @@ def test_a_configuration_is_files_and_then_changes(tmp_path):
     (lambda: gpt2_ddp.generate(None, None, temperature=-1), "temperature = -1"),
     (lambda: gpt2_ddp.evaluate(None, None, "nowhere", batch_size=-1), "batch_size = -1"),
     (lambda: gpt2_ddp.train(load_config(), processes=0), "processes = 0: should be at least 1"),
+    (lambda: gpt2_ddp.train(load_config(), None, 2, lambda row: None), "on_row = <lambda>: other processes cannot"),
+    (lambda: gpt2_ddp.train(load_config(), in_a_cell(), 2), "task = Cell: other processes cannot import it;"),
 ])  # fmt: skip
 def test_a_mistake_is_a_user_error_with_field_value_and_cure(mistaken, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # restores it
     with pytest.raises(UserError) as caught:
         mistaken()
     assert told in str(caught.value)
@@ -82,10 +95,13 @@ def train_again_and_again(corpus: Path, place: Path) -> dict:
 
     from gpt2_ddp.training import loop
 
-    def run(name: str, **changes):
-        return gpt2_ddp.train(training_config(corpus, place, {"run_name": name, "train.steps": 6, **changes}))
+    found: dict = {"rows": []}
 
-    found: dict = {"first": run("one"), "second": run("two", **{"train.mixed_precision": "bf16"})}
+    def run(name: str, **changes):
+        config = training_config(corpus, place, {"run_name": name, "train.steps": 6, **changes})
+        return gpt2_ddp.train(config, on_row=found["rows"].append if name == "one" else None)
+
+    found |= {"first": run("one"), "second": run("two", **{"train.mixed_precision": "bf16"})}
     in_thread: list = []
     thread = threading.Thread(target=lambda: in_thread.append(run("three")))
     thread.start()
@@ -121,7 +137,7 @@ def train_again_and_again(corpus: Path, place: Path) -> dict:
     return found
 
 
-def test_training_again_in_one_process(corpus, tmp_path):
+def test_training_again_in_one_process(corpus, tmp_path, monkeypatch):
     (found,) = run_ranks(train_again_and_again, 1, corpus, tmp_path)
     assert [found[name].outcome for name in ("first", "second", "thread", "after")] == ["completed"] * 4
     assert found["first"].metrics == found["thread"].metrics != found["second"].metrics
@@ -132,7 +148,11 @@ def test_training_again_in_one_process(corpus, tmp_path):
     assert found["beside"].startswith("train = Accelerate is in use in this process: by another training")
     assert found["accelerate"] == found["beside"]
 
-    rows = read_metrics(tmp_path / "one")
+    assert found["rows"] == rows_of(tmp_path / "one")
+    rows = load_rows(tmp_path / "one")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pandas", None)
+        assert [row["loss"] for row in load_rows(tmp_path / "one")[1:]] == [*rows["loss"][1:]]
     assert list(rows["step"]) == list(range(7))
     assert (rows["val_loss"].notna() == [True, *[False] * 5, True]).all()
     assert not {"chain", "event"} & set(rows)
@@ -204,4 +224,5 @@ def test_the_page_runs_block_by_block(tmp_path):
     assert "completed 10" in found.stdout
     assert found.stdout.rstrip().endswith("completed")
     assert "did you mean train.steps?" in found.stdout
-    assert {place.name for place in (tmp_path / "runs").iterdir()} == {"first", "lr-0.001", "lr-0.01", "two"}
+    assert {place.name for place in (tmp_path / "runs").iterdir()} == {"first", "early", "lr-0.001", "lr-0.01", "two"}
+    assert "\nstopped 5 " in found.stdout, "by on_row"

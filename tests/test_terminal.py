@@ -1,5 +1,8 @@
 """Lines of the terminal: short, and without what a row does not have."""
 
+import io
+import sys
+
 import pytest
 from runs import open_folder
 from tqdm import tqdm
@@ -17,6 +20,13 @@ def test_a_row_fits_into_a_line():
     assert "  ".join(describe({"step": 0} | scores)) == "val_loss 3.1000  bits/byte 1.2346"
     scores |= {"cloze_acc": 0.3125, "cloze_acc_norm": 0.5, "lambada_perplexity": 9.0, "swag_acc": None}
     assert "  ".join(describe({"step": 0} | scores)) == "val_loss 3.1000  bits/byte 1.2346  cloze_acc 31.2%"
+    own = {"letters": 9, "letters_per_second": 7, "rhymes": 0.123456, "count": 12, "grad_norm/h.0": 1.0, "nan": None}
+    assert describe({"step": 0, "val_loss": 3.1} | own) == [
+        "val_loss 3.1000",
+        "rhymes 0.1235",
+        "count 12",
+        "7 letters/s",
+    ]
     assert describe({"step": 3, "loss_mean": None, "grad_norm": None, "mfu": None, "letters_per_second": 7}) == [
         "7 letters/s"
     ]
@@ -43,6 +53,27 @@ def test_rows_go_to_standard_output_and_warnings_to_stderr(tmp_path, capsys):
     folder.release()
     row = f"step    350/1000  {'  '.join(describe(ROW))}  {duration(time_left(ROW, 1000))} left\n"
     assert capsys.readouterr() == (row, "warning: late\n")
+
+
+class OutStream(io.StringIO):
+    """Standard output in a notebook."""
+
+    __module__ = "ipykernel.iostream"
+
+
+def test_a_notebook_shows_one_line_that_changes_and_a_line_for_each_evaluation(tmp_path, monkeypatch):
+    folder, shown = open_folder(tmp_path / "run"), OutStream()
+    monkeypatch.setattr(sys, "stdout", shown)
+    metrics = Metrics(RunLog(folder), 0, 10)
+    for step in (1, 2, 3):
+        metrics.advance()
+        metrics.log(ROW | {"step": step} | ({"val_loss": 3.0} if step == 2 else {}))
+    metrics.close()
+    folder.release()
+    lines = [line.split("\r")[-1] for line in shown.getvalue().strip("\n").split("\n")]
+    assert [line.split("  loss")[0].strip() for line in lines[:1]] == ["step      2/10"]
+    assert (len(lines), lines[-1][:6]) == (2, "3/10  ")
+    assert shown.getvalue().count("\r") > 3
 
 
 def test_the_time_left_is_that_of_the_steps_left_at_the_row_s_speed():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from gpt2_ddp.checkpoint.run_files import finite
+from gpt2_ddp.checkpoint.run_files import finite, is_own
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.run import RunConfig
 
@@ -31,10 +31,11 @@ SHOWN = {
 
 
 def describe(row: dict[str, Any]) -> list[str]:
-    """A row's losses and speed as texts; missing fields are left out."""
-    tasks = {name: f"{name} {{:.1%}}" for name in row if name.endswith("_acc")}
-    parts = [layout.format(row[name]) for name, layout in (SHOWN | tasks).items() if row.get(name) is not None]
+    """A row's losses, own numbers of the task and speed as texts; missing fields and names with a / are left out."""
     unit, rate = _speed(row)
+    own = (name for name in row if is_own(name) and not name.endswith(("_acc_norm", "_perplexity")) and name != unit)
+    tasks = {name: f"{name} {{:{'.1%' if name.endswith('_acc') else '.4g'}}}" for name in own if "/" not in name}
+    parts = [layout.format(row[name]) for name, layout in (SHOWN | tasks).items() if row.get(name) is not None]
     return [*parts, f"{rate:,.0f} {unit}/s"] if unit else parts
 
 
@@ -102,14 +103,17 @@ class Sample(NamedTuple):
 
 class Metrics:
     """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints them: each, but to a
-    terminal only those with an evaluation. Stderr, if it is a terminal and there is no pipe (`| tee`), gets a bar."""
+    terminal or notebook only those with an evaluation. These get a bar, unless there is a pipe (`| tee`)."""
 
     def __init__(self, log: RunLog, step: int, steps: int):
         self._log, self.steps = log, steps
         self._failed: set[str] = set()
         self.trackers: Trackers | None = None
-        hidden = not log.is_main or not sys.stderr.isatty() or Path("/dev/stdout").is_fifo()
-        self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True, disable=hidden)
+        self.on_row: Callable[[dict[str, Any]], object] | None = None  # called on the main process
+        notebook = type(sys.stdout).__module__.startswith("ipykernel.")
+        is_shown = log.is_main and (notebook or (sys.stderr.isatty() and not Path("/dev/stdout").is_fifo()))
+        stream, self._is_quiet = sys.stdout if notebook else sys.stderr, is_shown and (notebook or os.isatty(1))
+        self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True, disable=not is_shown, file=stream)
         self._bar.bar_format = bar_format({}, steps, shutil.get_terminal_size().columns)
 
     def start_trackers(self, config: RunConfig, run_id: str) -> None:
@@ -125,11 +129,13 @@ class Metrics:
         self._log.append(row)
         if self.trackers:
             self.trackers.log(row)
-        if self._bar.disable or "val_loss" in row or not os.isatty(1):
+        if not self._is_quiet or "val_loss" in row:
             left = time_left(row, self.steps)
             rest = [f"{duration(left)} left"] if left else []
             self.print("  ".join([f"step {row['step']:>6}/{self.steps}", *describe(row), *rest]))
         self._bar.bar_format = bar_format(row, self.steps, shutil.get_terminal_size().columns)
+        if self.on_row and self._log.is_main:
+            self.on_row(row)
 
     def advance(self) -> None:
         self._bar.update()

@@ -19,6 +19,11 @@ from gpt2_ddp.state import FIRST_CHAIN
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
 HASH = "samples_sha256"
+FIELDS = re.compile(  # of rows, as the trainer names them
+    r"steps?|samples|(train_)?loss|loss_mean|not_finite|lr|grad_norm|mfu|data_share|memory|order_digest|chain|"
+    r"val_(tokens|samples|accuracy|top5)|(tokens|epoch|val_loss|val_bits_per_byte)(/.*)?|.*_per_second|event|from|"
+    r"skipped(_ranges?)?|position|config|(epoch|global_batch)_size|kept|tasks|data_manifest|mixture|checkpoint|.*_sha256"
+)
 Outcome = Literal["completed", "stopped", "diverged"]
 """How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or useless weights."""
 
@@ -47,6 +52,11 @@ def split_chain(line: str) -> tuple[str, str | None]:
     """The row's JSON text without its chain, and the chain; None if it has none."""
     found = re.fullmatch(r'(.*), "chain": "([0-9a-f]{64})"}', line)
     return (found[1] + "}", found[2]) if found else (line, None)
+
+
+def is_own(name: str) -> bool:
+    """Whether a field of a row is a task's own number."""
+    return not FIELDS.fullmatch(name)
 
 
 def is_event(row: dict[str, Any]) -> bool:

@@ -245,6 +245,8 @@ class TextTrackingConfig(TrackingConfig):
     """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
     sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
     """prompts of the samples, one or several; empty: the start of a document"""
+    noise_scale: bool = False
+    """add the gradient noise scale in tokens to rows (docs/tracking.md); needs two micro-batches of each process"""
 
 
 class ParallelConfig(Section):

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_ddp.checkpoint.metrics import duration
+from gpt2_ddp.checkpoint.run_files import is_own
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
@@ -156,11 +157,14 @@ def _origin(run: RunRecord) -> dict[str, str]:
 
 
 def _evaluation(run: RunRecord) -> dict[str, str]:
-    row = run.last("val_loss")
+    row, others = run.last("val_loss"), {name for row in run.rows if "val_loss" not in row for name in row}
     loss, begin = row["val_loss"], {"step": _number(row["step"]), f"{run.unit} seen": _number(row.get("tokens"))}
+    own = {name: row[name] for name in row if is_own(name) and name not in {*others, run.unit}}
     if run.unit != "tokens":
-        scores = {name.replace("val_", "validation "): row[name] for name in row if "val_" in name}
-        return begin | {k: _number(v, ".4f" if isinstance(v, float) else ",") for k, v in scores.items()}
+        own |= {name.replace("val_", "validation "): row[name] for name in row if "val_" in name}
+    scores = {name: _number(value, ".4f" if isinstance(value, float) else ",") for name, value in own.items()}
+    if run.unit != "tokens":
+        return begin | scores
     return begin | {
         "validation loss (nats per token)": _number(loss, ".4f"),
         "bits per token": _number(loss / math.log(2), ".4f"),
@@ -169,6 +173,7 @@ def _evaluation(run: RunRecord) -> dict[str, str]:
         "tokens scored": _number(row.get("val_tokens")),
         **{f"validation loss of {name[9:]}": _number(row[name], ".4f") for name in row if name.startswith("val_loss/")},
         **{f"tokens seen of {name[7:]}": _number(row[name]) for name in row if name.startswith("tokens/")},
+        **scores,
     }
 
 

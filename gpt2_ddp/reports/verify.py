@@ -42,7 +42,7 @@ SAMPLED = 8
 FIXED = ("kind", "run_id", "epoch_size", "tokenizer_sha256", "vocab_size", "data_manifest", "data_hash")
 FIXED += ("global_batch_size",)
 """Fields of starts and states that never change in a run."""
-OF_STEP = {"step", "val_loss", "rollbacks", "skipped", *FeedState.model_fields}
+OF_STEP = {"step", "val_loss", "noise_scale", "rollbacks", "skipped", *FeedState.model_fields}
 """Fields of states that the start before them does not have."""
 STATES = ("running", "failed", *get_args(Outcome))
 """Values of `state` in status.json."""

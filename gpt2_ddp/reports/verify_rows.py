@@ -1,7 +1,8 @@
 """Checks the rows of metrics.jsonl: the chain of hashes, the values, the order of the data, and the due records.
 
-A consistent chain does not make a row true. RULES describes each field alone; `Values`, `OrderReplay` and `Schedule`
-compare it with other records. The items of each step follow from seed, step size and number of items.
+A consistent chain does not make a row true. RULES describes each field alone, except a task's own numbers; `Values`,
+`OrderReplay` and `Schedule` compare it with other records. The items of each step follow from seed, step size and
+number of items.
 A feed that reads no data repeats the steps. The newest start row determines the due records: each process of a run
 writes one, with its configuration.
 """
@@ -18,7 +19,16 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gpt2_ddp.checkpoint.run_files import METRICS, Line, is_event, is_rollback, next_chain, parse_lines, split_chain
+from gpt2_ddp.checkpoint.run_files import (
+    METRICS,
+    Line,
+    is_event,
+    is_own,
+    is_rollback,
+    next_chain,
+    parse_lines,
+    split_chain,
+)
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -32,7 +42,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.evaluate import count_scored
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.scoring import METRICS as SCORES
-from gpt2_ddp.state import FIRST_CHAIN, Count, FeedState, Mixture
+from gpt2_ddp.state import FIRST_CHAIN, Count, FeedState, Finite, Mixture
 from gpt2_ddp.tasks import pretraining, supervised
 from gpt2_ddp.training.task import Due
 
@@ -55,7 +65,6 @@ class Rule(NamedTuple):
         steps: whether rows of steps may have it; the others are of events alone.
         needed: rows that must have it: an event; `step` for those of steps, except the first one, of the weights before
             the first step.
-        of_sources: whether there is one more for each folder of a mixture, as `tokens/NAME`.
         tolerance: relative difference from its value by other records.
         again: relative difference when its step is trained again with another order of sums; None: not compared.
     """
@@ -63,21 +72,21 @@ class Rule(NamedTuple):
     kind: TypeAdapter[Any]
     steps: bool = True
     needed: str = ""
-    of_sources: bool = False
     tolerance: float = 0.0
     again: float | None = None
 
 
 COUNT, AMOUNT, TEXT, RECORD = TypeAdapter(Whole), TypeAdapter(Amount), TypeAdapter(str), TypeAdapter(Record)
 MEASURED = TypeAdapter(Amount | None)
-"""Null where the number is not finite or unknown."""
+OWN = TypeAdapter(Finite | None, config={"strict": True})
+"""Null where the number is not finite or unknown. `OWN`: a task's own numbers, which any row may have."""
 TABLE: dict[str, Rule] = {
     "step val_tokens val_samples not_finite memory": Rule(COUNT),
     "data_share tokens_per_second samples_per_second val_accuracy val_top5": Rule(AMOUNT),
     "chain samples_sha256": Rule(TEXT),
-    "tokens": Rule(COUNT, of_sources=True, again=0.0),
+    "tokens": Rule(COUNT, again=0.0),
     "samples": Rule(COUNT, again=0.0),
-    "epoch": Rule(AMOUNT, of_sources=True),
+    "epoch": Rule(AMOUNT),
     "skipped": Rule(COUNT, needed="step", again=0.0),
     "order_digest": Rule(TEXT, needed="step", again=0.0),
     "lr": Rule(AMOUNT, needed="step", tolerance=1e-12, again=0.0),
@@ -85,8 +94,8 @@ TABLE: dict[str, Rule] = {
     "loss_mean": Rule(MEASURED, tolerance=1e-5, again=NEARLY),
     "train_loss": Rule(MEASURED, again=NEARLY),
     "mfu": Rule(MEASURED),
-    "val_loss": Rule(MEASURED, of_sources=True, again=NEARLY),
-    "val_bits_per_byte": Rule(MEASURED, of_sources=True, tolerance=1e-9),
+    "val_loss": Rule(MEASURED, again=NEARLY),
+    "val_bits_per_byte": Rule(MEASURED, tolerance=1e-9),
     "event": Rule(TypeAdapter(Event), steps=False),
     "epoch_size global_batch_size position": Rule(COUNT, steps=False),
     "steps": Rule(COUNT, steps=False, needed="start"),
@@ -107,8 +116,8 @@ MOST_STEPS, MOST_ITEMS, MOST_MISSING = 2_000_000, 2**22, 20
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a field, or of its part for a source."""
-    return RULES.get(name.partition("/")[0], UNKNOWN)
+    """The rule of a field of the trainer, or of its part for a source."""
+    return UNKNOWN if is_own(name) else RULES.get(name.partition("/")[0], UNKNOWN)
 
 
 def fits(kind: TypeAdapter[Any], value: Any) -> bool:
@@ -252,10 +261,9 @@ class Values:
         needed = [name for name, rule in RULES.items() if rule.needed == "step" and step > self._first]
         yield from (f"{name} of step {step} is missing" for name in needed if name not in row)
         for name, value in row.items():
-            is_score = name in self._tasks
-            if not is_score and (not rule_of(name).steps or ("/" in name and not rule_of(name).of_sources)):
+            if not is_own(name) and not rule_of(name).steps:
                 yield f"has the unknown field {name}"
-            elif is_score and not fits(MEASURED, value):
+            elif is_own(name) and not fits(MEASURED if name in self._tasks else OWN, value):
                 yield f"{name} of step {step} is {value}"
             elif value is None and name in ("loss", "loss_mean") and not row.get("not_finite"):
                 yield f"{name} of step {step} is None"

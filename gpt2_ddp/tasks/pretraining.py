@@ -146,6 +146,10 @@ class Pretraining:
         watchdog.heartbeat("building", timeout=long if self._initial_weights else FIRST_TIMEOUT)
         self.build_model()
         self.build_feed()
+        if self.config.tracking.noise_scale:
+            from gpt2_ddp.tasks.noise_scale import NoiseScale
+
+            on_every_rank(partial(NoiseScale, self))
         watchdog.heartbeat("hashing", timeout=long)
         self.check_hashes()
 

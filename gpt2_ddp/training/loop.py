@@ -21,7 +21,7 @@ from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.meters import profile
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.stop import Interrupted
-from gpt2_ddp.training.task import MakeTask
+from gpt2_ddp.training.task import Due, MakeTask
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Result:
         return next(reversed(list_checkpoints(self.run / "checkpoints")), None)
 
 
-def train(config: RunConfig, make_task: MakeTask) -> Result:
-    """Trains until the last step, from the newest checkpoint in the run folder. Raises: UserError; SystemExit 75 if
-    only other machines were stopped, for an elastic launcher to start this rank again."""
+def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
+    """Trains from the newest checkpoint to the last step. The main process passes each row to `on_row`. Raises:
+    UserError; SystemExit 75 if only other machines were stopped, for an elastic launcher to start this rank again."""
     begun, outcome = time.perf_counter(), "completed"
     with Run(config, make_task) as run:
         run.build()
@@ -51,6 +51,7 @@ def train(config: RunConfig, make_task: MakeTask) -> Result:
             run.record_completed()
         else:
             run.start()
+            run.metrics.on_row = on_row
             outcome, reason = train_loop(run)
             run.finish(outcome, reason)
         seconds = time.perf_counter() - begun
@@ -146,6 +147,8 @@ class StepResult(NamedTuple):
     grad_norm: Tensor  # global, before clipping, fp32 scalar
     lr: float
     units: int  # of all ranks
+    due: Due
+    fields: dict[str, float] | None  # the task's `row_fields`, if there are any
 
 
 def train_step(run: Run) -> StepResult:
@@ -168,10 +171,13 @@ def train_step(run: Run) -> StepResult:
         loss_sum += loss.detach()
         n_valid += batch.n_valid * task.units_per_item
         run.watchdog.heartbeat("step" if batch.last else "data")
+    optimizer.unscale()
+    due, row_fields = task.due(number, last=number == run.steps), getattr(task, "row_fields", None)
+    fields = row_fields(number) if row_fields and (due.log or due.evaluate) else None
     grad_norm, lr = optimizer.clip(run.parameters, run.config.optim.grad_clip), task.lr_at(number)
     skipped = optimizer.step(lr, grad_norm)
     run.record_step(loss_sum, n_valid, skipped)
-    return StepResult(loss_sum, grad_norm, lr, units)
+    return StepResult(loss_sum, grad_norm, lr, units, due, fields)
 
 
 def next_step(run: Run) -> str:
@@ -192,7 +198,7 @@ def next_step(run: Run) -> str:
             return problem
     if (every := run.config.guard.check_every) and run.step % every == 0:
         run.check_replicas()
-    due = run.task.due(run.step, last=run.step == run.steps)
+    due = result.due
     row = finite(_row(run, result)) if due.log or due.evaluate else {}
     run.progress.pending = Pending(row=row, evaluate=due.evaluate, sample=due.sample, save=due.save)
     return ""
@@ -272,4 +278,8 @@ def _row(run: Run, result: StepResult) -> dict[str, Any]:
     }
     if feed.ended_epoch:
         run.progress.scores["train_loss"] = row["train_loss"] = run.epoch.pop_mean()[0]
+    if result.fields is not None:
+        from gpt2_ddp.training.own_numbers import check_numbers
+
+        row |= check_numbers("row_fields", result.fields, row | run.progress.scores, loss_value + grad_norm)
     return row

@@ -101,10 +101,13 @@ class GuardedOptimizer:
         """Runs the backward pass of a scalar loss, scaled under fp16."""
         (self._scaler.scale(loss) if self._scaler else loss).backward()
 
-    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        """Clips the gradients; returns their global norm before, fp32 scalar. `max_norm` 0 turns clipping off."""
+    def unscale(self) -> None:
+        """Removes the loss scale of fp16 from the gradients, once a step."""
         if self._scaler:
             self._strategy.accelerator.unscale_gradients(self._prepared)
+
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        """Clips the unscaled gradients; returns their global norm before, fp32 scalar. `max_norm` 0: no clipping."""
         return self._strategy.clip(parameters, max_norm or math.inf)
 
     def step(self, lr: float, grad_norm: Tensor) -> Tensor:

@@ -372,8 +372,13 @@ class Run:
     def evaluate(self, poll: Poll) -> Scores:
         """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll` does."""
         self.watchdog.heartbeat("evaluate")
+        evaluate = self.task.evaluate
+        if not str(evaluate.__module__).startswith("gpt2_ddp."):  # somebody else's
+            from gpt2_ddp.training.own_numbers import checked
+
+            evaluate = checked(evaluate, self.progress.pending.row)
         with self.strategy.evaluating(self.model) as model:
-            scores = self.task.evaluate(model, poll)
+            scores = evaluate(model, poll)
         self.progress.add_scores(scores)
         return scores
 

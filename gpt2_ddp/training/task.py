@@ -17,6 +17,11 @@ Poll = Callable[[], None]
 """Heartbeat of long work. Raises `training.stop.Interrupted` if a stop was requested."""
 
 
+RowFields = Callable[[int], dict[str, float]]
+"""Optional method `row_fields(step)` of a task: own numbers, equal on all ranks. Called in steps with a row, before
+clipping. `.grad` is of the step's mean loss, all-reduced (fsdp: this rank's part), without fp16's loss scale."""
+
+
 class Due(NamedTuple):
     """The work that follows a step."""
 

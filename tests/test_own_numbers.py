@@ -1,0 +1,210 @@
+"""A stranger's own evaluation and numbers in rows: the class of docs/extend.md, killed and resumed; wrong numbers."""
+
+import json
+import math
+import os
+import re
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import in_turn, run_ranks, run_until_killed, start_ranks
+from runs import assert_same, before_each_step, rows, training_config, verified
+
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.shards import TokenStream, Windows
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.tasks import noise_scale
+from gpt2_ddp.training.own_numbers import check_numbers
+from gpt2_ddp.training.task import Due
+
+ROOT = Path(__file__).parents[1]
+MANY = pytest.mark.slow
+
+
+def example() -> Any:
+    """The class `Mine` of the page."""
+    page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(import torch.*?^class Mine.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    found: dict[str, Any] = {"__name__": "mine"}
+    exec(block, found)
+    return found["Mine"]
+
+
+def mine(config: Any, dies_at: int = 0, differs: bool = False) -> str:
+    """Trains the class of the page. The last rank is killed before a step, or each rank has a score of its own."""
+    from gpt2_ddp.training import loop
+
+    def die(run: Any) -> None:
+        if run.step == dies_at and run.accelerator.process_index == run.accelerator.num_processes - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if dies_at:
+        before_each_step(die)
+    task = example()
+    if differs:
+        evaluate, rank = task.evaluate, int(os.environ["RANK"])
+        task.evaluate = lambda self, model, poll: evaluate(self, model, poll) | {"rhymes": rank / 4}
+    return loop.train(config, task).outcome
+
+
+def first_step(config: Any, corpus: Path, world: int, size: int) -> tuple[float, list[float]]:
+    """In plain PyTorch: the noise scale of the first step with micro-batches of a size, and its layers' norms."""
+    manifest = read_manifest(corpus)
+    windows = Windows(TokenStream(corpus, manifest, "train"), 32)
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, manifest.vocab_size, manifest.eot)
+    tokens = windows.read(Order(config.seed, len(windows)).items_at(np.arange(13)).astype(np.int64))[0]
+
+    def squares(first: int, last: int) -> list[float]:
+        model.zero_grad()
+        model(tokens[first:last, :-1], tokens[first:last, 1:]).backward()
+        return [
+            sum(p.grad.square().sum().item() for p in part.parameters() if p.grad is not None)
+            for part in (model, *model.h)
+        ]
+
+    small, (big, *layers) = sum(squares(r * size, r * size + size)[0] for r in range(world)) / world, squares(0, 13)
+    signal, noise = (13 * big - size * small) / (13 - size), (small - big) / (1 / size - 1 / 13)
+    return 32 * noise / signal, [math.sqrt(square) for square in layers]
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(1, 1, marks=MANY), pytest.param(3, 3, marks=MANY)])
+def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(world, size, corpus, tmp_path, capsys):
+    """Bitwise, and with the noise scale. Of 13 windows, the last micro-batches have fewer, or none."""
+    changes = {"eval.every": 4, "tracking.noise_scale": True, "train.global_batch_tokens": 13 * 32}
+    config = lambda name: training_config(corpus, tmp_path, changes | {"run_name": name})  # noqa: E731
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run_ranks(mine, world, config("whole")) == ["completed"] * world
+    run_until_killed(mine, world, config("parts"), 7)
+    if world == 2:
+        problem = 'evaluate()["rhymes"] = 0.0: rank 1 has 0.25; return the same on every rank'
+        assert run_ranks(in_turn, world, (mine, config("parts"), 0, True)) == [[problem]] * world
+        assert json.loads((parts / "status.json").read_text())["state"] == "failed"
+    assert run_ranks(mine, world, config("parts")) == ["completed"] * world
+    assert_same(whole, parts)
+    found = rows(parts)
+    assert [row["step"] for row in found] == [*range(11)]
+    assert [row["step"] for row in found if row.get("rhymes") in (0, 0.5, 1)] == [0, 4, 8, 10]
+    scale, layers = first_step(config("parts"), corpus, world, size)
+    assert [found[1][f"grad_norm/h.{n}"] for n in (0, 1)] == pytest.approx(layers, rel=1e-5)
+    assert found[1]["noise_scale"] == pytest.approx(scale, rel=1e-3)
+    assert verified(parts, capsys)[:2] == (0, [])
+    file = parts / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"grad_norm/h.0": ', '"grad_norm/h.0": 1', 1))
+    code, defects, _ = verified(parts, capsys)
+    assert (code, "its chain is wrong" in defects[0]) == (1, True)
+
+
+def stopped_by_row(config: Any) -> list[int]:
+    """Trains until an exception of `on_row` on the main process, and again; the steps of the rows that it got."""
+    from gpt2_ddp.training import loop
+
+    seen: list[int] = []
+
+    def on_row(row: dict[str, Any]) -> None:
+        seen.append(row["step"])
+        if row["step"] == 7 and seen.count(7) == 1:
+            raise ValueError("seven")
+
+    try:
+        loop.train(config, example(), on_row)
+    except ValueError as error:
+        seen.append(str(error) == "seven")
+    return seen
+
+
+@MANY
+def test_an_exception_of_on_row_ends_all_ranks_and_the_run_resumes(corpus, tmp_path):
+    config = training_config(corpus, tmp_path)
+    processes = start_ranks(stopped_by_row, 2, config)
+    for process, _ in processes:
+        process.join(60)
+    assert [process.exitcode is not None for process, _ in processes] == [True, True]
+    assert processes[0][1].recv() == ([*range(8), True], None)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], "seven" in status["reason"]) == ("failed", True)
+    assert run_ranks(mine, 2, config) == ["completed"] * 2
+    assert [row["step"] for row in rows(tmp_path / "run")] == [*range(11)]
+
+
+@pytest.mark.parametrize(("method", "number", "problem"), [
+    ("evaluate", {"a": True}, 'evaluate()["a"] = True: should be a Python number, not bool; use float(...)'),
+    ("evaluate", {"a": "1"}, 'evaluate()["a"] = 1: should be a Python number, not str; use float(...)'),
+    ("row_fields", {"a": torch.ones(())}, 'row_fields()["a"] = tensor(1.): should be a Python number, not Tensor'),
+    ("row_fields", {"a": None}, 'row_fields()["a"] = None: should be a Python number'),
+    ("row_fields", None, "row_fields() = None: should return a dict of numbers by name"),
+    ("row_fields", {"a": math.nan}, 'row_fields()["a"] = nan: should be finite; leave it out'),
+    ("evaluate", {"val_loss": 1.0, "a": math.inf}, 'evaluate()["a"] = inf: should be finite; leave it out'),
+    *((method, {name: 1.0}, f'{method}()["{name}"] = 1.0: rows have another field of this name')
+      for method in ("evaluate", "row_fields")
+      for name in ("step", "loss", "lr", "chain", "event", "tokens/a", "x_per_second", "taken")),
+    ("row_fields", {"val_loss": 1.0}, 'row_fields()["val_loss"] = 1.0: rows have another field'),
+    ("evaluate", {"val_loss": 1.0, "val_mine": 2, "grad_norm/x": -0.5}, ""),
+    ("evaluate", {"val_loss": math.nan}, ""), ("row_fields", {"a": 1, "b": -2.5}, ""),
+])  # fmt: skip
+def test_a_wrong_number_is_one_error_line(method, number, problem, monkeypatch):
+    monkeypatch.setattr("gpt2_ddp.training.own_numbers.gather_object", lambda objects: objects)
+    loss = math.nan if method == "evaluate" and "a" not in (number or {}) else 1.0
+    with pytest.raises(UserError) if problem else nullcontext() as caught:
+        check_numbers(method, number, {"taken"}, loss)
+    if caught:
+        assert str(caught.value).startswith(problem)
+        assert (len(caught.value.mistakes), caught.value.on_every_rank) == (1, True)
+
+
+def toy(shares: int = 4, parallel: str = "ddp") -> Any:
+    """A task of ten parameters in one process, on steps of 4 micro-batches of 2 items of 3 tokens, with a loss scale.
+    The gradients of tokens are independent: of mean 0.3 and standard deviation 2 each."""
+    model = torch.nn.Linear(10, 1, bias=False)
+    feed = SimpleNamespace(position=0, consumed=0, step_size=2 * shares, share=lambda n: [[range(2)]] * shares)
+    accelerator = SimpleNamespace(num_processes=1, scaler=SimpleNamespace(get_scale=lambda: 1024.0))
+    accelerator.reduce = lambda value, reduction: value
+    task = SimpleNamespace(model=model, feed=feed, accelerator=accelerator, units_per_item=3, epoch_size=0)
+    task.config, task.total_steps = SimpleNamespace(parallel=parallel), lambda size: 0
+    task.due = lambda step, last: Due(log=step % 2 == 0)
+    task.loss = lambda model, batch: model(0.3 + 2 * torch.randn(6, 10)).sum()
+    task.state_dict = task.load_state_dict = None
+    return task
+
+
+def test_the_noise_scale_of_gradients_of_known_covariance(monkeypatch):
+    monkeypatch.setattr(noise_scale, "DECAY", 0.999)
+    torch.manual_seed(0)
+    task, found, measured = toy(), {}, 0
+    noise = noise_scale.NoiseScale(task)
+    for step in range(1, 4001):
+        task.feed.position, task.feed.consumed = 100 + 8 * step, 8 * step
+        for _ in range(4):
+            (task.loss(task.model, None) * 1024 / 24).backward()
+        task.model.weight.grad /= 1024
+        before, found = noise.averages, task.row_fields(step)
+        measured += noise.averages != before
+        task.model.zero_grad()
+    assert measured == 2000, "in the steps whose row is written"
+    assert found == {"noise_scale": pytest.approx(2**2 / 0.3**2, rel=0.1)}
+    assert noise.averages[1] / (1 - 0.999**2000) == pytest.approx(10 * 2**2, rel=0.03)
+    before = noise.averages
+    task.feed.position = 0
+    for _ in range(2):
+        (task.loss(task.model, None) * math.inf).backward()
+    assert (task.row_fields(2), noise.averages) == (found, before), "a bad step counts nothing"
+    noise.averages = (-1.0, 1.0)
+    assert "noise_scale" not in task.row_fields(2)
+    assert noise_scale.estimate(5 + 40 / 6, 5 + 40 / 24, 6, 24) == pytest.approx((5, 40))
+
+
+@pytest.mark.parametrize(("task", "problem"), [
+    (toy(shares=1), "needs two micro-batches per step on each process; choose a smaller train.micro_batch_size"),
+    (toy(parallel="fsdp"), "is not supported with launch.parallel fsdp"),
+])  # fmt: skip
+def test_a_training_that_cannot_measure_the_noise_scale(task, problem):
+    with pytest.raises(UserError, match=f"tracking.noise_scale = True: {problem}"):
+        noise_scale.NoiseScale(task)
