@@ -19,7 +19,7 @@ GROUPS = {
     "train": ("prepare_data", "train_gpt2", "train_classifier", "train_regression", "train_transformer"),
     "use": ("generate", "evaluate", "export_hf"),
     "look": ("status", "report", "verify_run"),
-    "plan": ("plan", "check_cluster", "compare_parallel"),
+    "plan": ("plan", "sweep", "check_cluster", "compare_parallel"),
     "learn": ("ddp_lab",),
 }
 

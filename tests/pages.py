@@ -28,8 +28,8 @@ CANNOT = {
     ),
     "minutes or hours; other tests have its parts": (
         *("make speedrun", "make faults", "make soak", "python -m benchmarks ", "--run_name nodrop", "runs/nodrop/"),
-        *("--output runs/compare_again", "scripts/compare_parallel.py$"),
-        "--config configs/jobs/cifar100_resnet18.yaml",
+        *("--output runs/compare_again", "scripts/compare_parallel.py$", "runs/stdlib-muon"),
+        *("--config configs/jobs/cifar100_resnet18.yaml", "--config configs/data_stdlib.yaml"),
     ),
     "docker; `make test-image` runs what it built": (
         *("docker run", "docker compose", "mkdir -p data runs", "export OWNER", "make image", "make test-image"),
@@ -48,8 +48,9 @@ CANNOT = {
         *("--source hub:", "hf auth login", "hf upload", "--tasks hellaswag"),
         "--config configs/jobs/cifar100_lenet.yaml$",
     ),
-    "nothing; test_hello.py runs it, and looks at what comes out": (
+    "nothing; test_hello.py or test_hello_gpt.py runs it, and looks at what comes out": (
         *("scripts/hello_", "--train.global_batch_size 10000", "--train.global_batch_size 1200"),
+        "--optim.name adamw --optim.muon_lr",
     ),
     "files of one's own; test_lm_eval.py takes the command from the page": ("--include_path local",),
 }
@@ -63,6 +64,7 @@ TRAINING = (
 SMALLER = {
     "train_gpt2.py": TRAINING,
     "plan.py": TRAINING,
+    "sweep.py": f"--dry_run true {TRAINING}",
     "train_regression.py": "--train.epochs 1 --data.points 100",
     "train_classifier.py": "--train.epochs 1 --data.points 100 --model.hidden 20",
     "train_transformer.py": "--train.epochs 2",

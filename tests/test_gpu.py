@@ -370,7 +370,8 @@ def train_with_inf(flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_commands_are_such_that_a_script_takes_them(device):
+def test_the_commands_are_such_that_a_script_takes_them(device, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules[__name__], "OUT", tmp_path)  # a trial with DEVICE=cpu leaves other runs
     kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmarks": BenchmarkConfig}
     kinds |= {"compare_parallel": CompareConfig, "test_gpu": TrainingConfig}
     for part, commands in PARTS.items():

@@ -1,5 +1,6 @@
 """The programs of docs/first-steps.md: any number of processes, and the full job, end at the same line."""
 
+import re
 import runpy
 import signal
 import subprocess
@@ -16,14 +17,15 @@ from safetensors.torch import load_file
 
 SCRIPTS = [ROOT / "scripts/hello_ddp.py", ROOT / "scripts/hello_torch_ddp.py"]
 TRAINER = ROOT / "scripts/hello_trainer.py"
-ALL = [*SCRIPTS, TRAINER]
+GPT = ROOT / "scripts/hello_gpt.py"
+ALL = [*SCRIPTS, TRAINER, GPT]
 
 
 @pytest.mark.parametrize("script", ALL, ids=lambda script: script.stem)
 def test_it_stands_alone_and_is_as_short_as_the_pages_say(script):
     lines = len(script.read_text().splitlines())
-    assert lines <= (150 if script == TRAINER else 62)
-    assert "gpt2_ddp" not in script.read_text()
+    assert lines <= {TRAINER: 150, GPT: 180}.get(script, 62)
+    assert not re.search(r"^\s*(import|from) gpt2_ddp", script.read_text(), re.MULTILINE)
     for page, text in (("first-steps.md", f"It has {lines} lines."), ("first-steps.zh-CN.md", f"它有 {lines} 行")):
         assert script == SCRIPTS[1] or text in (ROOT / "docs" / page).read_text(encoding="utf-8")
 
@@ -41,11 +43,16 @@ def test_help_explains_it_and_trains_nothing(script, monkeypatch, capsys, tmp_pa
 
 
 MORE = [(script, 1, "LOCAL_WORLD_SIZE", "2", "more processes than GPUs; start fewer") for script in ALL]
-UNEQUAL = TRAINER, 0, "WORLD_SIZE", "5", "these processes cannot share 1200 points equally; start 1, 2, 3, 4"
+UNEQUAL = [
+    (TRAINER, 0, "WORLD_SIZE", "5", "these processes cannot share 1200 points equally; start 1, 2, 3, 4"),
+    (GPT, 0, "WORLD_SIZE", "3", "these processes cannot share 16 windows equally; start 1, 2 or 4"),
+]
+NO_DATA = GPT, 0, "WORLD_SIZE", "1", r"data/stdlib is missing; run: python scripts/prepare_data\.py --config"
 
 
-@pytest.mark.parametrize(("script", "gpus", "variable", "processes", "message"), [*MORE, UNEQUAL])
-def test_a_wrong_number_of_processes_ends_with_one_line(script, gpus, variable, processes, message, monkeypatch):
+@pytest.mark.parametrize(("script", "gpus", "variable", "processes", "message"), [*MORE, *UNEQUAL, NO_DATA])
+def test_what_cannot_start_ends_with_one_line(script, gpus, variable, processes, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(signal, "signal", lambda number, action: None)
     monkeypatch.setenv(variable, processes)

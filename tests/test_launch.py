@@ -205,6 +205,29 @@ def test_the_launchers_own_flags_are_told_from_the_scripts(monkeypatch, command,
     assert launching.under_launcher() == (command not in [LAUNCHES[-1][0], LAUNCHES[-2][0]])
 
 
+@pytest.mark.parametrize(
+    ("build", "visible", "found"),
+    [
+        ("13.0", None, "note: CPU: torch .* finds no NVIDIA driver or GPU\n"),
+        (None, None, ""),
+        ("13.0", "", "note: CPU: torch .* finds no NVIDIA driver or GPU\n"),
+        ("13.0", "0", "mend the driver, or say --train.device cpu"),
+        (None, "0", "install torch's CUDA build, or say --train.device cpu"),
+    ],
+)
+def test_auto_says_why_it_is_the_cpu(monkeypatch, capsys, build, visible, found):
+    """An NVIDIA device that is there (`visible` is not None) and is not hidden has to work."""
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(["/dev/nvidia0"] * (visible is not None)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "0" * (visible is None))
+    if "say" in found:
+        with pytest.raises(UserError, match=found):
+            launching.build_accelerator("auto", section="train.")
+    else:
+        launching.build_accelerator("auto", section="train.")
+        assert re.fullmatch(found, capsys.readouterr().err)
+
+
 DEVICES = ("GPU", "GPU without bf16", "CPU")
 PAGE = (ROOT / "docs/several-machines.md").read_text()
 PRECISIONS = {

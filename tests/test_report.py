@@ -189,7 +189,7 @@ def test_several_runs_and_what_differs(tmp_path: Path) -> None:
     changes = {"a": (1, 1e-3), "b": (1, 3e-4), "c": (2, 1e-3)}
     runs = [make_run(tmp_path / name / "run", metrics(20), *change) for name, change in changes.items()]
     page = Page(write_report([*runs, runs[0]], tmp_path))
-    summary, differences, *_ = page.tables
+    summary, _, _, differences, *_ = page.tables
     assert summary[""] == ["a/run", "b/run", "c/run"]
     assert differences == {"": summary[""], "seed": ["1", "1", "2"], "optim.lr": ["0.001", "0.0003", "0.001"]}
     assert all(f"{name}, 256/s, MFU 25.0%" in page.text for name in summary[""])

@@ -1,5 +1,6 @@
 """The step's choices: a loss in chunks, micro-batches that are chosen, and what torch.compile is asked for."""
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import compiled as compiling
-from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, missing_compiler, resolve_compile
+from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, compiled, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.memory import micro_batches, pick_micro_batch, tried_micro_batch
 
@@ -112,6 +113,15 @@ def test_what_is_compiled(monkeypatch):
     assert resolve_compile("auto", None, gpt(), on(CPU), 1.0) == ("off", None)
 
 
+def test_ddp_cuts_no_compiled_block(monkeypatch):
+    """Dynamo cuts what it compiles below DDP at the bounds of DDP's buckets: a whole model needs that for its overlap,
+    a block is all-reduced while the next one computes."""
+    for how, cuts in (("model", True), ("blocks", False)):
+        monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+        compiled(gpt(), how)
+        assert torch._dynamo.config.optimize_ddp is cuts
+
+
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     for how in ("model", "blocks"):
@@ -134,17 +144,29 @@ def test_a_micro_batch_by_estimate():
 
 
 def test_a_micro_batch_is_tried(monkeypatch):
-    """On running out of memory the next divisor is tried, and gradients are gone when it is found."""
-    model, tried = gpt(), []
-    forward = model.forward
+    """On running out of memory, also in the backward pass, the next divisor is tried. Graph and gradients are gone."""
+    model, tried, freed = gpt(), [], []
+    forward, zero_grad = model.forward, model.zero_grad
+
+    def run_out(_: object) -> None:
+        raise torch.OutOfMemoryError
 
     def limited(tokens, targets, reduction):
         tried.append(len(tokens))
+        if len(tokens) > 4:
+            run_out(None)
+        loss = forward(tokens, targets, reduction)
+        freed.append(weakref.ref(loss))
         if len(tokens) > 3:
-            raise torch.OutOfMemoryError
-        return forward(tokens, targets, reduction)
+            loss.register_hook(run_out)
+        return loss
+
+    def clear(set_to_none: bool) -> None:
+        assert not any(loss() is not None for loss in freed), "before the cache is emptied"
+        zero_grad(set_to_none)
 
     monkeypatch.setattr(model, "forward", limited)
+    monkeypatch.setattr(model, "zero_grad", clear)
     from accelerate import Accelerator
 
     assert (tried_micro_batch(model, Accelerator(cpu=True), 12, 6), tried) == (3, [6, 4, 3])

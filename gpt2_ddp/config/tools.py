@@ -161,15 +161,15 @@ class ExportConfig(CheckpointCommand):
 
 
 class ReportConfig(Command):
-    """report.py: report.html and report.png of one or several runs"""
+    """report.py: report.html and report.png of one or several runs; runs that differ only in their seed are a group"""
 
     positional = "runs"
 
     runs: tuple[str, ...] = ("runs/stdlib",)
     """run folders"""
     output: str | None = None
-    """folder for report.html and report.png; null: the run's folder; for several runs comparison.html and
-    comparison.png in the first run's folder"""
+    """folder for report.html and report.png. FOLDER/NAME.json: NAME.html, NAME.png, and NAME.json with the groups of
+    seeds. null: the run's folder; for several runs comparison.html and comparison.png in the first run's folder"""
     axis: Literal["auto", "steps", "tokens", "time"] = "auto"
     """x axis of the picture: steps, tokens (or samples), or time in training steps; auto: steps, or tokens if runs
     differ in tokens per step"""

@@ -3,6 +3,7 @@
 import argparse
 import os
 import resource
+import sys
 import warnings
 from contextlib import suppress
 from datetime import timedelta
@@ -23,13 +24,7 @@ from accelerate.utils import (
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.environment import (
-    CONNECTED,
-    accelerate_words,
-    under_launcher,
-    usable_cores,
-    world_size,
-)
+from gpt2_ddp.distributed.environment import CONNECTED, accelerate_words, under_launcher, usable_cores, world_size
 from gpt2_ddp.errors import UserError
 
 USE_TORCHRUN = (
@@ -111,6 +106,8 @@ def build_accelerator(
     if accelerator.num_processes != started:
         hint = f"only {accelerator.num_processes} connected; " + USE_TORCHRUN.format(n=started)
         raise UserError("processes", started, hint)
+    if device == "auto" and target.type == "cpu" and torch.version.cuda and not torch.cuda.is_available():
+        accelerator.print(f"note: CPU: torch {torch.__version__} finds no NVIDIA driver or GPU", file=sys.stderr)
     return accelerator
 
 
@@ -129,13 +126,15 @@ def allow_open_files(world: int) -> None:
 
 def pick_device(name: str, section: str = "") -> torch.device:
     """The torch device for `auto`, `cpu`, `cuda` or `mps`. Raises UserError: the device is not available, or `auto`
-    finds an NVIDIA device that CUDA cannot use."""
+    finds a visible NVIDIA device that CUDA cannot use."""
     field, cuda = f"{section}device", torch.cuda.is_available()
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") and name == "auto":
         name = "cpu"
     if name == "auto":
-        if not cuda and any(Path("/dev").glob("nvidia[0-9]*")):
-            hint = f"an NVIDIA device is present but CUDA cannot use it; mend the driver, or say --{field} cpu"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+        if not cuda and visible and any(Path("/dev").glob("nvidia[0-9]*")):
+            cure = "mend the driver" if torch.version.cuda else "install torch's CUDA build"
+            hint = f"an NVIDIA device is present but CUDA cannot use it; {cure}, or say --{field} cpu"
             raise UserError(field, "auto", f"{hint} (torch {torch.__version__})")
         name = "cuda" if cuda else "mps" if torch.backends.mps.is_available() else "cpu"
     if not {"cpu": True, "cuda": cuda, "mps": torch.backends.mps.is_available()}.get(name):

@@ -66,6 +66,7 @@ def compiled(model: nn.Module, how: str) -> nn.Module:
     """The model, compiled with static shapes: as a whole (model), each block in place (blocks), or unchanged (off)."""
     if how == "blocks":
         assert isinstance(model, GPT)
+        torch._dynamo.config.optimize_ddp = False  # it would cut each block by DDP's buckets, as if it were the model
         model.compile_blocks()
     return torch.compile(model, dynamic=False) if how == "model" else model  # pyright: ignore
 

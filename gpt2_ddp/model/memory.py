@@ -293,15 +293,15 @@ def tried_micro_batch(model: GPT, accelerator: Accelerator, windows: int, size: 
 
 def _fits(model: GPT, accelerator: Accelerator, size: int) -> bool:
     tokens = torch.zeros(size, model.config.block_size, dtype=torch.int64, device=accelerator.device)
+    kept, fits = list[torch.Tensor](), True
     try:
-        optimizer_state = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
+        kept += [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]  # optimizer state
         with accelerator.autocast():
-            loss = model(tokens, tokens, reduction="sum")
-        loss.backward()
-        del optimizer_state, loss
-        fits = True
+            kept.append(model(tokens, tokens, reduction="sum"))
+        kept[-1].backward()
     except torch.OutOfMemoryError:
         fits = False
+    kept.clear()  # with the loss its graph; NCCL cannot allocate what stays in PyTorch's cache
     model.zero_grad(set_to_none=True)
     if accelerator.device.type == "cuda":
         torch.cuda.empty_cache()

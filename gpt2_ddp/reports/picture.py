@@ -1,5 +1,7 @@
 """The picture of a report: loss, learning rate, gradient norm and throughput of one or several runs, overlaid.
 
+Completed runs that differ only in their seed are drawn as their mean, in a band of ± one standard deviation.
+
 Nothing is smoothed. Long runs are thinned, but every minimum, maximum and non-finite stretch stays visible.
 """
 
@@ -8,31 +10,33 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from gpt2_ddp.errors import truncate
-from gpt2_ddp.reports.runs import RunRecord, Series
+from gpt2_ddp.reports.groups import group_runs
+from gpt2_ddp.reports.runs import RunRecord, Series, share_tokens, short_names
 
 INK = "#1b1f24"
 """Text, axes and grid; in the SVG, the colour of the text around it."""
 COLORS = ("#3f7fe8", "#e8702a", "#1fa37a", "#b25fd6", "#d9a514", "#e0527a", "#27a5c4", "#8a8f98")
-"""One per run, used again after eight; readable on white and on black."""
+"""One per run or group, used again after eight; readable on white and on black."""
+NAME_LENGTH = 64  # most characters of a name in the legend
 MAX_POINTS = 1800  # points per panel, over all runs; a page stays below 1 MB
 STRETCHES = 63  # of a panel's width; coinciding lines alternate in them
 FOOT = 0.03  # height in a panel of the marks for events and values that are not finite
 BEGINNING = 0.02
 """Fraction of the steps whose losses may lie above the panel, since they would flatten the rest of the curve."""
-NAME_LENGTH = 32
 NOT_FINITE = "not a finite number"
 EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
 """Marks below the loss, by event; `not_finite`: losses since the last row that are excluded from the mean."""
@@ -45,10 +49,10 @@ STYLE = matplotlib.rc_params_from_file(str(Path(__file__).with_suffix(".mplstyle
 
 @dataclass(frozen=True)
 class Trace:
-    """The line of a run, by number, in a panel: `steps` and `values` [n], without values that are not finite. `label`:
-    name of the quantity, in a panel of several quantities."""
+    """The line of a curve, by number, in a panel: `steps` and `values` [n], without values that are not finite.
+    `label`: name of the quantity, in a panel of several quantities."""
 
-    run: int
+    curve: int
     panel: Axes
     label: str
     line: Line2D
@@ -62,12 +66,34 @@ class Trace:
         return np.clip(self.panel.transAxes.inverted().transform(points), (0, FOOT), 1)
 
 
+@dataclass(frozen=True)
+class Curve:
+    """A run, or the mean of several completed runs of a group."""
+
+    name: str
+    color: str
+    runs: Sequence[RunRecord]
+    style: Literal["-", ":"] = "-"
+
+    def series(self, metric: str) -> tuple[Series, np.ndarray]:
+        """Mean of a metric at the steps that all runs have, and its standard deviation (n − 1) [n]; 0 for one run."""
+        found = [run.series(metric) for run in self.runs]
+        if len(found) == 1:
+            return found[0], np.zeros(len(found[0][0]))
+        by_step = [dict(zip(steps.tolist(), values.tolist(), strict=True)) for steps, values in found]
+        steps = sorted(set(by_step[0]).intersection(*by_step[1:]))
+        values = np.array([[one[step] for step in steps] for one in by_step])
+        with np.errstate(invalid="ignore"):  # infinite values
+            return (np.array(steps), values.mean(0)), values.std(0, ddof=1)
+
+
 class Picture:
     """Runs along one of AXES, which all of them have, and what has been drawn of them in `figure`, with STYLE."""
 
     def __init__(self, runs: Sequence[RunRecord], axis: str):
-        self.runs, self.axis = runs, axis
-        self.names = short_names([run.name for run in runs])
+        self.runs, self.axis, self.groups = runs, axis, group_runs(runs)
+        self.curves = list(self._curves())
+        self.names = short_names([curve.name for curve in self.curves], NAME_LENGTH)
         self.units = " or ".join(dict.fromkeys(run.unit for run in runs))
         self.traces: list[Trace] = []
         self.legend: list[tuple[str, str]] = []  # colour and name of each of several runs
@@ -81,32 +107,46 @@ class Picture:
         begin, end = ends.min() / self._size, ends.max() / self._size
         self.range = (begin if end / 4 < begin < end else 0.0, end or 1.0)
 
+    def _curves(self) -> Iterator[Curve]:
+        """One per run; if any group has several completed runs, one for those of each group and one per other run."""
+        if all(len(group.completed) < 2 for group in self.groups):
+            for number, run in enumerate(self.runs):
+                yield Curve(run.name, COLORS[number % len(COLORS)], [run])
+            return
+        for number, group in enumerate(self.groups):
+            color, completed = COLORS[number % len(COLORS)], group.completed
+            if completed:
+                yield Curve(group.heading, color, completed)
+            for run in (run for run in group.runs if run not in completed):
+                yield Curve(f"{run.name} ({run.status.get('state', 'unknown state')})", color, [run], ":")
+
     def x(self, run: RunRecord, steps: np.ndarray) -> np.ndarray:
         """Positions of steps [n] of a run on the axis."""
         places = run.along(self.axis, steps)
         assert places is not None, f"{run.name} has no {self.axis}"
         return places / self._size
 
-    def colored(self) -> Iterator[tuple[RunRecord, str]]:
-        """The runs, and their colours."""
-        return zip(self.runs, cycle(COLORS), strict=False)
-
     def plot(self, panel: Axes, metric: str, label: str = "", **style: Any) -> list[Line2D]:
-        """Draws one line per run, the longest at the bottom. Returns crosses for values that are not finite."""
+        """Draws one line per curve, the longest at the bottom. Returns crosses for values that are not finite."""
         crosses = []
-        longest = sorted(enumerate(self.colored()), key=lambda item: -item[1][0].rows[-1]["step"])
-        for number, (run, color) in longest:
-            steps, values = thin(run.series(metric), max(MAX_POINTS // (3 * len(self.runs)), 10))
+        longest = sorted(enumerate(self.curves), key=lambda item: -item[1].runs[0].rows[-1]["step"])
+        for number, curve in longest:
+            whole, deviation = curve.series(metric)
+            steps, values = thin(whole, max(MAX_POINTS // (3 * len(self.curves)), 10))
             if not len(values):
                 continue
-            finite, x = np.isfinite(values), self.x(run, steps)
-            look = {"color": color, "linewidth": 1, "marker": "." if len(values) < 40 else None} | style
+            finite, x = np.isfinite(values), np.mean([self.x(run, steps) for run in curve.runs], axis=0)
+            look = {"color": curve.color, "linewidth": 1, "marker": "." if len(values) < 40 else None} | style
+            look["linestyle"] = curve.style
             if len(values) > 200:
                 look |= {"marker": None, "linewidth": 0.7 * look["linewidth"]}
             (line,) = panel.plot(x, np.where(finite, values, np.nan), **look)
+            if len(curve.runs) > 1:
+                band = deviation[np.isin(whole[0], steps)]
+                panel.fill_between(x, values - band, values + band, where=finite, color=curve.color, alpha=0.2, lw=0)
             self.traces.append(Trace(number, panel, label, line, steps, values))
             if not finite.all():
-                crosses += self.mark(panel, x[~finite], color=color, marker="x", label=NOT_FINITE)
+                crosses += self.mark(panel, x[~finite], color=curve.color, marker="x", label=NOT_FINITE)
         return crosses
 
     def mark(self, panel: Axes, x: np.ndarray, **style: Any) -> list[Line2D]:
@@ -178,8 +218,8 @@ def draw(runs: Sequence[RunRecord], axis: str) -> Picture:
         _log_scale(norm, picture, "grad_norm")
         speed.set_title(f"Throughput ({picture.units} per second)")
         picture.plot(speed, "tokens_per_second", alpha=0.75)
-        if len(runs) == 1 and (median := _speed(runs[0])):
-            speed.legend(handles=[Line2D([], [], color=COLORS[0], label=f"median {median[2:]}")], loc="lower right")
+        if len(picture.curves) == 1 and (speeds := _speed(picture.curves[0])):
+            speed.legend(handles=[Line2D([], [], color=COLORS[0], label=f"median {speeds[2:]}")], loc="lower right")
         more = [*grid[2:].flat]
         for panel, (metric, title) in zip(more, MORE.items(), strict=False):
             panel.set_title(title)
@@ -194,11 +234,6 @@ def draw(runs: Sequence[RunRecord], axis: str) -> Picture:
     return picture
 
 
-def share_tokens(runs: Sequence[RunRecord]) -> bool:
-    """Whether losses per token can be compared: all known tokenizers are the same."""
-    return len({str(run.start["tokenizer_sha256"]) for run in runs if "tokenizer_sha256" in run.start}) < 2
-
-
 def share_batch(runs: Sequence[RunRecord]) -> bool:
     """Whether a step has equally many tokens in all runs."""
     return len({round(run.tokens_per_step) for run in runs}) == 1
@@ -207,25 +242,31 @@ def share_batch(runs: Sequence[RunRecord]) -> bool:
 def _legend(picture: Picture) -> tuple[list[Line2D], int]:
     """Legend entries of several runs, and how many fit into a row."""
     handles = []
-    for name, (run, color) in zip(picture.names, picture.colored(), strict=True):
+    for name, curve in zip(picture.names, picture.curves, strict=True):
+        run = curve.runs[0]
         batch = "" if share_batch(picture.runs) else f", {short(run.tokens_per_step)} {run.unit} a step"
-        handles.append(Line2D([], [], color=color, lw=3, label=f"{name}{batch}{_speed(run)}"))
-        picture.legend.append((color, f"{run.name}{batch}{_speed(run)}"))
+        label = f"{name}{batch}{_speed(curve)}"
+        handles.append(Line2D([], [], color=curve.color, lw=3, linestyle=curve.style, label=label))
+        picture.legend.append((curve.color, f"{curve.name}{batch}{_speed(curve)}"))
     if len(handles) == 1:
         picture.legend.clear()
         return [], 1
-    return handles, max(1, min(len(handles), 4, 130 // max(len(str(handle.get_label())) for handle in handles)))
+    return handles, max(1, min(len(handles), 4, 135 // max(len(str(handle.get_label())) + 9 for handle in handles)))
 
 
-def _speed(run: RunRecord) -> str:
-    speed, mfu = run.median("tokens_per_second"), run.median("mfu")
-    return (f", {short(speed)}/s" if speed else "") + (f", MFU {mfu:.1%}" if mfu else "")
+def _speed(curve: Curve) -> str:
+    speed, mfu = (
+        [found for run in curve.runs if (found := run.median(metric))] for metric in ("tokens_per_second", "mfu")
+    )
+    return (f", {short(median(speed))}/s" if speed else "") + (f", MFU {median(mfu):.1%}" if mfu else "")
 
 
 def _loss(panel: Axes, picture: Picture) -> None:
     runs, look = picture.runs, {"linewidth": 1.6, "marker": "o", "markersize": 4.5}
-    ink = COLORS[0] if len(runs) == 1 else INK
-    key = [Line2D([], [], color=ink, markeredgecolor=INK, label="validation", **look)]
+    ink = COLORS[0] if len(picture.curves) == 1 else INK
+    key: list[Artist] = [Line2D([], [], color=ink, markeredgecolor=INK, label="validation", **look)]
+    if any(len(curve.runs) > 1 for curve in picture.curves):
+        key.append(Patch(color=ink, alpha=0.2, lw=0, label="mean of the seeds ± one standard deviation"))
     metrics = ["loss_mean", "val_loss"] if share_tokens(runs) else ["val_bits_per_byte"]
     if "loss_mean" in metrics:
         panel.set_title("Loss (nats per token, log scale)" if picture.units == "tokens" else "Loss (log scale)")
@@ -236,8 +277,8 @@ def _loss(panel: Axes, picture: Picture) -> None:
     else:
         panel.set_title("Validation loss (bits per byte, log scale)")
         remarks = ["training losses not drawn: they are per", "token, and the runs' tokenizers differ"]
-        named = zip(runs, picture.names, strict=True)
-        remarks += [f"not evaluated: {name}" for run, name in named if not len(run.series(metrics[0])[1])]
+        named = zip(picture.curves, picture.names, strict=True)
+        remarks += [f"not evaluated: {name}" for curve, name in named if not len(curve.series(metrics[0])[0][1])]
         key += [Line2D([], [], linewidth=0, label=remark) for remark in remarks]
     key += picture.plot(panel, metrics[-1], "validation", markeredgecolor=INK, **look)
     _log_scale(panel, picture, *metrics)
@@ -248,7 +289,7 @@ def _loss(panel: Axes, picture: Picture) -> None:
     if len(later) >= 20 and later.max() > 0 and begin > 1.05 * later.max():
         panel.set_ylim(top=1.05 * later.max())
         key.append(Line2D([], [], color=INK, linewidth=0, marker="^", label=f"begins at {begin:.4g}, above the frame"))
-    for run, color in picture.colored():
+    for run, color in [(run, curve.color) for curve in picture.curves for run in curve.runs]:
         happened = [row for row in run.events if row["step"] > run.rows[0]["step"]]
         happened += [{"event": "not_finite", "step": row["step"]} for row in run.rows if row.get("not_finite")]
         for event, (label, marker) in EVENTS.items():
@@ -307,12 +348,6 @@ def thin(series: Series, buckets: int) -> Series:
         kept |= {part[low[part].argmin()], part[high[part].argmax()], part[finite[part].argmin()]}
     keep = sorted(kept)
     return steps[keep], values[keep]
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Names that fit into a legend, cut in their middle; those that become equal get their number."""
-    cut = [truncate(name, NAME_LENGTH) for name in names]
-    return [f"{name} ({number})" if cut.count(name) > 1 else name for number, name in enumerate(cut, 1)]
 
 
 def short(value: float) -> str:

@@ -20,8 +20,9 @@ from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
+from gpt2_ddp.reports.groups import Group, content, table
 from gpt2_ddp.reports.picture import Picture, as_png, draw, share_batch
-from gpt2_ddp.reports.runs import AXES, Row, RunRecord, is_finite, read_runs
+from gpt2_ddp.reports.runs import AXES, Row, RunRecord, read_runs
 
 UNKNOWN = "–"
 NAMES = ("run_name", "output_dir")  # settings that differ between any two runs, without meaning
@@ -43,15 +44,21 @@ def report(config: ReportConfig) -> int:
 
 
 def write_report(runs: list[Path], output: Path, axis: str = "auto", name: str = "report") -> Path:
-    """Writes NAME.html and NAME.png of run folders into the folder `output`, each complete or not at all. Returns the
-    path of NAME.html. Missing and torn rows and files are omitted, with a note on the page.
-    Raises: UserError if a folder has no metrics to show, or none along `axis`, or `output` cannot be written."""
+    """Writes NAME.html and NAME.png of run folders into the folder `output`, each complete or not at all. If `output`
+    is FOLDER/NAME.json, writes that file, too, with the groups of runs. Returns the path of NAME.html. Missing and torn
+    rows and files are omitted, with a note on the page. Raises: UserError if a folder has no metrics to show, or none
+    along `axis`, or `output` cannot be written."""
     loaded = read_runs(runs)
     picture = draw(loaded, choose_axis(loaded, axis))
     html, png = page(loaded, picture), as_png(picture.figure)
+    if is_json := output.suffix == ".json" and not output.is_dir():
+        output, name = output.parent, output.stem
     make_output_folder(output)
     write_atomically(output / f"{name}.png", png)
     write_atomically(output / f"{name}.html", html.encode(errors="replace"))  # a sample may hold half a character
+    if is_json:
+        statistics = json.dumps({"groups": content(picture.groups)}, ensure_ascii=False, allow_nan=False, indent=2)
+        write_atomically(output / f"{name}.json", f"{statistics}\n".encode(errors="replace"))
     return output / f"{name}.html"
 
 
@@ -71,7 +78,10 @@ def page(runs: Sequence[RunRecord], picture: Picture) -> str:
     page.js runs in it."""
     names = [run.name for run in runs]
     legend = [f'<li style="--color: {color}">{escape(name)}</li>' for color, name in picture.legend]
-    body = ["<h2>Summary</h2>", _by_run({run.name: _summary(run) for run in runs}), "<h2>Curves</h2>"]
+    body = ["<h2>Summary</h2>", _by_run({run.name: _summary(run) for run in runs})]
+    if any(len(group.runs) > 1 for group in picture.groups):
+        body += ["<h2>Groups of runs that differ only in their seed</h2>", _groups(picture.groups)]
+    body.append("<h2>Curves</h2>")
     body += ['<ul class="legend">', *legend, "</ul>"] if legend else []
     body += ['<section class="beside">', f"<figure>{picture.svg()}</figure>", *_samples(runs), "</section>"]
     if len(runs) > 1:
@@ -102,18 +112,15 @@ def _points(picture: Picture) -> str:
         left, top, right, bottom = boxes[trace.panel]
         x, y = (trace.places() * (right - left, top - bottom) + (left, bottom)).round(1).T.tolist()
         values = [float(f"{value:.5g}") if np.isfinite(value) else None for value in trace.values.tolist()]
-        place = {"run": trace.run, "panel": list(boxes).index(trace.panel), "label": trace.label, "x": x, "y": y}
+        place = {"run": trace.curve, "panel": list(boxes).index(trace.panel), "label": trace.label, "x": x, "y": y}
         lines.append({**place, "step": trace.steps.astype(int).tolist(), "value": values})
-    named = zip(picture.names, picture.colored(), strict=True)
-    runs = [{"name": name, "color": color} for name, (_, color) in named]
+    named = zip(picture.names, picture.curves, strict=True)
+    runs = [{"name": name, "color": curve.color} for name, curve in named]
     return json.dumps({"panels": list(boxes.values()), "runs": runs, "lines": lines}, separators=(",", ":"))
 
 
 def _summary(run: RunRecord) -> dict[str, str]:
     state, reason, setting = run.status.get("state"), run.status.get("reason"), run.config.get
-    newest = run.last("val_loss")  # losses over other tokens do not compare
-    alike = (row for row in run.rows if row.get("val_tokens") == newest.get("val_tokens"))
-    best = min((row for row in alike if is_finite(row.get("val_loss"))), key=lambda row: row["val_loss"], default={})
     digests = (row["order_digest"] for row in reversed(run.rows) if row.get("order_digest"))
     gpt = {
         "MFU (median)": _number(run.median("mfu"), ".1%"),
@@ -128,8 +135,8 @@ def _summary(run: RunRecord) -> dict[str, str]:
         run.unit: _number(run.last("tokens").get("tokens")),
         "skipped steps": _number(run.last("skipped").get("skipped")),
         "last train loss (loss_mean)": _at_step(run.last("loss_mean"), "loss_mean"),
-        "last validation loss": _validation(run, newest),
-        "best validation loss": _validation(run, best),
+        "last validation loss": _validation(run, run.last("val_loss")),
+        "best validation loss": _validation(run, run.best("val_loss")),
         f"{run.unit} per second (median)": _number(run.median("tokens_per_second"), ",.0f"),
         "time in training steps": duration(run.clock[1][-1]) if run.clock[1][-1] else UNKNOWN,
         "parameters": _number(run.parameters),
@@ -216,6 +223,19 @@ def _differences(settings: Mapping[str, Row]) -> str:
     rows = [[name, *(_text(config.get(name)) for config in settings.values())] for name in known]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return _table(["", *settings], rows) if rows else "<p>Nothing.</p>"
+
+
+def _groups(groups: Sequence[Group]) -> str:
+    """A table of the groups' means, and one of their differences to the first group and of remarks."""
+    rows = table(groups)
+    columns = [*rows[-1][1]]  # the first group has no differences
+    below = [
+        [row["group"], *(differences.get(column, UNKNOWN) for column in columns), "; ".join(remarks)]
+        for row, differences, remarks in rows
+    ]
+    means = _table(rows[0][0], [[*row.values()] for row, _, _ in rows])
+    others = _table(["difference to the first group", *columns, "remarks"], below)
+    return f'<section class="groups">{means}\n{others}</section>'
 
 
 def _samples(runs: Sequence[RunRecord]) -> list[str]:

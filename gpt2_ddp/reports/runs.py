@@ -4,7 +4,7 @@ import marshal
 import math
 import os
 from collections import UserList
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -19,7 +19,7 @@ from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json, read_small, regular
 from gpt2_ddp.reports.status import health, no_run
 
@@ -29,6 +29,7 @@ Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a v
 LARGEST_PICTURE = 2**23  # most bytes of a picture; 24 images take 300,000
 AXES = ("steps", "tokens", "time")  # x axes; time is training time in seconds
 LAST_STEP, LARGEST, SMALLEST = 2**53, 3.4e38, 1.2e-38  # limit of steps; largest and smallest normal number in fp32
+NAME_LENGTH = 32
 T = TypeVar("T")
 
 
@@ -97,6 +98,12 @@ class RunRecord:
         """The last row that holds a number as `metric`, or an empty one."""
         return next((row for row in reversed(self.rows) if _is_number(row.get(metric))), {})
 
+    def best(self, metric: str) -> Row:
+        """The row with the lowest `metric`, or an empty one. Losses over other tokens than the last do not compare."""
+        scored = self.last(metric).get("val_tokens")
+        alike = (row for row in self.rows if row.get("val_tokens") == scored and is_finite(row.get(metric)))
+        return min(alike, key=lambda row: row[metric], default={})
+
     @cache  # noqa: B019, a report lives as long as its process
     def series(self, metric: str) -> Series:
         """`metric` in the rows that hold a number, finite or not. Outside fp32's range, it is infinite or 0."""
@@ -159,6 +166,17 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
         parent = os.path.commonpath(paths)
         names = [os.path.relpath(path, parent) for path in paths]
     return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def share_tokens(runs: Sequence[RunRecord]) -> bool:
+    """Whether losses per token can be compared: all known tokenizers are the same."""
+    return len({str(run.start["tokenizer_sha256"]) for run in runs if "tokenizer_sha256" in run.start}) < 2
+
+
+def short_names(names: Sequence[str], most: int = NAME_LENGTH) -> list[str]:
+    """Names that fit into a legend, cut in their middle; those that become equal get their number."""
+    cut = [truncate(name, most) for name in names]
+    return [f"{name} ({number})" if cut.count(name) > 1 else name for number, name in enumerate(cut, 1)]
 
 
 def _read_run(folder: Path, name: str) -> RunRecord:

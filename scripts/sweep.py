@@ -1,0 +1,179 @@
+"""Train variants of a training with several seeds, as ordinary runs, and compare them.
+
+    python scripts/sweep.py --seeds 1 2 3 --vary optim.muon_lr=0.02,0.03 model.architecture=gpt2,llama
+    python scripts/sweep.py --seeds 1 2 3 --vary optim.lr=3e-4,6e-4 --config configs/gpt2_124m.yaml --dry_run
+
+All other flags are those of train_gpt2.py. The same command again resumes what is missing. See docs/sweep.md.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from signal import Signals
+from typing import NamedTuple
+
+from pydantic import Field
+
+from gpt2_ddp.checkpoint.run_files import is_locked
+from gpt2_ddp.config.cli import load, run_command
+from gpt2_ddp.config.plan import PlanConfig
+from gpt2_ddp.config.training import TrainingConfig, training_default
+from gpt2_ddp.data.manifest import missing_data
+from gpt2_ddp.distributed.environment import DIVERGED, STOPPED, usable_cores, world_size
+from gpt2_ddp.distributed.process import CHILD, POLL_SECONDS, run_script
+from gpt2_ddp.distributed.signals import Stopped, install_handlers
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.project import PROJECT
+
+OWN = ("seeds", "vary", "at_once", "dry_run")
+
+
+class SweepConfig(TrainingConfig):
+    """sweep.py: variants and seeds of a training by train_gpt2.py, whose flags it takes, too"""
+
+    first = OWN
+
+    seeds: tuple[int, ...] = Field(default=(), exclude=True)
+    """seeds to train each variant with; none: that of the configuration"""
+    vary: tuple[str, ...] = Field(default=(), exclude=True)
+    """fields and their values, like optim.lr=3e-4,6e-4; each combination is a variant"""
+    at_once: int | None = Field(default=None, ge=1, exclude=True)
+    """runs at a time, each on one GPU or an equal share of the cores; null: the number of GPUs, or 1"""
+    dry_run: bool = Field(default=False, exclude=True)
+    """only print the commands, and the time of each by plan.py"""
+
+
+class Member(NamedTuple):
+    """A run of the sweep."""
+
+    folder: Path
+    flags: list[str]  # of train_gpt2.py
+
+    @property
+    def log(self) -> Path:
+        """The file of its output."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+
+def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
+    """All runs of a command line, variant by variant. Raises: UserError, also for values that train_gpt2.py refuses."""
+    shared, is_own, fields, found = [], False, [], {}
+    for word in argv:
+        is_own = word[2:].partition("=")[0] in OWN if word.startswith("--") else is_own
+        shared += [] if is_own else [word]
+    for text in config.vary:
+        name, _, values = text.partition("=")
+        if not values or name in ("seed", "run_name", "output_dir"):
+            raise UserError(
+                "vary", text, "should be a field and its values, like optim.lr=3e-4,6e-4; seeds: --seeds 1 2"
+            )
+        fields.append([(name, value) for value in re.split(r",(?![^\[]*\])", values)])  # not at a list's commas
+    for chosen, seed in product(product(*fields), config.seeds or (config.seed,)):
+        parts = [*(f"{name.rpartition('.')[2]}_{value}" for name, value in chosen), f"seed_{seed}"]
+        folder = Path(config.output_dir, re.sub(r"[^\w.-]+", "_", "-".join([config.run_name, *parts])))
+        if folder in found:
+            raise UserError("vary", " ".join(config.vary), f"two runs would be {folder}; give each value once")
+        words = [word for field, value in chosen for word in (f"--{field}", value)]
+        found[folder] = Member(folder, [*shared, "--run_name", folder.name, "--seed", str(seed), *words])
+        load(TrainingConfig, found[folder].flags, training_default)
+    return [*found.values()]
+
+
+def train_all(members: list[Member], at_once: int, gpus: list[str]) -> None:
+    """Trains the runs. One that fails ends alone. Raises: Stopped, once a signal has stopped all of them."""
+    todo, heard, running = [*members], [], {}
+    uninstall = install_handlers(lambda number, frame: heard.append(number), last=False)
+    try:
+        while running or (todo and not heard):
+            for slot in set(range(at_once)) - running.keys() if not heard else ():
+                # a run of a killed sweep may still be saving
+                if member := next((member for member in todo if not is_locked(member.folder)), None):
+                    todo.remove(member)
+                    running[slot] = member, start(member, slot, at_once, gpus), []
+                    print(f"{member.folder} starts; its output is in {member.log}", flush=True)
+            time.sleep(POLL_SECONDS)
+            for slot, (member, process, sent) in [*running.items()]:
+                for number in heard[len(sent) :]:
+                    process.send_signal(number)
+                    sent.append(number)
+                if process.poll() is not None:
+                    del running[slot]
+                    print(f"{member.folder} {describe_end(member, process.returncode)}", flush=True)
+    finally:
+        uninstall()
+    if heard:
+        raise Stopped(Signals(heard[0]).name)
+
+
+def start(member: Member, slot: int, at_once: int, gpus: list[str]) -> subprocess.Popen[bytes]:
+    """The process of a run, on the GPU of its slot or on its share of the cores. It stops when this process ends."""
+    own = {CHILD: "1", "PYTHONUNBUFFERED": "1"} | ({"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else {})
+    if at_once > 1 and not gpus:
+        own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(usable_cores() // at_once, 1))
+    member.folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(PROJECT / "scripts/train_gpt2.py"), *member.flags]
+    with open(member.log, "ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | own, process_group=0)
+
+
+def describe_end(member: Member, code: int) -> str:
+    """How a run ended, by its exit code; of a failure, the last line of its output."""
+    last = member.log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+    return {0: "is complete", DIVERGED: "diverged", STOPPED: "stopped"}.get(code, f"failed: {last or code}")
+
+
+def show_commands(members: list[Member]) -> int:
+    """Prints the commands, and the time that plan.py knows for each."""
+    from gpt2_ddp.plan.plan import make_plan
+
+    for member in members:
+        known = make_plan(load(PlanConfig, member.flags, training_default)).seconds
+        seconds = f"{sum(known.values()):,.0f} s" if known else "unknown time"
+        print(shlex.join(["python", "scripts/train_gpt2.py", *member.flags]), f" # {seconds}")
+    return 0
+
+
+def compare(members: list[Member], report: Path) -> int:
+    """Prints the comparison, and writes it as `report`, NAME.json. Returns 1 if a run is not complete."""
+    from gpt2_ddp.reports.groups import describe, group_runs
+    from gpt2_ddp.reports.report import write_report
+    from gpt2_ddp.reports.runs import read_runs
+
+    runs, without = [], []
+    for member in members:
+        try:
+            runs += read_runs([member.folder])
+        except UserError:  # it failed before its first row
+            without.append(f"{member.folder} has no rows; its output is in {member.log}")
+    print(*describe(group_runs(runs)), *without, sep="\n")
+    if runs and find_spec("matplotlib"):
+        print("report:", write_report([report.parent / run.name for run in runs], report))
+    return int(bool(without) or any(run.status.get("state") != "completed" for run in runs))
+
+
+def main(config: SweepConfig) -> int:
+    """Trains what is missing, and compares all runs."""
+    if world_size() > 1:
+        raise UserError("sweep.py", "under a launcher", "starts the runs itself; start it with python")
+    members = find_members(config, sys.argv[1:])
+    if config.dry_run:
+        return show_commands(members)
+    for member in members:  # once, not by several runs at a time
+        if recipe := missing_data(load(TrainingConfig, member.flags, training_default)):
+            run_script("prepare_data", "--config", recipe)
+    from torch.cuda import device_count
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device_count() else ""
+    gpus = visible.split(",") if visible else [*map(str, range(device_count()))]
+    train_all(members, config.at_once or len(gpus) or 1, gpus)
+    return compare(members, Path(config.output_dir, f"{config.run_name}-sweep.json"))
+
+
+if __name__ == "__main__":
+    run_command(SweepConfig, main, default=training_default)

@@ -1,0 +1,130 @@
+"""The trainer in one file: the losses of train_gpt2.py on the same windows, on any number of processes and resumed."""
+
+import re
+import shlex
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ACCELERATE, ROOT, environment, forked
+from conftest import once
+from ranks import free_port, rank_environment, run_ranks
+from runs import rows, train
+
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.model.gpt import GPT
+
+SCRIPT, PAGE, CHECKPOINT = ROOT / "scripts/hello_gpt.py", ROOT / "docs/first-steps.md", "runs/hello_gpt.pt"
+assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-5)
+SIZES = {"WIDTH": 48, "CONTEXT": 32, "STEPS": 24, "WARMUP": 6, "LOG_EVERY": 1, "EVAL_EVERY": 12, "SAVE_EVERY": 8}
+FLAGS = (
+    "--model.n_embd 48 --model.block_size 32 --train.global_batch_tokens 512 --train.steps 24 --optim.warmup_steps 6"
+    " --tracking.log_every 1 --tracking.sample_every 0 --eval.every 12 --eval.tokens 3072 --train.device cpu"
+)
+"""The same sizes for hello_gpt.py and train_gpt2.py."""
+RANK = """
+import os, signal, sys
+sys.path.insert(0, {scripts!r})
+from functools import cache
+from pathlib import Path
+import accelerate, hello_gpt, numpy as np, torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from gpt2_ddp.data.order import Order
+vars(hello_gpt).update({sizes!r}, DATA=Path({data!r}))
+epoch_of = lambda epoch, count: Order(hello_gpt.SEED, count).items_at(np.arange(epoch * count, (epoch + 1) * count))
+hello_gpt.permutation = cache(lambda *args: torch.from_numpy(epoch_of(*args).astype(np.int64)))
+
+reduced, saves, prepare, replace = [], [], accelerate.Accelerator.prepare, os.replace
+def prepare_and_count(self, model, optimizer):
+    model, optimizer = prepare(self, model, optimizer)
+    if self.num_processes > 1:
+        count = lambda bucket: reduced.append(bucket.buffer().numel())
+        model.register_comm_hook(None, lambda _, bucket: count(bucket) or allreduce_hook(None, bucket))
+    return model, optimizer
+def replace_or_die(*names):
+    saves.append(names)
+    if len(saves) == {dies_at}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(*names)
+accelerate.Accelerator.prepare, os.replace = prepare_and_count, replace_or_die
+hello_gpt.main()
+print("rank", os.environ.get("RANK", "0"), "all-reduced", sum(reduced), "values, saved", len(saves), "times")
+"""
+"""A rank of the program in small, with the trainer's order of windows. It dies in a save, if it shall."""
+
+
+def run(folder: Path, corpus: Path, world: int, dies_at: int = 0) -> str:
+    """Runs hello_gpt.py on forked ranks; returns what they printed."""
+    alone = rank_environment(0, 1, free_port()) if world == 1 else {}
+    words = RANK.format(scripts=str(SCRIPT.parent), sizes=SIZES, data=str(corpus), dies_at=dies_at)
+    done = forked(["-c", words], folder, world, **alone)
+    assert dies_at or done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def whole(corpus, tmp_path_factory):
+    """Runs it without interruption, once for all tests; returns its folder and what it printed."""
+
+    def of(world: int) -> tuple[Path, str]:
+        make = lambda folder: (folder / "out").write_text(run(folder, corpus, world))  # noqa: E731
+        folder = once(tmp_path_factory, f"hello_gpt-{world}", make)
+        return folder, (folder / "out").read_text()
+
+    return of
+
+
+def figures(printed: str, kind: str = "loss") -> torch.Tensor:
+    """Step, loss and learning rate of each line of this kind; or step, val_loss and bits/byte."""
+    found = re.findall(rf"^step (\d+): {kind} (\S+)  \S+ (\S+)$", printed, re.MULTILINE)
+    return torch.tensor([list(map(float, line)) for line in found], dtype=torch.float64)
+
+
+def test_its_losses_are_those_of_the_trainer(whole, corpus, tmp_path):
+    """The command that docs/first-steps.md gives, with fewer steps of another corpus."""
+    (command,) = re.findall(r"^python scripts/train_gpt2.py (--optim.name adamw .*)$", PAGE.read_text(), re.MULTILINE)
+    small = f"--data.path {corpus} --output_dir {tmp_path} --run_name run {FLAGS}"
+    flags = ["--config", str(ROOT / "configs/gpt2_stdlib.yaml"), *shlex.split(f"{command} {small}")]
+    config = load(TrainingConfig, flags)
+    run_ranks(train, 1, config)
+    folder, printed = whole(1)
+    ours = [row for row in rows(tmp_path / "run") if "loss" in row]
+    for kind, other in (("loss", "lr"), ("val_loss", "val_bits_per_byte")):
+        expected = [[row["step"], row[kind], row[other]] for row in ours if kind in row]
+        assert_close(figures(printed, kind), torch.tensor(expected, dtype=torch.float64))
+    assert ours[-1]["loss"] < ours[0]["loss"] - 0.3
+    GPT(config.model, 512).load_state_dict(torch.load(folder / CHECKPOINT)["model"])  # raises for other names or shapes
+
+
+def test_two_processes_train_the_same_and_resume_at_the_same_bits(whole, corpus, tmp_path):
+    """One of them, killed in the save of step 24, resumes from step 16. Each value is all-reduced once per step."""
+    (_, one), (folder, two) = whole(1), whole(2)
+    assert_close(figures(two), figures(one))
+    end = torch.load(folder / CHECKPOINT)
+    values = sum(value.numel() for value in end["model"].values())
+    for rank, saves in ((0, 3), (1, 0)):
+        assert f"rank {rank} all-reduced {24 * values} values, saved {saves} times\n" in two
+    killed = run(tmp_path, corpus, 2, dies_at=3)
+    assert torch.equal(figures(killed), figures(two))
+    assert torch.load(tmp_path / CHECKPOINT)["step"] == 16, "the checkpoint before is whole"
+    resumed = run(tmp_path, corpus, 2)
+    assert resumed.startswith("begins at step 16 of 24; processes: 2\nstep 17: ")
+    assert torch.equal(figures(resumed), figures(two)[16:])
+    torch.testing.assert_close(torch.load(tmp_path / CHECKPOINT), end, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_it_learns_in_bf16_by_a_launcher(corpus, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/stdlib").symlink_to(corpus)
+    short = tmp_path / "hello_gpt.py"
+    short.write_text(SCRIPT.read_text().replace(", 300,", ", 60,"))  # STEPS
+    start = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16", str(short)]
+    done = subprocess.run(start, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("begins at step 0 of 60; processes: 2\nstep 10: ")
+    ((_, loss, _),) = figures(done.stdout, "val_loss").tolist()
+    assert loss < figures(done.stdout)[0, 1] - 1

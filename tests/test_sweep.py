@@ -1,0 +1,155 @@
+"""A sweep: its runs, their order and names, what stops and resumes them, and what it says of those that fail."""
+
+import importlib.util
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import ROOT, SCRIPTS, environment, expect_error
+
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.distributed.signals import Stopped
+from gpt2_ddp.files import read_json
+from gpt2_ddp.reports.runs import read_runs
+from gpt2_ddp.reports.verify import verify_run
+
+spec = importlib.util.spec_from_file_location("sweep", SCRIPTS / "sweep.py")
+assert spec
+assert spec.loader
+sweep = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sweep)
+
+RATES = ["--seeds", "1", "2", "3", "--vary", "optim.lr=0.02,0.03"]
+SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32}
+FIELDS = {**{f"model.{name}": value for name, value in SIZES.items()}, "train.steps": 120, "train.device": "cpu"}
+FIELDS |= {"train.global_batch_tokens": 256, "optim.warmup_steps": 1, "optim.min_lr": 0, "eval.every": 40}
+FIELDS |= {"eval.tokens": 256, "checkpoint.every": 10, "checkpoint.background": "false", "tracking.log_every": 5}
+TRAINING = [word for name, value in FIELDS.items() for word in (f"--{name}", str(value))]
+
+
+def members(*words: str) -> list:
+    return sweep.find_members(load(sweep.SweepConfig, words, sweep.training_default), list(words))
+
+
+def test_each_combination_of_values_and_seeds_is_a_run_of_ordinary_flags():
+    words = ["--train.steps", "9", *RATES, "optim.betas=[0.9,0.95],[0.8,0.9]", "--run_name", "a", "--output_dir", "b/c"]
+    found = members(*words)
+    assert len(found) == 12
+    assert found[1].folder == Path("b/c/a-lr_0.02-betas__0.9_0.95_-seed_2")
+    own = "--run_name a-lr_0.02-betas__0.9_0.95_-seed_2 --seed 2 --optim.lr 0.02 --optim.betas [0.9,0.95]"
+    assert " ".join(found[1].flags) == f"--train.steps 9 --run_name a --output_dir b/c {own}"
+    (alone,) = members("--seed", "7", "--at_once", "3", "--dry_run")
+    assert alone.flags == ["--seed", "7", "--run_name", "stdlib-seed_7", "--seed", "7"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--vary", "optim.lr"], "vary = optim.lr: should be a field and its values"),
+        (["--vary", "seed=1,2"], "vary = seed=1,2: .* --seeds"),
+        (["--seeds", "1", "1"], "two runs would be runs/stdlib-seed_1"),
+        (["--vary", "data.path=a/b,a_b"], "two runs would be"),
+        (["--vary", "optim.lr=0.01,-1"], "optim.lr = -1"),
+        (["--vary", "optim.rate=0.01"], "optim.rate"),
+        (["--seeds", "-1"], "seed = -1"),
+    ],
+)
+def test_a_mistake_ends_it_before_the_first_run(words, message):
+    expect_error(message, members, *words)
+
+
+class Stub:
+    """A process that ends after some polls, or only by a signal."""
+
+    def __init__(self, member, code: int, polls: float = 1):
+        member.log.write_text("step 1\nerror: something\n")
+        self.returncode, self._polls, self.signals = code, polls, []
+
+    def poll(self) -> int | None:
+        self._polls -= 1
+        return self.returncode if self._polls < 0 else None
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.returncode, self._polls = 75, 0
+
+
+@pytest.fixture
+def three(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "POLL_SECONDS", 0)
+    return members("--run_name", "a", "--output_dir", str(tmp_path), "--seeds", "1", "2", "3")
+
+
+def lines_of(capsys) -> list[str]:
+    return [line.rpartition("/a-")[2] for line in capsys.readouterr().out.splitlines() if "starts" not in line]
+
+
+def test_a_run_that_fails_ends_alone(three, monkeypatch, capsys):
+    codes = {1: 0, 2: 2, 3: 3}
+    monkeypatch.setattr(sweep, "start", lambda member, *_: Stub(member, codes[int(member.folder.name[-1])]))
+    sweep.train_all(three, 1, [])
+    assert lines_of(capsys) == ["seed_1 is complete", "seed_2 failed: error: something", "seed_3 diverged"]
+
+
+def test_a_signal_stops_the_runs_and_begins_no_other(three, monkeypatch, capsys):
+    started = []
+
+    def start(member, *_: object) -> Stub:
+        started.append(Stub(member, 0, math.inf))
+        if len(started) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(sweep, "start", start)
+    with pytest.raises(Stopped, match="SIGTERM"):
+        sweep.train_all(three, 2, [])
+    assert [process.signals for process in started] == [[signal.SIGTERM]] * 2
+    assert lines_of(capsys) == ["seed_1 stopped", "seed_2 stopped"]
+
+
+def test_a_run_that_another_process_trains_has_its_turn_after_that(three, monkeypatch, capsys):
+    locked = [True, True, False, False, False]
+    monkeypatch.setattr(sweep, "is_locked", lambda folder: folder.name == "a-seed_1" and locked.pop(0))
+    monkeypatch.setattr(sweep, "start", lambda member, *_: Stub(member, 0))
+    sweep.train_all(three, 1, [])
+    assert lines_of(capsys) == ["seed_2 is complete", "seed_3 is complete", "seed_1 is complete"]
+
+
+def test_runs_at_a_time_share_the_gpus_or_the_cores(three, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: options["env"])
+    monkeypatch.setattr(sweep, "usable_cores", lambda: 9)
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    assert [sweep.start(three[0], slot, 3, ["3", "5"])["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["3", "5", "3"]
+    assert "OMP_NUM_THREADS" not in sweep.start(three[0], 0, 1, [])
+    assert sweep.start(three[0], 1, 2, [])["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpus, tmp_path):
+    words = [*TRAINING, "--data.path", str(corpus), "--output_dir", str(tmp_path), "--run_name", "a", "--at_once", "2"]
+    command = [sys.executable, str(SCRIPTS / "sweep.py"), *RATES, *words]
+    options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen(command, **options) as process:
+            time.sleep(random.uniform(6, 15))
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=60)
+        assert process.returncode == (75 if number == signal.SIGTERM else -number), output
+    again = subprocess.run(command, **options, timeout=300)
+    assert again.returncode == 0, again.stdout
+    runs = [Path(tmp_path, f"a-lr_{rate}-seed_{seed}") for rate in ("0.02", "0.03") for seed in (1, 2, 3)]
+    for run, record in zip(runs, read_runs(runs), strict=True):
+        assert [row["step"] for row in record.rows] == [0, *range(5, 121, 5)]
+        assert verify_run(VerifyConfig(run=str(run))) == 0
+    (found,) = [read_json(tmp_path / "a-sweep.json")]
+    assert [len(group["runs"]) for group in found["groups"]] == [3, 3]
+    assert (tmp_path / "a-sweep.html").exists()
+    assert "optim.lr=0.03" in again.stdout
