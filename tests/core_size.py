@@ -21,8 +21,8 @@ CEILINGS = {"loaded": (6394, 39), "reachable": (8762, 59), "product": (18053, 12
 """Most lines and modules. Of them, the architectures beside GPT-2 have 211, 361 and 403 lines. Lost locks and folders,
 failing disks, memory limits, ranks lost before they connect and configurations of strangers have 130, 331 and 400. New
 since the ceilings were last lowered: sharded training (348 reachable; every training loads 74 of them: the strategy
-and the section `launch`); own scores, numbers of rows, and the noise scale (172 reachable, 40 of them loaded); groups of
-seeds in reports (240), sweep.py (145) and hello_gpt.py (160)."""
+and the section `launch`); own scores, numbers of rows, and the noise scale (172 reachable, 40 of them loaded); groups
+of seeds in reports (240), sweep.py (145) and hello_gpt.py (160)."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 
 PROBE = """
