@@ -18,11 +18,9 @@ from pathlib import Path
 from signal import Signals
 from typing import NamedTuple
 
-from pydantic import Field
-
 from gpt2_ddp.checkpoint.run_files import is_locked
 from gpt2_ddp.config.cli import load, run_command
-from gpt2_ddp.config.plan import PlanConfig
+from gpt2_ddp.config.plan import PlanConfig, SweepConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.manifest import missing_data
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED, usable_cores, world_size
@@ -31,48 +29,22 @@ from gpt2_ddp.distributed.signals import Stopped, install_handlers
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
 
-OWN = ("seeds", "vary", "at_once", "dry_run")
-
-
-class SweepConfig(TrainingConfig):
-    """sweep.py: variants and seeds of a training by train_gpt2.py, whose flags it takes, too"""
-
-    first = OWN
-
-    seeds: tuple[int, ...] = Field(default=(), exclude=True)
-    """seeds to train each variant with; none: that of the configuration"""
-    vary: tuple[str, ...] = Field(default=(), exclude=True)
-    """fields and their values, like optim.lr=3e-4,6e-4; each combination is a variant"""
-    at_once: int | None = Field(default=None, ge=1, exclude=True)
-    """runs at a time, each on one GPU or an equal share of the cores; null: the number of GPUs, or 1"""
-    dry_run: bool = Field(default=False, exclude=True)
-    """only print the commands, and the time of each by plan.py"""
-
 
 class Member(NamedTuple):
-    """A run of the sweep."""
-
-    folder: Path
+    folder: Path  # of the run
     flags: list[str]  # of train_gpt2.py
-
-    @property
-    def log(self) -> Path:
-        """The file of its output."""
-        return self.folder.with_name(f"{self.folder.name}.log")
 
 
 def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
     """All runs of a command line, variant by variant. Raises: UserError, also for values that train_gpt2.py refuses."""
     shared, is_own, fields, found = [], False, [], {}
     for word in argv:
-        is_own = word[2:].partition("=")[0] in OWN if word.startswith("--") else is_own
+        is_own = word[2:].partition("=")[0] in SweepConfig.first if word.startswith("--") else is_own
         shared += [] if is_own else [word]
     for text in config.vary:
         name, _, values = text.partition("=")
         if not values or name in ("seed", "run_name", "output_dir"):
-            raise UserError(
-                "vary", text, "should be a field and its values, like optim.lr=3e-4,6e-4; seeds: --seeds 1 2"
-            )
+            raise UserError("vary", text, "should be a field and values, like optim.lr=3e-4,6e-4; seeds: --seeds 1 2")
         fields.append([(name, value) for value in re.split(r",(?![^\[]*\])", values)])  # not at a list's commas
     for chosen, seed in product(product(*fields), config.seeds or (config.seed,)):
         parts = [*(f"{name.rpartition('.')[2]}_{value}" for name, value in chosen), f"seed_{seed}"]
@@ -86,17 +58,16 @@ def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
 
 
 def train_all(members: list[Member], at_once: int, gpus: list[str]) -> None:
-    """Trains the runs. One that fails ends alone. Raises: Stopped, once a signal has stopped all of them."""
-    todo, heard, running = [*members], [], {}
+    """Trains the runs. One that fails ends alone; one that a killed sweep left saving waits. Raises: Stopped."""
+    todo, heard, running = [*members], [], {}  # by slot
     uninstall = install_handlers(lambda number, frame: heard.append(number), last=False)
     try:
         while running or (todo and not heard):
             for slot in set(range(at_once)) - running.keys() if not heard else ():
-                # a run of a killed sweep may still be saving
                 if member := next((member for member in todo if not is_locked(member.folder)), None):
                     todo.remove(member)
                     running[slot] = member, start(member, slot, at_once, gpus), []
-                    print(f"{member.folder} starts; its output is in {member.log}", flush=True)
+                    print(f"{member.folder} starts; its output is in {member.folder}.log", flush=True)
             time.sleep(POLL_SECONDS)
             for slot, (member, process, sent) in [*running.items()]:
                 for number in heard[len(sent) :]:
@@ -118,13 +89,13 @@ def start(member: Member, slot: int, at_once: int, gpus: list[str]) -> subproces
         own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(usable_cores() // at_once, 1))
     member.folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(PROJECT / "scripts/train_gpt2.py"), *member.flags]
-    with open(member.log, "ab") as log:
+    with open(f"{member.folder}.log", "ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | own, process_group=0)
 
 
 def describe_end(member: Member, code: int) -> str:
     """How a run ended, by its exit code; of a failure, the last line of its output."""
-    last = member.log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+    last = Path(f"{member.folder}.log").read_text(errors="replace").rstrip().rpartition("\n")[2]
     return {0: "is complete", DIVERGED: "diverged", STOPPED: "stopped"}.get(code, f"failed: {last or code}")
 
 
@@ -133,9 +104,9 @@ def show_commands(members: list[Member]) -> int:
     from gpt2_ddp.plan.plan import make_plan
 
     for member in members:
-        known = make_plan(load(PlanConfig, member.flags, training_default)).seconds
-        seconds = f"{sum(known.values()):,.0f} s" if known else "unknown time"
-        print(shlex.join(["python", "scripts/train_gpt2.py", *member.flags]), f" # {seconds}")
+        seconds = sum((make_plan(load(PlanConfig, member.flags, training_default)).seconds or {}).values())
+        command = shlex.join(["python", "scripts/train_gpt2.py", *member.flags])
+        print(command, f" # {seconds:,.0f} s" if seconds else " # unknown time")
     return 0
 
 
@@ -150,7 +121,7 @@ def compare(members: list[Member], report: Path) -> int:
         try:
             runs += read_runs([member.folder])
         except UserError:  # it failed before its first row
-            without.append(f"{member.folder} has no rows; its output is in {member.log}")
+            without.append(f"{member.folder} has no rows; its output is in {member.folder}.log")
     print(*describe(group_runs(runs)), *without, sep="\n")
     if runs and find_spec("matplotlib"):
         print("report:", write_report([report.parent / run.name for run in runs], report))
@@ -169,8 +140,8 @@ def main(config: SweepConfig) -> int:
             run_script("prepare_data", "--config", recipe)
     from torch.cuda import device_count
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device_count() else ""
-    gpus = visible.split(",") if visible else [*map(str, range(device_count()))]
+    count, visible = device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible and count else [*map(str, range(count))]
     train_all(members, config.at_once or len(gpus) or 1, gpus)
     return compare(members, Path(config.output_dir, f"{config.run_name}-sweep.json"))
 

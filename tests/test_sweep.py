@@ -52,7 +52,7 @@ def test_each_combination_of_values_and_seeds_is_a_run_of_ordinary_flags():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--vary", "optim.lr"], "vary = optim.lr: should be a field and its values"),
+        (["--vary", "optim.lr"], "vary = optim.lr: should be a field and values"),
         (["--vary", "seed=1,2"], "vary = seed=1,2: .* --seeds"),
         (["--seeds", "1", "1"], "two runs would be runs/stdlib-seed_1"),
         (["--vary", "data.path=a/b,a_b"], "two runs would be"),
@@ -69,7 +69,7 @@ class Stub:
     """A process that ends after some polls, or only by a signal."""
 
     def __init__(self, member, code: int, polls: float = 1):
-        member.log.write_text("step 1\nerror: something\n")
+        Path(f"{member.folder}.log").write_text("step 1\nerror: something\n")
         self.returncode, self._polls, self.signals = code, polls, []
 
     def poll(self) -> int | None:

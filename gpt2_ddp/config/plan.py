@@ -1,4 +1,4 @@
-"""Configuration of plan.py: a training, and the machines to plan for."""
+"""Configurations of plan.py and sweep.py: a training, and what to do with it."""
 
 import warnings
 from collections.abc import Iterator
@@ -43,3 +43,18 @@ class PlanConfig(TrainingConfig):
         yield from super().mistakes()
         if self.gpu and self.train.device not in ("auto", "cuda"):
             yield "train.device", self.train.device, f"conflicts with gpu {self.gpu}; remove one of the two"
+
+
+class SweepConfig(TrainingConfig):
+    """sweep.py: variants and seeds of a training by train_gpt2.py, whose flags it takes, too"""
+
+    first = ("seeds", "vary", "at_once", "dry_run")
+
+    seeds: tuple[int, ...] = Field(default=(), exclude=True)
+    """seeds to train each variant with; none: that of the configuration"""
+    vary: tuple[str, ...] = Field(default=(), exclude=True)
+    """fields and their values, like optim.lr=3e-4,6e-4; each combination is a variant"""
+    at_once: int | None = Field(default=None, ge=1, exclude=True)
+    """runs at a time, each on one GPU or an equal share of the cores; null: the number of GPUs, or 1"""
+    dry_run: bool = Field(default=False, exclude=True)
+    """only print the commands, and the time of each by plan.py"""
