@@ -22,7 +22,6 @@ from gpt2_ddp.checkpoint.run_files import is_locked
 from gpt2_ddp.config.cli import load, run_command
 from gpt2_ddp.config.plan import PlanConfig, SweepConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
-from gpt2_ddp.data.manifest import missing_data
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED, usable_cores, world_size
 from gpt2_ddp.distributed.process import CHILD, POLL_SECONDS, run_script
 from gpt2_ddp.distributed.signals import Stopped, install_handlers
@@ -100,13 +99,12 @@ def describe_end(member: Member, code: int) -> str:
 
 
 def show_commands(members: list[Member]) -> int:
-    """Prints the commands, and the time that plan.py knows for each."""
+    """Prints the commands, and the time of each if plan.py knows it."""
     from gpt2_ddp.plan.plan import make_plan
 
     for member in members:
         seconds = sum((make_plan(load(PlanConfig, member.flags, training_default)).seconds or {}).values())
-        command = shlex.join(["python", "scripts/train_gpt2.py", *member.flags])
-        print(command, f" # {seconds:,.0f} s" if seconds else " # unknown time")
+        print(shlex.join(["python", "scripts/train_gpt2.py", *member.flags]), f" # {seconds:,.0f} s" if seconds else "")
     return 0
 
 
@@ -135,11 +133,13 @@ def main(config: SweepConfig) -> int:
     members = find_members(config, sys.argv[1:])
     if config.dry_run:
         return show_commands(members)
+    from torch.cuda import device_count
+
+    from gpt2_ddp.data.manifest import missing_data
+
     for member in members:  # once, not by several runs at a time
         if recipe := missing_data(load(TrainingConfig, member.flags, training_default)):
             run_script("prepare_data", "--config", recipe)
-    from torch.cuda import device_count
-
     count, visible = device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible and count else [*map(str, range(count))]
     train_all(members, config.at_once or len(gpus) or 1, gpus)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": (6394, 39), "reachable": (8762, 59), "product": (18043, 126), "tests": (20547, 116)}
+CEILINGS = {"loaded": (6394, 39), "reachable": (8762, 59), "product": (18042, 126), "tests": (20551, 116)}
 """Most lines and modules. Of them, the architectures beside GPT-2 have 211, 361 and 403 lines. Lost locks and folders,
 failing disks, memory limits, ranks lost before they connect and configurations of strangers have 130, 331 and 400. New
 since the ceilings were last lowered: sharded training (348 reachable; every training loads 74 of them: the strategy

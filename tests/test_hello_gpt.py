@@ -10,8 +10,8 @@ import pytest
 import torch
 from commands import ACCELERATE, ROOT, environment, forked
 from conftest import once
-from ranks import free_port, rank_environment, run_ranks
-from runs import rows, train
+from ranks import free_port, rank_environment
+from runs import rows
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.training import TrainingConfig
@@ -89,7 +89,8 @@ def test_its_losses_are_those_of_the_trainer(whole, corpus, tmp_path):
     small = f"--data.path {corpus} --output_dir {tmp_path} --run_name run {FLAGS}"
     flags = ["--config", str(ROOT / "configs/gpt2_stdlib.yaml"), *shlex.split(f"{command} {small}")]
     config = load(TrainingConfig, flags)
-    run_ranks(train, 1, config)
+    done = forked([str(ROOT / "scripts/train_gpt2.py"), *flags], tmp_path)
+    assert done.returncode == 0, done.stderr
     folder, printed = whole(1)
     ours = [row for row in rows(tmp_path / "run") if "loss" in row]
     for kind, other in (("loss", "lr"), ("val_loss", "val_bits_per_byte")):

@@ -46,7 +46,10 @@ def test_a_file_of_a_run_comes_back_as_it_was(run):
     text = json.dumps(state_of(GOLDEN / run), indent=1)
     state = State.parse(text)
     assert isinstance(state, GPTState if run == "gpt2_run" else JobState)
-    assert json.loads(state.to_json()) == json.loads(text)
+    again, written = json.loads(state.to_json()), json.loads(text)
+    lacks = again["task"].keys() - written["task"].keys()  # fields that are newer than the file
+    assert {again["task"].pop(name) for name in lacks} <= {None}
+    assert again == written
     assert State.parse(state.to_json()) == state
 
 
