@@ -28,9 +28,9 @@ spec.loader.exec_module(sweep)
 
 RATES = ["--seeds", "1", "2", "3", "--vary", "optim.lr=0.02,0.03"]
 SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32}
-FIELDS = {**{f"model.{name}": value for name, value in SIZES.items()}, "train.steps": 120, "train.device": "cpu"}
-FIELDS |= {"train.global_batch_tokens": 256, "optim.warmup_steps": 1, "optim.min_lr": 0, "eval.every": 40}
-FIELDS |= {"eval.tokens": 256, "checkpoint.every": 10, "checkpoint.background": "false", "tracking.log_every": 5}
+FIELDS = {**{f"model.{name}": value for name, value in SIZES.items()}, "train.steps": 60, "train.device": "cpu"}
+FIELDS |= {"train.global_batch_tokens": 256, "optim.warmup_steps": 1, "optim.min_lr": 0, "eval.every": 20}
+FIELDS |= {"eval.tokens": 256, "checkpoint.every": 5, "checkpoint.background": "false", "tracking.log_every": 5}
 TRAINING = [word for name, value in FIELDS.items() for word in (f"--{name}", str(value))]
 
 
@@ -139,7 +139,7 @@ def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpu
     options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     for number in (signal.SIGTERM, signal.SIGKILL):
         with subprocess.Popen(command, **options) as process:
-            time.sleep(random.uniform(6, 15))
+            time.sleep(random.uniform(4, 10))
             process.send_signal(number)
             output, _ = process.communicate(timeout=60)
         assert process.returncode == (75 if number == signal.SIGTERM else -number), output
@@ -147,7 +147,7 @@ def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpu
     assert again.returncode == 0, again.stdout
     runs = [Path(tmp_path, f"a-lr_{rate}-seed_{seed}") for rate in ("0.02", "0.03") for seed in (1, 2, 3)]
     for run, record in zip(runs, read_runs(runs), strict=True):
-        assert [row["step"] for row in record.rows] == [0, *range(5, 121, 5)]
+        assert [row["step"] for row in record.rows] == [0, *range(5, 61, 5)]
         assert verify_run(VerifyConfig(run=str(run))) == 0
     (found,) = [read_json(tmp_path / "a-sweep.json")]
     assert [len(group["runs"]) for group in found["groups"]] == [3, 3]
