@@ -37,15 +37,10 @@ class Member(NamedTuple):
     config: TrainingConfig  # by these flags
 
 
-def preset(flags: Mapping[str, object]) -> tuple[str, str]:
-    """That of train_gpt2.py. The note on it is in the output of each run."""
-    return training_default(flags)[0], ""
-
-
 def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
     """All runs of a command line, variant by variant. Raises: UserError, also for values that train_gpt2.py refuses."""
-    shared, is_own, fields = [], False, []
-    found: list[Member] = []
+    shared, is_own, fields, found = [], False, [], list[Member]()
+    preset = lambda flags: (training_default(flags)[0], "")  # noqa: E731, its note is in the output of each run
     for word in argv:
         is_own = word[2:].partition("=")[0] in SweepConfig.first if word.startswith("--") else is_own
         shared += [] if is_own else [word]
@@ -71,8 +66,7 @@ def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
 def train_all(members: list[Member], at_once: int, gpus: list[str]) -> dict[Path, str]:
     """Trains the runs. One that fails ends alone; one that a killed sweep left saving waits. Returns how those ended
     that are not complete, by their folders. Raises: Stopped."""
-    todo, heard, running = [*members], [], {}  # by slot
-    incomplete: dict[Path, str] = {}
+    todo, heard, running, incomplete = [*members], [], {}, {}  # running: by slot
     uninstall = install_handlers(lambda number, frame: heard.append(number), last=False)
     try:
         while running or (todo and not heard):
@@ -137,8 +131,8 @@ def compare(members: list[Member], incomplete: Mapping[Path, str], report: Path)
     for member in members:
         with suppress(UserError):  # it failed before its first row
             (run,) = read_runs([member.folder])
-            refused = member.folder in incomplete and run.status.get("state") == "completed"
-            runs += [] if refused else [run]
+            if member.folder not in incomplete or run.status.get("state") != "completed":
+                runs.append(run)
     below = [f"{folder} {end}; its output is in {folder}.log" for folder, end in incomplete.items()]
     print(*describe(group_runs(runs)), *below, sep="\n")
     if runs and find_spec("matplotlib"):

@@ -19,17 +19,10 @@ from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import command_for
 
-
-def what_next(config: TrainingConfig, checkpoint: Path) -> list[str]:
-    """The commands after a training that people type first."""
-    commands = [
-        f"{command_for('generate')} {checkpoint} --prompts_file -  # continues the prompts that you type",
-        f"{command_for('evaluate')} {checkpoint}  # scores every token of the validation split",
-    ]
-    if config.data.path == DataConfig().path:
-        own_text = "--source 'FILES' --output data/mine  # your own text, for --data.path data/mine"
-        commands.append(f"{command_for('prepare_data')} {own_text}")
-    return commands
+NEXT = """what next:
+  {generate} {best} --prompts_file -  # continues the prompts that you type
+  {evaluate} {best}  # scores every token of the validation split"""
+OWN_TEXT = "  {prepare_data} --source 'FILES' --output data/mine  # your own text, for --data.path data/mine"
 
 
 def main(config: TrainingConfig) -> int:
@@ -53,7 +46,10 @@ def main(config: TrainingConfig) -> int:
             except (UserError, CalledProcessError) as error:
                 report = f"none: {error}"
         print(f"report: {report}")
-        print("what next:", *what_next(config, result.best or result.run), sep="\n  ")
+        names = {name: command_for(name) for name in ("generate", "evaluate", "prepare_data")}
+        print(NEXT.format(best=result.best or result.run, **names))
+        if config.data.path == DataConfig().path:
+            print(OWN_TEXT.format(**names))
     return exit_code(result.outcome)
 
 

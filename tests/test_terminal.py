@@ -1,19 +1,14 @@
 """Lines of the terminal: short, and without what a row does not have."""
 
 import io
-import runpy
 import sys
-from pathlib import Path
 
 import pytest
-from commands import SCRIPTS
 from runs import open_folder
 from tqdm import tqdm
 
 from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, bar_format, describe, duration, time_left
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.training import TrainingConfig, training_default
 
 ROW = {"step": 350, "epoch": 0.1234, "tokens": 350 * 524_288, "loss": 3.9, "loss_mean": 3.20114, "lr": 5.4321e-4}
 ROW |= {"grad_norm": 0.2345, "skipped": 0, "tokens_per_second": 412_345.6, "mfu": 0.412, "order_digest": "0" * 64}
@@ -109,13 +104,3 @@ def test_a_stage_that_lasts_is_printed_with_its_time_at_growing_intervals(monkey
     assert lines("step", 1, range(1025, 1030)) == []
     assert lines("evaluate", 9, range(1030, 1104)) == [], "as long as it took before, times three"
     assert lines("evaluate", 9, range(1104, 1108)) == ["evaluate at step 9: 1 min 15 s so far"]
-
-
-@pytest.mark.parametrize(("flags", "scripts"), [
-    ([], ["generate", "evaluate", "prepare_data"]),
-    (["--data.path", "data/mine"], ["generate", "evaluate"]),
-])  # fmt: skip
-def test_what_next_names_own_text_only_after_the_built_in_corpus(flags, scripts):
-    what_next = runpy.run_path(str(SCRIPTS / "train_gpt2.py"))["what_next"]
-    commands = what_next(load(TrainingConfig, flags, training_default), Path("runs/x"))
-    assert [command.split(".py")[0] for command in commands] == [f"python scripts/{name}" for name in scripts]

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, TRANSFORMERS, find_checkpoint, fit_weights
-from gpt2_ddp.config.kinds import read_config
+from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError, truncate
@@ -46,17 +46,21 @@ def find_initial_weights(config: TrainingConfig) -> Path:
     reads small files only. Raises: UserError if there is no such folder, or its model does not fit."""
     named = config.train.init_from or ""
     path = _fetch(named, [TRANSFORMERS]) if named.startswith(HUB) else Path(named)
-    if not os.path.isfile(path / TRANSFORMERS):
+    if os.path.isfile(path / TRANSFORMERS):
+        if not find_spec("transformers"):
+            hint = (
+                "is read by transformers, which is not installed; run `pip install transformers` (the extra `export`)"
+            )
+            raise UserError(FIELD, named, hint)
+        misfits = _misfits(named, path, config.model)
+    else:
         found = find_checkpoint(path, FIELD, weights=False, kind="gpt2")
-        theirs = read_config("gpt2", found.config, found.path / CONFIG)
-        assert isinstance(theirs, TrainingConfig), "a GPT's"
-        names = SIZES + GPT2_SIZES * (theirs.model.architecture == "gpt2")
-        _refuse(_differences(named, theirs.model, config.model, names))
-        return found.path
-    if not find_spec("transformers"):
-        hint = "is read by transformers, which is not installed; run `pip install transformers` (the extra `export`)"
-        raise UserError(FIELD, named, hint)
-    _refuse(_misfits(named, path, config.model))
+        path = found.path
+        with _reading(path, f"its {CONFIG} cannot be read"):
+            theirs = ModelConfig.model_validate(complete(TrainingConfig, found.config)[0]["model"])
+        misfits = _differences(named, theirs, config.model, SIZES + GPT2_SIZES * (theirs.architecture == "gpt2"))
+    if misfits:
+        raise UserError.join([str(UserError(*misfit)) for misfit in misfits])
     return path
 
 
@@ -143,11 +147,6 @@ def _differences(named: str, theirs: ModelConfig, ours: ModelConfig, names: Iter
         for name in names
         if needed[name] != (nulls[name] if given[name] is None else given[name])
     ]
-
-
-def _refuse(mistakes: Sequence[Mistake]) -> None:
-    if mistakes:
-        raise UserError.join([str(UserError(*mistake)) for mistake in mistakes])
 
 
 def _load(path: Path, name: str) -> Any:
