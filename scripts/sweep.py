@@ -12,6 +12,8 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -32,11 +34,13 @@ from gpt2_ddp.project import PROJECT
 class Member(NamedTuple):
     folder: Path  # of the run
     flags: list[str]  # of train_gpt2.py
+    config: TrainingConfig  # by these flags
 
 
 def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
     """All runs of a command line, variant by variant. Raises: UserError, also for values that train_gpt2.py refuses."""
-    shared, is_own, fields, found = [], False, [], {}
+    shared, is_own, fields, found = [], False, [], list[Member]()
+    preset = lambda flags: (training_default(flags)[0], "")  # noqa: E731, its note is in the output of each run
     for word in argv:
         is_own = word[2:].partition("=")[0] in SweepConfig.first if word.startswith("--") else is_own
         shared += [] if is_own else [word]
@@ -48,17 +52,21 @@ def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
     for chosen, seed in product(product(*fields), config.seeds or (config.seed,)):
         parts = [*(f"{name.rpartition('.')[2]}_{value}" for name, value in chosen), f"seed_{seed}"]
         folder = Path(config.output_dir, re.sub(r"[^\w.-]+", "_", "-".join([config.run_name, *parts])))
-        if folder in found:
-            raise UserError("vary", " ".join(config.vary), f"two runs would be {folder}; give each value once")
         words = [word for field, value in chosen for word in (f"--{field}", value)]
-        found[folder] = Member(folder, [*shared, "--run_name", folder.name, "--seed", str(seed), *words])
-        load(TrainingConfig, found[folder].flags, training_default)
-    return [*found.values()]
+        flags = [*shared, "--run_name", folder.name, "--seed", str(seed), *words]
+        member = Member(folder, flags, load(TrainingConfig, flags, preset))
+        for other in found:
+            if folder == other.folder or member.config == other.config.model_copy(update={"run_name": folder.name}):
+                hint = f"{other.folder} and {folder} would be the same run; give each value once"
+                raise UserError("vary", " ".join(config.vary), hint)
+        found.append(member)
+    return found
 
 
-def train_all(members: list[Member], at_once: int, gpus: list[str]) -> None:
-    """Trains the runs. One that fails ends alone; one that a killed sweep left saving waits. Raises: Stopped."""
-    todo, heard, running = [*members], [], {}  # by slot
+def train_all(members: list[Member], at_once: int, gpus: list[str]) -> dict[Path, str]:
+    """Trains the runs. One that fails ends alone; one that a killed sweep left saving waits. Returns how those ended
+    that are not complete, by their folders. Raises: Stopped."""
+    todo, heard, running, incomplete = [*members], [], {}, {}  # running: by slot
     uninstall = install_handlers(lambda number, frame: heard.append(number), last=False)
     try:
         while running or (todo and not heard):
@@ -74,11 +82,15 @@ def train_all(members: list[Member], at_once: int, gpus: list[str]) -> None:
                     sent.append(number)
                 if process.poll() is not None:
                     del running[slot]
-                    print(f"{member.folder} {describe_end(member, process.returncode)}", flush=True)
+                    end = describe_end(member, process.returncode)
+                    if process.returncode:
+                        incomplete[member.folder] = end
+                    print(f"{member.folder} {end}", flush=True)
     finally:
         uninstall()
     if heard:
         raise Stopped(Signals(heard[0]).name)
+    return incomplete
 
 
 def start(member: Member, slot: int, at_once: int, gpus: list[str]) -> subprocess.Popen[bytes]:
@@ -103,27 +115,29 @@ def show_commands(members: list[Member]) -> int:
     from gpt2_ddp.plan.plan import make_plan
 
     for member in members:
-        seconds = sum((make_plan(load(PlanConfig, member.flags, training_default)).seconds or {}).values())
+        seconds = sum((make_plan(PlanConfig(**dict(member.config))).seconds or {}).values())
         print(shlex.join(["python", "scripts/train_gpt2.py", *member.flags]), f" # {seconds:,.0f} s" if seconds else "")
     return 0
 
 
-def compare(members: list[Member], report: Path) -> int:
-    """Prints the comparison, and writes it as `report`, NAME.json. Returns 1 if a run is not complete."""
+def compare(members: list[Member], incomplete: Mapping[Path, str], report: Path) -> int:
+    """Prints the comparison, and writes it as `report`, NAME.json. Returns 1 if a run is `incomplete`. One that was
+    refused is not in the comparison: what its folder has is of another configuration."""
     from gpt2_ddp.reports.groups import describe, group_runs
     from gpt2_ddp.reports.report import write_report
     from gpt2_ddp.reports.runs import read_runs
 
-    runs, without = [], []
+    runs = []
     for member in members:
-        try:
-            runs += read_runs([member.folder])
-        except UserError:  # it failed before its first row
-            without.append(f"{member.folder} has no rows; its output is in {member.folder}.log")
-    print(*describe(group_runs(runs)), *without, sep="\n")
+        with suppress(UserError):  # it failed before its first row
+            (run,) = read_runs([member.folder])
+            if member.folder not in incomplete or run.status.get("state") != "completed":
+                runs.append(run)
+    below = [f"{folder} {end}; its output is in {folder}.log" for folder, end in incomplete.items()]
+    print(*describe(group_runs(runs)), *below, sep="\n")
     if runs and find_spec("matplotlib"):
         print("report:", write_report([report.parent / run.name for run in runs], report))
-    return int(bool(without) or any(run.status.get("state") != "completed" for run in runs))
+    return int(bool(incomplete))
 
 
 def main(config: SweepConfig) -> int:
@@ -138,12 +152,12 @@ def main(config: SweepConfig) -> int:
     from gpt2_ddp.data.manifest import missing_data
 
     for member in members:  # once, not by several runs at a time
-        if recipe := missing_data(load(TrainingConfig, member.flags, training_default)):
+        if recipe := missing_data(member.config):
             run_script("prepare_data", "--config", recipe)
     count, visible = device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible and count else [*map(str, range(count))]
-    train_all(members, config.at_once or len(gpus) or 1, gpus)
-    return compare(members, Path(config.output_dir, f"{config.run_name}-sweep.json"))
+    incomplete = train_all(members, config.at_once or len(gpus) or 1, gpus)
+    return compare(members, incomplete, Path(config.output_dir, f"{config.run_name}-sweep.json"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from subprocess import CalledProcessError
 
 from gpt2_ddp.config.cli import run_command
-from gpt2_ddp.config.training import TrainingConfig, training_default
+from gpt2_ddp.config.training import DataConfig, TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import exit_code, is_main_process
 from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.errors import UserError
@@ -21,8 +21,8 @@ from gpt2_ddp.project import command_for
 
 NEXT = """what next:
   {generate} {best} --prompts_file -  # continues the prompts that you type
-  {evaluate} {best}  # scores every token of the validation split
-  {prepare_data} --source 'FILES' --output data/mine  # your own text, for --data.path data/mine"""
+  {evaluate} {best}  # scores every token of the validation split"""
+OWN_TEXT = "  {prepare_data} --source 'FILES' --output data/mine  # your own text, for --data.path data/mine"
 
 
 def main(config: TrainingConfig) -> int:
@@ -48,6 +48,8 @@ def main(config: TrainingConfig) -> int:
         print(f"report: {report}")
         names = {name: command_for(name) for name in ("generate", "evaluate", "prepare_data")}
         print(NEXT.format(best=result.best or result.run, **names))
+        if config.data.path == DataConfig().path:
+            print(OWN_TEXT.format(**names))
     return exit_code(result.outcome)
 
 

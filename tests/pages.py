@@ -24,7 +24,7 @@ NOT_RUN = [*TRANSLATED, ROOT / "CONTRIBUTING.md"]
 CANNOT = {
     "a package index": (
         *("make train", "make test", "make check", "make format", "make docs", "make lock", "gpt2_ddp[fast]"),
-        "pip install -r requirements.txt",
+        *("pip install -r requirements.txt", "source .venv/bin/activate"),
     ),
     "minutes or hours; other tests have its parts": (
         *("make speedrun", "make faults", "make soak", "python -m benchmarks ", "--run_name nodrop", "runs/nodrop/"),
@@ -104,7 +104,7 @@ class PageCommand(NamedTuple):
 
 
 PROGRAMS = (
-    *("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf"),
+    *("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf", "source"),
     *("sbatch", "srun", "mkdir", "cloud/launch.sh", "kubectl", "sky"),
 )
 INLINE = (

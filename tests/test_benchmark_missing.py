@@ -70,6 +70,8 @@ def test_a_training_a_sample_and_an_evaluation_lack_nothing(corpus, tmp_path):
     ((trained, _, evaluated),) = run_ranks(run_without, 1, [f"scripts/{words}".split() for words in commands])
     assert "run completed at step 2" in trained
     assert "report: none: matplotlib is not installed" in trained
+    assert "evaluate.py" in trained.partition("what next:")[2]
+    assert "prepare_data" not in trained, "it is own text"
     assert "perplexity" in evaluated
 
 

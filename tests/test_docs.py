@@ -98,6 +98,14 @@ def test_every_command_is_one_that_the_programs_take(page, tmp_path, monkeypatch
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: page.name)
+def test_a_translation_has_the_commands_of_its_page(page):
+    """In their order; it may have more, for its language."""
+    original = page.with_name(page.name.replace(".zh-CN", ""))
+    wanted, found = ([command.words for command in commands(each)] for each in (original, page))
+    assert [words for words in found if words in wanted] == wanted
+
+
 def run(text: str, folder: Path, launches: bool = True) -> subprocess.CompletedProcess:
     """Runs a command of a page as a shell would. A plain `python SCRIPT` is forked, and takes a tenth of the time.
 

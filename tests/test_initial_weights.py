@@ -367,17 +367,30 @@ def test_from_the_hub(theirs, monkeypatch):
     expect_error(r"train\.init_from = hub:a/b/c: cannot be downloaded", find_initial_weights, config("hub:a/b/c"))
 
 
-def test_a_run_whose_tokens_are_others_is_refused(theirs, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)  # runs do not need it
-    settings = config(GOLDEN / "gpt2_run")
+def test_a_run_needs_no_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
     checkpoint = find_checkpoint(GOLDEN / "gpt2_run")
-    model = GPT(settings.model.model_copy(update=checkpoint.config["model"]), checkpoint.state.task.vocab_size)
+    settings = config(GOLDEN / "gpt2_run", **checkpoint.config["model"])
+    model = GPT(settings.model, checkpoint.state.task.vocab_size)
     path = find_initial_weights(settings)
     load_initial_weights(settings, path, model, TOKENIZER)
     assert all(torch.equal(v, model.state_dict()[n]) for n, v in load_file(path / "model.safetensors").items())
+
+
+@pytest.mark.parametrize("changes", [{"n_embd": 64}, {"n_layer": 3, "bias": False}, {"n_inner": 48}, {"n_head": 4},
+                                     {"block_size": 64}, {"architecture": "llama"}])  # fmt: skip
+def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_hashed(changes, tmp_path):
+    place = Path(shutil.copytree(find_checkpoint(GOLDEN / "gpt2_run").path, tmp_path / "step-00000008"))
+    weights = place / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"spam")
+    own = find_checkpoint(place, weights=False).config["model"]
+    with pytest.raises(UserError) as error:
+        find_initial_weights(config(place, **{**own, **changes}))
+    assert [mistake.split(" = ")[0] for mistake in error.value.mistakes] == [f"model.{name}" for name in changes]
     another_tokenizer(tmp_path)
-    with pytest.raises(UserError, match=r"train\.init_from = .* another tokenizer .* than the data "):
-        load_initial_weights(settings, path, model, load_tokenizer(str(tmp_path)))
+    model = GPT(config(place, **own).model, TOKENIZER.vocab_size)
+    with pytest.raises(UserError, match="another tokenizer"):
+        load_initial_weights(config(place, **own), place, model, load_tokenizer(str(tmp_path)))
 
 
 def test_what_wants_a_checkpoint_says_what_such_a_folder_is_for(theirs):

@@ -24,7 +24,7 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow if name in WAITING else ()) f
 
 LAB = load_docs("lab")
 PAGE = (ROOT / "docs/ddp-lab.md").read_text(encoding="utf-8")
-MEASURED = dict(re.findall(r"^### (\w+)\n(?:(?!^###).*\n)*?- \*\*measured\*\*: (.*)", PAGE, re.MULTILINE))
+MEASURED = dict(re.findall(r"^### Figures: (\w+)\n(?:(?!^###).*\n)*?- \*\*measured\*\*: (.*)", PAGE, re.MULTILINE))
 """The figures on docs/ddp-lab.md, by lesson."""
 NUMBER = r"\d+(?:\.\d+)?(?:e[-+]\d+)?"
 TIMES = rf"{NUMBER} and {NUMBER} ms|{NUMBER} s until"
@@ -68,14 +68,15 @@ def test_claim_holds_and_the_documentation_has_the_measured_numbers(numbers, nam
     assert here == pytest.approx(there, rel=0.05, abs=1e-5), "run `python docs/lab.py`, and commit the page"
 
 
-def test_the_page_has_every_lesson_with_its_code_and_a_table_of_contents():
-    assert re.findall(r"^### (\w+)", PAGE, re.MULTILINE) == list(MEASURED) == list(EXPERIMENTS)
+def test_the_page_has_every_lesson_with_its_code_and_a_line_in_its_first_table():
+    assert re.findall(r"^### (\w+)$", PAGE, re.MULTILINE) == list(MEASURED) == list(EXPERIMENTS)
+    assert sorted(re.findall(r"\[(\w+)\]\(#", PAGE)) == sorted([*EXPERIMENTS, "Helpers"])
     assert LAB.page(PAGE, MEASURED) == PAGE, "run `python docs/lab.py`, and commit the page"
 
 
 def test_the_code_of_a_lesson_has_the_functions_that_it_uses_and_no_others():
     for name, defined in {"no_sync": ["record_bytes"], "called_module": ["gap"], "set_epoch": []}.items():
-        code = PAGE.split(f"### {name}\n")[1].split("```python\n")[1].split("```")[0]
+        code = PAGE.split(f"### Figures: {name}\n")[1].split("```python\n")[1].split("```")[0]
         assert [part.name for part in ast.parse(code).body] == [*defined, name]
 
 

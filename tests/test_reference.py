@@ -14,6 +14,8 @@ from pages import load_docs
 
 from gpt2_ddp.checkpoint.metrics import SHOWN, Sample
 from gpt2_ddp.checkpoint.run_files import HASH
+from gpt2_ddp.config.base import leaves
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, Shard
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
@@ -34,7 +36,7 @@ REFERENCE = load_docs("reference")
 @pytest.mark.parametrize("page", REFERENCE.PAGES)
 def test_a_generated_page_is_what_the_code_gives(page):
     written = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert written == REFERENCE.PAGES[page](), "run `python docs/reference.py`, and commit the page"
+    assert written == REFERENCE.whole(page), "run `python docs/reference.py`, and commit the page"
 
 
 def test_a_field_without_a_docstring_is_refused():
@@ -44,9 +46,15 @@ def test_a_field_without_a_docstring_is_refused():
         REFERENCE.row("a.b", FieldInfo(annotation=int, default=1))
 
 
-def test_every_script_is_in_commands():
+def test_every_script_is_in_commands_and_in_its_first_table():
     headings = re.findall(r"^### (\w+)$", REFERENCE.commands(), re.MULTILINE)
-    assert sorted(headings) == [file.stem for file in WITH_FLAGS]
+    linked = re.findall(r"\[(\w+)\]\(#", REFERENCE.by_hand("commands.md"))
+    assert sorted(headings) == sorted(linked) == [file.stem for file in WITH_FLAGS]
+
+
+def test_the_part_written_by_hand_names_fields_that_exist_and_those_that_help_lists():
+    named = {*re.findall(r"--([\w.]+)", REFERENCE.by_hand("configuration.md"))} - {"config", "print_config", "help"}
+    assert {*TrainingConfig.first} <= named <= {*dict(leaves(TrainingConfig))}
 
 
 def section(heading: str) -> str:

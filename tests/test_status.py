@@ -117,7 +117,8 @@ def test_a_line_for_each_run(tmp_path, capsys, monkeypatch):
     found = [" ".join(line.split()[:4]) for line in lines]
     assert found == [f"{runs[0]} stalled step 7", f"{runs[1]} completed step 1200"]
     (tmp_path / "compare").mkdir()
-    show_status(load(StatusConfig, [str(tmp_path / "compare"), runs[1]]))
+    (tmp_path / "a-sweep.json").write_text("{}")
+    show_status(load(StatusConfig, [str(tmp_path / name) for name in ("compare", "a-sweep.json")] + runs[1:]))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1:3] for line in lines] == [["no", "run"], ["completed", "step"]]
     with pytest.raises(UserError, match=r"has no status.json; name a run folder, like .*/another, .*/one"):

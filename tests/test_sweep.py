@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,8 +55,9 @@ def test_each_combination_of_values_and_seeds_is_a_run_of_ordinary_flags():
     [
         (["--vary", "optim.lr"], "vary = optim.lr: should be a field and values"),
         (["--vary", "seed=1,2"], "vary = seed=1,2: .* --seeds"),
-        (["--seeds", "1", "1"], "two runs would be runs/stdlib-seed_1"),
-        (["--vary", "data.path=a/b,a_b"], "two runs would be"),
+        (["--seeds", "1", "1"], "runs/stdlib-seed_1 .*give each value once"),
+        (["--vary", "data.path=a/b,a_b"], "would be the same run"),
+        (["--vary", "optim.lr=0.003,3e-3"], "stdlib-lr_0.003-seed_1337 and .*-lr_3e-3-seed_1337 would be the same run"),
         (["--vary", "optim.lr=0.01,-1"], "optim.lr = -1"),
         (["--vary", "optim.rate=0.01"], "optim.rate"),
         (["--seeds", "-1"], "seed = -1"),
@@ -94,8 +96,30 @@ def lines_of(capsys) -> list[str]:
 def test_a_run_that_fails_ends_alone(three, monkeypatch, capsys):
     codes = {1: 0, 2: 2, 3: 3}
     monkeypatch.setattr(sweep, "start", lambda member, *_: Stub(member, codes[int(member.folder.name[-1])]))
-    sweep.train_all(three, 1, [])
+    ends = sweep.train_all(three, 1, [])
     assert lines_of(capsys) == ["seed_1 is complete", "seed_2 failed: error: something", "seed_3 diverged"]
+    assert [*ends.values()] == ["failed: error: something", "diverged"]
+
+
+def test_a_refused_run_fails_the_sweep_and_what_it_had_before_is_not_compared(three, tmp_path, capsys):
+    for member in three[:2]:
+        shutil.copytree(ROOT / "tests/golden/gpt2_run", member.folder)
+        (member.folder / "status.json").write_text('{"state": "completed", "step": 8, "reason": ""}')
+    ends = {member.folder: "failed: error: something" for member in three[1:]}
+    assert sweep.compare(three, ends, tmp_path / "a-sweep.json") == 1
+    output = capsys.readouterr().out
+    assert "1 of 1" in output
+    assert [line for line in output.splitlines() if "a-seed" in line and "failed: error: something" in line] == [
+        f"{folder} {end}; its output is in {folder}.log" for folder, end in ends.items()
+    ]
+    (group,) = read_json(tmp_path / "a-sweep.json")["groups"]
+    assert [run["name"] for run in group["runs"]] == ["a-seed_1"]
+    assert sweep.compare(three[:1], {}, tmp_path / "a-sweep.json") == 0
+
+
+def test_the_note_on_the_preset_is_in_the_output_of_the_runs(capsys):
+    members("--data.path", "data/mine", "--seeds", "1", "2")
+    assert capsys.readouterr().err.count("note: ") == 1, "of the sweep's own configuration"
 
 
 def test_a_signal_stops_the_runs_and_begins_no_other(three, monkeypatch, capsys):

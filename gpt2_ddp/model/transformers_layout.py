@@ -53,9 +53,14 @@ NAMES = {
 NANOCHAT = NAMES | {"mlp.c_fc": ["mlp.fc1"], "mlp.c_proj": ["mlp.fc2"]}
 
 
+def resolved(config: ModelConfig) -> dict[str, Any]:
+    """The fields of the model section, without null."""
+    return config.model_dump() | {"n_kv_head": config.key_heads, "n_inner": mlp_width(config)}
+
+
 def shape(config: ModelConfig) -> dict[str, Any]:
-    """The fields of the model section that stand in a config.json, too, with their defaults resolved."""
-    values = config.model_dump() | {"n_kv_head": config.key_heads, "n_inner": mlp_width(config)}
+    """The fields of the model section that stand in a config.json, too."""
+    values = resolved(config)
     return {name: values[name] for name in SHAPE[config.architecture]}
 
 

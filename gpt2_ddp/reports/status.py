@@ -36,9 +36,10 @@ def show_status(config: StatusConfig) -> int:
     runs = [folder for folder in folders if (folder / STATUS).is_file()]
     if not runs:
         raise no_run(folders[0] if folders else Path("runs"), STATUS)
+    folders = [folder for folder in folders if not os.path.isfile(folder)]  # `runs/*` matches files beside the runs
     width = max(len(str(folder)) for folder in folders)
     for folder in folders:
-        if folder not in runs:  # `runs/*` also matches the output of compare_parallel.py
+        if folder not in runs:  # such as the output of compare_parallel.py
             print(truncate(f"{folder!s:{width}}  no run", LINE))
             continue
         found = health(folder)

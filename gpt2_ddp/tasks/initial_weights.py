@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,32 +13,53 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, TRANSFORMERS, find_checkpoint, fit_weights
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, TRANSFORMERS, find_checkpoint, fit_weights
+from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import CLASSES, HEAD, SHAPE, fixed_fields, from_transformers, shape, their_names
+from gpt2_ddp.model.transformers_layout import (
+    CLASSES,
+    HEAD,
+    SHAPE,
+    fixed_fields,
+    from_transformers,
+    resolved,
+    their_names,
+)
 
 FIELD, HUB = "train.init_from", "hub:"
 WEIGHTS = "model*.safetensors"
 NEEDED = [TRANSFORMERS, WEIGHTS, f"{MODEL}.index.json", TOKENIZER_FILE]  # to fetch from the Hub
 OPTIONAL = ("n_kv_head", "n_inner")  # null: follows from other fields
+SIZES = ("architecture", "n_layer", "n_head", "n_embd", *OPTIONAL)  # decide on names and shapes of the weights
+GPT2_SIZES = ("block_size", "bias")
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # names of the tanh-GELU, the only activation of `GPT`
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # saved by older releases of transformers
 
+Mistake = tuple[str, object, str]  # field, value, hint
+
 
 def find_initial_weights(config: TrainingConfig) -> Path:
-    """Folder of `train.init_from`: a checkpoint, or a transformers model whose config.json fits the model section. It
+    """Folder of `train.init_from`: a checkpoint or a transformers model, whose configuration fits the model section. It
     reads small files only. Raises: UserError if there is no such folder, or its model does not fit."""
     named = config.train.init_from or ""
     path = _fetch(named, [TRANSFORMERS]) if named.startswith(HUB) else Path(named)
-    if not os.path.isfile(path / TRANSFORMERS):
-        return find_checkpoint(path, FIELD, weights=False, kind="gpt2").path
-    if not find_spec("transformers"):
-        hint = "is read by transformers, which is not installed; run `pip install transformers` (the extra `export`)"
-        raise UserError(FIELD, named, hint)
-    if misfits := _misfits(named, path, config.model):
+    if os.path.isfile(path / TRANSFORMERS):
+        if not find_spec("transformers"):
+            hint = (
+                "is read by transformers, which is not installed; run `pip install transformers` (the extra `export`)"
+            )
+            raise UserError(FIELD, named, hint)
+        misfits = _misfits(named, path, config.model)
+    else:
+        found = find_checkpoint(path, FIELD, weights=False, kind="gpt2")
+        path = found.path
+        with _reading(path, f"its {CONFIG} cannot be read"):
+            theirs = ModelConfig.model_validate(complete(TrainingConfig, found.config)[0]["model"])
+        misfits = _differences(named, theirs, config.model, SIZES + GPT2_SIZES * (theirs.architecture == "gpt2"))
+    if misfits:
         raise UserError.join([str(UserError(*misfit)) for misfit in misfits])
     return path
 
@@ -50,10 +71,11 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
     if named.startswith(HUB):
         path = _fetch(named, NEEDED)
     if not os.path.isfile(path / TRANSFORMERS):
-        data = find_checkpoint(path, FIELD).state.record
+        data = find_checkpoint(path, FIELD, weights=False).state.record
         if data.get("tokenizer_sha256", tokenizer.sha256) != tokenizer.sha256:
             hint = f"has another tokenizer ({data['tokenizer']}) than the data ({tokenizer.name})"
             raise UserError(FIELD, path, f"{hint}; prepare the text with that one")
+        find_checkpoint(path, FIELD)  # hashes
         fit_weights(load_file(path / MODEL), model, path)
         return
     theirs = _load(path, CLASSES[config.model.architecture])
@@ -92,7 +114,7 @@ def _fetch(named: str, patterns: list[str]) -> Path:
         return Path(huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=patterns))
 
 
-def _misfits(named: str, path: Path, model: ModelConfig) -> Sequence[tuple[str, object, str]]:
+def _misfits(named: str, path: Path, model: ModelConfig) -> Sequence[Mistake]:
     """Field, value and hint for what a `GPT` does not support of the config.json, or else for where the model section
     differs. (`reorder_and_upcast_attn` only changes the order.)"""
     import transformers
@@ -112,12 +134,18 @@ def _misfits(named: str, path: Path, model: ModelConfig) -> Sequence[tuple[str, 
         for field, ours in (fixed_fields(fitting) | {"quantization_config": None}).items()
         if theirs.get(field, ours) not in (TANH_GELUS if field == "activation_function" else (ours,))
     ]
-    needed = {"architecture": kind, **shape(fitting), "block_size": min(fitting.block_size, model.block_size)}
-    ours, nulls = model.model_dump(), shape(fitting.model_copy(update=dict.fromkeys(OPTIONAL)))
-    return choices or [
-        (f"model.{name}", ours[name], f"{named} has {value}; set it to {value}")
-        for name, value in needed.items()
-        if value != (nulls[name] if ours[name] is None else ours[name])
+    fitting = fitting.model_copy(update={"block_size": min(fitting.block_size, model.block_size)})
+    return choices or _differences(named, fitting, model, ("architecture", *SHAPE[kind]))
+
+
+def _differences(named: str, theirs: ModelConfig, ours: ModelConfig, names: Iterable[str]) -> list[Mistake]:
+    """Field, value and hint for each of these fields in which the model section differs."""
+    given, needed = ours.model_dump(), resolved(theirs)
+    nulls = resolved(theirs.model_copy(update=dict.fromkeys(OPTIONAL)))
+    return [
+        (f"model.{name}", given[name], f"{named} has {needed[name]}; set it to {needed[name]}")
+        for name in names
+        if needed[name] != (nulls[name] if given[name] is None else given[name])
     ]
 
 
