@@ -6,6 +6,7 @@ import random
 import signal
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,7 +16,7 @@ from runs import TIMINGS, open_folder, rows, said, state_of, train, training_con
 
 from gpt2_ddp.checkpoint.run_files import METRICS, valid_rows
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.checkpoint.trackers import Trackers, WandB
+from gpt2_ddp.checkpoint.trackers import START, Running, Trackers
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.state import LogEnd, Progress
 
@@ -149,7 +150,7 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
     assert in_tensorboard(log.path) == {"loss": [(0, 0.25), (10, 10.25), (20, 20.25), (30, 30.125), (60, 60.125)]}
     trackers = start(60, 70, 80, loss=0)
     log.append({"event": "rollback", "step": 65})
-    trackers.go_back(65)
+    trackers.go_back()
     trackers.log(numbers(70, 1.0))
     log.append(numbers(70, 1.0))
     assert in_tensorboard(log.path) == in_metrics(log.path)
@@ -160,14 +161,12 @@ def train_with_a_failing(config: TrainingConfig) -> tuple[str, str, str]:
     """Trains while wandb's tracker raises, and samples; the outcome and the outputs."""
     from gpt2_ddp.tasks.pretraining import Pretraining
 
-    def start(self: WandB, *_: object) -> None:
-        self.held = -1
-
     def fail(*args: object, **kwargs: object) -> None:
         raise ConnectionError("the server\nis gone")
 
-    WandB.__init__ = start
-    WandB.log = WandB.finish = Pretraining.sample = fail  # pyright: ignore
+    broken: Any = SimpleNamespace(log=fail, finish=fail)
+    START["wandb"] = lambda *_: Running(broken, -1)
+    Pretraining.sample = fail  # pyright: ignore
     return said(train, config)
 
 

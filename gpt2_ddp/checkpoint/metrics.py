@@ -151,7 +151,7 @@ class Metrics:
         """Records a rollback in the files and trackers."""
         self._log.append_rollback(event)
         if self.trackers:
-            self.trackers.go_back(event["step"])
+            self.trackers.go_back()
         self._bar.update(event["step"] - self._bar.n)
 
     def show_samples(self, step: int, samples: list[Sample] | None) -> None:

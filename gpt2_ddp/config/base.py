@@ -1,6 +1,7 @@
 """Base classes of all configurations: frozen, typed sections that report all user errors at once."""
 
 import copy
+import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, get_args
@@ -86,14 +87,33 @@ class Command(Section):
         try:
             config = handler(values)
         except ValidationError as error:
-            from gpt2_ddp.config.hints import describe
-
             mistakes = dict.fromkeys(describe(cls, details) for details in error.errors()[: MOST + 1])
             raise join_errors([*mistakes]) from error
         found = [UserError(*mistake).mistakes[0] for mistake in config.mistakes()]
         if found:
             raise UserError.join(found)
         return config
+
+
+def describe(command: type[BaseModel], details: Any) -> str:
+    """One of pydantic's errors as `field = value: problem; hint`."""
+    known = dict(leaves(command))
+    name = ".".join(part for part in details["loc"] if isinstance(part, str))
+    field = known.get(name)
+    hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if details["type"] in ("extra_forbidden", "invalid_key"):
+        hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
+    elif field is not None and field.default not in (None, ()):
+        hint += f"; the default is {field.default}"
+    return UserError(name, details["input"], hint).mistakes[0]
+
+
+def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """The hint for an unknown name: the nearest of the `known`, or --help."""
+    tails = {key.rpartition(".")[2]: key for key in reversed(known)}
+    tail = name.rpartition(".")[2]  # `lr` finds optim.lr
+    near = [tail] if tail in tails else difflib.get_close_matches(tail, tails, n=1)
+    return f"; did you mean {prefix}{tails[near[0]]}?" if near else "; --help lists all names"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

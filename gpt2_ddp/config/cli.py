@@ -1,6 +1,6 @@
 """Configuration from YAML files and the command line: defaults < files, left to right < dotted flags.
 
-pydantic validates; argparse splits the command line and prints `--help`.
+A flag is a key of a section, and its value is that of the same key in YAML. pydantic validates both.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 import select
 import signal
 import sys
-from argparse import SUPPRESS, ArgumentParser
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -19,11 +19,11 @@ import yaml
 from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
-from gpt2_ddp.config.base import Command, flat, join_errors, leaves, sections
+from gpt2_ddp.config.base import Command, flat, join_errors, leaves, nearest, sections
 from gpt2_ddp.distributed.environment import is_main_process, record_exit, under_launcher
 from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import check_limits, read_small
 from gpt2_ddp.project import PROJECT
 
@@ -57,7 +57,8 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
             code = (resolve_name(main) if isinstance(main, str) else main)(config)
             print(end="", flush=True)
         except BrokenPipeError:
-            stdout, poll = sys.stdout.fileno(), select.poll()
+            stdout = sys.stdout.fileno()
+            poll = select.poll()
             poll.register(stdout, 0)
             if not poll.poll(0):  # another pipe is broken
                 raise
@@ -85,30 +86,96 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         UserError: all user errors, up to `config.base.MOST`; each names field, value and hint.
         SystemExit: after `--help` or `--print_config`.
     """
-    if place := next((at for at, word in enumerate(argv, 1) if word.startswith(("-h", "--help"))), 0):
+    if wanted := {"-h", "--help"}.intersection(argv):
         preset = default if isinstance(default, str | None) else default({})[0]
-        make_parser(command, preset, () if "all" in argv[place : place + 1] else command.first).print_help()
+        whole = "all" in argv[argv.index(wanted.pop()) + 1 :][:1]
+        print(help_text(command, preset, () if whole else command.first))
         sys.exit(0)
-    arguments, unknown = make_parser(command).parse_known_args(argv)
-    flags = vars(arguments)
-    files = [str(file) for file in flags.pop("config") or ()]  # argparse makes an empty list of a lone `--`
-    prints = flags.pop("print_config", False)
+    given, mistakes = split_flags(command, argv)
+    files = given.pop("config")
+    prints = given.pop("print_config", None) is not None
     known = dict(leaves(command))
-    if positional := flags.pop("positional", None):
-        flags.setdefault(command.positional, positional)
-    pairs = zip(["", *unknown], unknown, strict=False)
-    words = [word for before, word in pairs if word[:1] == "-" or before[:1] != "-"]  # no values of unknown flags
-    mistakes: list[str] = []
-    if words:
-        from gpt2_ddp.config.hints import unknown_words
-
-        mistakes = unknown_words(words, list(known))
-    changes = {name: _flag_value(known[name], text) for name, text in flags.items()}
-    config = resolve(command, files, changes, default, mistakes)
+    config = resolve(
+        command, files, {name: _value(known[name], words) for name, words in given.items()}, default, mistakes
+    )
     if prints:
         print(dump(config), end="")
         sys.exit(0)
     return config
+
+
+def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The words of each flag of a command line, by its name, and user errors. `--NAME=WORD` has one word. `--NAME` has
+    the words up to the next flag if the field is a list or unknown, otherwise at most the next word."""
+    fields = dict(leaves(command))
+    known = [*fields, "config", "print_config"]
+    given: dict[str, list[str]] = {"config": []}
+    stray: list[str] = []
+    room = 0  # for words of the current flag
+    words = stray
+    for word in argv:
+        if re.match(r"-(?!\.?\d|$)", word):  # neither a number nor a lone -
+            name, is_whole, value = word.removeprefix("--").partition("=")
+            words = given[name] if name == "config" else []
+            given[name] = words
+            room = (
+                len(argv)
+                if name not in known or (name in fields and _is_list(fields[name]))
+                else int(name != "print_config")
+            )
+            if is_whole:
+                words.append(value)
+                room = 0
+        elif room:
+            words.append(word)
+            room -= 1
+        else:
+            stray.append(word)
+    place = command.positional
+    if stray and place and place not in given and (len(stray) == 1 or _is_list(fields[place])):
+        given[place], stray = stray, []
+    unknown = [name for name in given if name not in known]
+    mistakes = [f"{_flag(name)}: unknown flag{nearest(name.lstrip('-'), known, '--')}" for name in unknown]
+    empty = [name for name, words in given.items() if not words and name in fields and str in _kinds(fields[name])]
+    mistakes += [f"{_flag(name)}: should be followed by a value" for name in empty]
+    if stray:
+        hint = "values without a flag; write --FIELD VALUE, and quote patterns, like '*.txt'"
+        mistakes += UserError("command line", " ".join(stray), hint).mistakes
+    return {name: words for name, words in given.items() if name in known and name not in empty}, mistakes
+
+
+def _flag(name: str) -> str:
+    return truncate(name if name.startswith("-") else f"--{name}")
+
+
+def _kinds(field: FieldInfo) -> list[Any]:
+    """The types that a field's values may have, and the values of a Literal."""
+    kinds = [field.annotation]
+    for kind in kinds:
+        kinds += get_args(kind)
+    return [kind for kind in kinds if isinstance(kind, type | str) and not get_args(kind)]
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
+
+
+def _value(field: FieldInfo, words: list[str]) -> Any:
+    """The value of a flag, for pydantic. No word: true. One word: YAML, except where the field takes any text."""
+    if not words:
+        return True
+    if len(words) > 1:
+        return words
+    word = words[0]
+    kinds = _kinds(field)
+    if type(None) in kinds and word.lower() in ("null", "none"):
+        return None
+    if str in kinds:
+        return word
+    try:
+        return parse_yaml(f"[{word}]" if _is_list(field) and not word.startswith("[") else word)
+    except ValueError:
+        return word  # pydantic reports it
 
 
 def resolve(
@@ -120,34 +187,20 @@ def resolve(
 ) -> C:
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     `mistakes`: user errors of the command line, to report with those found here. Raises: UserError, as `load`."""
-    note, from_preset = "", not files and bool(default)
+    note = ""
     if not files and default:
         file, note = (default, "") if isinstance(default, str) else default(changes)
         files = [file]
     values = {name: section.model_dump(exclude_unset=True) for name, section in sections(command).items()}
-    contents = [read_yaml(file) for file in files]
-    for content in contents:
+    for content in (*map(read_yaml, files), changes):
         _merge(values, content)
-    for name, value in changes.items():
-        section, _, field = name.rpartition(".")
-        target = values.setdefault(section, {}) if section else values
-        if isinstance(target, dict):  # otherwise a file has one value for the section, which validation reports
-            target[field] = value
     try:
         config = command.model_validate(values)
     except UserError as error:
-        from gpt2_ddp.config.hints import other_script
-
-        others = [mistake for pair in zip(files, contents, strict=True) for mistake in other_script(command, *pair)]
         follows = mistakes and not error.__cause__  # an error between fields, one of which has an unknown name
-        raise join_errors([*mistakes, *(others or ([] if follows else error.mistakes))]) from error
+        raise join_errors([*mistakes, *([] if follows else error.mistakes)]) from error
     if mistakes:
         raise join_errors(mistakes)
-    own = Path(*config.model_dump(include={"output_dir", "run_name"}).values(), "config.yaml")
-    if from_preset and "run_name" in changes and own.is_file():
-        from gpt2_ddp.config.hints import check_flags_of_run
-
-        check_flags_of_run(config, changes, own, read_yaml(str(own)))
     if note:
         _print_line(note)
     return config
@@ -211,80 +264,55 @@ def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
     return values or {}
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError("command line", " ".join(sys.argv[1:]), f"{message}; --help lists all flags")
-
-
-def make_parser(command: type[Command], preset: str | None = None, only: tuple[str, ...] = ()) -> _Parser:
-    """A parser of all flags of a command or, for `--help`, of those in `only`. Its help shows values of the file
-    `preset`."""
-    defaults, fields = flat(read_yaml(preset)) if preset else {}, leaves(command)
-    more = f"--help all lists all {len(fields)} flags" if only else None
-    parser = _Parser(
-        description=command.__doc__, epilog=more, argument_default=SUPPRESS, add_help=False, allow_abbrev=False
+def help_text(command: type[Command], preset: str | None = None, only: Sequence[str] = ()) -> str:
+    """The text of `--help`: all flags of a command, or those in `only`, with the values of the file `preset`."""
+    defaults = flat(read_yaml(preset)) if preset else {}
+    fields = leaves(command)
+    words = [f"[{command.positional.upper()}]"] if command.positional else []
+    usage = " ".join(["usage:", Path(sys.argv[0]).name, *words, "[--config FILE ...] [--FIELD VALUE ...]"])
+    parts = [usage, "", str(command.__doc__), ""]
+    parts += _flag_help(
+        "config FILE", "YAML file; repeatable, later files win" + f" (default: {preset})" * bool(preset)
     )
-    parser._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is a value, as from Python 3.14 on
-    parser.add_argument("-h", "--help", nargs="?", metavar="all", help="list the flags that people type first, or all")
-    files = "YAML file; repeatable, later files win" + f" (default: {preset})" * bool(preset)
-    parser.add_argument("--config", metavar="FILE", action="append", default=None, help=files)
-    parser.add_argument("--print_config", action="store_true", help="print the configuration and exit")
-    if command.positional:
-        many = get_origin(command.model_fields[command.positional].annotation) is tuple
-        text = f"the same as --{command.positional}"
-        parser.add_argument("positional", nargs="*" if many else "?", metavar=command.positional.upper(), help=text)
-    groups: dict[str, Any] = {"": parser}
+    parts += _flag_help("print_config", "print the configuration and exit")
+    before = ""
     for name, field in fields:
         if only and name not in only:
             continue
         section = name.rpartition(".")[0]
-        if section not in groups:
-            model = command.model_fields[section].annotation
-            groups[section] = parser.add_argument_group(f"{section}: {model.__doc__}")
+        if section != before:
+            parts += ["", f"{section}: {sections(command)[section].__doc__}"]
+            before = section
         shown = defaults.get(name, field.default)
-        several = isinstance(shown, tuple | list)
-        shown = " ".join(map(str, shown)) or "none" if several else json.dumps(shown).strip('"')
-        text = f"{' '.join((field.description or '').split())} (default: {shown})".replace("%", "%%")
-        groups[section].add_argument(f"--{name}", help=text, metavar=_metavar(field), dest=name, **_flag_options(field))
-    return parser
+        shown = json.dumps(shown).strip('"') if not isinstance(shown, tuple | list) else " ".join(map(str, shown))
+        parts += _flag_help(f"{name} {_metavar(field)}", f"{field.description or ''} (default: {shown or 'none'})")
+    return "\n".join([*parts, *["", f"--help all lists all {len(fields)} flags"] * bool(only)])
+
+
+def _flag_help(flag: str, text: str) -> list[str]:
+    indent = " " * 8
+    return [f"  --{flag}", *textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent)]
 
 
 def _metavar(field: FieldInfo) -> str:
     """The kinds of values that a flag takes, like `INT` or `{auto,true,false}`."""
-    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not Ellipsis]
-    inner = [part for kind in kinds for part in get_args(kind) or (kind,) if part is not Ellipsis]
-    words = (part if isinstance(part, str) else getattr(part, "__name__", "VALUE").upper() for part in inner)
-    kinds = {"STR": "TEXT", "BOOL": "true,false", "NONETYPE": "null"}
-    text = ",".join(dict.fromkeys(kinds.get(word, word) for word in words))
+    words = {str: "TEXT", bool: "true,false", type(None): "null"}
+    names = [kind if isinstance(kind, str) else words.get(kind) or kind.__name__.upper() for kind in _kinds(field)]
+    text = ",".join(dict.fromkeys(names))
     return f"{{{text}}}" if "," in text else text
 
 
-def _flag_options(field: FieldInfo) -> dict[str, Any]:
-    """How many values argparse lets the field's flag take."""
-    extra = field.json_schema_extra
-    if alone := "true" if field.annotation is bool else extra.get("alone") if isinstance(extra, dict) else None:
-        return {"nargs": "?", "const": alone}
-    return {"nargs": "+"} if _takes_several(field) else {}
-
-
-def _takes_several(field: FieldInfo) -> bool:
-    return tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
-
-
-def _flag_value(field: FieldInfo, text: str | list[str]) -> Any:
-    if isinstance(text, list):
-        if len(text) != 1 or not _takes_several(field) or get_args(field.annotation)[0] is str:
-            return text  # empty after a lone `--`
-        inside = text[0].strip("[] ")
-        return [item.strip() for item in inside.split(",")] if inside else []
-    if text.lower() in ("null", "none") and type(None) in get_args(field.annotation):
-        return None
-    return text
-
-
-def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
+def _merge(into: dict[str, Any], new: Mapping[str, Any], prefix: str = "") -> None:
+    """Sets the keys of `new`, `optim.lr` as well as `optim: {lr: ...}`. Raises: UserError for a value of a section."""
     for key, value in new.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        elif value is not None or not isinstance(into.get(key), dict):
+        section, dot, field = str(key).partition(".")
+        if dot:
+            key = section
+            value = {field: value}
+        before = into.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            _merge(before, value, f"{prefix}{key}.")
+        elif isinstance(before, dict) and value is not None:
+            raise UserError(f"{prefix}{key}", value, f"should be a section with keys, like `{key}: {{key: value}}`")
+        elif not isinstance(before, dict):
             into[key] = value

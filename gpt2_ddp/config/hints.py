@@ -1,18 +1,13 @@
-"""Hints for user errors in configurations, imported on demand: unknown names, mixtures, fields that differ from a saved
-run's."""
+"""User errors of few commands, imported on demand: mixtures, missing data, fields that differ from a saved run's."""
 
-import difflib
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
-from gpt2_ddp.config.base import MOST, Command, flat, leaves, sections
-from gpt2_ddp.errors import FIELD, UserError, truncate
+from gpt2_ddp.config.base import Command, flat
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import command_for
 
 if TYPE_CHECKING:
@@ -21,66 +16,6 @@ if TYPE_CHECKING:
 
 MOST_SOURCES = 32
 """Most sources of a mixture: with more, the largest source could get less than its share of a block."""
-SCRIPT_OF_FIELD = {
-    "train.steps": "train_gpt2.py",
-    "train.global_batch_tokens": "train_gpt2.py",
-    "train.global_batch_size": "a small job, like train_classifier.py",
-}
-"""The training script of a configuration file with this field."""
-
-
-def nearest(name: str, known: list[str], prefix: str = "") -> str:
-    """The hint for an unknown name: the nearest of the `known`, or --help; torchrun for the small jobs' processes."""
-    if name == "launch.processes":
-        return "; torchrun starts its processes: `torchrun --nproc_per_node N SCRIPT`"
-    tails = {key.rpartition(".")[2]: key for key in reversed(known)}  # `lr` finds optim.lr
-    tail = name.rpartition(".")[2]
-    near = [tails[tail]] if tail in tails else difflib.get_close_matches(name, known, n=1)
-    near = near or [tails[tail] for tail in difflib.get_close_matches(tail, tails, n=1)]
-    return f"; did you mean {prefix}{near[0]}?" if near else "; --help lists all names"
-
-
-def describe(command: type[BaseModel], details: Any) -> str:
-    """One of pydantic's errors as `field = value: problem; hint`."""
-    name = ".".join(part for part in details["loc"] if isinstance(part, str))
-    known = dict(leaves(command))
-    field = known.get(name)
-    if details["type"] == "invalid_key":  # a number, null or a date
-        name = ".".join(map(str, [*details["loc"][:-1], details["input"]]))
-        return f"{truncate(name, FIELD)}: unknown key; --help lists all names"
-    if details["type"] == "model_type":
-        hint = f"should be a section with keys, like `{name}: {{key: value}}`"
-    elif details["type"] == "extra_forbidden" and name in known:  # `optim.lr: 1` in a file
-        hint = "unknown key; write `{}: {{{}: ...}}`".format(*name.split("."))
-    elif details["type"] == "extra_forbidden":
-        hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
-    else:
-        hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        if field is not None and details["type"] == "missing":
-            hint = f"should be {len(get_args(field.annotation))} values"
-        if field is not None and field.default not in (None, ()):
-            hint += f"; the default is {field.default}"
-    return UserError(name, details["input"], hint).mistakes[0]
-
-
-def other_script(command: type[Command], file: str, content: dict[str, Any]) -> list[str]:
-    """The user error for a file of another training script, known by a field that this one lacks."""
-    known, keys = dict(leaves(command)), flat(content)
-    scripts = next((scripts for field, scripts in SCRIPT_OF_FIELD.items() if field in keys and field not in known), "")
-    return UserError("--config", file, f"is for {scripts}; name one of this script").mistakes if scripts else []
-
-
-def unknown_words(words: list[str], known: list[str]) -> list[str]:
-    """User errors for the words of a command line that are no flags or values of fields, MOST and two more at most."""
-    flags, names = [word for word in words if word[:1] == "-"], [*known, "config", "print_config"]
-    mistakes = []
-    for word in flags[: MOST + 1]:
-        hint = nearest(word.split("=")[0].lstrip("-"), names, "--")
-        mistakes.append(f"{truncate(word)}: unknown flag{hint}")
-    if stray := [word for word in words if word not in flags]:
-        hint = "values without a flag; write --FIELD VALUE, and quote patterns, like '*.txt'"
-        mistakes += UserError("command line", " ".join(stray), hint).mistakes
-    return mistakes
 
 
 def mixture_mistakes(config: "TrainingConfig") -> Iterator[tuple[str, object, str]]:
@@ -112,9 +47,6 @@ def describe_missing(manifest: Path) -> str:
     """The hint for a folder of `data.path` without the file `manifest`, with a command that makes one."""
     folder, text = manifest.parent, manifest.parent.absolute()
     if not folder.exists():
-        parts = re.split("[:,]", str(folder))
-        if len(parts) > 1 and all(map(os.path.isdir, parts)):
-            return f"no such folder; separate several by spaces: {' '.join(parts)}"
         near = sorted(str(found.parent) for found in folder.parent.glob(f"*/{manifest.name}"))[:3]
         return "no such folder; " + (f"there is {', '.join(near)}" if near else "create it with prepare_data.py")
     if any(folder.glob("*.bin")):
@@ -174,13 +106,3 @@ def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step:
     if mistakes:
         raise UserError.join(mistakes)
     return complete(type(config), saved)[1]
-
-
-def check_flags_of_run(config: Command, changes: Mapping[str, Any], own: Path, saved: Mapping[str, Any]) -> None:
-    """Raises: UserError if the preset differs from the existing run, whose file `own` holds `saved`."""
-    found = differences(config, saved, getattr(config, "kept", ()))
-    names = [name for name, now, _ in found if now is not None and name not in changes]
-    if len(names) > 1:
-        others = ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
-        hint = f"the command lacks flags of this run: {others}; add --config {own}, or choose another run_name"
-        raise UserError("run_name", own.parent.name, hint)

@@ -41,7 +41,7 @@ class LoopConfig(Section):
     mixed_precision: Literal["auto", "fast", "no", "bf16", "fp16"] = "auto"
     """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it; fast: bf16 on CPUs that
     have it, too; no: fp32; fp16 (CUDA) scales the loss"""
-    compile: Literal["auto", "off", "blocks", "model"] = Field(default="auto", json_schema_extra={"alone": "model"})
+    compile: Literal["auto", "off", "blocks", "model"] = Field(default="auto")
     """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's overlap; auto, with a
     compiler: model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
