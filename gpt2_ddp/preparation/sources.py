@@ -4,7 +4,6 @@ A document is text in blocks, so documents of any length need little memory. A d
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -21,8 +21,23 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import END_OF_TEXT, replace_surrogates
 from gpt2_ddp.distributed.workers import InlineExecutor, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import regular
 from gpt2_ddp.preparation.row_sources import row_source
-from gpt2_ddp.preparation.source_files import BLOCK, TRACE, Entry, Part, find_files, kind_of, look_at, open_text
+from gpt2_ddp.preparation.rows import LACKS, UNREADABLE, columns_of, fault_of, read_rows, value_of
+from gpt2_ddp.preparation.source_files import (
+    BLOCK,
+    COMPRESSED,
+    TRACE,
+    DetectedEncoding,
+    Entry,
+    Part,
+    detect_encoding,
+    file_entries,
+    find_files,
+    kind_of,
+    open_bytes,
+    open_text,
+)
 
 MANY = 1000  # the column is missing if none of the first so many rows has it
 PIECE = 2**20
@@ -111,7 +126,7 @@ class Source:
         if row_source(self.config):
             yield Part(self.config.source)
             return
-        for path in map(str, find_files(self.config.source, self.config.output)):
+        for path in map(str, find_files(self.config.source, self.config.output, self.config.split)):
             size = BLOCK // 1000 + (os.path.exists(path) and os.path.getsize(path))
             yield from self.unusual.get(path, [Part(path, bytes=size)])
 
@@ -148,8 +163,7 @@ class Source:
     def _of_part(self, part: Part) -> Iterator[Blocks]:
         if rows := row_source(self.config):
             return (self._text(row, name) for name, row in rows.rows(self.config))
-        readers = {"parquet": self._of_parquet, "json": self._of_json, "text": self._of_text}
-        return readers[kind_of(part.path)](part)
+        return self._of_text(part) if kind_of(part.path) == "text" else self._of_rows(part)
 
     def check_column(self, finished: bool = False) -> None:
         """Raises: UserError if none of the rows has text, or, before all are read, `MANY` lack the column."""
@@ -187,54 +201,26 @@ class Source:
                 paragraphs = groupby(file, key=str.isspace)
                 yield from (["".join(lines).rstrip("\r\n")] for blank, lines in paragraphs if not blank)
 
-    def _of_json(self, part: Part) -> Iterator[Blocks]:
-        """The column of a file that has one JSON object a line."""
-        with open_text(part) as file:
-            for number, line in enumerate(file, part.lines + 1):
-                if line.isspace():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    hint = f"line {number} is not JSON ({error}); write one object per line"
-                    raise UserError("source", part.path, hint) from error
-                if not isinstance(row, dict):
-                    raise UserError("source", part.path, f"line {number} is not an object; write one object per line")
-                del line
-                yield self._text(row, f"{part.path}, line {number}")
-
-    def _of_parquet(self, part: Part) -> Iterator[Blocks]:
-        import pyarrow.parquet
-
-        path, column, number = part.path, self.config.column, 0
+    def _of_rows(self, part: Part) -> Iterator[Blocks]:
+        """The column of a table."""
+        name = "its beginning"
         try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                names = [file.schema.column(index).path for index in range(len(file.schema))]
-                present = any(f"{name}.".startswith(f"{column}.") for name in names)
-                columns = [column] if present else None
-                number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-                groups = range(part.start, part.end or file.num_row_groups)  # one by one: several would be read ahead
-                batches = (file.iter_batches(256, [group], columns) for group in groups)
-                for row in (row for group in batches for batch in group for row in batch.to_pylist()):
-                    number += 1
-                    yield self._text(row, f"{path}, row {number}")
-        except UnicodeDecodeError as error:
-            hint = f"has text after row {number} that is not UTF-8 ({error}), as parquet requires; write the file again"
-            raise UserError("source", path, hint) from error
-        except (OSError, pyarrow.ArrowInvalid) as error:
-            raise UserError("source", path, f"is not a complete parquet file ({error})") from error
+            for name, row in read_rows(part, self.config.column):
+                yield self._text(row, f"{part.path}, {name}")
+        except UNREADABLE as error:
+            raise UserError("source", part.path, f"cannot be read after {name}: {error}") from error
 
     def _text(self, row: dict[str, Any], where: str) -> Blocks:
         """The row's text, in a key of the column's name or below keys joined by dots."""
         stats, column = self.stats, self.config.column
         stats.rows += 1
         try:
-            text = _value(row, column)
+            text = value_of(row, column)
         except KeyError:
             stats.without_column += 1
             text = None
         if not text and (text is None or isinstance(text, str)):
-            stats.columns = stats.columns or list(_columns(row))
+            stats.columns = stats.columns or list(columns_of(row))
             stats.without_text.add(where)
             return [""]
         if not isinstance(text, str):
@@ -242,15 +228,68 @@ class Source:
         return [text] if len(text) <= BLOCK else (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
 
 
+def look_at(config: PrepareConfig, hashed: bool, files: list[Part]) -> list[tuple[str, list[Entry], DetectedEncoding]]:
+    """The name, the state if `hashed`, and the encoding of each file."""
+    paths = [Path(file.path) for file in files]
+    return [(str(path), list(file_entries(config, [path] * hashed)), _look(path, config)) for path in paths]
+
+
+def _look(path: Path, config: PrepareConfig) -> DetectedEncoding:
+    kind = kind_of(path)
+    try:
+        size = regular(path).stat().st_size
+        if kind == "parquet":
+            found = DetectedEncoding(kind, size, parts=_row_groups(path))
+        elif kind == "arrow":
+            found = DetectedEncoding(kind, size, parts=[(0, 0, 0, size)])
+        else:
+            found = detect_encoding(path, config.encoding, _end_of_document(path, config))
+    except (OSError, ValueError) as error:  # ValueError: content and suffix differ
+        return DetectedEncoding("", 0, fault=f"cannot be read ({error})")
+    fault = "" if kind == "text" or found.fault else fault_of(Part(str(path), found.encoding), config.column)
+    return found._replace(encoding="", fault=fault) if fault else found
+
+
+def _row_groups(path: Path) -> list[tuple[int, int, int, int]]:
+    """The last fields of each `Part` of a parquet file."""
+    import pyarrow.parquet
+
+    parts, rows = [], 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    for part in batches(range(len(groups)), lambda number: groups[number].total_byte_size, BLOCK):
+        inside = groups[part[0] : part[-1] + 1]
+        parts.append((part[0], part[-1] + 1, rows, sum(group.total_byte_size for group in inside)))
+        rows += sum(group.num_rows for group in inside)
+    return parts
+
+
+def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
+    """Pattern of places where a file of UTF-8 may be cut; empty if there are none."""
+    kind = kind_of(path)
+    if path.suffix.lower() in COMPRESSED or kind == "csv":
+        return b""
+    if kind == "json":
+        with open_bytes(path) as file:
+            return b"" if file.read(100).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[") else b"\n"
+    separator = (config.document_separator or "").encode()
+    overlaps = [length for length in range(1, len(separator)) if separator.endswith(separator[:length])]
+    alone = b"".join(b"(?<!%b)" % re.escape(separator[:-length]) for length in overlaps)  # no other one straddles it
+    ends = {"file": separator and alone + re.escape(separator), "line": b"\n", "paragraph": rb"\n\r?\n"}
+    return ends[config.documents]
+
+
 def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1, hashed: bool = False) -> Source:
     """Reads all files completely, in the `workers` processes of `pool`. `hashed`: the source has `entries`. Raises:
     UserError if there is no text, text in an unknown encoding, or a bad file with `on_bad_file: stop`."""
     source, garbled, bad = Source(config), Tally(), None
-    stats = source.stats
+    stats, lacking, tables = source.stats, Tally(), 0
     files = batches(() if row_source(config) else source.parts(), lambda part: part.bytes, BLOCK)
     looks = chain.from_iterable(in_order(partial(look_at, config, hashed), files, pool or InlineExecutor(), workers))
     for path, entry, found in tqdm(looks, desc="looking at files", unit=" files", disable=None, delay=2):
         source.entries += entry
+        if found.fault.startswith(LACKS):
+            lacking.add(f"{path} {found.fault}")
         if found.fault and not (found.encoding and config.on_bad_file == "keep"):
             hint = ", or read it with on_bad_file keep" * bool(found.encoding)
             bad = bad or UserError("source", path, f"{found.fault}; choose text files, like 'texts/**/*.txt'{hint}")
@@ -259,15 +298,10 @@ def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1, 
             source.unusual[path] = []
             stats.left_out.add(f"{path} {found.fault}", most=MOST_NAMED)
             continue
-        if found.encoding != "utf-8" or found.size > BLOCK:
-            source.unusual[path] = [Part(path, found.encoding, *part) for part in found.parts]
-        if found.encoding == config.encoding != "utf-8":
-            stats.as_named.add(path, most=MOST_NAMED)
-        stats.encodings[found.encoding] = stats.encodings.get(found.encoding, 0) + 1
-        if found.undecodable:
-            stats.undecodable.add(f"{path}, line {found.line}", found.undecodable)
-        if found.undecodable * TRACE > found.size and not found.fault:
-            garbled.add(f"{path}, line {found.line}")
+        tables += kind_of(path) != "text"
+        _take(source, path, found, garbled)
+    if not tables and not row_source(config):
+        _check_text(config, stats, lacking)
     if bad and not stats.encodings:
         raise bad
     if garbled.count:
@@ -275,6 +309,26 @@ def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1, 
         hint = f"cannot decode {garbled.of('files')} as {tried}; name another, like cp1252 (UTF-8 files stay UTF-8)"
         raise UserError("encoding", config.encoding, hint)
     return source
+
+
+def _take(source: Source, path: str, found: DetectedEncoding, garbled: Tally) -> None:
+    """Counts a file that is read, and keeps its parts if they are unusual."""
+    if found.encoding != "utf-8" or found.size > BLOCK:
+        source.unusual[path] = [Part(path, found.encoding, *part) for part in found.parts]
+    if found.encoding == source.config.encoding != "utf-8":
+        source.stats.as_named.add(path, most=MOST_NAMED)
+    source.stats.encodings[found.encoding] = source.stats.encodings.get(found.encoding, 0) + 1
+    if found.undecodable:
+        source.stats.undecodable.add(f"{path}, line {found.line}", found.undecodable)
+    if found.undecodable * TRACE > found.size and not found.fault:
+        garbled.add(f"{path}, line {found.line}")
+
+
+def _check_text(config: PrepareConfig, stats: CorpusStats, lacking: Tally) -> None:
+    """Raises: UserError where the user named a column for text alone, or no table has it and there is no text."""
+    if config.column != "text" or (lacking.count and not stats.encodings):
+        tables = lacking.of("tables") if lacking.count else "text files have no columns; remove it"
+        raise UserError("column", config.column, f"is in no file of the source: {tables}")
 
 
 def divide(blocks: Blocks, separator: str) -> Iterator[Blocks]:
@@ -323,17 +377,3 @@ def _cut(blocks: Blocks) -> Iterator[str]:
             held = held[end:]
     if held:
         yield held
-
-
-def _value(row: Any, column: str) -> Any:
-    if isinstance(row, dict) and column in row:
-        return row[column]
-    outer, dot, inner = column.partition(".")
-    if not dot or not isinstance(row, dict):
-        raise KeyError(column)
-    return _value(row[outer], inner)
-
-
-def _columns(row: dict[str, Any]) -> Iterator[str]:
-    for name, value in row.items():
-        yield from (f"{name}.{inner}" for inner in _columns(value)) if isinstance(value, dict) and value else (name,)
