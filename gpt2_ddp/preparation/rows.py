@@ -25,12 +25,12 @@ def read_rows(part: Part, column: str) -> Iterator[tuple[str, Row]]:
     return _csv_rows(part) if kind == "csv" else _arrow_rows(part, column)
 
 
-def fault_of(part: Part, column: str) -> str:
-    """Why the table cannot be used, as far as its first rows show; empty if it can be."""
+def fault_of(rows: Iterator[tuple[str, Row]], column: str) -> str:
+    """Why a table cannot be used, as far as its first rows show; empty if it can be."""
     columns: list[str] = []
     lacking = True
     try:
-        for _, row in islice(read_rows(part, column), CHECKED):
+        for _, row in islice(rows, CHECKED):
             columns = columns or list(columns_of(row))
             lacking = lacking and not has_column(row, column)
     except UNREADABLE as error:

@@ -51,8 +51,8 @@ COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 BLOCK = 2**20  # bytes or characters to read at a time
 LARGEST = 2**24  # bytes of a part that a worker reads
 TRACE = 10_000  # in a text file, at most one byte in so many is undecodable
-CONTROLS = {b"\0": TRACE, bytes({*range(1, 32), 127} - {*b"\a\b\t\n\v\f\r\x1b"}): 100}
-"""Control characters except those of texts and terminal logs. A text file has at most one in so many bytes."""
+CONTROLS = bytes({*range(32), 127} - {*b"\a\b\t\n\v\f\r\x1b"})
+"""Control characters except those of texts and terminal logs. A text file has at most one in 100 bytes."""
 MARKS = {  # UTF-32's first: UTF-16's mark is a prefix of it
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -256,8 +256,7 @@ def open_text(part: Part, newline: str | None = "") -> io.TextIOWrapper:
 def _scan(head: bytes, file: IO[bytes], encoding: str, end: bytes = b"") -> tuple[DetectedEncoding, int, bool]:
     """Findings about a file in this encoding, bytes less characters, and whether it is ASCII without escapes."""
     decoder = codecs.getincrementaldecoder(encoding)(_note.__name__)
-    size = undecodable = bad_line = lines = characters = 0
-    controls: dict[bytes, tuple[int, str]] = dict.fromkeys(CONTROLS, (0, ""))  # their number, and the first one
+    size = undecodable = bad_line = lines = characters = controls = 0
     ascii_only, block, parts, start, above = True, head, [], 0, 0
     while True:
         _noted.clear()
@@ -269,11 +268,7 @@ def _scan(head: bytes, file: IO[bytes], encoding: str, end: bytes = b"") -> tupl
         if not block:
             break
         plain = block if encoding == "utf-8" else text.encode("utf-8", "surrogatepass")
-        for kind, (before, first) in controls.items():
-            if count := len(plain) - len(plain.translate(None, kind)):
-                place = min(at for code in kind if (at := plain.find(code)) >= 0)
-                line = 1 + lines + plain.count(b"\n", 0, place)
-                controls[kind] = before + count, first or f"U+{plain[place]:04X}, first in line {line}"
+        controls += len(plain) - len(plain.translate(None, CONTROLS))
         place = re.compile(end).search(block, BLOCK // 2) if end and plain is block else None
         if place and size - start < LARGEST:
             parts.append((start, size + place.end(), above, size + place.end() - start))
@@ -282,13 +277,9 @@ def _scan(head: bytes, file: IO[bytes], encoding: str, end: bytes = b"") -> tupl
         size += len(block)
         lines += plain.count(b"\n")
         block = file.read(BLOCK)
-    faults = [
-        f"is not text (has {count:,} control characters {first})"
-        for kind, (count, first) in controls.items()
-        if count * CONTROLS[kind] > size
-    ]
     parts.append((start, 0, above, size - start))
-    found = DetectedEncoding(encoding, size, undecodable, bad_line, "".join(faults[:1]), parts)
+    fault = f"is not text (has {controls:,} control characters)" * (controls * 100 > size)
+    found = DetectedEncoding(encoding, size, undecodable, bad_line, fault, parts)
     return found, size - characters, ascii_only
 
 
@@ -383,12 +374,14 @@ def _digest(entries: Iterable[Entry]) -> str:
 
 def _difference(then: list[Entry], now: list[Entry]) -> str:
     before, after = ({entry.name: entry.sha256 for entry in entries} for entries in (then, now))
-    said = []
-    for kind, names in {
+    changes = {
         "added": [name for name in after if name not in before],
-        "edited": [name for name in after if name in before and after[name] != before[name]],
+        "edited": [name for name in after if before.get(name, after[name]) != after[name]],
         "removed": [name for name in before if name not in after],
-    }.items():
-        first = [truncate(name, 30) for name in names[:NAMED_CHANGES]] + ["..."] * (len(names) > NAMED_CHANGES)
-        said.append(f"{len(names):,} {kind}" + f": {', '.join(first)}" * bool(names))
-    return "; ".join(said)
+    }
+    return "; ".join(f"{len(names):,} {kind}: {_first(names)}" for kind, names in changes.items() if names)
+
+
+def _first(names: list[str]) -> str:
+    first = [truncate(name, 30) for name in names[:NAMED_CHANGES]]
+    return ", ".join(first + ["..."] * (len(names) > NAMED_CHANGES))

@@ -23,7 +23,7 @@ from gpt2_ddp.distributed.workers import InlineExecutor, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
 from gpt2_ddp.preparation.row_sources import row_source
-from gpt2_ddp.preparation.rows import LACKS, UNREADABLE, columns_of, fault_of, read_rows, value_of
+from gpt2_ddp.preparation.rows import LACKS, UNREADABLE, fault_of, has_column, read_rows, value_of
 from gpt2_ddp.preparation.source_files import (
     BLOCK,
     COMPRESSED,
@@ -39,15 +39,14 @@ from gpt2_ddp.preparation.source_files import (
     open_text,
 )
 
-MANY = 1000  # the column is missing if none of the first so many rows has it
 PIECE = 2**20
 """Characters after which a long document is cut, at the next place that no token of GPT-2 can cross."""
 LONGEST_PIECE = 4 * PIECE  # latest cut if there is no such place, in text without words
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
-OF_TEXT = ("documents", "characters", "bytes", "rows", "without_column", "end_of_text")  # counts that parts add up to
+OF_TEXT = ("documents", "bytes", "rows", "end_of_text")  # counts that parts add up to
 EXAMPLES = 3
 MOST_NAMED = 100_000
-"""Most files that the manifest names of those that are left out, or read in the encoding that the user named."""
+"""Most files that the manifest names of those that are left out."""
 
 Blocks = Iterable[str]  # the text of a document, in blocks of any size
 
@@ -75,24 +74,17 @@ class Tally:
 
 @dataclass
 class CorpusStats:
-    """Counts of a source. Of its files: by encoding, undecodable, left out, read in the encoding that the user named.
-    Of its text: documents, characters, UTF-8 bytes, rows, texts of the end-of-text token. Characters that a BPE was
-    trained on; the columns of the first row without text; an unused separator."""
+    """Counts of a source. Of its files: by encoding, undecodable, left out.
+    Of its text: documents, UTF-8 bytes, rows, rows without text, texts of the end-of-text token."""
 
     encodings: dict[str, int] = field(default_factory=dict)
     undecodable: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)
-    as_named: Tally = field(default_factory=Tally)
     documents: int = 0
-    characters: int = 0
     bytes: int = 0
     rows: int = 0
     without_text: Tally = field(default_factory=Tally)
-    without_column: int = 0
-    columns: list[str] = field(default_factory=list)
     end_of_text: int = 0
-    bpe_characters: int = 0
-    idle_separator: str | None = None
 
     def add(self, other: "CorpusStats") -> None:
         """Adds the counts of text that follows."""
@@ -100,8 +92,6 @@ class CorpusStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.without_text.count += other.without_text.count
         self.without_text.where = [*self.without_text.where, *other.without_text.where][:EXAMPLES]
-        self.columns = self.columns or other.columns
-        self.idle_separator = self.idle_separator and other.idle_separator
 
 
 class DocumentChunk(NamedTuple):
@@ -117,7 +107,7 @@ class Source:
     read last. `unusual`: the parts of files that are large or not UTF-8; none of those that are left out."""
 
     def __init__(self, config: PrepareConfig):
-        self.config, self.stats = config, CorpusStats(idle_separator=config.document_separator)
+        self.config, self.stats = config, CorpusStats()
         self.unusual: dict[str, list[Part]] = {}
         self.entries: list[Entry] = []  # of all files, if `scan` hashed them
 
@@ -132,13 +122,12 @@ class Source:
 
     def pieces(self, parts: Iterable[Part] | None = None) -> Iterator[DocumentChunk]:
         """The documents of parts, or all, up to `max_documents`, cut into pieces. Leaves out empty ones; counts what is
-        read. Raises: UserError if the source is missing, unreadable or empty, or no row has the column."""
+        read. Raises: UserError if the source is missing or unreadable."""
         split = ""
         for blocks in self._documents(parts):
             for number, piece in enumerate(_cut(blocks)):
                 text = piece if piece.isascii() else replace_surrogates(piece)
                 self.stats.documents += number == 0
-                self.stats.characters += len(text)
                 self.stats.bytes += len(text) if text.isascii() else len(text.encode())
                 self.stats.end_of_text += text.count(END_OF_TEXT)
                 if number == 0:  # in [0, 1), a function of the text alone
@@ -152,39 +141,24 @@ class Source:
 
     def restart(self) -> None:
         """Sets the counts of text to 0: a source is read several times."""
-        none: dict[str, Any] = dict.fromkeys(OF_TEXT, 0) | {"without_text": Tally(), "columns": []}
-        self.stats = replace(self.stats, **none, idle_separator=self.config.document_separator)
+        self.stats = replace(self.stats, **dict.fromkeys(OF_TEXT, 0), without_text=Tally())
 
     def _documents(self, parts: Iterable[Part] | None = None) -> Iterator[Blocks]:
         self.restart()
         documents = chain.from_iterable(map(self._of_part, self.parts() if parts is None else parts))
-        yield from islice(self._divided(documents, whole=parts is None), self.config.max_documents)
+        yield from islice(self._divided(documents), self.config.max_documents)
 
     def _of_part(self, part: Part) -> Iterator[Blocks]:
         if rows := row_source(self.config):
             return (self._text(row, name) for name, row in rows.rows(self.config))
         return self._of_text(part) if kind_of(part.path) == "text" else self._of_rows(part)
 
-    def check_column(self, finished: bool = False) -> None:
-        """Raises: UserError if none of the rows has text, or, before all are read, `MANY` lack the column."""
-        stats = self.stats
-        missing, least = (stats.without_text.count, 1) if finished else (stats.without_column, MANY)
-        if missing == stats.rows >= least:
-            hint = f"none of {stats.rows:,} rows has text there; columns of the first, {stats.without_text.where[0]}:"
-            raise UserError("column", self.config.column, f"{hint} {', '.join(stats.columns) or 'none'}")
-
-    def _divided(self, documents: Iterable[Blocks], whole: bool) -> Iterator[Blocks]:
-        """The documents between separators. `whole`: these are all documents."""
+    def _divided(self, documents: Iterable[Blocks]) -> Iterator[Blocks]:
+        """The documents between separators."""
         separator = self.config.document_separator
         for document in documents:
-            for number, part in enumerate(divide(document, separator) if separator else [document]):
-                if number:
-                    self.stats.idle_separator = None
+            for part in divide(document, separator) if separator else [document]:
                 yield without_line_breaks(part) if separator else part
-            if whole:
-                self.check_column()
-        if whole:
-            self.check_column(finished=True)
 
     def _of_text(self, part: Part) -> Iterator[Blocks]:
         """A text file as one document, or its lines or paragraphs."""
@@ -192,8 +166,6 @@ class Source:
         with open_text(part, None if kind == "line" else "") as file:
             blocks = iter(lambda: file.read(BLOCK), "")
             if kind == "file":
-                if part.start:  # the separator is before it
-                    self.stats.idle_separator = None
                 yield blocks
             elif kind == "line":
                 yield from divide(blocks, "\n")
@@ -214,13 +186,8 @@ class Source:
         """The row's text, in a key of the column's name or below keys joined by dots."""
         stats, column = self.stats, self.config.column
         stats.rows += 1
-        try:
-            text = value_of(row, column)
-        except KeyError:
-            stats.without_column += 1
-            text = None
+        text = value_of(row, column) if has_column(row, column) else None
         if not text and (text is None or isinstance(text, str)):
-            stats.columns = stats.columns or list(columns_of(row))
             stats.without_text.add(where)
             return [""]
         if not isinstance(text, str):
@@ -246,7 +213,11 @@ def _look(path: Path, config: PrepareConfig) -> DetectedEncoding:
             found = detect_encoding(path, config.encoding, _end_of_document(path, config))
     except (OSError, ValueError) as error:  # ValueError: content and suffix differ
         return DetectedEncoding("", 0, fault=f"cannot be read ({error})")
-    fault = "" if kind == "text" or found.fault else fault_of(Part(str(path), found.encoding), config.column)
+    fault = (
+        ""
+        if kind == "text" or found.fault
+        else fault_of(read_rows(Part(str(path), found.encoding), config.column), config.column)
+    )
     return found._replace(encoding="", fault=fault) if fault else found
 
 
@@ -283,13 +254,11 @@ def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1, 
     """Reads all files completely, in the `workers` processes of `pool`. `hashed`: the source has `entries`. Raises:
     UserError if there is no text, text in an unknown encoding, or a bad file with `on_bad_file: stop`."""
     source, garbled, bad = Source(config), Tally(), None
-    stats, lacking, tables = source.stats, Tally(), 0
+    stats, tables = source.stats, 0
     files = batches(() if row_source(config) else source.parts(), lambda part: part.bytes, BLOCK)
     looks = chain.from_iterable(in_order(partial(look_at, config, hashed), files, pool or InlineExecutor(), workers))
     for path, entry, found in tqdm(looks, desc="looking at files", unit=" files", disable=None, delay=2):
         source.entries += entry
-        if found.fault.startswith(LACKS):
-            lacking.add(f"{path} {found.fault}")
         if found.fault and not (found.encoding and config.on_bad_file == "keep"):
             hint = ", or read it with on_bad_file keep" * bool(found.encoding)
             bad = bad or UserError("source", path, f"{found.fault}; choose text files, like 'texts/**/*.txt'{hint}")
@@ -301,7 +270,7 @@ def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1, 
         tables += kind_of(path) != "text"
         _take(source, path, found, garbled)
     if not tables and not row_source(config):
-        _check_text(config, stats, lacking)
+        _check_column(config, stats)
     if bad and not stats.encodings:
         raise bad
     if garbled.count:
@@ -315,8 +284,6 @@ def _take(source: Source, path: str, found: DetectedEncoding, garbled: Tally) ->
     """Counts a file that is read, and keeps its parts if they are unusual."""
     if found.encoding != "utf-8" or found.size > BLOCK:
         source.unusual[path] = [Part(path, found.encoding, *part) for part in found.parts]
-    if found.encoding == source.config.encoding != "utf-8":
-        source.stats.as_named.add(path, most=MOST_NAMED)
     source.stats.encodings[found.encoding] = source.stats.encodings.get(found.encoding, 0) + 1
     if found.undecodable:
         source.stats.undecodable.add(f"{path}, line {found.line}", found.undecodable)
@@ -324,11 +291,12 @@ def _take(source: Source, path: str, found: DetectedEncoding, garbled: Tally) ->
         garbled.add(f"{path}, line {found.line}")
 
 
-def _check_text(config: PrepareConfig, stats: CorpusStats, lacking: Tally) -> None:
-    """Raises: UserError where the user named a column for text alone, or no table has it and there is no text."""
-    if config.column != "text" or (lacking.count and not stats.encodings):
-        tables = lacking.of("tables") if lacking.count else "text files have no columns; remove it"
-        raise UserError("column", config.column, f"is in no file of the source: {tables}")
+def _check_column(config: PrepareConfig, stats: CorpusStats) -> None:
+    """Raises: UserError if the user named a column, or nothing but tables without it was found. No table is read."""
+    lacking = any(LACKS in where for where in stats.left_out.where)
+    if config.column != "text" or (lacking and not stats.encodings):
+        hint = f"is in no file of the source ({stats.left_out.of('files')} left out); text files have no columns"
+        raise UserError("column", config.column, hint)
 
 
 def divide(blocks: Blocks, separator: str) -> Iterator[Blocks]:
