@@ -210,7 +210,7 @@ def hub() -> Iterator[str]:
 @pytest.mark.slow
 def test_hub_dataset(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    no_column = "error: column = text: none of 300 rows has text there; columns of the first, owner/name, row 0: body"
+    no_column = "error: column = text: hub:owner/name has no column text, only body"
     no_source = "error: source = hub:owner/other: cannot be read from the Hub"
     for arguments, message in ((("--source", "hub:owner/other"), no_source), (("--column", "text"), no_column)):
         result = prepare_with_hub(hub, tmp_path, *arguments)
