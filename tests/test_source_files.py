@@ -153,7 +153,6 @@ def test_utf_8_with_damage_stays_utf_8_whatever_is_named(tmp_path):
     assert {name: [part.encoding for part in parts] for name, parts in seen.unusual.items()} == {
         f"{tmp_path}/latin.txt": ["latin-1"]
     }
-    assert seen.stats.as_named.where == [f"{tmp_path}/latin.txt"]
     assert seen.stats.undecodable.where == [f"{tmp_path}/cut.txt, line 3000"]
     assert texts(tmp_path, encoding="latin-1")[0] == cut[:-1].decode(errors="ignore") + "\ufffd"
     (tmp_path / "rotten.txt").write_bytes(cut[:592] + b"\n\xff\xfe\n" + cut[:592])
@@ -166,18 +165,17 @@ def test_utf_8_with_damage_stays_utf_8_whatever_is_named(tmp_path):
 
 
 def test_control_characters_make_a_file_binary_by_their_share(tmp_path):
-    for control, size, most in ((b"\0", 10_000, 1), (b"\1", 10_000, 100), (b"\x7f", 5000, 50)):
+    for control, size, most in ((b"\0", 10_000, 100), (b"\x7f", 5000, 50)):
         for count in (most, most + 1):
             (tmp_path / "text").write_bytes(b"one\ntwo " + control * count + b"x" * (size - count - 8))
             found = detect_encoding(tmp_path / "text", "auto")
-            what = f"is not text (has {count} control characters U+00{control[0]:02X}, first in line 2)"
-            assert found.fault == what * (count > most)
+            assert found.fault == f"is not text (has {count} control characters)" * (count > most)
             (tmp_path / "text.gz").write_bytes(gzip.compress((tmp_path / "text").read_bytes()))
             assert detect_encoding(tmp_path / "text.gz", "auto") == found
     (tmp_path / "text").write_bytes(b"\x1b[1mbold\x1b[0m\x0c\r\n\t\a" * 100)  # a terminal's log
     assert not detect_encoding(tmp_path / "text", "auto").fault
     (tmp_path / "text").write_bytes(bytes([5, 0, 200, 0, 7, 0] * 1000))  # small numbers of 16 bits
-    assert "U+0000, first in line 1" in detect_encoding(tmp_path / "text", "auto").fault
+    assert detect_encoding(tmp_path / "text", "auto").fault
 
 
 def test_every_file_that_is_left_out_is_listed_and_an_option_keeps_them(tmp_path):
@@ -187,7 +185,7 @@ def test_every_file_that_is_left_out_is_listed_and_an_option_keeps_them(tmp_path
     (tmp_path / "words.txt").write_text("words")
     left_out = scan(config(tmp_path)).stats.left_out
     assert (left_out.count, len(left_out.where)) == (6, 6)
-    assert left_out.where[4] == f"{tmp_path}/4.txt is not text (has 20 control characters U+0001, first in line 1)"
+    assert left_out.where[4] == f"{tmp_path}/4.txt is not text (has 20 control characters)"
     assert left_out.of("files").endswith("; ...)")
     assert left_out.of("files").count(".txt") == 3
     assert texts(tmp_path, on_bad_file="keep") == ["beep\1" * 20] * 5 + ["words"]

@@ -1,5 +1,6 @@
 """Reading documents: every kind of file, separators, columns, cut into pieces, and the Hub."""
 
+import csv
 import gzip
 import http.server
 import io
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -28,6 +30,7 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.preparation import rows as rows_module
 from gpt2_ddp.preparation import sources
 from gpt2_ddp.preparation.sources import divide, scan, without_line_breaks
 
@@ -49,13 +52,59 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     (tmp_path / "e").mkdir()
     for number, text in enumerate(documents):
         (tmp_path / "e" / f"{number}.txt").write_bytes(text.encode())
-    for name in ("a.jsonl", "b.jsonl.gz", "c.json.zst", "d.parquet", "e", "e/*.txt", "[a].jsonl"):
-        pieces = list(scan(config(tmp_path / name, column="body")).pieces())
+    (tmp_path / "f.json").write_text(json.dumps(rows, indent=1))
+    for name, separator in (("g.csv", ","), ("h.tsv", "\t")):
+        with (tmp_path / name).open("w", newline="", encoding="utf-16") as file:
+            writer = csv.DictWriter(file, rows[0], delimiter=separator)
+            writer.writeheader()
+            writer.writerows(rows)
+    with pa.ipc.new_file(tmp_path / "[i].arrow", pa.Table.from_pylist(rows).schema) as file:
+        file.write_table(pa.Table.from_pylist(rows))
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "j")
+    (tmp_path / "j/cache-1.arrow").write_bytes((tmp_path / "[i].arrow").read_bytes())
+    datasets.DatasetDict(test=saved.select([0]), train=saved).save_to_disk(tmp_path / "k")
+    tables = ("a.jsonl", "b.jsonl.gz", "c.json.zst", "d.parquet", "f.json", "g.csv", "h.tsv", "[[]i].arrow", "j", "k")
+    for name in (*tables, "e", "e/*.txt", "[a].jsonl"):
+        column = "text" if name[0] == "e" else "body"
+        pieces = list(scan(config(tmp_path / name, column=column)).pieces())
         assert [piece.text for piece in pieces] == [text for text in documents if text], name
         assert all(piece.first for piece in pieces)
     everything = list(scan(config(tmp_path, column="body")).pieces())
-    assert len(everything) == 5 * 5
+    assert len(everything) == 5 * 11
+    assert not scan(config(tmp_path, column="body", on_bad_file="stop")).stats.left_out.count
     assert len(list(scan(config(tmp_path, column="body", max_documents=4)).pieces())) == 3  # the third is empty
+
+
+def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
+    bad = {
+        "package.json": json.dumps({"name": "x", "version": "1"}, indent=2),
+        "line.json": json.dumps({"name": "x", "version": "1"}),
+        "numbers.json": "[1, 2]",
+        "broken.jsonl": '{"text": "x"}\n{"text": \n',
+        "page.html": "<!-- a -->\n<!DOCTYPE html>\n<html><p>words</html>",
+        "ragged.csv": "id,text\n0,one, two\n",
+        "open.csv": 'id,text\n0,"one\n',
+        "other.tsv": "id\tbody\n0\tone\n",
+        "torn.arrow": "ARROW1",
+    }
+    for name, content in bad.items():
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError) as caught:
+            scan(config(tmp_path / name))
+        assert name in str(caught.value)
+    (tmp_path / "words.txt").write_text("words")
+    seen = scan(config(tmp_path))
+    assert {Path(where.split()[0]).name for where in seen.stats.left_out.where} == {*bad}
+    assert [piece.text for piece in seen.pieces()] == ["words"]
+
+
+@pytest.mark.parametrize("source", ["words.txt", "rows.csv", "."])
+def test_a_column_that_the_source_does_not_have_is_an_error(tmp_path, source):
+    (tmp_path / "words.txt").write_text("words")
+    (tmp_path / "rows.csv").write_text("id,text\n0,one\n")
+    expect_error("column = body: ", scan, config(tmp_path / source, column="body"))
+    assert scan(config(tmp_path / source)).stats.encodings["utf-8"]
 
 
 def test_paragraphs(tmp_path):
@@ -161,7 +210,7 @@ def hub() -> Iterator[str]:
 @pytest.mark.slow
 def test_hub_dataset(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    no_column = "error: column = text: none of 300 rows has text there; columns of the first, owner/name, row 0: body"
+    no_column = "error: column = text: hub:owner/name has no column text, only body"
     no_source = "error: source = hub:owner/other: cannot be read from the Hub"
     for arguments, message in ((("--source", "hub:owner/other"), no_source), (("--column", "text"), no_column)):
         result = prepare_with_hub(hub, tmp_path, *arguments)
@@ -265,7 +314,7 @@ def test_a_column_may_be_inside_another(tmp_path):
         assert (seen.stats.rows, seen.stats.without_text.count) == (3, 1)
         [where] = seen.stats.without_text.where
         assert where.endswith({"a.jsonl": "a.jsonl, line 2", "b.parquet": "b.parquet, row 2"}[name])
-        expect_error(r"column = text: none of 3 rows has text there; .*: id, meta\.text$", texts, tmp_path / name)
+        expect_error(r"column = text: .* only id, meta\.text", texts, tmp_path / name)
         expect_error(r"column = id: .* has int, not text", texts, tmp_path / name, column="id")
     (tmp_path / "dotted.jsonl").write_text('{"meta.text": "by its name", "meta": {"text": "inside"}}\n')
     assert texts(tmp_path / "dotted.jsonl", column="meta.text") == ["by its name"]
@@ -274,19 +323,22 @@ def test_a_column_may_be_inside_another(tmp_path):
 
 
 def test_rows_without_text_are_counted_and_a_column_that_is_not_there_is_found_early(tmp_path):
-    rows = [{"body": "x"}] * (sources.MANY - 1)
+    rows = [{"body": "x"}] * (rows_module.CHECKED - 1)
     (tmp_path / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "here"}]))
     assert texts(tmp_path / "late.jsonl") == ["here"]
     (tmp_path / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]) + "not JSON")
-    expect_error(r"column = text: none of 1,000 rows .*none\.jsonl, line 1: body", texts, tmp_path / "none.jsonl")
+    expect_error(r"column = text: .*none\.jsonl has no column text, only body", texts, tmp_path / "none.jsonl")
     (tmp_path / "null.jsonl").write_text('{"text": null}\n' * 1500 + '{"text": "here"}\n')
     assert texts(tmp_path / "null.jsonl") == ["here"]
 
 
-def test_parquet_text_that_is_not_utf8_is_named(tmp_path):
-    column = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
+def test_a_row_that_cannot_be_read_is_named(tmp_path):
+    rows = [b"fine"] * 2000
+    column = pa.array([*rows, b"\xff"], pa.binary()).view(pa.string())
     pa.parquet.write_table(pa.table({"text": column}), tmp_path / "x.parquet")
-    expect_error(r"x\.parquet: has text after row 0 that is not UTF-8", texts, tmp_path / "x.parquet")
+    (tmp_path / "x.csv").write_bytes(b"text\n" + b"fine\n" * len(rows) + b"one, two\n")
+    for name, place in (("x.parquet", "row"), ("x.csv", "line 2002 has more fields")):
+        expect_error(rf"source = .*{name}: cannot be read after .*{place}", texts, tmp_path / name)
 
 
 @pytest.mark.parametrize("changes", [{}, {"documents": "line"}, {"document_separator": "<|endoftext|>"}])

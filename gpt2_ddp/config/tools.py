@@ -36,8 +36,9 @@ class PrepareConfig(Command):
     """prepare_data.py: text to token shards"""
 
     source: str = "stdlib"
-    """`stdlib` (the source of Python's standard library); local text, jsonl or parquet files (a file, a folder or a
-    glob); `hub:OWNER/NAME`, a dataset on the Hub; or `bin:GLOB`, existing llm.c shards to index in place"""
+    """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, parquet, Arrow (a file, a
+    folder, a glob, or a folder of `save_to_disk`); `hub:OWNER/NAME`, a dataset on the Hub; or `bin:GLOB`, existing
+    llm.c shards to index in place"""
     output: str | None = None
     """folder for the shards and their manifest.json; null: data/ and the source's name (`bin:`: the shards' folder)"""
     tokenizer: str = "bpe"
@@ -54,13 +55,13 @@ class PrepareConfig(Command):
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
     """most tokens per shard"""
     encoding: str = "auto"
-    """text and jsonl files: `auto` reads UTF-8, and UTF-16 or UTF-32 with a byte order mark; a codec of Python (cp1252,
-    latin-1, shift_jis, ...) is used for all other files, which the summary lists"""
+    """text, JSON and CSV files: `auto` reads UTF-8, and UTF-16 or UTF-32 with a byte order mark; a codec of Python
+    (cp1252, latin-1, shift_jis, ...) is used for all other files"""
     on_bad_file: Literal["skip", "keep", "stop"] = "skip"
-    """files that are no text, or damaged: skip leaves them out and lists them; keep reads those that can be read, with
-    U+FFFD for undecodable bytes; stop ends before any work"""
+    """files that are no text, damaged, or tables without the column: skip leaves them out and lists them; keep reads
+    those that can be read, with U+FFFD for undecodable bytes; stop ends before any work"""
     column: str = "text"
-    """column of the text, in jsonl, parquet and Hub sources; `meta.text`: the field text of column meta"""
+    """column of the text, in tables and Hub sources; `meta.text`: the field text of column meta"""
     split: str = "train"
     """Hub: the dataset's split"""
     subset: str | None = None

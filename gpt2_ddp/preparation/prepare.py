@@ -41,11 +41,12 @@ from gpt2_ddp.data.tokenizer import (
 from gpt2_ddp.data.tokenizer_file import CHARACTER
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.workers import InlineExecutor, run_in_worker, worker_pool
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_can_make, write_atomically
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.encode import write_manifest, write_splits
 from gpt2_ddp.preparation.row_sources import row_source
+from gpt2_ddp.preparation.rows import fault_of
 from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, describe, record_source
 from gpt2_ddp.preparation.sources import CorpusStats, Source, scan
 
@@ -127,8 +128,7 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     fingerprint: dict[str, Any] = {}
     try:
         source = scan(config, pool, workers, hashed=True)
-        if next(source.pieces(), None) is None:  # no further requests to the Hub if the first one fails
-            raise UserError("source", config.source, "has no text for a train split; check the source and its column")
+        _check_text(source)  # no further requests to the Hub if the first one fails
         fingerprint = record_source(aside, config, source.entries)
         source.entries.clear()
         name = _place_tokenizer(aside, source)
@@ -148,6 +148,19 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
     _print_account(manifest)
     return manifest
+
+
+def _check_text(source: Source) -> None:
+    """Raises: UserError if the first rows of a source of rows, which `scan` does not read, lack the column; or if the
+    source has no text."""
+    config = source.config
+    rows = row_source(config)
+    if rows and (fault := fault_of(rows.rows(config), config.column)):
+        raise UserError("column", config.column, f"{config.source} {fault}")
+    if next(source.pieces(), None) is None:
+        if source.stats.rows:
+            raise UserError("column", config.column, f"has no text in {source.stats.without_text.of('rows')}")
+        raise UserError("source", config.source, "has no text for a train split; name files with text")
 
 
 def _place_tokenizer(folder: Path, source: Source) -> str:
@@ -183,20 +196,14 @@ def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
     if stats.encodings:
         kinds = ", ".join(f"{count:,} {name}" for name, count in stats.encodings.items())
         yield f"  files         {sum(stats.encodings.values()):,} ({kinds})"
-        if stats.as_named.count:
-            yield f"  by --encoding {stats.as_named.of('files')}"
         yield f"  left out      {stats.left_out.of('files')}"
         yield f"  undecodable   {stats.undecodable.of('bytes')}"
     yield f"  documents     {stats.documents:,}"
     if stats.rows:
         yield f"  without text  {stats.without_text.of('rows')} of {stats.rows:,}"
-    yield f"  text          {stats.characters:,} characters, {stats.bytes:,} bytes in UTF-8"
+    yield f"  text          {stats.bytes:,} bytes in UTF-8"
     each = ", ".join(f"{count:,} {split}" for split, count in tokens.items())
     yield f"  tokens        {each}; {stats.bytes / max(1, sum(tokens.values())):.2f} bytes per token"
-    if 0 < stats.bpe_characters < stats.characters:
-        yield f"  tokenizer     trained on a sample of {stats.bpe_characters:,} characters"
-    if stats.idle_separator:
-        yield f"  note: {truncate(stats.idle_separator)} (document_separator) was not found between documents"
     if stats.end_of_text:
         times = f"{stats.end_of_text:,} time{'s' * (stats.end_of_text > 1)}"
         yield (
@@ -271,14 +278,14 @@ def _index(path: Path, tokenizer: Tokenizer) -> Shard:
 def make_tokenizer(source: Source, path: Path) -> None:
     """Trains the source's own tokenizer, `bpe` or `chars`, and writes it to `path`."""
     if source.config.tokenizer == "bpe":
-        source.stats.bpe_characters = run_in_worker(_train_bpe, source, path)  # merging blocks signals
+        run_in_worker(_train_bpe, source, path)  # merging blocks signals
     else:
         print("collecting the characters", flush=True)
         write_characters(_texts(source), path)
 
 
-def _train_bpe(source: Source, path: Path) -> int:
-    """Trains a BPE on a sample of the source. Returns the sample's number of characters."""
+def _train_bpe(source: Source, path: Path) -> None:
+    """Trains a BPE on a sample of the source."""
     tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
     first = BPE_CHARACTERS if row_source(source.config) else math.inf  # rows would be fetched
     texts = random_sample(_texts(source, first), BPE_CHARACTERS)
@@ -288,7 +295,6 @@ def _train_bpe(source: Source, path: Path) -> int:
     made = train_bpe(texts, size, path)
     if made < size:
         print(f"the BPE has {made:,} tokens, not {size:,}: the text has no further pairs to merge", flush=True)
-    return characters
 
 
 def random_sample(texts: Iterable[str], most: int) -> list[str]:
@@ -344,5 +350,6 @@ def _texts(source: Source, most: float = math.inf) -> Iterator[str]:
         for piece in source.pieces():
             yield piece.text
             progress.update(len(piece.text))
-            if source.stats.characters >= most:
+            most -= len(piece.text)
+            if most <= 0:
                 return

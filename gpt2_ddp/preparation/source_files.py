@@ -21,7 +21,6 @@ from typing import IO, Any, NamedTuple
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.distributed.workers import batches
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular, sha256_file, write_atomically
 from gpt2_ddp.preparation.row_sources import row_source
@@ -34,13 +33,26 @@ LINE = re.compile(rb"^[ \t]*[^#\s]", re.MULTILINE)
 ENTRY = re.compile(
     rb"""^[ \t]*(?:b?'[^'\n]*'|b?"[^"\n]*"|[\[({]*-?0?x?[0-9a-fA-F]+)[\])}]*[ \t]*(?:[:,)]|$)""", re.MULTILINE
 )
-KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
+KINDS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+NOT_TEXT = {
+    re.compile(rb"%PDF-"): "a PDF",
+    re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+)?html\b", re.I | re.S): "HTML; extract its text",
+}
+"""Beginnings of files whose characters are no text to train on."""
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 BLOCK = 2**20  # bytes or characters to read at a time
 LARGEST = 2**24  # bytes of a part that a worker reads
 TRACE = 10_000  # in a text file, at most one byte in so many is undecodable
-CONTROLS = {b"\0": TRACE, bytes({*range(1, 32), 127} - {*b"\a\b\t\n\v\f\r\x1b"}): 100}
-"""Control characters except those of texts and terminal logs. A text file has at most one in so many bytes."""
+CONTROLS = bytes({*range(32), 127} - {*b"\a\b\t\n\v\f\r\x1b"})
+"""Control characters except those of texts and terminal logs. A text file has at most one in 100 bytes."""
 MARKS = {  # UTF-32's first: UTF-16's mark is a prefix of it
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -52,9 +64,9 @@ NAMED_CHANGES = 2
 """Most names in a message, per kind of change."""
 
 
-def find_files(source: str, without: str | None = None) -> Iterator[Path]:
+def find_files(source: str, without: str | None = None, split: str = "train") -> Iterator[Path]:
     """The files of `stdlib` or of a path or glob, sorted by the parts of their names; hidden ones are left out, and the
-    folder `without`.
+    folder `without`. Of a dataset that `datasets` saved, these are the tables of its `split`.
 
     Each folder is listed once, by whatever link, so that loops end; a million files need the memory of one folder's
     names. A folder that cannot be listed, a dangling link and a special file are given like files: reading them fails.
@@ -64,7 +76,10 @@ def find_files(source: str, without: str | None = None) -> Iterator[Path]:
         return
     path = os.path.expanduser(source)
     seen = {_identity(without)} if without and os.path.isdir(without) else set()
-    found = _below(path, seen) if os.path.isdir(path) else [path] if os.path.lexists(path) else _matching(path, seen)
+    if os.path.isdir(path):
+        found = _below(path, seen, split)
+    else:
+        found = [path] if os.path.lexists(path) else _matching(path, seen, split)
     files = map(Path, found)
     first = next(files, None)
     if first is None:
@@ -92,7 +107,7 @@ def describe(config: PrepareConfig) -> str:
     return f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
 
 
-def _below(folder: str, seen: set[tuple[int, int]]) -> Iterator[str]:
+def _below(folder: str, seen: set[tuple[int, int]], split: str) -> Iterator[str]:
     """The files of a folder, and of those in it that are not `seen` yet."""
     try:
         identity = _identity(folder)
@@ -101,15 +116,28 @@ def _below(folder: str, seen: set[tuple[int, int]]) -> Iterator[str]:
         seen.add(identity)
         with os.scandir(folder) as entries:
             found = sorted((entry.name, os.path.isdir(entry)) for entry in entries if entry.name[0] != ".")
+        found = _saved(folder, dict(found), split) or found
     except OSError:
         yield folder
         return
     for name, is_folder in found:
         path = os.path.join(folder, name)
         if is_folder:
-            yield from _below(path, seen)
+            yield from _below(path, seen, split)
         else:
             yield path
+
+
+def _saved(folder: str, found: dict[str, bool], split: str) -> list[tuple[str, bool]]:
+    """What holds the rows in a folder of `save_to_disk`: one split's folder, or tables. Empty for other folders."""
+    if "dataset_dict.json" in found:
+        return [(split, True)]
+    if not {"state.json", "dataset_info.json"} <= found.keys():
+        return []
+    with suppress(ValueError, LookupError, TypeError):
+        state = json.loads(Path(folder, "state.json").read_bytes())
+        return [(file["filename"], False) for file in state["_data_files"]]
+    return []
 
 
 def _identity(folder: str) -> tuple[int, int]:
@@ -117,7 +145,7 @@ def _identity(folder: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _matching(pattern: str, seen: set[tuple[int, int]]) -> Iterator[str]:
+def _matching(pattern: str, seen: set[tuple[int, int]], split: str) -> Iterator[str]:
     """The files of a glob. `glob` itself would follow `**` along links for ever."""
     parts = Path(pattern).parts
     if "**" not in parts:
@@ -126,7 +154,7 @@ def _matching(pattern: str, seen: set[tuple[int, int]]) -> Iterator[str]:
     at = parts.index("**")
     base, below = os.path.join(".", *parts[:at]), parts[at:]
     for folder in sorted(filter(os.path.isdir, glob.iglob(base)), key=_parts):
-        for path in _below(folder, seen):
+        for path in _below(folder, seen, split):
             if _fits(_parts(path[len(folder) :].strip(os.sep)), below) or os.path.isdir(path):
                 yield path
 
@@ -149,7 +177,7 @@ class Part(NamedTuple):
     encoding: str = "utf-8"
     start: int = 0
     end: int = 0  # 0: of the file
-    lines: int = 0  # of the file, above the part
+    lines: int = 0  # or rows, of the file above the part
     bytes: float = inf  # to be read, about
 
 
@@ -173,39 +201,8 @@ class DetectedEncoding(NamedTuple):
     parts: Sequence[tuple[int, int, int, int]] = ()  # last fields of each `Part`
 
 
-def look_at(config: PrepareConfig, hashed: bool, files: list[Part]) -> list[tuple[str, list[Entry], DetectedEncoding]]:
-    """The name, the state if `hashed`, and the encoding of each file."""
-    paths = [Path(file.path) for file in files]
-    return [(str(path), list(file_entries(config, [path] * hashed)), _look(path, config)) for path in paths]
-
-
-def _look(path: Path, config: PrepareConfig) -> DetectedEncoding:
-    try:
-        if kind_of(path) != "parquet":
-            return detect_encoding(regular(path), config.encoding, _end_of_document(path, config))
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(regular(path)) as file:
-            sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
-            parts = batches(range(len(sizes)), sizes.__getitem__, BLOCK)
-            parts = [(part[0], part[-1] + 1, 0, sum(sizes[part[0] : part[-1] + 1])) for part in parts]
-            return DetectedEncoding("parquet", 0, parts=parts)
-    except (OSError, ValueError) as error:  # ValueError: content and suffix differ
-        return DetectedEncoding("", 0, fault=f"cannot be read ({error})")
-
-
-def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
-    """Pattern of places where a file of UTF-8 may be cut; empty if there are none."""
-    separator = (config.document_separator or "").encode()
-    overlaps = [length for length in range(1, len(separator)) if separator.endswith(separator[:length])]
-    alone = b"".join(b"(?<!%b)" % re.escape(separator[:-length]) for length in overlaps)  # no other one straddles it
-    ends = {"file": separator and alone + re.escape(separator), "line": b"\n", "paragraph": rb"\n\r?\n"}
-    kind = "line" if kind_of(path) == "json" else config.documents
-    return b"" if path.suffix.lower() in COMPRESSED else ends[kind]
-
-
 def kind_of(path: str | Path) -> str:
-    """`text`, `json` or `parquet`, by the suffix before that of a compression."""
+    """`text`, `json`, `csv`, `parquet` or `arrow`, by the suffix before that of a compression."""
     suffixes = (suffix.lower() for suffix in reversed(Path(path).suffixes))
     return KINDS.get(next((suffix for suffix in suffixes if suffix not in COMPRESSED), ""), "text")
 
@@ -218,10 +215,11 @@ def detect_encoding(path: Path, named: str, end: bytes = b"") -> DetectedEncodin
     Raises: OSError or ValueError if the file cannot be read, or its content and suffix differ."""
     with open_bytes(path) as file:
         head = file.read(BLOCK)
-        if head.startswith(b"%PDF-"):  # which may be of ASCII characters alone
-            return DetectedEncoding("utf-8", len(head), fault="is not text (a PDF)")
         marked = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
         found, continuing, ascii_only = _scan(head, file, marked or "utf-8", end)
+    kind = next((kind for beginning, kind in NOT_TEXT.items() if beginning.match(head)), None)
+    if kind:
+        found = found._replace(fault=f"is not text ({kind})")
     is_utf8 = 2 * found.undecodable < continuing or not (found.undecodable or ascii_only)
     if marked is None and is_utf8 and found.undecodable * TRACE > found.size:
         damage = f"is UTF-8 with {found.undecodable:,} undecodable bytes, the first in line {found.line}"
@@ -258,8 +256,7 @@ def open_text(part: Part, newline: str | None = "") -> io.TextIOWrapper:
 def _scan(head: bytes, file: IO[bytes], encoding: str, end: bytes = b"") -> tuple[DetectedEncoding, int, bool]:
     """Findings about a file in this encoding, bytes less characters, and whether it is ASCII without escapes."""
     decoder = codecs.getincrementaldecoder(encoding)(_note.__name__)
-    size = undecodable = bad_line = lines = characters = 0
-    controls: dict[bytes, tuple[int, str]] = dict.fromkeys(CONTROLS, (0, ""))  # their number, and the first one
+    size = undecodable = bad_line = lines = characters = controls = 0
     ascii_only, block, parts, start, above = True, head, [], 0, 0
     while True:
         _noted.clear()
@@ -271,11 +268,7 @@ def _scan(head: bytes, file: IO[bytes], encoding: str, end: bytes = b"") -> tupl
         if not block:
             break
         plain = block if encoding == "utf-8" else text.encode("utf-8", "surrogatepass")
-        for kind, (before, first) in controls.items():
-            if count := len(plain) - len(plain.translate(None, kind)):
-                place = min(at for code in kind if (at := plain.find(code)) >= 0)
-                line = 1 + lines + plain.count(b"\n", 0, place)
-                controls[kind] = before + count, first or f"U+{plain[place]:04X}, first in line {line}"
+        controls += len(plain) - len(plain.translate(None, CONTROLS))
         place = re.compile(end).search(block, BLOCK // 2) if end and plain is block else None
         if place and size - start < LARGEST:
             parts.append((start, size + place.end(), above, size + place.end() - start))
@@ -284,13 +277,9 @@ def _scan(head: bytes, file: IO[bytes], encoding: str, end: bytes = b"") -> tupl
         size += len(block)
         lines += plain.count(b"\n")
         block = file.read(BLOCK)
-    faults = [
-        f"is not text (has {count:,} control characters {first})"
-        for kind, (count, first) in controls.items()
-        if count * CONTROLS[kind] > size
-    ]
     parts.append((start, 0, above, size - start))
-    found = DetectedEncoding(encoding, size, undecodable, bad_line, "".join(faults[:1]), parts)
+    fault = f"is not text (has {controls:,} control characters)" * (controls * 100 > size)
+    found = DetectedEncoding(encoding, size, undecodable, bad_line, fault, parts)
     return found, size - characters, ascii_only
 
 
@@ -332,7 +321,12 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], th
             before = [Entry(*json.loads(line)) for line in (folder / RECORD).read_text().splitlines()]
         before = before if _digest(before) == was["sha256"] else []
         try:
-            paths = tqdm(find_files(config.source, config.output), desc="looking at files", unit=" files", disable=None)
+            paths = tqdm(
+                find_files(config.source, config.output, config.split),
+                desc="looking at files",
+                unit=" files",
+                disable=None,
+            )
             now = list(file_entries(config, paths, before))
         except UserError:
             if then is None:
@@ -380,12 +374,14 @@ def _digest(entries: Iterable[Entry]) -> str:
 
 def _difference(then: list[Entry], now: list[Entry]) -> str:
     before, after = ({entry.name: entry.sha256 for entry in entries} for entries in (then, now))
-    said = []
-    for kind, names in {
+    changes = {
         "added": [name for name in after if name not in before],
-        "edited": [name for name in after if name in before and after[name] != before[name]],
+        "edited": [name for name in after if before.get(name, after[name]) != after[name]],
         "removed": [name for name in before if name not in after],
-    }.items():
-        first = [truncate(name, 30) for name in names[:NAMED_CHANGES]] + ["..."] * (len(names) > NAMED_CHANGES)
-        said.append(f"{len(names):,} {kind}" + f": {', '.join(first)}" * bool(names))
-    return "; ".join(said)
+    }
+    return "; ".join(f"{len(names):,} {kind}: {_first(names)}" for kind, names in changes.items() if names)
+
+
+def _first(names: list[str]) -> str:
+    first = [truncate(name, 30) for name in names[:NAMED_CHANGES]]
+    return ", ".join(first + ["..."] * (len(names) > NAMED_CHANGES))

@@ -4,7 +4,6 @@ A document is text in blocks, so documents of any length need little memory. A d
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -21,18 +21,32 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import END_OF_TEXT, replace_surrogates
 from gpt2_ddp.distributed.workers import InlineExecutor, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import regular
 from gpt2_ddp.preparation.row_sources import row_source
-from gpt2_ddp.preparation.source_files import BLOCK, TRACE, Entry, Part, find_files, kind_of, look_at, open_text
+from gpt2_ddp.preparation.rows import LACKS, UNREADABLE, fault_of, has_column, read_rows, value_of
+from gpt2_ddp.preparation.source_files import (
+    BLOCK,
+    COMPRESSED,
+    TRACE,
+    DetectedEncoding,
+    Entry,
+    Part,
+    detect_encoding,
+    file_entries,
+    find_files,
+    kind_of,
+    open_bytes,
+    open_text,
+)
 
-MANY = 1000  # the column is missing if none of the first so many rows has it
 PIECE = 2**20
 """Characters after which a long document is cut, at the next place that no token of GPT-2 can cross."""
 LONGEST_PIECE = 4 * PIECE  # latest cut if there is no such place, in text without words
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
-OF_TEXT = ("documents", "characters", "bytes", "rows", "without_column", "end_of_text")  # counts that parts add up to
+OF_TEXT = ("documents", "bytes", "rows", "end_of_text")  # counts that parts add up to
 EXAMPLES = 3
 MOST_NAMED = 100_000
-"""Most files that the manifest names of those that are left out, or read in the encoding that the user named."""
+"""Most files that the manifest names of those that are left out."""
 
 Blocks = Iterable[str]  # the text of a document, in blocks of any size
 
@@ -60,24 +74,17 @@ class Tally:
 
 @dataclass
 class CorpusStats:
-    """Counts of a source. Of its files: by encoding, undecodable, left out, read in the encoding that the user named.
-    Of its text: documents, characters, UTF-8 bytes, rows, texts of the end-of-text token. Characters that a BPE was
-    trained on; the columns of the first row without text; an unused separator."""
+    """Counts of a source. Of its files: by encoding, undecodable, left out.
+    Of its text: documents, UTF-8 bytes, rows, rows without text, texts of the end-of-text token."""
 
     encodings: dict[str, int] = field(default_factory=dict)
     undecodable: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)
-    as_named: Tally = field(default_factory=Tally)
     documents: int = 0
-    characters: int = 0
     bytes: int = 0
     rows: int = 0
     without_text: Tally = field(default_factory=Tally)
-    without_column: int = 0
-    columns: list[str] = field(default_factory=list)
     end_of_text: int = 0
-    bpe_characters: int = 0
-    idle_separator: str | None = None
 
     def add(self, other: "CorpusStats") -> None:
         """Adds the counts of text that follows."""
@@ -85,8 +92,6 @@ class CorpusStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.without_text.count += other.without_text.count
         self.without_text.where = [*self.without_text.where, *other.without_text.where][:EXAMPLES]
-        self.columns = self.columns or other.columns
-        self.idle_separator = self.idle_separator and other.idle_separator
 
 
 class DocumentChunk(NamedTuple):
@@ -102,7 +107,7 @@ class Source:
     read last. `unusual`: the parts of files that are large or not UTF-8; none of those that are left out."""
 
     def __init__(self, config: PrepareConfig):
-        self.config, self.stats = config, CorpusStats(idle_separator=config.document_separator)
+        self.config, self.stats = config, CorpusStats()
         self.unusual: dict[str, list[Part]] = {}
         self.entries: list[Entry] = []  # of all files, if `scan` hashed them
 
@@ -111,19 +116,18 @@ class Source:
         if row_source(self.config):
             yield Part(self.config.source)
             return
-        for path in map(str, find_files(self.config.source, self.config.output)):
+        for path in map(str, find_files(self.config.source, self.config.output, self.config.split)):
             size = BLOCK // 1000 + (os.path.exists(path) and os.path.getsize(path))
             yield from self.unusual.get(path, [Part(path, bytes=size)])
 
     def pieces(self, parts: Iterable[Part] | None = None) -> Iterator[DocumentChunk]:
         """The documents of parts, or all, up to `max_documents`, cut into pieces. Leaves out empty ones; counts what is
-        read. Raises: UserError if the source is missing, unreadable or empty, or no row has the column."""
+        read. Raises: UserError if the source is missing or unreadable."""
         split = ""
         for blocks in self._documents(parts):
             for number, piece in enumerate(_cut(blocks)):
                 text = piece if piece.isascii() else replace_surrogates(piece)
                 self.stats.documents += number == 0
-                self.stats.characters += len(text)
                 self.stats.bytes += len(text) if text.isascii() else len(text.encode())
                 self.stats.end_of_text += text.count(END_OF_TEXT)
                 if number == 0:  # in [0, 1), a function of the text alone
@@ -137,40 +141,24 @@ class Source:
 
     def restart(self) -> None:
         """Sets the counts of text to 0: a source is read several times."""
-        none: dict[str, Any] = dict.fromkeys(OF_TEXT, 0) | {"without_text": Tally(), "columns": []}
-        self.stats = replace(self.stats, **none, idle_separator=self.config.document_separator)
+        self.stats = replace(self.stats, **dict.fromkeys(OF_TEXT, 0), without_text=Tally())
 
     def _documents(self, parts: Iterable[Part] | None = None) -> Iterator[Blocks]:
         self.restart()
         documents = chain.from_iterable(map(self._of_part, self.parts() if parts is None else parts))
-        yield from islice(self._divided(documents, whole=parts is None), self.config.max_documents)
+        yield from islice(self._divided(documents), self.config.max_documents)
 
     def _of_part(self, part: Part) -> Iterator[Blocks]:
         if rows := row_source(self.config):
             return (self._text(row, name) for name, row in rows.rows(self.config))
-        readers = {"parquet": self._of_parquet, "json": self._of_json, "text": self._of_text}
-        return readers[kind_of(part.path)](part)
+        return self._of_text(part) if kind_of(part.path) == "text" else self._of_rows(part)
 
-    def check_column(self, finished: bool = False) -> None:
-        """Raises: UserError if none of the rows has text, or, before all are read, `MANY` lack the column."""
-        stats = self.stats
-        missing, least = (stats.without_text.count, 1) if finished else (stats.without_column, MANY)
-        if missing == stats.rows >= least:
-            hint = f"none of {stats.rows:,} rows has text there; columns of the first, {stats.without_text.where[0]}:"
-            raise UserError("column", self.config.column, f"{hint} {', '.join(stats.columns) or 'none'}")
-
-    def _divided(self, documents: Iterable[Blocks], whole: bool) -> Iterator[Blocks]:
-        """The documents between separators. `whole`: these are all documents."""
+    def _divided(self, documents: Iterable[Blocks]) -> Iterator[Blocks]:
+        """The documents between separators."""
         separator = self.config.document_separator
         for document in documents:
-            for number, part in enumerate(divide(document, separator) if separator else [document]):
-                if number:
-                    self.stats.idle_separator = None
+            for part in divide(document, separator) if separator else [document]:
                 yield without_line_breaks(part) if separator else part
-            if whole:
-                self.check_column()
-        if whole:
-            self.check_column(finished=True)
 
     def _of_text(self, part: Part) -> Iterator[Blocks]:
         """A text file as one document, or its lines or paragraphs."""
@@ -178,8 +166,6 @@ class Source:
         with open_text(part, None if kind == "line" else "") as file:
             blocks = iter(lambda: file.read(BLOCK), "")
             if kind == "file":
-                if part.start:  # the separator is before it
-                    self.stats.idle_separator = None
                 yield blocks
             elif kind == "line":
                 yield from divide(blocks, "\n")
@@ -187,54 +173,21 @@ class Source:
                 paragraphs = groupby(file, key=str.isspace)
                 yield from (["".join(lines).rstrip("\r\n")] for blank, lines in paragraphs if not blank)
 
-    def _of_json(self, part: Part) -> Iterator[Blocks]:
-        """The column of a file that has one JSON object a line."""
-        with open_text(part) as file:
-            for number, line in enumerate(file, part.lines + 1):
-                if line.isspace():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    hint = f"line {number} is not JSON ({error}); write one object per line"
-                    raise UserError("source", part.path, hint) from error
-                if not isinstance(row, dict):
-                    raise UserError("source", part.path, f"line {number} is not an object; write one object per line")
-                del line
-                yield self._text(row, f"{part.path}, line {number}")
-
-    def _of_parquet(self, part: Part) -> Iterator[Blocks]:
-        import pyarrow.parquet
-
-        path, column, number = part.path, self.config.column, 0
+    def _of_rows(self, part: Part) -> Iterator[Blocks]:
+        """The column of a table."""
+        name = "its beginning"
         try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                names = [file.schema.column(index).path for index in range(len(file.schema))]
-                present = any(f"{name}.".startswith(f"{column}.") for name in names)
-                columns = [column] if present else None
-                number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-                groups = range(part.start, part.end or file.num_row_groups)  # one by one: several would be read ahead
-                batches = (file.iter_batches(256, [group], columns) for group in groups)
-                for row in (row for group in batches for batch in group for row in batch.to_pylist()):
-                    number += 1
-                    yield self._text(row, f"{path}, row {number}")
-        except UnicodeDecodeError as error:
-            hint = f"has text after row {number} that is not UTF-8 ({error}), as parquet requires; write the file again"
-            raise UserError("source", path, hint) from error
-        except (OSError, pyarrow.ArrowInvalid) as error:
-            raise UserError("source", path, f"is not a complete parquet file ({error})") from error
+            for name, row in read_rows(part, self.config.column):
+                yield self._text(row, f"{part.path}, {name}")
+        except UNREADABLE as error:
+            raise UserError("source", part.path, f"cannot be read after {name}: {error}") from error
 
     def _text(self, row: dict[str, Any], where: str) -> Blocks:
         """The row's text, in a key of the column's name or below keys joined by dots."""
         stats, column = self.stats, self.config.column
         stats.rows += 1
-        try:
-            text = _value(row, column)
-        except KeyError:
-            stats.without_column += 1
-            text = None
+        text = value_of(row, column) if has_column(row, column) else None
         if not text and (text is None or isinstance(text, str)):
-            stats.columns = stats.columns or list(_columns(row))
             stats.without_text.add(where)
             return [""]
         if not isinstance(text, str):
@@ -242,11 +195,66 @@ class Source:
         return [text] if len(text) <= BLOCK else (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
 
 
+def look_at(config: PrepareConfig, hashed: bool, files: list[Part]) -> list[tuple[str, list[Entry], DetectedEncoding]]:
+    """The name, the state if `hashed`, and the encoding of each file."""
+    paths = [Path(file.path) for file in files]
+    return [(str(path), list(file_entries(config, [path] * hashed)), _look(path, config)) for path in paths]
+
+
+def _look(path: Path, config: PrepareConfig) -> DetectedEncoding:
+    kind = kind_of(path)
+    try:
+        size = regular(path).stat().st_size
+        if kind == "parquet":
+            found = DetectedEncoding(kind, size, parts=_row_groups(path))
+        elif kind == "arrow":
+            found = DetectedEncoding(kind, size, parts=[(0, 0, 0, size)])
+        else:
+            found = detect_encoding(path, config.encoding, _end_of_document(path, config))
+    except (OSError, ValueError) as error:  # ValueError: content and suffix differ
+        return DetectedEncoding("", 0, fault=f"cannot be read ({error})")
+    fault = (
+        ""
+        if kind == "text" or found.fault
+        else fault_of(read_rows(Part(str(path), found.encoding), config.column), config.column)
+    )
+    return found._replace(encoding="", fault=fault) if fault else found
+
+
+def _row_groups(path: Path) -> list[tuple[int, int, int, int]]:
+    """The last fields of each `Part` of a parquet file."""
+    import pyarrow.parquet
+
+    parts, rows = [], 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    for part in batches(range(len(groups)), lambda number: groups[number].total_byte_size, BLOCK):
+        inside = groups[part[0] : part[-1] + 1]
+        parts.append((part[0], part[-1] + 1, rows, sum(group.total_byte_size for group in inside)))
+        rows += sum(group.num_rows for group in inside)
+    return parts
+
+
+def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
+    """Pattern of places where a file of UTF-8 may be cut; empty if there are none."""
+    kind = kind_of(path)
+    if path.suffix.lower() in COMPRESSED or kind == "csv":
+        return b""
+    if kind == "json":
+        with open_bytes(path) as file:
+            return b"" if file.read(100).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[") else b"\n"
+    separator = (config.document_separator or "").encode()
+    overlaps = [length for length in range(1, len(separator)) if separator.endswith(separator[:length])]
+    alone = b"".join(b"(?<!%b)" % re.escape(separator[:-length]) for length in overlaps)  # no other one straddles it
+    ends = {"file": separator and alone + re.escape(separator), "line": b"\n", "paragraph": rb"\n\r?\n"}
+    return ends[config.documents]
+
+
 def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1, hashed: bool = False) -> Source:
     """Reads all files completely, in the `workers` processes of `pool`. `hashed`: the source has `entries`. Raises:
     UserError if there is no text, text in an unknown encoding, or a bad file with `on_bad_file: stop`."""
     source, garbled, bad = Source(config), Tally(), None
-    stats = source.stats
+    stats, tables = source.stats, 0
     files = batches(() if row_source(config) else source.parts(), lambda part: part.bytes, BLOCK)
     looks = chain.from_iterable(in_order(partial(look_at, config, hashed), files, pool or InlineExecutor(), workers))
     for path, entry, found in tqdm(looks, desc="looking at files", unit=" files", disable=None, delay=2):
@@ -259,15 +267,10 @@ def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1, 
             source.unusual[path] = []
             stats.left_out.add(f"{path} {found.fault}", most=MOST_NAMED)
             continue
-        if found.encoding != "utf-8" or found.size > BLOCK:
-            source.unusual[path] = [Part(path, found.encoding, *part) for part in found.parts]
-        if found.encoding == config.encoding != "utf-8":
-            stats.as_named.add(path, most=MOST_NAMED)
-        stats.encodings[found.encoding] = stats.encodings.get(found.encoding, 0) + 1
-        if found.undecodable:
-            stats.undecodable.add(f"{path}, line {found.line}", found.undecodable)
-        if found.undecodable * TRACE > found.size and not found.fault:
-            garbled.add(f"{path}, line {found.line}")
+        tables += kind_of(path) != "text"
+        _take(source, path, found, garbled)
+    if not tables and not row_source(config):
+        _check_column(config, stats)
     if bad and not stats.encodings:
         raise bad
     if garbled.count:
@@ -275,6 +278,25 @@ def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1, 
         hint = f"cannot decode {garbled.of('files')} as {tried}; name another, like cp1252 (UTF-8 files stay UTF-8)"
         raise UserError("encoding", config.encoding, hint)
     return source
+
+
+def _take(source: Source, path: str, found: DetectedEncoding, garbled: Tally) -> None:
+    """Counts a file that is read, and keeps its parts if they are unusual."""
+    if found.encoding != "utf-8" or found.size > BLOCK:
+        source.unusual[path] = [Part(path, found.encoding, *part) for part in found.parts]
+    source.stats.encodings[found.encoding] = source.stats.encodings.get(found.encoding, 0) + 1
+    if found.undecodable:
+        source.stats.undecodable.add(f"{path}, line {found.line}", found.undecodable)
+    if found.undecodable * TRACE > found.size and not found.fault:
+        garbled.add(f"{path}, line {found.line}")
+
+
+def _check_column(config: PrepareConfig, stats: CorpusStats) -> None:
+    """Raises: UserError if the user named a column, or nothing but tables without it was found. No table is read."""
+    lacking = any(LACKS in where for where in stats.left_out.where)
+    if config.column != "text" or (lacking and not stats.encodings):
+        hint = f"is in no file of the source ({stats.left_out.of('files')} left out); text files have no columns"
+        raise UserError("column", config.column, hint)
 
 
 def divide(blocks: Blocks, separator: str) -> Iterator[Blocks]:
@@ -323,17 +345,3 @@ def _cut(blocks: Blocks) -> Iterator[str]:
             held = held[end:]
     if held:
         yield held
-
-
-def _value(row: Any, column: str) -> Any:
-    if isinstance(row, dict) and column in row:
-        return row[column]
-    outer, dot, inner = column.partition(".")
-    if not dot or not isinstance(row, dict):
-        raise KeyError(column)
-    return _value(row[outer], inner)
-
-
-def _columns(row: dict[str, Any]) -> Iterator[str]:
-    for name, value in row.items():
-        yield from (f"{name}.{inner}" for inner in _columns(value)) if isinstance(value, dict) and value else (name,)
