@@ -125,6 +125,15 @@ def expect_error(message: str, function: Callable, *args: Any, **options: Any) -
         function(*args, **options)
 
 
+def expect_field(field: str, value: str, function: Callable, *args: Any, **options: Any) -> None:
+    """The call ends with one error of this field, whose value ends with `value`."""
+    with pytest.raises(UserError) as caught:
+        function(*args, **options)
+    (mistake,) = caught.value.mistakes
+    assert mistake.startswith(f"{field} = ")
+    assert f"{value}: " in mistake
+
+
 HOLD = """import fcntl, os, sys
 lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.lockf(lock, fcntl.LOCK_EX)

@@ -137,7 +137,7 @@ def task_keys() -> set[str]:
 
 def test_files_names_what_the_tasks_record():
     assert task_keys() - {"start"} == keys_of(GPTData) | keys_of(JobData)
-    assert dict_keys("tasks/images/load", "facts") <= keys_of(JobData)
+    assert dict_keys("tasks/images", "read_images") <= keys_of(JobData)
 
 
 def test_files_names_every_key_of_state_json_and_no_other():

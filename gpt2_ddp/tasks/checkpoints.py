@@ -234,13 +234,11 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
     settings, record = _job_settings(config, checkpoint), checkpoint.state.record
     if not isinstance(settings, ClassifierConfig) or not settings.data.images:
         raise UserError("images", " ".join(config.images), NO_IMAGES)
-    from gpt2_ddp.tasks.images.load import unlabelled  # imports Pillow, which other jobs do not need
-    from gpt2_ddp.tasks.images.sources import image_files
+    from gpt2_ddp.tasks.images import unlabelled  # imports Pillow, which other jobs do not need
 
     model = image_model(settings, record)
     on_every_rank(partial(load_weights, checkpoint, model))
-    files = on_main(partial(image_files, config.images, "images"))
-    images = on_every_rank(partial(unlabelled, files, settings.data, record["image_shape"], "images"))
+    images = on_every_rank(partial(unlabelled, config.images, settings.data, record["image_shape"], "images"))
 
     def score(model: nn.Module, images: Tensor, _: Tensor) -> dict[str, Tensor]:
         return predictions(model(normalise(images)).float())

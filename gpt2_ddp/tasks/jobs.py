@@ -65,7 +65,7 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
     if synced and accelerator.device.type != "cuda":
         hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; remove the flag"
         raise UserError("model.sync_batchnorm", "true", hint)
-    from gpt2_ddp.tasks.images.load import load_images  # imports Pillow and pyarrow, which other jobs do not need
+    from gpt2_ddp.tasks.images import load_images  # imports Pillow and pyarrow, which other jobs do not need
 
     images = load_images(accelerator, config.data, config.seed, facts)
     model = image_model(config, images.facts)
@@ -75,8 +75,8 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
             images = crop_and_flip(images, random_numbers(config.seed, positions))
         return normalise(images)
 
-    ranks = _top(1, 5) if len(images.classes) > 5 else _top(1)
-    tiny = isinstance(model, ResNet18) and max(images.shape[1:]) <= 8  # whose last layers see one pixel
+    ranks = _top(1, 5) if len(images.facts["classes"]) > 5 else _top(1)
+    tiny = isinstance(model, ResNet18) and max(images.facts["image_shape"][1:]) <= 8  # whose last layers see one pixel
     return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts, 1 + tiny)
 
 

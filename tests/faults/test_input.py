@@ -23,7 +23,7 @@ from gpt2_ddp.errors import FIELD, HINT, VALUE, UserError, truncate
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.tasks.images.load import read_images
+from gpt2_ddp.tasks.images import read_images
 
 COMMANDS = (TrainingConfig, PrepareConfig, tools.EvaluateConfig, GenerateConfig, tools.ExportConfig, PlanConfig)
 WORDS = ["&a ", "*a", "!!python/object:os.system ", "\t", '"\\0"', "? ", "[" * 500, "{", ": ", "---\n", "0x", ".nan"]
