@@ -55,6 +55,9 @@ test-lowest:  ## run the fast tests with the oldest packages that pyproject.toml
 	    --python .venv-lowest --resolution lowest-direct -r - -e '.[export,trackers,gguf]'
 	.venv-lowest/bin/pytest $(WORKERS) $(ARGS)
 
+test-kinds: $(VENV)/.installed-dev  ## run the tests that compare numbers on eight kinds of processors (some ten minutes)
+	$(BIN)/python tests/kinds.py $(ARGS)
+
 test-cluster: $(VENV)/.installed-dev  ## run the tests on a real Slurm and on network namespaces (some minutes; needs root)
 	$(BIN)/pytest -m cluster $(ARGS)
 
@@ -92,6 +95,7 @@ check: $(VENV)/.installed-dev  ## check formatting, lint, types and the core's s
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python tests/core_size.py
+	! grep -rnE --include=*.py '(all|is)close|approx\(|testing.assert_close|atol=' tests  # tests/close.py compares numbers
 
 format: $(VENV)/.installed-dev  ## apply the formatter and the safe lint fixes
 	$(BIN)/ruff check --fix .
@@ -112,4 +116,4 @@ clean:  ## remove the environments, the site and caches; data/ and runs/ stay
 	rm -rf $(VENV) .venv-docs .venv-lowest site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train speedrun test test-slow test-lowest test-cluster faults soak mutants bench gpu image test-image lock check format docs clean
+.PHONY: help train speedrun test test-slow test-lowest test-kinds test-cluster faults soak mutants bench gpu image test-image lock check format docs clean

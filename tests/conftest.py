@@ -1,6 +1,7 @@
 """Fixtures shared by the tests, runs that many tests look at among them; and a ceiling on what the suite starts."""
 
 import fcntl
+import inspect
 import json
 import os
 import shutil
@@ -10,12 +11,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/gpt2_ddp_tests_datasets")
 
+import close
 import numpy as np
 import pytest
 import ranks
@@ -45,15 +48,35 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks.start_ranks, subprocess.Popen.__init__ = counted_ranks, counted_command
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and compares(inspect.unwrap(item.function).__code__, vars(item.module)):
+            item.add_marker("computes")
+
+
+def compares(code: CodeType, names: dict[str, Any]) -> bool:
+    """Whether the code, or a function of its module that it calls, calls `assert_close`."""
+    inner = [part for part in code.co_consts if isinstance(part, CodeType)]
+    called = [name for name in code.co_names if isinstance(names.get(name), FunctionType)]
+    others = {name: value for name, value in names.items() if name not in called}
+    inner += [names[name].__code__ for name in called if names[name].__module__ == names["__name__"]]
+    return "assert_close" in code.co_names or any(compares(part, others) for part in inner)
+
+
 @pytest.hookimpl(optionalhook=True)  # without xdist
 def pytest_testnodedown(node: Any) -> None:
     STARTED.update(node.workeroutput.get("started", {}))
+    close.MARGINS.update(node.workeroutput.get("margins", {}))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["started"] = dict(STARTED)
+        session.config.workeroutput |= {"started": dict(STARTED), "margins": close.MARGINS}
         return
+    if close.report():
+        print(f"in CI, that is more than {close.MOST}: compare in float64, or at the scale of the whole")
+        session.exitstatus = 1
     print("\nstarted by the tests:", ", ".join(f"{number} {name}" for name, number in STARTED.items()))
     is_whole = session.config.args_source.name != "ARGS" and session.config.option.markexpr.startswith("not slow")
     if is_whole and any(STARTED[name] > most for name, most in CEILING.items()):
@@ -62,11 +85,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def threads() -> None:
     """The tests' models are so small that a second thread mostly waits, and waits long when a core is busy."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(ranks.THREADS)
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

@@ -25,6 +25,10 @@ CONTEXT.set_forkserver_preload(  # _dynamo: every optimizer imports it, which ta
 )
 
 
+THREADS = int(os.environ.get("TEST_THREADS", "1"))
+"""Threads of torch in tests and ranks; tests/kinds.py has others."""
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -52,7 +56,7 @@ def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[tu
     started = []
     for rank in range(world):
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        environment = {"OMP_NUM_THREADS": "1"} | (rank_environment(rank, world, port) if world > 1 else {})
+        environment = {"OMP_NUM_THREADS": str(THREADS)} | (rank_environment(rank, world, port) if world > 1 else {})
         process = CONTEXT.Process(target=_call, args=(environment, sender, function, args), name=f"rank {rank}")
         process.start()
         sender.close()
@@ -177,7 +181,7 @@ def _call(environment: dict[str, str], sender: Connection, function: Callable[..
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "TORCHELASTIC_", "PET_", "SLURM_"))]:
         del os.environ[name]
     os.environ.update(environment)
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     # loader workers start as in a script; the forkserver's children would start one more server, which imports torch
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     try:

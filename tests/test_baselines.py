@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from close import assert_close
 from torch import Tensor, nn
 
 from benchmarks import step
@@ -68,9 +69,9 @@ def test_the_first_losses_are_equal(tmp_path, monkeypatch):
     their_tokens, found = first_step(monkeypatch, kind, theirs, step.hugging_face, run, CPU)
     assert torch.equal(tokens, bare_tokens)
     assert torch.equal(tokens, their_tokens)
-    torch.testing.assert_close(ours / run.model.block_size, bare, rtol=0, atol=1e-4)
+    assert_close(ours / run.model.block_size, bare, 1e-4)
     targets_within = model(tokens[:, :-1], tokens[:, 1:])  # theirs has no target for a window's last token
-    torch.testing.assert_close(found.loss, targets_within, rtol=0, atol=1e-4)
+    assert_close(found.loss, targets_within, 1e-4)
     assert bare > 6, "ln 257 is 5.5: what the weights make of it is in it"
 
 

@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from close import assert_close, distance
 from commands import WITH_FLAGS
 
 from gpt2_ddp.config.base import flat, leaves
@@ -76,9 +77,9 @@ def test_published_sizes(size, shape, lr):
     file = ROOT / "configs" / f"gpt2_{size}.yaml"
     config = load(TrainingConfig, ["--config", str(file)])
     assert (config.model.n_layer, config.model.n_head, config.model.n_embd) == shape
-    assert (config.optim.lr, config.optim.min_lr) == (lr, pytest.approx(lr / 10))
-    assert config.train.steps * config.train.global_batch_tokens == pytest.approx(10e9, rel=1e-4)
-    assert config.optim.warmup_steps * config.train.global_batch_tokens == pytest.approx(375e6, rel=1e-3)
+    assert_close((config.optim.lr, config.optim.min_lr), (lr, lr / 10))
+    assert distance(config.train.steps * config.train.global_batch_tokens, 10e9) < 1e-4
+    assert distance(config.optim.warmup_steps * config.train.global_batch_tokens, 375e6) < 1e-3
     for gpus in (1, 8, 64):  # the micro-batch divides each process's share
         share = config.global_batch_windows // gpus
         assert share % min(config.train.micro_batch_size, share) == 0
@@ -98,8 +99,8 @@ def test_sharded_presets(size, tokens, lr):
     file = ROOT / "configs" / f"llama_{size}.yaml"
     config = load(TrainingConfig, ["--config", str(file)])
     assert (config.parallel, config.model.architecture, config.model.block_size) == ("fsdp", "llama", 2048)
-    assert (config.optim.lr, config.optim.min_lr) == (lr, pytest.approx(lr / 10))
-    assert config.train.steps * config.train.global_batch_tokens == pytest.approx(tokens, rel=1e-4)
+    assert_close((config.optim.lr, config.optim.min_lr), (lr, lr / 10))
+    assert distance(config.train.steps * config.train.global_batch_tokens, tokens) < 1e-4
     assert config.global_batch_windows % (8 * config.train.micro_batch_size) == 0
     only_what_differs(file)
 

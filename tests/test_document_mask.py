@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from close import assert_close, float64
 from ranks import in_turn, run_ranks
 from runs import rows, train, training_config
 from torch import Tensor
@@ -66,13 +67,14 @@ def test_positions_and_what_they_see():
 @torch.no_grad()
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("kind", KINDS)
+@float64()
 def test_each_document_is_computed_as_if_alone(kind: str, name: str):
     """By the model with the mask, and by the same weights without one."""
     model, plain, window = tiny(kind=kind), tiny(document_mask=False, kind=kind), WINDOWS[name]
     logits = model(torch.tensor([window, WINDOWS["no end-of-text"]]))[0]
     for one in (model, plain):
         alone = torch.cat([one(torch.tensor([piece]))[0] for piece in pieces(window)])
-        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+        assert_close(logits, alone)
     assert torch.equal(model(torch.tensor([window])), plain(torch.tensor([window]))) == (len(pieces(window)) == 1)
 
 
@@ -106,12 +108,13 @@ def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind: str, way: s
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", KINDS)
+@float64()
 def test_flex_attention_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch):
     """In its reference implementation: its kernels need a GPU."""
     model, tokens = tiny(kind=kind), torch.tensor([*WINDOWS.values()])
     expected = model(tokens)
     monkeypatch.setattr(documents, "flex_is_there", lambda *_: True)
-    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+    assert_close(model(tokens), expected)
 
 
 @torch.no_grad()
@@ -156,4 +159,4 @@ def test_trained_and_evaluated(short_documents: Path, tmp_path: Path):
     configs = [training_config(short_documents, tmp_path, values) for values in (changes, changes | begun)]
     assert run_ranks(in_turn, 1, *[(train, config) for config in configs]) == [["completed"] * 2]
     last = rows(tmp_path / "run")[-1]
-    assert last["val_loss"] == pytest.approx(loss_of_documents_alone(tmp_path / "run", short_documents), abs=1e-5)
+    assert_close(last["val_loss"], loss_of_documents_alone(tmp_path / "run", short_documents), 1e-5, 1)

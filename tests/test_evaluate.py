@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from close import assert_close, float64, in_float64
 from ranks import run_ranks
 from runs import gpt_state, training_config
 
@@ -69,19 +70,19 @@ def by_hand(corpus) -> tuple[float, int, int]:
     return nll, count, len(text.encode())
 
 
+@float64()
 def test_every_target_once_for_all_ranks_and_batches(corpus):
     expected_nll, expected_tokens, expected_bytes = by_hand(corpus)
     assert expected_tokens == read_manifest(corpus).tokens("val") - 1
     assert expected_tokens % SHAPE.block_size, "the corpus should have a tail"
-    (alone,) = run_ranks(score, 1, corpus, [(size, None, None) for size in (1, 7, 64)])
+    (alone,) = run_ranks(in_float64, 1, score, corpus, [(size, None, None) for size in (1, 7, 64)])
     limits = [2, 48, 49, 50, 97]  # which leave ranks without batches
     cases = [(4, None, None), (16, None, None), (4, 480, None), *[(4, None, limit) for limit in limits]]
-    ranks = run_ranks(score, 3, corpus, cases, timeout=60)
+    ranks = run_ranks(in_float64, 3, score, corpus, cases, timeout=60)
     found = [*alone, *[rank[case] for rank in ranks for case in (0, 1)]]
     assert {(tokens, spelled) for _, tokens, spelled in found} == {(expected_tokens, expected_bytes)}
     losses = [nll / tokens for nll, tokens, _ in found]
-    assert max(losses) - min(losses) <= 1e-9 * min(losses)
-    assert losses[0] == pytest.approx(expected_nll / expected_tokens, rel=1e-6)
+    assert_close(losses, [expected_nll / expected_tokens] * len(losses))
     assert ranks[0] == ranks[1] == ranks[2]
     assert [tokens for _, tokens, _ in ranks[0][2:]] == [480, *[limit - 1 for limit in limits]]
 
@@ -99,8 +100,8 @@ def test_a_part_is_spread_over_the_split():
 def test_derived_numbers():
     result = Evaluation(nll=200.0, tokens=100, bytes=300)
     assert result.loss == 2.0
-    assert result.perplexity == pytest.approx(math.e**2)
-    assert result.bits_per_byte == pytest.approx(200 / math.log(2) / 300)
+    assert_close(result.perplexity, math.e**2)
+    assert_close(result.bits_per_byte, 200 / math.log(2) / 300)
     assert math.isnan(Evaluation(1.0, 1, 0).bits_per_byte)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from close import assert_close, float64
 from commands import expect_error
 from runs import gpt_state, open_store
 
@@ -50,6 +51,7 @@ def plain_greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
+@float64()
 def test_cached_logits_equal_the_plain_forward_at_every_position():
     model = tiny()
     rows = [torch.randint(VOCAB, (length,)).tolist() for length in (64, 60, 33, 1 + 28)]
@@ -60,7 +62,7 @@ def test_cached_logits_equal_the_plain_forward_at_every_position():
     for step in range(29):
         for row in range(4):
             expected = plain[row][seen[row] + step - 1]
-            torch.testing.assert_close(logits[row, :VOCAB], expected, rtol=0, atol=1e-5)
+            assert_close(logits[row, :VOCAB], expected)
         if step < 28:
             windows = [row[: n + step + 1] for row, n in zip(rows, seen, strict=True)]
             logits = next_logits(model, windows, cache, refill=False)

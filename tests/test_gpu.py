@@ -392,7 +392,7 @@ def test_a_part_begins_only_if_its_limit_is_left(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "CALL_SECONDS", 300 + GRACE + time.monotonic() - BEGUN)
     assert limit_of("fp32", first=False) == USUAL_LIMIT
     assert limit_of("step", first=False) == 0
-    assert limit_of("step", first=True) == pytest.approx(300, abs=10), "or it would never begin"
+    assert 290 <= limit_of("step", first=True) <= 310, "or it would never begin"
     monkeypatch.setattr(sys.modules[__name__], "CALL_SECONDS", 0)
     assert limit_of("fp32", first=True) == 0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib.collections
 import numpy as np
 import pytest
+from close import assert_close
 from test_report import HOSTILE, Page, make_run, metrics, points, undrawn  # noqa: F401, no figure is drawn here
 
 from gpt2_ddp.config.tools import ReportConfig
@@ -56,10 +57,6 @@ def arrays(*groups: dict) -> list[np.ndarray]:
     return [np.array([*losses.values()]) for losses in groups]
 
 
-def close(value: float) -> object:
-    return pytest.approx(value, rel=1e-12, abs=1e-12)
-
-
 def test_means_are_scipys(runs: Runs) -> None:
     stats = pytest.importorskip("scipy.stats")
     runs.add(ONE)
@@ -71,7 +68,7 @@ def test_means_are_scipys(runs: Runs) -> None:
         "best_val_bits_per_byte": {seed: (loss - 0.5) / 3 for seed, loss in ONE.items()},
     }.items():
         (values,) = arrays(losses)
-        assert group.mean(score) == (close(values.mean()), close(stats.tstd(values)))
+        assert_close(group.mean(score), (values.mean(), stats.tstd(values)))
     assert group.heading == "run0"
 
 
@@ -87,10 +84,10 @@ def test_differences_are_scipys(runs: Runs, other: dict, shared: list) -> None:
     a, b = arrays({seed: ONE[seed] for seed in shared} or ONE, {seed: other[seed] for seed in shared} or other)
     theirs = stats.ttest_rel(b, a) if shared else stats.ttest_ind(b, a, equal_var=False)
     assert (found.paired, found.n) == (bool(shared), len(shared) or None)
-    assert found.difference == close(b.mean() - a.mean())
-    assert found.difference / found.standard_error == close(theirs.statistic)
+    assert_close(found.difference, b.mean() - a.mean())
+    assert_close(found.difference / found.standard_error, theirs.statistic)
     if shared:
-        assert found.standard_error == close(stats.sem(b - a))
+        assert_close(found.standard_error, stats.sem(b - a))
     assert found.differs == (abs(theirs.statistic) > 2)
     assert (f"paired, {len(shared)} seeds" if shared else "unpaired") in found.text
     assert ("does not differ by" if abs(theirs.statistic) <= 2 else "): differs by") in found.text
@@ -105,7 +102,7 @@ def test_one_run_has_no_spread(runs: Runs) -> None:
     assert [group.remarks() for group in groups] == [["one run: no spread"], [], ["one run: no spread"]]
     for other, difference in zip(groups[1:], (0.375, 1.0), strict=True):
         found = compare(groups[0], other, METRIC)
-        assert (found.difference, found.standard_error, found.differs) == (close(difference), None, None)
+        assert (found.difference, found.standard_error, found.differs) == (difference, None, None)
         assert "one run: no spread" in found.text
         assert "differ" not in found.text
     assert compare(groups[1], groups[2], METRIC).standard_error is None
@@ -119,7 +116,7 @@ def test_left_out_runs_are_named(runs: Runs) -> None:
     runs.add({5: math.nan}, lr=2e-3)
     runs.add({6: None, 7: None}, lr=3e-3)
     groups = runs.groups()
-    assert groups[1].mean(METRIC)[0] == close(np.mean([*TWO.values()]))
+    assert_close(groups[1].mean(METRIC)[0], np.mean([*TWO.values()]))
     states = ["run6-seed4: diverged", "run7-seed4: failed", "run8-seed4: stopped", "run9-seed5: no finite val_loss"]
     assert groups[1].remarks() == [f"{state}, not in the means" for state in states]
     assert [row["completed"] for row, _, _ in table(groups)] == ["3 of 3", "4 of 7", "2 of 2"]
@@ -134,7 +131,7 @@ def test_equal_seeds_count_as_one(runs: Runs) -> None:
     runs.add(TWO, lr=2e-3)
     runs.add({1: 3.24}, lr=2e-3)
     first, other = runs.groups()
-    assert other.values(METRIC) == {"1": close(3.23), "2": 3.21, "3": 3.30}
+    assert_close(other.values(METRIC), {"1": 3.23, "2": 3.21, "3": 3.30})
     assert other.remarks() == ["seed 1: 2 runs count as one"]
     assert compare(first, other, METRIC).n == 3
 
@@ -221,10 +218,10 @@ def test_picture_and_page(runs: Runs, tmp_path: Path) -> None:
     assert (list(means)[1:], list(others)[1:]) == ([first, second], [first, second])
     picture = draw(runs.read(), "steps")
     mean = next(trace for trace in picture.traces if (trace.curve, trace.label) == (0, "train"))
-    assert mean.values == pytest.approx([3 + step / 9 * 2 for step in mean.steps], rel=1e-12)
+    assert_close(mean.values, [3 + step / 9 * 2 for step in mean.steps], 1e-12)
     (band,) = [
         each.get_paths()[0].vertices for each in mean.panel.collections
         if isinstance(each, matplotlib.collections.PolyCollection) and each.get_alpha() == 0.2
         and len(each.get_paths()[0].vertices) > 2 * len(mean.steps)
     ]  # fmt: skip
-    assert max(band[:, 1]) == pytest.approx(max(mean.values) + 200 / 9)
+    assert_close(max(band[:, 1]), max(mean.values) + 200 / 9)

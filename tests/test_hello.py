@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from close import assert_close, distance
 from commands import ACCELERATE, ROOT, TORCHRUN, environment, forked
 from conftest import once
 from ranks import free_port, rank_environment
@@ -92,7 +93,7 @@ def test_all_of_them_end_at_the_same_line(tmp_path):
         saved = load_file(newest_checkpoint(tmp_path / processes) / "model.safetensors")
         ends.append(torch.stack([saved["linear.weight"][0, 0], saved["linear.bias"][0]]))
     for end in ends:
-        assert torch.allclose(end, ends[0], rtol=0, atol=1e-6), ends
+        assert_close(end, ends[0], 1e-5, says=ends)
 
 
 @pytest.mark.slow
@@ -106,7 +107,7 @@ def test_small_batches_train_the_same_on_three_processes(tmp_path):
         assert found.returncode == 0, found.stderr
         ends.append(saved_line(tmp_path / f"runs/{script.stem}.pt"))
     assert 1.5 < ends[0][0] < 1.7, "far from the end, where another order would not show"
-    assert torch.allclose(*ends, rtol=0, atol=1e-6), ends
+    assert_close(*ends, 1e-5, says=ends)
 
 
 def run_trainer(folder: Path, world: int, *flags: str) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def test_trainers_of_all_kinds_end_at_the_same_line(whole_trainer, tmp_path):
     ends = {way: end_of(whole_trainer(*way)) for way in ((1, ""), (2, ""), (1, "--accelerate"), (3, "--accelerate"))}
     ends["2, then 3"] = end_of(resumed(tmp_path, (2, 3), ""))
     for way, end in ends.items():
-        assert torch.allclose(end, ends[1, ""], rtol=0, atol=2e-6), (way, ends)
+        assert_close(end, ends[1, ""], 1e-5, says=(way, ends))
 
 
 @pytest.mark.slow
@@ -199,6 +200,6 @@ def test_the_trainer_in_mixed_precision_and_by_launchers(whole_trainer, tmp_path
         assert done.returncode == 0, done.stderr
         ends[name] = end_of(torch.load(folder / "runs/hello_trainer.pt"))[:2]
     plain = end_of(whole_trainer(2, ""))[:2]
-    assert torch.allclose(ends["torchrun"], ends["accelerate"], rtol=0, atol=1e-2), ends
-    assert torch.allclose(ends["torchrun"], plain, rtol=0, atol=2e-2), (ends, plain)
-    assert not torch.allclose(ends["torchrun"], plain, rtol=0, atol=1e-5), "bf16 rounds"
+    assert_close(ends["torchrun"], ends["accelerate"], 1e-2, says=ends)
+    assert_close(ends["torchrun"], plain, 2e-2, says=(ends, plain))
+    assert distance(ends["torchrun"], plain) > 1e-5, "bf16 rounds"

@@ -3,11 +3,11 @@
 import re
 import shlex
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from close import assert_close, distance
 from commands import ACCELERATE, ROOT, environment, forked
 from conftest import once
 from ranks import free_port, rank_environment
@@ -18,7 +18,6 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.gpt import GPT
 
 SCRIPT, PAGE, CHECKPOINT = ROOT / "scripts/hello_gpt.py", ROOT / "docs/first-steps.md", "runs/hello_gpt.pt"
-assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-5)
 SIZES = {"WIDTH": 48, "CONTEXT": 32, "STEPS": 24, "WARMUP": 6, "LOG_EVERY": 1, "EVAL_EVERY": 12, "SAVE_EVERY": 8}
 FLAGS = (
     "--model.n_embd 48 --model.block_size 32 --train.global_batch_tokens 512 --train.steps 24 --optim.warmup_steps 6"
@@ -95,7 +94,7 @@ def test_its_losses_are_those_of_the_trainer(whole, corpus, tmp_path):
     ours = [row for row in rows(tmp_path / "run") if "loss" in row]
     for kind, other in (("loss", "lr"), ("val_loss", "val_bits_per_byte")):
         expected = [[row["step"], row[kind], row[other]] for row in ours if kind in row]
-        assert_close(figures(printed, kind), torch.tensor(expected, dtype=torch.float64))
+        assert_close(figures(printed, kind), expected, 1e-5)
     assert ours[-1]["loss"] < ours[0]["loss"] - 0.3
     GPT(config.model, 512).load_state_dict(torch.load(folder / CHECKPOINT)["model"])  # raises for other names or shapes
 
@@ -103,7 +102,7 @@ def test_its_losses_are_those_of_the_trainer(whole, corpus, tmp_path):
 def test_two_processes_train_the_same_and_resume_at_the_same_bits(whole, corpus, tmp_path):
     """One of them, killed in the save of step 24, resumes from step 16. Each value is all-reduced once per step."""
     (_, one), (folder, two) = whole(1), whole(2)
-    assert_close(figures(two), figures(one))
+    assert_close(figures(two), figures(one), 1e-5)
     end = torch.load(folder / CHECKPOINT)
     values = sum(value.numel() for value in end["model"].values())
     for rank, saves in ((0, 3), (1, 0)):
@@ -114,7 +113,7 @@ def test_two_processes_train_the_same_and_resume_at_the_same_bits(whole, corpus,
     resumed = run(tmp_path, corpus, 2)
     assert resumed.startswith("begins at step 16 of 24; processes: 2\nstep 17: ")
     assert torch.equal(figures(resumed), figures(two)[16:])
-    torch.testing.assert_close(torch.load(tmp_path / CHECKPOINT), end, rtol=0, atol=0)
+    assert distance(torch.load(tmp_path / CHECKPOINT), end) == 0
 
 
 @pytest.mark.slow

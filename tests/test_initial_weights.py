@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from close import assert_close, float64
 from commands import expect_error
 from ranks import RankError, run_ranks
 from runs import change, rows, same, train, training_config
@@ -95,6 +96,13 @@ def without_a_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
+def exact(theirs: torch.nn.Module) -> torch.nn.Module:
+    """The same in float64, with its tables of rotations."""
+    copy = type(theirs)(theirs.config).eval()
+    copy.load_state_dict(theirs.state_dict())
+    return copy
+
+
 @each
 def test_what_transformers_saved_is_continued_and_comes_back_bitwise(kind, tmp_path, capsys):
     import transformers
@@ -115,8 +123,8 @@ def test_what_transformers_saved_is_continued_and_comes_back_bitwise(kind, tmp_p
     tied = {"lm_head.weight"} if theirs.config.tie_word_embeddings else set()
     assert same(back, {name: value for name, value in theirs.state_dict().items() if name not in tied})
     tokens = torch.randint(TOKENIZER.vocab_size, (3, 32))
-    with torch.no_grad():
-        torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+    with torch.no_grad(), float64():
+        assert_close(ours.double().eval()(tokens), exact(theirs)(tokens).logits)
     torch.manual_seed(config("").seed)
     fresh = GPT(shape, TOKENIZER.vocab_size)
     for table in ("wte.weight", *(["lm_head.weight"] if not tied else [])):  # the padding rows are a new run's
@@ -138,11 +146,13 @@ def test_the_row_of_a_padding_token_stays_zero_as_in_transformers(kind, tmp_path
     ours = start(config(tmp_path, **SHAPES[kind]))
     assert capsys.readouterr().err.endswith("zero embeddings of a pad_token_id stay zero: ids 1\n")
     tokens = torch.randint(TOKENIZER.vocab_size, (2, 32)).index_fill_(1, torch.arange(0, 32, 3), 1)
-    ours(tokens[:, :-1], tokens[:, 1:]).backward()
-    theirs(tokens, labels=tokens).loss.backward()
+    with float64():
+        ours.double()(tokens[:, :-1], tokens[:, 1:]).backward()
+        theirs = exact(theirs)
+        theirs(tokens, labels=tokens).loss.backward()
     wanted, found = theirs.get_input_embeddings().weight.grad, ours.wte.weight.grad[:300]
     assert not found[1].any()
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    assert_close(found, wanted)
 
 
 def test_what_transformers_4_saved_of_a_llama_is_continued(tmp_path):
@@ -418,7 +428,7 @@ def test_a_run_begun_so_goes_on_without_the_folder(theirs, tmp_path):
     windows = [tokens[at : at + 33][None] for at in range(0, len(tokens) - 1, 32)]
     with torch.no_grad():
         nll = sum(at_start.eval()(window[:, :-1], window[:, 1:], reduction="sum").item() for window in windows)
-    assert rows(tmp_path / "runs/whole")[0]["val_loss"] == pytest.approx(nll / (len(tokens) - 1), rel=1e-5)
+    assert_close(rows(tmp_path / "runs/whole")[0]["val_loss"], nll / (len(tokens) - 1), 1e-5)
 
 
 def test_a_wrong_folder_is_refused_before_the_corpus_is_hashed(theirs, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from close import assert_close, float64, in_float64
 from commands import expect_error
 from hellaswag import made_items, write
 from ranks import run_ranks
@@ -235,8 +236,8 @@ def test_accuracies_and_their_standard_errors():
     likelihoods = np.array([-1.0, -1.9, -1.0, -3.0, -2.0, -2.0, -5.0, -1.0])
     result = judge(made, Answers(likelihoods, np.zeros(8, bool)))
     assert [(row["pick"], row["pick_norm"]) for row in result.rows] == [(0, 1), (0, 0), (0, 1), (1, 1)]
-    assert result.metrics["acc"] == (0.5, pytest.approx(math.sqrt(4 * 0.25 / 3) / 2))
-    assert result.metrics["acc_norm"] == (0.5, pytest.approx(math.sqrt(1 / 3) / 2))
+    assert_close(result.metrics["acc"], (0.5, math.sqrt(4 * 0.25 / 3) / 2))
+    assert_close(result.metrics["acc_norm"], (0.5, math.sqrt(1 / 3) / 2))
     assert as_row(made, Answers(likelihoods, np.zeros(8, bool))) == {"t_acc": 0.5, "t_acc_norm": 0.5}
     likelihoods[3] = math.nan
     assert all(map(math.isnan, judge(made, Answers(likelihoods, np.zeros(8, bool))).metrics["acc"]))
@@ -245,7 +246,7 @@ def test_accuracies_and_their_standard_errors():
 def test_perplexity_and_what_is_saved(tmp_path):
     made = make_set("t", [Item("a", ("b",)), Item("é", ("d",), delimiter="")], None, GPT2, 8)
     result = judge(made, Answers(np.array([-1.0, -3.0]), np.array([True, False])))
-    assert result.metrics["perplexity"] == (pytest.approx(math.e**2), pytest.approx(math.e**2 * 1.0))
+    assert_close(result.metrics["perplexity"], (math.e**2, math.e**2))
     save(tmp_path / "t", made, result, {"step": 7})
     assert read_items(tmp_path / "t.jsonl") == [
         item._replace(place=f"{tmp_path}/t.jsonl, line {line}") for line, item in enumerate(made.items, start=1)
@@ -315,12 +316,13 @@ CASES = [(37, 4, None), (37, 5, None), (37, 4, SHAPE.block_size), (1, 2, None)]
 """37 requests divide by nothing here; one leaves other ranks without any."""
 
 
+@float64()
 def test_each_is_scored_once_and_right_on_any_number_of_ranks():
-    (alone,) = run_ranks(score, 1, CASES)
+    (alone,) = run_ranks(in_float64, 1, score, CASES)
     for (count, _, _), (nats, greedy, _) in zip(CASES, alone, strict=True):
-        assert nats == pytest.approx(by_hand(made_requests(count)), rel=1e-6)
+        assert_close(nats, by_hand(made_requests(count)))
         assert not greedy.any()
-    for ranks in ([alone], run_ranks(score, 3, CASES)):
+    for ranks in ([alone], run_ranks(in_float64, 3, score, CASES)):
         for case, (count, batch_size, _) in enumerate(CASES):
             assert all(rank[case][0].tobytes() == alone[case][0].tobytes() for rank in ranks)
             rows = [row for rank in ranks for row in rank[case][2]]

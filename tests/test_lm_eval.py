@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from close import assert_close
 from hellaswag import SENTENCES, made_items, write
 from ranks import run_ranks
 from runs import train, training_config
@@ -97,15 +98,15 @@ def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path, monkeypatch):
         for row, sample in zip(rows, samples, strict=True):
             answers = [(float(nats), greedy == "True") for ((nats, greedy),) in sample["resps"]]
             if "pick" in row:
-                assert row["log_likelihoods"] == pytest.approx([nats for nats, _ in answers], rel=1e-4)
+                assert_close(row["log_likelihoods"], [nats for nats, _ in answers], 1e-4)
                 hits = row["pick"] == row["label"], row["pick_norm"] == row["label"]
                 assert hits == (sample["acc"], sample["acc_norm"])
             else:
-                assert (pytest.approx(row["log_likelihood"], rel=1e-4), row["greedy"]) == answers[0]
+                assert_close((row["log_likelihood"], row["greedy"]), answers[0], 1e-4)
         found, said = json.loads((tmp_path / f"scores/{name}.json").read_text()), theirs[f"local_{name}"]
         shared = [metric for metric in ("acc", "acc_norm", "perplexity") if metric in found]
         assert len(shared) == 2
         for metric in shared:
-            assert found[metric] == pytest.approx(said[f"{metric},none"], rel=1e-4)
+            assert_close(found[metric], said[f"{metric},none"], 1e-4)
             if metric != "perplexity":  # whose standard error lm-eval draws, and so few items leave it wide
-                assert found[f"{metric}_stderr"] == pytest.approx(said[f"{metric}_stderr,none"], rel=1e-9)
+                assert_close(found[f"{metric}_stderr"], said[f"{metric}_stderr,none"], 1e-9)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from close import assert_close
 from pydantic import ValidationError
 from ranks import in_turn, run_ranks
 from runs import change, edit_manifest, edit_rows, gpt_state, permuted, reseal, rows, train, training_config, verified
@@ -285,8 +286,8 @@ def test_folders_that_do_not_go_together(sources, tmp_path):
 def test_the_loss_of_a_mixture_is_that_of_tokens_in_its_shares():
     one, other, idle = Evaluation(30.0, 10, 40), Evaluation(200.0, 100, 200), Evaluation(9.0, 1, 1)
     whole = mixed([(0.25, one), (0.75, other), (0.0, idle)])
-    assert whole.loss == pytest.approx(0.25 * 3 + 0.75 * 2)
-    assert whole.bits_per_byte == pytest.approx((0.25 * 3 + 0.75 * 2) / math.log(2) / (0.25 * 4 + 0.75 * 2))
+    assert_close(whole.loss, 0.25 * 3 + 0.75 * 2)
+    assert_close(whole.bits_per_byte, (0.25 * 3 + 0.75 * 2) / math.log(2) / (0.25 * 4 + 0.75 * 2))
     assert whole.tokens == 110
     assert mixed([(1.0, one), (0.0, idle)]) is one
 
@@ -319,7 +320,7 @@ def test_rows_say_what_each_source_had(whole, sources):
     validated = [row for row in rows(whole) if "val_loss" in row]
     assert [row["step"] for row in validated] == [0, 5, 10]
     for row in validated:  # the weights of web and code, in relation to each other; poems has no such split
-        assert row["val_loss"] == pytest.approx((0.6 * row["val_loss/web"] + 0.3 * row["val_loss/code"]) / 0.9)
+        assert_close(row["val_loss"], (0.6 * row["val_loss/web"] + 0.3 * row["val_loss/code"]) / 0.9)
         assert "val_loss/poems" not in row
         assert row["val_tokens"] == 400
 

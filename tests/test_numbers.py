@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from close import assert_close, distance
 from ranks import run_ranks
 from runs import by_definition, training_config
 from safetensors.torch import load_file
@@ -144,25 +144,26 @@ def test_every_printed_figure(corpus, tmp_path):
         if step % 6 == 0:
             nll = losses(weights[step], rows_of_val).double().sum().item()
             bits = nll / math.log(2) / spelled(corpus, rows_of_val[:, 1:].flatten())
-            assert row["val_loss"] == pytest.approx(nll / (16 * T), rel=1e-5)
-            assert row["val_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
-            assert (line["val_loss"], line["bits/byte"]) == pytest.approx((nll / (16 * T), bits), abs=1e-4)
+            assert_close(row["val_loss"], nll / (16 * T), 1e-5)
+            assert_close(row["val_bits_per_byte"], bits, 1e-5)
+            assert distance((line["val_loss"], line["bits/byte"]), (nll / (16 * T), bits), 1) < 1e-4
         else:
             assert not {"val_loss", "val_bits_per_byte"} & row.keys()
         if step == 0:
             continue
         mean = sum(by_step[step - 2 : step + 1]) / 3
-        assert row["loss"] == pytest.approx(by_step[step], rel=1e-5)
-        assert row["loss_mean"] == pytest.approx(mean, rel=1e-5)
-        assert row["grad_norm"] == pytest.approx(norms[step], rel=1e-4)
-        assert row["lr"] == pytest.approx(lr_of(step), rel=1e-9)
+        assert_close(row["loss"], by_step[step], 1e-5)
+        assert_close(row["loss_mean"], mean, 1e-5)
+        assert_close(row["grad_norm"], norms[step], 1e-4)
+        assert_close(row["lr"], lr_of(step), 1e-9)
         speed = G * T / STEP_SECONDS
         assert row["tokens_per_second"] == speed
-        assert row["mfu"] == pytest.approx(speed * flops / (2 * PEAK), rel=1e-9)
-        assert line["loss_mean"] == pytest.approx(mean, abs=1e-4)
-        assert (line["lr"], line["norm"]) == pytest.approx((lr_of(step), norms[step]), rel=6e-3)  # three digits
+        assert_close(row["mfu"], speed * flops / (2 * PEAK), 1e-9)
+        assert distance(line["loss_mean"], mean, 1) < 1e-4
+        assert distance(line["lr"], lr_of(step)) < 6e-3, "three digits"
+        assert distance(line["norm"], norms[step]) < 6e-3
         assert line["tokens/s"] == speed
-        assert line["mfu"] == pytest.approx(100 * speed * flops / (2 * PEAK), abs=0.06)
+        assert distance(line["mfu"], 100 * speed * flops / (2 * PEAK), 1) < 0.06
         assert line.get("s left", 0) == (12 - step) * STEP_SECONDS
 
     line = numbers(run_ranks(evaluate_again, 1, run)[0])
@@ -171,7 +172,7 @@ def test_every_printed_figure(corpus, tmp_path):
     nll = losses(weights[12], whole).double().sum() + losses(weights[12], val[None, -tail - 1 :]).double().sum()
     loss = nll.item() / (len(val) - 1)
     assert tail > 0
-    assert line["val loss"] == pytest.approx(loss, rel=1e-5)
-    assert line["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-    assert line["bits per byte"] == pytest.approx(nll.item() / math.log(2) / spelled(corpus, val[1:]), rel=1e-5)
+    assert_close(line["val loss"], loss, 1e-5)
+    assert_close(line["perplexity"], math.exp(loss), 1e-5)
+    assert_close(line["bits per byte"], nll.item() / math.log(2) / spelled(corpus, val[1:]), 1e-5)
     assert (line["tokens"], line["bytes"]) == (len(val) - 1, spelled(corpus, val[1:]))

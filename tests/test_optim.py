@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from close import assert_close, float64
 from torch.optim import Optimizer
 
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
-from gpt2_ddp.distributed.launch import build_accelerator, multiplies_bf16
+from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.muon import orthogonal
@@ -48,7 +49,7 @@ WSD = {"schedule": "wsd", "min_lr": 0.0, "warmup_steps": 10, "decay_steps": 100,
 def test_rates_of_a_schedule(changes, rates):
     """A warm-up may be longer than the run."""
     config = OptimConfig.model_construct(**OptimConfig().model_dump() | {"lr": 1.0, "schedule": "cosine"} | changes)
-    assert {step: lr_at(step, config) for step in rates} == pytest.approx(rates)
+    assert_close({step: lr_at(step, config) for step in rates}, rates)
 
 
 SHORT = {"warmup_steps": 20, "decay_steps": 21}
@@ -87,8 +88,9 @@ def test_only_matrices_and_embeddings_decay_and_no_frozen_parameters(name):
     assert len(decay) == len(trained)
 
 
+@float64(torch.bfloat16)
 def test_a_plain_loop_with_torchs_muon_is_the_same():
-    """Twenty steps: every loss, and every weight in the end, to the bit where bf16 is multiplied."""
+    """Twenty steps: every loss, and every weight in the end."""
     config = OptimConfig(name="muon", lr=4e-3, muon_lr=0.02, weight_decay=0.2, muon_momentum=0.9)
     torch.manual_seed(0)
     ours, plain = GPT(TINY, 100), GPT(TINY, 100)
@@ -104,7 +106,7 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
     for step in range(1, 21):
         tokens = torch.randint(100, (4, 5))
         losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (ours, plain)]
-        assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6 if BF16 else 1e-3), step
+        assert_close(*losses, says=step)
         optimizer.backward(losses[0] + losses[1])
         share = step / 20
         optimizer.step(4e-3 * share, optimizer.clip(list(ours.parameters()), 1.0))
@@ -114,11 +116,7 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
                 group["lr"] = (0.02 if "momentum" in group else 4e-3) * share
             one.step()
             one.zero_grad()
-    for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter, plain.get_parameter(name), atol=1e-6 if BF16 else 1e-2, rtol=0)
-
-
-BF16 = multiplies_bf16(torch.device("cpu"))
+    assert_close(dict(ours.named_parameters()), dict(plain.named_parameters()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

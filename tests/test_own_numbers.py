@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from close import assert_close, distance
 from ranks import in_turn, run_ranks, run_until_killed, start_ranks
 from runs import assert_same, before_each_step, rows, training_config, verified
 
@@ -96,8 +97,8 @@ def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(world
     assert [row.get("asked", 0) for row in found] == [row["step"] for row in found] == [*range(11)]
     assert [row["step"] for row in found if row.get("rhymes") in (0, 0.5, 1)] == [0, 4, 8, 10]
     scale, layers = first_step(config("parts"), corpus, world, size)
-    assert [found[1][f"grad_norm/h.{n}"] for n in (0, 1)] == pytest.approx(layers, rel=1e-5)
-    assert found[1]["noise_scale"] == pytest.approx(scale, rel=1e-3)
+    assert_close([found[1][f"grad_norm/h.{n}"] for n in (0, 1)], layers, 1e-5)
+    assert_close(found[1]["noise_scale"], scale, 1e-3)
     assert verified(parts, capsys)[:2] == (0, [])
     file = parts / "metrics.jsonl"
     file.write_text(file.read_text().replace('"grad_norm/h.0": ', '"grad_norm/h.0": 1', 1))
@@ -191,8 +192,8 @@ def test_the_noise_scale_of_gradients_of_known_covariance(monkeypatch):
         measured += noise.averages != before
         task.model.zero_grad()
     assert measured == 2000, "in the steps whose row is written"
-    assert found == {"noise_scale": pytest.approx(2**2 / 0.3**2, rel=0.1)}
-    assert noise.averages[1] / (1 - 0.999**2000) == pytest.approx(10 * 2**2, rel=0.03)
+    assert distance(found, {"noise_scale": 2**2 / 0.3**2}) < 0.1
+    assert distance(noise.averages[1] / (1 - 0.999**2000), 10 * 2**2) < 0.03
     before = noise.averages
     task.feed.position = 0
     for _ in range(2):
@@ -200,7 +201,7 @@ def test_the_noise_scale_of_gradients_of_known_covariance(monkeypatch):
     assert (task.row_fields(2), noise.averages) == (found, before), "a bad step counts nothing"
     noise.averages = (-1.0, 1.0)
     assert "noise_scale" not in task.row_fields(2)
-    assert noise_scale.estimate(5 + 40 / 6, 5 + 40 / 24, 6, 24) == pytest.approx((5, 40))
+    assert_close(noise_scale.estimate(5 + 40 / 6, 5 + 40 / 24, 6, 24), (5, 40))
 
 
 @pytest.mark.parametrize(("task", "problem"), [

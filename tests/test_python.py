@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from close import assert_close
 from commands import forked
 from ranks import run_ranks
 from runs import rows as rows_of
@@ -158,7 +159,7 @@ def test_training_again_in_one_process(corpus, tmp_path, monkeypatch):
     assert not {"chain", "event"} & set(rows)
     assert gpt2_ddp.load_model(tmp_path / "one", 5)[0].training is False
     best, tokenizer = gpt2_ddp.load_model(tmp_path / "one", "best", "cpu")
-    assert gpt2_ddp.evaluate(best, tokenizer, corpus, tokens=500).loss == pytest.approx(rows["val_loss"].min())
+    assert_close(gpt2_ddp.evaluate(best, tokenizer, corpus, tokens=500).loss, rows["val_loss"].min())
     text = "def f(self):\n    return None\n" * 9  # longer than the context
     whole, size = [tokenizer.eot, *tokenizer.encode(text).tolist()], best.config.block_size
     expected, scored = 0.0, gpt2_ddp.score(best, tokenizer, text)
@@ -166,7 +167,7 @@ def test_training_again_in_one_process(corpus, tmp_path, monkeypatch):
         x = torch.tensor(whole[begin : begin + size + 1])
         expected += torch.nn.functional.cross_entropy(best(x[None, :-1])[0].double(), x[1:], reduction="sum").item()
     assert (scored.tokens, scored.bytes) == (len(whole) - 1, len(text))
-    assert scored.loss == pytest.approx(expected / scored.tokens, rel=1e-6)
+    assert_close(scored.loss, expected / scored.tokens, 1e-6)
     assert repr(scored).startswith(f"Evaluation(loss={scored.loss:.6f}, perplexity=")
     with pytest.raises(UserError, match="text = : has no tokens"):
         gpt2_ddp.score(best, tokenizer, "")

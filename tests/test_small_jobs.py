@@ -37,7 +37,7 @@ def run_script(name: str, *flags: str) -> str:
 def test_the_transformer_learns_to_repeat(tmp_path):
     run_script("train_transformer.py", "--output_dir", str(tmp_path), "--launch.processes", "2")
     found = rows(tmp_path / "transformer")
-    assert found[0]["val_loss"] == pytest.approx(4.7, abs=0.3)
+    assert 4.4 <= found[0]["val_loss"] <= 5
     assert found[-1]["train_loss"] <= 0.1
     assert found[-1]["step"] == 200 * 6
 

@@ -1,8 +1,11 @@
 """The small models: their sizes, what a transformer's position sees, and the pixels that models of images get."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from close import assert_close, distance, float64
 
 from gpt2_ddp.config.jobs import ClassifierConfig, TransformerConfig
 from gpt2_ddp.errors import UserError
@@ -39,6 +42,7 @@ def test_shapes_and_sizes(model, inputs, outputs, parameters):
 
 
 @pytest.mark.parametrize("training", [True, False])
+@float64()
 def test_a_position_sees_nothing_after_itself(training):
     model = transformer().train(training)
     tokens = torch.randint(100, (3, 10), generator=torch.Generator().manual_seed(1))
@@ -46,19 +50,18 @@ def test_a_position_sees_nothing_after_itself(training):
     for t in range(9):
         changed = tokens.clone()
         changed[:, t + 1 :] = (changed[:, t + 1 :] + 7) % 100
-        assert torch.allclose(model(changed)[:, : t + 1], logits[:, : t + 1], atol=1e-6), t
+        assert_close(model(changed)[:, : t + 1], logits[:, : t + 1], says=t)
         earlier = tokens.clone()
         earlier[:, 0] = (earlier[:, 0] + 7) % 100
-        assert not torch.allclose(model(earlier)[:, t], logits[:, t], atol=1e-3), t
+        assert distance(model(earlier)[:, t], logits[:, t]) > 1e-3, t
 
 
 def test_sinusoids_are_those_of_the_paper():
     table = sinusoids(50, 12)
     assert table.shape == (50, 12)
     for position, pair in ((0, 0), (3, 0), (7, 2), (49, 5)):
-        angle = torch.tensor(position / 10_000 ** (2 * pair / 12))
-        expected = torch.stack([torch.sin(angle), torch.cos(angle)])
-        assert torch.allclose(table[position, 2 * pair : 2 * pair + 2], expected, atol=1e-5)
+        angle = position / 10_000 ** (2 * pair / 12)
+        assert_close(table[position, 2 * pair : 2 * pair + 2], [math.sin(angle), math.cos(angle)], 1e-4)
 
 
 def test_images_that_are_too_small_for_lenet_are_refused():
@@ -71,7 +74,7 @@ def test_images_that_are_too_small_for_lenet_are_refused():
 
 def test_normalised_to_one():
     images = torch.tensor([0, 255, 51], dtype=torch.uint8).view(1, 3, 1, 1)
-    assert normalise(images).flatten().tolist() == pytest.approx([-1, 1, -0.6], abs=1e-6)
+    assert_close(normalise(images).flatten(), [-1, 1, -0.6], 1e-6)
 
 
 def test_crops_and_flips_are_those_of_the_padded_image():

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from ranks import RankError, run_ranks
@@ -118,8 +119,8 @@ def steps(points: Points) -> dict[str, list[int]]:
     return {name: [step for step, _ in values] for name, values in points.items()}
 
 
-def in_float32(points: Points) -> dict[str, list[tuple[int, Any]]]:
-    return {name: [(step, pytest.approx(value, rel=1e-6)) for step, value in values] for name, values in points.items()}
+def in_float32(points: Points) -> Points:
+    return {name: [(step, np.float32(value).item()) for step, value in values] for name, values in points.items()}
 
 
 def numbers(step: int, loss: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from close import assert_close, distance
 from ranks import in_turn, run_ranks
 from runs import job_config, newest_checkpoint, said, state_of, train, train_with_faults, training_config, untimed
 
@@ -85,7 +86,7 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path, capsys):
     assert (event["step"], event["from"], event["skipped_range"]) == (5, 14, [12 * 5, 12 * 14])
     ours, theirs = (valid_rows(untimed(tmp_path / name / "run"))[-1] for name in ("bad", "clean"))
     assert ours["step"] == theirs["step"] == 20
-    assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=0.02)
+    assert distance(ours["val_loss"], theirs["val_loss"]) < 0.02
     assert ours["skipped"] == 0  # those of the stretch that does not stand
 
     assert verify_run(VerifyConfig(run=str(run))) == 0
@@ -242,19 +243,19 @@ def test_running_statistics(values):
         statistics.add(torch.tensor(math.nan), torch.tensor(False))
         on_host.add(float(value))
         on_host.add(math.nan, False)
-        assert on_host.state_dict() == pytest.approx(statistics.state_dict(), rel=1e-12)
-        assert on_host.limit(3.0) == pytest.approx(statistics.limit(3.0).item(), rel=1e-12)
+        assert_close(on_host.state_dict(), statistics.state_dict())
+        assert_close(on_host.limit(3.0), statistics.limit(3.0).item())
         assert math.isfinite(on_host.limit(3.0)) == (count >= 20)
     state = count, mean, variance = statistics.state_dict()
     assert RunningStatistics(torch.device("cpu"), state).state_dict() == state
     assert count == len(values)
     if len(values) < 100:
         exact = torch.tensor(values, dtype=torch.float64)
-        assert mean == pytest.approx(exact.mean().item())
-        assert variance == pytest.approx(exact.var(correction=0).item())
+        assert_close(mean, exact.mean().item())
+        assert_close(variance, exact.var(correction=0).item())
     else:
-        assert mean == pytest.approx(206.63199390546913)  # by hand, in plain floats
-        assert statistics.limit(2.0).item() == pytest.approx(mean + 2 * math.sqrt(variance))
+        assert_close(mean, 206.63199390546913)  # by hand, in plain floats
+        assert_close(statistics.limit(2.0).item(), mean + 2 * math.sqrt(variance))
 
 
 LOSSES = [*(5.0 + i % 3 / 100 for i in range(30)), 9.0, math.nan, -1e9, 5.0, 5.01, 5.02, 9.5, 5.0, 5.0]

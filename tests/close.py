@@ -1,0 +1,97 @@
+"""The one comparison of numbers that differ by rounding, which records how near each test is to its tolerance; and
+arithmetic in float64."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+MOST = 0.1
+"""Most of a tolerance that a test may use in CI. Other machines need the rest."""
+MARGINS: dict[str, float] = {}
+"""The largest error of each test, divided by its tolerance."""
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-9, scale: Any = None, says: object = "") -> None:
+    """Numbers, sequences, mappings, arrays or tensors, of equal structure, have a `distance` of at most `tolerance`."""
+    margin = distance(actual, expected, scale) / tolerance
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
+    MARGINS[test] = max(MARGINS.get(test, 0.0), margin)
+    assert margin <= 1, f"{says} error {margin * tolerance:.3g}, tolerance {tolerance:g}"
+
+
+def distance(actual: Any, expected: Any, scale: Any = None) -> float:
+    """The largest difference, divided by the largest magnitude in all of `expected`, or in `scale`. NaN if there is
+    one. Used alone for what differs by more than rounding: estimates, and numbers that must not be equal."""
+    ours, theirs = (np.concatenate(parts) for parts in zip(*_pairs(actual, expected), strict=True))
+    whole = theirs if scale is None else np.concatenate([part for _, part in _pairs(scale, scale)])
+    errors = np.abs((ours - theirs)[ours != theirs])  # infinities may be equal
+    return float(errors.max() / np.abs(whole[np.isfinite(whole)]).max()) if errors.size else 0.0
+
+
+def _pairs(actual: Any, expected: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    if isinstance(expected, Mapping):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            yield from _pairs(actual[name], value)
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            yield from _pairs(one, other)
+    else:
+        one, other = (v.detach().double().numpy() if isinstance(v, torch.Tensor) else v for v in (actual, expected))
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        assert one.shape == other.shape
+        yield one.ravel(), other.ravel()
+
+
+def report() -> bool:
+    """Prints the ten tests that are nearest to their tolerances, and writes all of them to the file MARGINS, if that
+    is set. Returns whether one is too near in CI."""
+    nearest = sorted(MARGINS.items(), key=lambda item: -item[1])[:10]
+    if nearest:
+        print("\nerror / tolerance of the nearest comparisons:")
+    for test, margin in nearest:
+        print(f"{margin:8.4f} {test}")
+    if "MARGINS" in os.environ:
+        Path(os.environ["MARGINS"]).write_text(json.dumps(MARGINS))
+    return "CI" in os.environ and any(margin > MOST for _, margin in nearest)
+
+
+class _InFloat64(TorchFunctionMode):
+    def __init__(self, dtypes: tuple[torch.dtype, ...]):
+        super().__init__()
+        self.dtypes = dtypes
+        self.casts = [getattr(torch.Tensor, "float" if of == torch.float32 else "bfloat16") for of in dtypes]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        swap = lambda value: torch.float64 if isinstance(value, torch.dtype) and value in self.dtypes else value  # noqa: E731
+        func = torch.Tensor.double if func in self.casts else func
+        if "_fused_" in getattr(func, "__name__", ""):  # of these, single numbers are in float32: steps, a bad gradient
+            single = lambda value: value.float() if isinstance(value, torch.Tensor) and value.dim() == 0 else value  # noqa: E731
+            args = [[*map(single, arg)] if isinstance(arg, list) else arg for arg in args]
+            kwargs = {name: single(value) for name, value in (kwargs or {}).items()}
+        return func(*map(swap, args), **{name: swap(value) for name, value in (kwargs or {}).items()})
+
+
+@contextmanager
+def float64(*others: torch.dtype) -> Iterator[None]:
+    """Inside, torch computes in float64, also where a library casts to float32 or to `others`. A decorator as well."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _InFloat64((torch.float32, *others)):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def in_float64(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(*args)` in float64: for ranks."""
+    with float64():
+        return function(*args)
