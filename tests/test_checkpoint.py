@@ -263,10 +263,9 @@ def test_keeps_the_newest_and_the_best(run, keep_last, saves, kept):
 
 
 def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
-    """Files, then their folder's manifest, then the name, each fsynced; a crash between leaves a whole checkpoint.
-    Before them, the rows and samples whose hashes it has."""
-    save(run, 1)
-    (run / SAMPLES).touch()
+    """Files, then their folder's manifest, then the name, its row, and the old one's other name, each fsynced; a crash
+    between leaves a whole checkpoint. Before them, the rows and samples whose hashes it has. First of all, the names of
+    the folders. A replacement that a crash interrupted is completed the same way."""
     done = []
 
     def noted(what: str, function: Callable) -> Callable:
@@ -279,6 +278,11 @@ def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
 
     for owner, name, what in ((os, "fsync", "fsync"), (Path, "rename", "rename"), (shutil, "rmtree", "remove")):
         monkeypatch.setattr(owner, name, noted(what, getattr(owner, name)))
+    run = run.with_name("runs") / "run"
+    save(run, 1)
+    assert done[:3] == [("fsync", "run"), ("fsync", "runs"), ("fsync", run.parents[1].name)]
+    (run / SAMPLES).touch()
+    done.clear()
     save(run, 2, keep_last=1)
     files = ["config.yaml", "model.safetensors", "optimizer.safetensors", "state.json"]
     assert done == [
@@ -290,8 +294,21 @@ def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
         ("fsync", ".step-00000002.tmp"),
         ("rename", ".step-00000002.tmp"),
         ("fsync", "checkpoints"),
+        ("fsync", SAMPLES),
+        ("fsync", METRICS),
         ("rename", "step-00000001"),
+        ("fsync", "checkpoints"),
         ("remove", ".step-00000001.removed"),
+    ]
+    place = run / "checkpoints/step-00000002"
+    shutil.copytree(place, place.with_name(".step-00000002.tmp"))
+    place.rename(place.with_name(".step-00000002.replaced"))
+    done.clear()
+    assert open_store(run).newest().step == 2
+    assert done == [
+        ("rename", ".step-00000002.tmp"),
+        ("fsync", "checkpoints"),
+        ("remove", ".step-00000002.replaced"),
     ]
 
 

@@ -178,11 +178,11 @@ class CheckpointStore:
         on_main(self._wait)
 
     def _wait(self) -> None:
-        self._run_folder.check_lock()
+        self._log.check()
         self.background.wait()
 
     def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
-        self._run_folder.check_lock()
+        self._log.check()
         self._log.sync()
         place = self.place(snapshot.state.step)
         temporary, replaced = (place.with_name(f".{place.name}.{end}") for end in ("tmp", "replaced"))
@@ -217,6 +217,7 @@ class CheckpointStore:
                 temporary = replaced.with_suffix(".tmp")
                 if not place.exists():
                     (temporary if temporary.exists() else replaced).rename(place)
+                    fsync_folder(self.folder)
             for leftover in self.folder.glob(".step-*"):
                 shutil.rmtree(leftover)
 
@@ -278,13 +279,17 @@ class CheckpointStore:
             print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
 
     def _delete_except(self, keep: list[Path]) -> None:
-        self._run_folder.check_lock()
-        for place in list_checkpoints(self.folder):
-            if place not in keep:
-                hidden = place.with_name(f".{place.name}.removed")
-                with writing(place):
-                    place.rename(hidden)  # after a crash, a partial folder must not look like a checkpoint
-                    shutil.rmtree(hidden)
+        self._log.check()
+        if not (leaving := [place for place in list_checkpoints(self.folder) if place not in keep]):
+            return
+        self._log.sync()  # the rows of what was saved, and of what is kept
+        hidden = [place.with_name(f".{place.name}.removed") for place in leaving]
+        with writing(self.folder):
+            for place, other in zip(leaving, hidden, strict=True):
+                place.rename(other)
+            fsync_folder(self.folder)  # after a crash, a partial folder must not look like a checkpoint
+            for other in hidden:
+                shutil.rmtree(other)
 
 
 def _free_bytes(folder: Path) -> int:
