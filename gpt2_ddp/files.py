@@ -103,6 +103,14 @@ def _pieces(buffers: Iterable[Any]) -> Iterator[bytearray | memoryview]:
     yield small
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder and its missing parents, and waits until their names are on disk. Raises: OSError."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        fsync_folder(place.parent)
+
+
 def check_can_make(folder: Path) -> None:
     """Raises the OSError that making this folder, or a file in it, would raise; makes nothing."""
     for place in (folder.absolute(), *folder.absolute().parents):
@@ -135,6 +143,11 @@ def fsync_file(path: Path) -> None:
 
 
 fsync_folder = fsync_file
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a regular file; 0 for none."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def sha256_file(path: Path) -> str:

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from disk import refuse
 from ranks import run_ranks
-from runs import open_store, reseal, same, state_after
+from runs import edit_rows, open_folder, open_store, reseal, same, state_after
 from safetensors.torch import save_file
 
 from gpt2_ddp.checkpoint import store
@@ -49,6 +50,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
+from gpt2_ddp.state import LogEnd, Progress
 from gpt2_ddp.tasks.trained_model import load_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -84,6 +86,12 @@ def save(run: Path, step: int, val_loss: float | None = None, keep_last: int = 3
     checkpoints = open_store(run, keep_last)
     checkpoints.save(snapshot(step, val_loss, **progress))
     return checkpoints.place(step)
+
+
+def after(log: RunLog, step: int, **progress: object) -> Snapshot:
+    """The snapshot of a step that was taken when the last row of `log` was the newest."""
+    whole = snapshot(step, 2.0, **progress)
+    return replace(whole, state=whole.state.model_copy(update={"log": log.end()}))
 
 
 @pytest.fixture
@@ -255,10 +263,9 @@ def test_keeps_the_newest_and_the_best(run, keep_last, saves, kept):
 
 
 def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
-    """Files, then their folder's manifest, then the name, each fsynced; a crash between leaves a whole checkpoint.
-    Before them, the rows and samples whose hashes it has."""
-    save(run, 1)
-    (run / SAMPLES).touch()
+    """Files, then their folder's manifest, then the name, its row, and the old one's other name, each fsynced; a crash
+    between leaves a whole checkpoint. Before them, the rows and samples whose hashes it has. First of all, the names of
+    the folders. A replacement that a crash interrupted is completed the same way."""
     done = []
 
     def noted(what: str, function: Callable) -> Callable:
@@ -271,6 +278,11 @@ def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
 
     for owner, name, what in ((os, "fsync", "fsync"), (Path, "rename", "rename"), (shutil, "rmtree", "remove")):
         monkeypatch.setattr(owner, name, noted(what, getattr(owner, name)))
+    run = run.with_name("runs") / "run"
+    save(run, 1)
+    assert done[:3] == [("fsync", "run"), ("fsync", "runs"), ("fsync", run.parents[1].name)]
+    (run / SAMPLES).touch()
+    done.clear()
     save(run, 2, keep_last=1)
     files = ["config.yaml", "model.safetensors", "optimizer.safetensors", "state.json"]
     assert done == [
@@ -282,8 +294,21 @@ def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
         ("fsync", ".step-00000002.tmp"),
         ("rename", ".step-00000002.tmp"),
         ("fsync", "checkpoints"),
+        ("fsync", SAMPLES),
+        ("fsync", METRICS),
         ("rename", "step-00000001"),
+        ("fsync", "checkpoints"),
         ("remove", ".step-00000001.removed"),
+    ]
+    place = run / "checkpoints/step-00000002"
+    shutil.copytree(place, place.with_name(".step-00000002.tmp"))
+    place.rename(place.with_name(".step-00000002.replaced"))
+    done.clear()
+    assert open_store(run).newest().step == 2
+    assert done == [
+        ("rename", ".step-00000002.tmp"),
+        ("fsync", "checkpoints"),
+        ("remove", ".step-00000002.replaced"),
     ]
 
 
@@ -309,8 +334,8 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(run, monkeypatch, c
     save(run, 1)
 
     def late(place: Path, weights: bool) -> Checkpoint:
-        if place.name == "step-00000001":
-            save(run, 2, keep_last=1)
+        monkeypatch.undo()
+        save(run, 2, keep_last=1)
         return verify(place, weights)
 
     monkeypatch.setattr("gpt2_ddp.checkpoint.checkpoint.verify", late)
@@ -377,7 +402,6 @@ def killed_at_every_operation(run: Path, scenario: str, background: bool) -> int
     next trainer finds an intact checkpoint and saves its own. Returns how often it was killed."""
     from disk import interpose
 
-    last = snapshot(1 if scenario == "again" else 2, 2.0)
     kills, told, limit = 0, 0, 0
 
     def tell(operation: str, name: str) -> None:
@@ -389,6 +413,9 @@ def killed_at_every_operation(run: Path, scenario: str, background: bool) -> int
     os.fsync = lambda descriptor: None  # what a kill does not undo
     for step in (0, 1) if scenario == "no room" else (1,):
         save(run, step)
+    log = RunLog(open_folder(run))
+    log.append({"step": 1})
+    last = after(log, 1 if scenario == "again" else 2)
     first = run.rename(run.with_name("first"))
     interpose(run / "checkpoints", tell)
     while True:
@@ -432,6 +459,7 @@ def test_killed_at_every_operation_an_intact_one_is_left(run, scenario, backgrou
 def test_killed_while_a_step_is_replaced_the_new_one_counts(run):
     """It is whole before the old one loses its name; and the old one may be of steps that were given up."""
     new, place = save(run.with_name("new"), 1, run_id="new"), save(run, 1, run_id="old")
+    (run / METRICS).unlink()
     place.rename(place.with_name(".step-00000001.replaced"))
     new.rename(place.with_name(".step-00000001.tmp"))
     for look in (CheckpointStore.newest, CheckpointStore.peek):
@@ -555,6 +583,91 @@ def test_a_resume_hashes_one_checkpoint_and_opens_each_file_once(run, monkeypatc
     checkpoints.save(snapshot(6, 9.0))
     assert [opened[name] for name in large] == [1, 0, 1, 1, 1, 1, 1, 1]
     assert steps(run) == [1, 2, 4, 5, 6]
+
+
+# Records
+
+
+def foreign(place: Path) -> None:
+    """The checkpoint of another run."""
+    shutil.rmtree(place, ignore_errors=True)
+    save(place.parents[1].with_name("other"), int(place.name[5:]), run_id="other").rename(place)
+
+
+def renamed(place: Path) -> None:
+    shutil.copytree(place.with_name("step-00000002"), place, dirs_exist_ok=True)
+
+
+def resealed(place: Path) -> None:
+    (place / MODEL).write_bytes((place / MODEL).read_bytes()[:-1] + b"x")
+    reseal(place / MODEL)
+
+
+def cut(place: Path, *numbers: int | None) -> None:
+    """Removes rows, of start, 1, checkpoint 1, 2, checkpoint 2, 3, checkpoint 3, end."""
+    edit_rows(place.parents[1], lambda rows: rows.__delitem__(slice(*numbers)))
+
+
+@pytest.fixture
+def recorded(run) -> Path:
+    """The newest of three checkpoints, at the end of a run."""
+    log = RunLog(folder := open_folder(run))
+    checkpoints = CheckpointStore(folder, log)
+    log.resume(LogEnd(), Progress(), {"event": "start", "step": 0, "run_id": "abc"})
+    for step in (1, 2, 3):
+        log.append({"step": step})
+        checkpoints.save(after(log, step, run_id="abc"))
+    log.append({"event": "end", "step": 3})
+    return checkpoints.place(3)
+
+
+FORGED = {
+    "resealed": (resealed, 3, "its manifest's SHA-256 differs from metrics.jsonl's"),
+    "foreign": (foreign, 3, "its manifest's SHA-256 differs from metrics.jsonl's"),
+    "renamed": (renamed, 3, "its manifest's SHA-256 differs from metrics.jsonl's"),
+    "its row removed": (lambda place: cut(place, 6, 7), 3, "is not recorded in metrics.jsonl"),
+    "foreign and new": (lambda place: foreign(place.with_name("step-00000004")), 4, "is of the run other, its folder"),
+    "renamed and new": (lambda place: renamed(place.with_name("step-00000004")), 4, "holds the state of step 2"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGED)
+def test_a_checkpoint_that_the_run_did_not_record_is_not_taken(run, recorded, capsys, forgery):
+    """Neither by a resume nor by a reader. A resume renames it, and takes the next older one."""
+    forge, step, reason = FORGED[forgery]
+    forge(recorded)
+    place = recorded.with_name(f"step-{step:08d}")
+    assert find_checkpoint(run).step == step - 1
+    with pytest.raises(UserError, match=reason):
+        find_checkpoint(place)
+    checkpoints = open_store(run)
+    assert checkpoints.peek().step == step - 1
+    assert steps(run)[-1] == step
+    capsys.readouterr()
+    assert checkpoints.newest().step == step - 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: {place}: {reason}")
+    assert said.endswith(f"; moved to {place.name}.rejected, trying the previous one\n")
+    assert checkpoints.listing()["rejected"] == [f"{place.name}.rejected"]
+    for place in list_checkpoints(checkpoints.folder):
+        resealed(place)
+    with pytest.raises(UserError, match="none is intact"):
+        checkpoints.newest()
+
+
+@pytest.mark.parametrize(
+    "happen",
+    [
+        lambda place: cut(place, 6, None),
+        lambda place: (cut(place, 7, None), os.truncate(rows := place.parents[1] / METRICS, rows.stat().st_size - 9)),
+        lambda place: cut(place, 4, None),
+        lambda place: (place.parents[1] / METRICS).unlink(),
+    ],
+)
+def test_without_its_row_the_newest_is_taken(run, recorded, happen):
+    """As a kill may have come before that, or within; and someone may have lost the rows, or put back older ones."""
+    happen(recorded)
+    assert open_store(run).newest().step == find_checkpoint(run).step == 3
 
 
 def test_folders_with_other_names_are_no_checkpoints(run):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import in_turn, run_ranks
-from runs import change, edit_manifest, edit_rows, reseal, rows, said, train_with_faults, training_config
+from runs import change, edit_manifest, edit_rows, record, reseal, rows, said, train_with_faults, training_config
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, STATE
@@ -90,8 +90,7 @@ def test_scores_of_replaced_weights_differ(place: Path) -> None:
     tensors["wpe.weight"] += 0.01
     save_file(tensors, folder / MODEL)
     reseal(folder / MODEL)
-    sha256 = sha256_file(folder / "manifest.json")
-    edit_rows(run, lambda rows: rows[-2].update(sha256=sha256))
+    record(folder)
     without = VerifyConfig(run=str(run), data=(str(place / "data"),))
     (other, *_), (code, text, _) = run_ranks(in_turn, 1, (said, verify_run, without), (said, verify_run, command))[0]
     assert (other, code) == (0, 1)

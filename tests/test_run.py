@@ -16,7 +16,20 @@ from typing import Any
 import pytest
 import yaml
 from ranks import in_turn, run_ranks, run_until_killed, start_ranks, wait_until
-from runs import job_config, lasting_state, reseal, rows, said, train, train_with_faults, training_config, untimed
+from runs import (
+    expect_defect,
+    job_config,
+    lasting_state,
+    record,
+    reseal,
+    rows,
+    said,
+    train,
+    train_with_faults,
+    training_config,
+    untimed,
+    verified,
+)
 
 from gpt2_ddp.checkpoint.run_files import METRICS, STATUS, is_locked
 from gpt2_ddp.checkpoint.run_folder import RunFolder
@@ -158,6 +171,7 @@ def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_pat
         del state["feed"]["skipped_ranges"], state["setup"]["threads"], state["setup"]["versions"]
 
     edit(place / "state.json", less)
+    record(place)
     (_, text, _), _ = run_ranks(said, 2, train, training_config(trained.parent / "data", tmp_path))
     assert [line for line in text.splitlines() if "optim.nesterov" in line and "ignored" in line]
     assert untimed(run) == untimed(trained)
@@ -246,16 +260,23 @@ def test_a_complete_run_says_so_at_once(corpus, tmp_path, trained, trained_job):
     assert files(tmp_path) == before
 
 
-def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(tmp_path, trained):
-    """It trains its end again, from the one before, and ends as it did."""
+@pytest.mark.parametrize("is_forged", [False, True])
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(tmp_path, trained, capsys, is_forged):
+    """It trains its end again, from the one before, and ends as it did. That somebody forged one stays a defect."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     weights = run / "checkpoints/step-00000010/model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    if is_forged:
+        reseal(weights)
     config = training_config(trained.parent / "data", tmp_path, {"optim.decay_steps": 10})
     assert run_ranks(train, 2, config) == ["completed"] * 2
     assert weights.read_bytes() == content
     assert untimed(run) == untimed(trained)
+    assert verified(run, capsys)[0] == is_forged
+    if is_forged:
+        shutil.rmtree(run / "checkpoints/step-00000010.rejected")
+        expect_defect(run, capsys, "checkpoints/step-00000010.rejected: is not what metrics.jsonl recorded")
 
 
 # Whose checkpoints are gone

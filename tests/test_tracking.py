@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from disk import refuse
 from ranks import RankError, run_ranks
-from runs import before_each_step, open_folder, rows, state_after, train, training_config
+from runs import before_each_step, open_folder, open_store, rows, state_after, train, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, chain_of, next_chain, split_chain
@@ -166,11 +167,44 @@ def test_a_trainer_that_lost_its_folder_writes_nothing_more(tmp_path, loss):
         lambda: store.save(Snapshot(state_after(2), "", {}, {})),
         *(store.wait, store.prune, store.newest, lambda: store.remove_after(0)),
     ):
-        with pytest.raises(UserError, match=rf"run folder = {folder.path}: the folder or its .lock was removed"):
+        with pytest.raises(UserError, match=rf"run folder = {folder.path}: "):
             write()
     assert not log.write_heartbeat({"step": 2})
     folder.release()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, other
+
+
+ROWS = {
+    "rows removed": lambda run: (run / METRICS).unlink(),
+    "rows truncated": lambda run: os.truncate(run / METRICS, 9),
+    "rows replaced": lambda run: (run / METRICS).write_text("{}"),
+    "samples removed": lambda run: (run / SAMPLES).unlink(),
+}
+
+
+@pytest.mark.parametrize("loss", ROWS)
+def test_a_trainer_that_lost_its_rows_saves_and_deletes_nothing_more(tmp_path, loss):
+    """It notices at its next row, adds none, and records that it failed."""
+    store = open_store(tmp_path / "run", keep_last=1)
+    log = store._log
+    log.append_sample({"step": 1}, {"event": "sample", "step": 1})
+    store.save(Snapshot(state_after(1), "", {}, {}))
+    ROWS[loss](log.path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    log.append_sample({"step": 2}, {"event": "sample", "step": 2})
+    log.append({"step": 2})
+    for write in (
+        lambda: log.write_status("completed", 2),
+        lambda: store.save(Snapshot(state_after(2), "", {}, {})),
+        *(store.wait, store.prune, lambda: store.remove_after(0)),
+    ):
+        with pytest.raises(UserError, match=r"file = .*jsonl"):
+            write()
+    added = {} if loss.startswith("rows") else {log.path / METRICS: ...}
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} | added == before | added
+    assert not log.write_heartbeat({"step": 2})
+    log.write_failure(2, "why")
+    assert json.loads((log.path / "status.json").read_text())["state"] == "failed"
 
 
 def test_a_disk_that_does_not_answer_is_no_loss(log, monkeypatch):
@@ -182,12 +216,12 @@ def test_a_disk_that_does_not_answer_is_no_loss(log, monkeypatch):
 
 
 def lose_the_folder(config: TrainingConfig, loss: str) -> str:
-    """Trains steps without rows until the folder is lost in step 3; the user error."""
+    """Trains steps until the folder is lost in step 3; the user error."""
     from gpt2_ddp.distributed import watchdog
 
     def lose(run):
         if run.step == 2 and run.log.is_main:
-            LOSSES[loss](run.folder.path)
+            (LOSSES | ROWS)[loss](run.folder.path)
         time.sleep(0.01)
 
     watchdog.REPORT_INTERVAL = 0.1
@@ -199,13 +233,16 @@ def lose_the_folder(config: TrainingConfig, loss: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "world"), [("lock removed", 2), ("folder removed", 1), ("folder replaced", 2)])
+@pytest.mark.parametrize(
+    ("loss", "world"), [("lock removed", 2), ("folder removed", 1), ("folder replaced", 2), ("rows removed", 2)]
+)
 def test_a_training_that_lost_its_folder_ends_on_all_ranks(corpus, tmp_path, loss, world):
-    """At the next heartbeat, long before its next row."""
-    changes = {"train.steps": 10**6, "eval.every": 10**6, "checkpoint.every": 10**6, "tracking.log_every": 10**6}
+    """At the next heartbeat, long before its next row; where rows were lost, after the next one."""
+    changes = dict.fromkeys(("train.steps", "eval.every", "checkpoint.every", "tracking.log_every"), 10**6)
+    changes["tracking.log_every"] = 1 if loss == "rows removed" else 10**6
     found = run_ranks(lose_the_folder, world, training_config(corpus, tmp_path, changes), loss)
     assert len(set(found)) == 1
-    assert found[0].startswith(f"run folder = {tmp_path}/run: the folder or its .lock was removed")
+    assert re.match(f"(run folder|file) = {tmp_path}/run(/{METRICS})?: ", found[0])
     assert not (tmp_path / "run/metrics.jsonl").exists() or loss == "lock removed"
 
 

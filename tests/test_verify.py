@@ -22,6 +22,7 @@ from runs import (
     expect_defect,
     gpt_state,
     job_config,
+    record,
     reseal,
     state_of,
     train,
@@ -34,6 +35,7 @@ from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE, find
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import HASH, METRICS, SAMPLES, is_own
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
+from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
@@ -412,6 +414,22 @@ def test_each_tampering_is_found_and_named(run: Path, capsys: pytest.CaptureFixt
     expect_defect(run, capsys, *defects)
 
 
+FORGED = [name for name in TAMPERINGS if name.endswith("resealed") or "of a state" in name]
+FORGED += ["a checkpoint of another run", "an older checkpoint", "digest and processes of a checkpoint"]
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_resume_does_not_take_what_the_rows_did_not_record(run: Path, trained: Path, name: str) -> None:
+    TAMPERINGS[name][0](run)
+    folder = RunFolder(training_config(trained.parent / "data", run.parent))
+    checkpoints = CheckpointStore(folder, RunLog(folder))
+    for look in (checkpoints.peek, checkpoints.newest):
+        found = look()
+        assert found
+        assert found.step == 5
+    assert checkpoints.listing()["rejected"] == ["step-00000010.rejected"]
+
+
 FAKE = "\x1b[2K\rx\nok      everything"
 
 
@@ -451,6 +469,7 @@ def test_a_checkpoint_of_a_stranger(
             config["train"]["global_batch_tokens"] = value
         file.write_text(yaml.safe_dump(config))
     reseal(run / STEP / CONFIG)
+    record(run / STEP)
     checkpoint = find_checkpoint(run, kind="gpt2")
     if says:
         for read in (load_model, lambda checkpoint: export(checkpoint, default_output(checkpoint))):

@@ -27,7 +27,7 @@ from safetensors.torch import _TYPES, load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.run_files import is_data
+from gpt2_ddp.checkpoint.run_files import METRICS, is_data, read_events, recorded_checkpoint
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.ranks import is_main, on_main, world_size
 from gpt2_ddp.errors import UserError, truncate
@@ -192,9 +192,17 @@ def _pin(tensor: Tensor) -> None:
 class CorruptCheckpoint(Exception):
     """A checkpoint with a file that differs from what was written, for `reason`."""
 
+    suffix = "corrupt"  # of its folder, once it is set aside
+
     def __init__(self, file: Path, reason: str):
         self.file, self.reason = file, reason
         super().__init__(f"{truncate(file, 1000)}: {reason}")
+
+
+class RejectedCheckpoint(CorruptCheckpoint):
+    """An intact checkpoint that is not the one that its run recorded."""
+
+    suffix = "rejected"
 
 
 @dataclass(frozen=True)
@@ -238,22 +246,53 @@ def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
 def newest_intact(
     folder: Path, weights: bool = True, put_aside: bool = False, quiet: bool = False, until: float = math.inf
 ) -> Checkpoint | None:
-    """The newest intact checkpoint up to step `until`, or None. Prints a warning for each corrupt one, unless `quiet`,
-    and renames it to `*.corrupt` if `put_aside`. Hashes the large files too if `weights`. Raises: UserError."""
+    """The newest intact checkpoint up to step `until` that its run recorded, or None. Prints a warning for each other
+    one, unless `quiet`, and renames it to `*.corrupt` or `*.rejected` if `put_aside`. Hashes the large files too if
+    `weights`. Raises: UserError."""
     for place in reversed(list_checkpoints(folder)):
         try:
             if int(place.name[5:]) <= until:
-                return verify(place, weights)
+                return verify_recorded(place, weights)
         except CorruptCheckpoint as damage:
             if not place.is_dir():  # its running trainer has written a newer one and deleted this
                 return newest_intact(folder, weights, put_aside, quiet, until)
             moved = ""
             if put_aside:
                 with writing(place):
-                    moved = f"moved to {place.rename(free_name(place.with_name(f'{place.name}.corrupt'))).name}, "
+                    aside = free_name(place.with_name(f"{place.name}.{damage.suffix}"))
+                    moved = f"moved to {place.rename(aside).name}, "
             if not quiet:
                 print(f"warning: {damage}; {moved}trying the previous one", file=sys.stderr)
     return None
+
+
+def verify_recorded(place: Path, weights: bool = True) -> Checkpoint:
+    """As `verify`; and compares the checkpoint with the rows of its run, if it is in a run folder. Raises: as `verify`;
+    RejectedCheckpoint."""
+    checkpoint = verify(place, weights)
+    events = read_events(place.absolute().parent.parent / METRICS, checkpoint.state.log.chain)
+    if defect := record_defect(checkpoint, *events):
+        raise RejectedCheckpoint(place, defect)
+    return checkpoint
+
+
+def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], before: int) -> str:
+    """Why a checkpoint is not the one that the events of its run record; empty if it is. It was written after the first
+    `before` events. A kill may have come before its row; then no checkpoint of its step or a later one follows."""
+    folder, later = checkpoint.path, events[before:]
+    step = int(folder.name[5:]) if FOLDER.fullmatch(folder.name) else checkpoint.step
+    recorded = [found for row in later if (found := recorded_checkpoint(row)) and found[0] == step]
+    if recorded:
+        is_same = recorded[-1][1] == sha256_file(folder / MANIFEST)
+        return "" if is_same else f"its manifest's SHA-256 differs from {METRICS}'s"
+    start = next((row for row in events if row["event"] == "start"), {})
+    if (run_id := checkpoint.state.progress.run_id) != (right := start.get("run_id", run_id)):
+        return f"is of the run {run_id}, its folder has the run {right}"
+    if step != checkpoint.step:
+        return f"holds the state of step {checkpoint.step}"
+    passed = [row for row in later if row["event"] in ("start", "checkpoint", "end") and row["step"] >= step]
+    # rows that begin with a later start were deleted
+    return f"is not recorded in {METRICS}" if passed and step > start.get("step", step) else ""
 
 
 def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
@@ -358,7 +397,7 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
         raise UserError(field, path, "holds token shards; name a run folder or a step-XXXXXXXX folder in it")
     if os.path.isfile(path / MANIFEST) or os.path.isfile(path / MODEL):
         try:
-            found = verify(path, weights)
+            found = verify_recorded(path, weights)
         except CorruptCheckpoint as damage:
             raise UserError(field, damage.file, f"{damage.reason}; name another checkpoint") from damage
     else:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, MutableSequence
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +23,8 @@ HASH = "samples_sha256"
 FIELDS = re.compile(  # of rows, as the trainer names them
     r"steps?|samples|(train_)?loss|loss_mean|not_finite|lr|grad_norm|mfu|data_share|memory|order_digest|chain|"
     r"val_(tokens|samples|accuracy|top5)|(tokens|epoch|val_loss|val_bits_per_byte)(/.*)?|.*_per_second|event|from|"
-    r"skipped(_ranges?)?|position|config|(epoch|global_batch)_size|kept|tasks|data_manifest|mixture|checkpoint|.*_sha256"
+    r"skipped(_ranges?)?|position|config|(epoch|global_batch)_size|kept|rejected|tasks|data_manifest|mixture|checkpoint|"
+    r".*_sha256"
 )
 Outcome = Literal["completed", "stopped", "diverged"]
 """How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or useless weights."""
@@ -69,6 +71,14 @@ def is_rollback(row: dict[str, Any]) -> bool:
     return row.get("event") == "rollback"
 
 
+def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
+    """Step and SHA-256 of the checkpoint that an event records: the one just saved or, at a start, the newest."""
+    found = row if row["event"] == "checkpoint" else row.get("checkpoint")
+    if not isinstance(found, dict) or "sha256" not in found or type(found.get("step")) is not int:
+        return None
+    return found["step"], found["sha256"]
+
+
 def valid_rows(
     rows: Iterable[dict[str, Any]], found: MutableSequence[dict[str, Any]] | None = None
 ) -> MutableSequence[dict[str, Any]]:
@@ -111,6 +121,19 @@ def parse_lines(stream: Iterable[bytes]) -> Iterator[Line]:
             row = parse_json(text)
         row = row if isinstance(row, dict) else None
         yield Line(number, text.decode(errors="replace"), row, torn=not line.endswith(b"\n"))
+
+
+def read_events(file: Path, chain: str) -> tuple[list[dict[str, Any]], int]:
+    """The events of metrics.jsonl, and how many of them come up to the row with this chain; 0 if no row has it."""
+    events, before = [], 0
+    with file.open("rb") if file.is_file() else BytesIO() as stream:
+        for line in parse_lines(line for line in stream if b'"event"' in line or chain.encode() in line):
+            row = line.row or {}
+            if is_event(row) and type(row.get("step")) is int:
+                events.append(row)
+            if row.get("chain") == chain:
+                before = len(events)
+    return events, before
 
 
 def head(file: Path, size: int) -> Iterator[bytes]:

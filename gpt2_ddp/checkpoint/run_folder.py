@@ -34,7 +34,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.distributed.ranks import is_main, on_every_rank, on_main
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_can_make, fsync_file, overwrite, write_atomically, writing
+from gpt2_ddp.files import check_can_make, fsync_file, make_folder, overwrite, size_of, write_atomically, writing
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress
 
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)  # the folder is gone, or another trainer has the lock
@@ -57,7 +57,7 @@ class RunFolder:
     def _open(self, config: RunConfig) -> None:
         try:
             if self.wants_lock:
-                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                make_folder(self.checkpoints)
                 self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             else:
                 check_can_make(self.checkpoints)
@@ -144,6 +144,8 @@ class RunLog:
         self.path, self.is_main, self._folder = folder.path, is_main(), folder
         self._state, self._writing, self._appending = "", threading.RLock(), threading.Lock()
         self._chain, self._samples = FIRST_CHAIN, hashlib.sha256()  # of the rows, and of samples.jsonl
+        self._sizes: dict[str, int] = {}  # bytes of both files after this process's last change
+        self._lost = ""  # that of them which another program has changed
 
     def write_config(self, config: RunConfig) -> None:
         """Records the resolved configuration; `--config` accepts the file. Collective."""
@@ -154,18 +156,25 @@ class RunLog:
         if not self.is_main:
             return
         with self._writing:
-            self._folder.check_lock()
+            (self._folder.check_lock if state == "failed" else self.check)()
             self._state = state
             process = {**this_process()._asdict(), "heartbeat": time.time()} if state == "running" else {}
             self._put_status({"state": state, "step": step, "reason": reason, **process})
 
     def write_heartbeat(self, status: Row) -> bool:
-        """Records the watchdog's `status` of a running run. Returns whether the run has its folder. For any thread."""
+        """Records the watchdog's `status` of a running run. Returns whether its files are there. For any thread."""
         has_lock = self._folder.has_lock()
         with self._writing, suppress(UserError):  # the disk may be full for a while
             if has_lock and self._state == "running":
                 self._put_status({"state": "running", "step": 0, "reason": "", **status}, durable=False)
-        return has_lock
+        return has_lock and not self._lost
+
+    def check(self) -> None:
+        """Raises: UserError if this process has lost the folder, or if another program has changed its rows."""
+        self._folder.check_lock()
+        if self._lost:
+            hint = "was removed or changed by another program, and this run writes no row to it; run the command again"
+            raise UserError("file", self.path / self._lost, hint)
 
     def write_failure(self, step: int, reason: str) -> None:
         """Records that the run failed, unless its end is recorded already. For any thread."""
@@ -186,11 +195,19 @@ class RunLog:
 
     def append(self, row: Row, name: str = METRICS) -> None:
         """Appends a row to metrics.jsonl, with its chain, or to samples.jsonl. For any thread. Does nothing if the
-        folder is lost: at the next heartbeat, all ranks stop."""
-        if not (self.is_main and self._folder.has_lock()):
+        folder is lost, or if the file has not the size that it should: at the next heartbeat, all ranks stop."""
+        if self._lost or not (self.is_main and self._folder.has_lock()):
             return
-        with self._appending, writing(self.path / name), (self.path / name).open("a", encoding="utf-8") as stream:
-            stream.write(self._chained(row) if name == METRICS else json.dumps(row) + "\n")
+        file = self.path / name
+        with self._appending, writing(file):
+            if (size := size_of(file)) != self._sizes.get(name, size):
+                self._lost = name
+                return
+            try:
+                with file.open("a", encoding="utf-8") as stream:
+                    stream.write(self._chained(row) if name == METRICS else json.dumps(row) + "\n")
+            finally:  # a full disk may have taken a part
+                self._sizes[name] = size_of(file)
 
     def append_sample(self, row: Row, event: Row) -> None:
         """Appends a row to samples.jsonl. Before, appends `event` to metrics.jsonl, with the SHA-256 of that file."""
@@ -214,9 +231,8 @@ class RunLog:
 
     def end(self) -> LogEnd:
         """The end of the rows and samples so far, for a checkpoint."""
-        files = (self.path / METRICS, self.path / SAMPLES)
         with self._appending:
-            rows, samples = (file.stat().st_size if file.is_file() else 0 for file in files)
+            rows, samples = (self._sizes.get(name) or size_of(self.path / name) for name in (METRICS, SAMPLES))
             sha256 = self._samples.hexdigest()
             return LogEnd(chain=self._chain, bytes=rows, samples_bytes=samples, samples_sha256=sha256)
 
@@ -259,6 +275,7 @@ class RunLog:
                 yield self._chained({**start, HASH: self._samples.hexdigest()}).encode()
 
         write_atomically(file, kept_rows())
+        self._sizes = {name: size_of(self.path / name) for name in (METRICS, SAMPLES)}
 
     def last_row(self) -> Row:
         """The last row; empty without a whole one."""

@@ -21,7 +21,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     list_checkpoints,
     newest_intact,
     steps_of,
-    verify,
+    verify_recorded,
     write,
 )
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
@@ -119,15 +119,15 @@ class CheckpointStore:
         return newest_intact(self.folder, weights=False, quiet=True)
 
     def newest(self) -> Checkpoint | None:
-        """The newest intact checkpoint, all files hashed; None in an empty folder. Repairs the folder. Renames corrupt
-        ones to `*.corrupt`, with a warning. Raises: UserError if checkpoints exist, and none is intact."""
+        """The newest intact checkpoint that the run recorded, all files hashed; None in an empty folder. Repairs the
+        folder. Sets others aside, with a warning. Raises: UserError if checkpoints exist, and none is such."""
         return on_main(self._newest)
 
     def _newest(self) -> Checkpoint | None:
         if self._run_folder.wants_lock:
             self._recover()
         found = self._newest_until(math.inf)
-        if found is None and (list_checkpoints(self.folder) or any(self.folder.glob("*.corrupt*"))):
+        if found is None and any(self.folder.glob("step-*")):
             hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
             raise UserError("run folder", self.folder, hint)
         return found
@@ -178,11 +178,11 @@ class CheckpointStore:
         on_main(self._wait)
 
     def _wait(self) -> None:
-        self._run_folder.check_lock()
+        self._log.check()
         self.background.wait()
 
     def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
-        self._run_folder.check_lock()
+        self._log.check()
         self._log.sync()
         place = self.place(snapshot.state.step)
         temporary, replaced = (place.with_name(f".{place.name}.{end}") for end in ("tmp", "replaced"))
@@ -217,6 +217,7 @@ class CheckpointStore:
                 temporary = replaced.with_suffix(".tmp")
                 if not place.exists():
                     (temporary if temporary.exists() else replaced).rename(place)
+                    fsync_folder(self.folder)
             for leftover in self.folder.glob(".step-*"):
                 shutil.rmtree(leftover)
 
@@ -230,9 +231,10 @@ class CheckpointStore:
         return self.folder / f"step-{step:08d}"
 
     def listing(self) -> dict[str, Any]:
-        """The newest checkpoint and the steps of all, as rows have them. Not collective."""
-        there = list_checkpoints(self.folder)
-        return {"checkpoint": checkpoint_ref(there[-1]) if there else None, "kept": steps_of(there)}
+        """The newest checkpoint, the steps of all, and folders of rejected ones, as rows have them. Not collective."""
+        there, rejected = list_checkpoints(self.folder), [file.name for file in self.folder.glob("step-*.rejected*")]
+        listing = {"checkpoint": checkpoint_ref(there[-1]) if there else None, "kept": steps_of(there)}
+        return listing | ({"rejected": sorted(rejected)} if rejected else {})
 
     def remove_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, after a rollback."""
@@ -271,19 +273,23 @@ class CheckpointStore:
     def _look(self, place: Path, weights: bool) -> None:
         """Notes the state of a checkpoint that another process has written; warns if it is damaged or unreadable."""
         try:
-            self._note(place, verify(place, weights).state, weights)
+            self._note(place, verify_recorded(place, weights).state, weights)
         except (CorruptCheckpoint, UserError) as damage:
             self._note(place, None)
             print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
 
     def _delete_except(self, keep: list[Path]) -> None:
-        self._run_folder.check_lock()
-        for place in list_checkpoints(self.folder):
-            if place not in keep:
-                hidden = place.with_name(f".{place.name}.removed")
-                with writing(place):
-                    place.rename(hidden)  # after a crash, a partial folder must not look like a checkpoint
-                    shutil.rmtree(hidden)
+        self._log.check()
+        if not (leaving := [place for place in list_checkpoints(self.folder) if place not in keep]):
+            return
+        self._log.sync()  # the rows of what was saved, and of what is kept
+        hidden = [place.with_name(f".{place.name}.removed") for place in leaving]
+        with writing(self.folder):
+            for place, other in zip(leaving, hidden, strict=True):
+                place.rename(other)
+            fsync_folder(self.folder)  # after a crash, a partial folder must not look like a checkpoint
+            for other in hidden:
+                shutil.rmtree(other)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 from safetensors import safe_open
 
 from gpt2_ddp.checkpoint.checkpoint import (
-    MANIFEST,
     MODEL,
     OPTIMIZER,
     STATE,
@@ -15,9 +14,10 @@ from gpt2_ddp.checkpoint.checkpoint import (
     CorruptCheckpoint,
     list_checkpoints,
     misfit,
+    record_defect,
     verify,
 )
-from gpt2_ddp.checkpoint.run_files import METRICS, is_rollback
+from gpt2_ddp.checkpoint.run_files import METRICS, is_rollback, recorded_checkpoint
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -51,6 +51,9 @@ def read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
 def check_checkpoints(run: Path, config: RunConfig, log: Log, checkpoints: Checkpoints) -> Iterator[str]:
     """Defects between the checkpoints and the rows, which hold their hashes and which of them were kept."""
     events, there = log.events, list_checkpoints(run / "checkpoints")
+    rows, aside = [*events.values()], {file.name for file in (run / "checkpoints").glob("step-*.rejected*")}
+    for name in sorted(aside.union(*(row.get("rejected", []) for row in rows))):
+        yield f"checkpoints/{name}: is not what {METRICS} recorded; a start or a rollback rejected it"
     saved, kept, defects = check_kept(events)
     yield from defects
     gone = [step for step in kept if not (run / f"checkpoints/step-{step:08d}").is_dir()]
@@ -60,42 +63,32 @@ def check_checkpoints(run: Path, config: RunConfig, log: Log, checkpoints: Check
     if saved and not kept and not there:
         yield "checkpoints: all are missing, although the run has saved some"
     first = next((row["step"] for row in events.values() if row["event"] == "start"), math.inf)
-    ended = max((row["step"] for row in events.values() if row["event"] in ("checkpoint", "end")), default=0)
     for place, checkpoint in checkpoints.items():
-        folder, name, chain = checkpoint.path, place.removesuffix(f"/{STATE}"), checkpoint.state.log.chain
+        name, chain = place.removesuffix(f"/{STATE}"), checkpoint.state.log.chain
         try:
-            step, sha256 = int(folder.name[5:]), sha256_file(folder / MANIFEST)
+            defect = record_defect(checkpoint, rows, log.seen.get(chain, 0))
             wrong = [f"{name}/{defect}" for defect in _check_files(checkpoint, config)]
         except FileNotFoundError:  # deleted meanwhile by a running training
             continue
-        is_newest, is_own, (right, saved_at) = [folder] == there[-1:], step > first, saved.get(step, (sha256, 0))
-        # a kill may have come before the row of a checkpoint, or of a step saved again after pending work
-        if sha256 != right and not (is_newest and log.seen.get(chain, 0) > saved_at):
-            yield f"{name}: its manifest's SHA-256 differs from metrics.jsonl's"
-        if is_own and step not in saved and not (is_newest and step > ended):
-            yield f"{name}: is not recorded in metrics.jsonl"
-        if chain not in log.seen and (is_own or chain != FIRST_CHAIN):
+        if defect:
+            yield f"{name}: {defect}"
+        if chain not in log.seen and (checkpoint.step > first or chain != FIRST_CHAIN):
             yield f"{place}: its chain is not in metrics.jsonl"
         yield from compare_state(place, checkpoint.state, log.by_step)
         yield from wrong
 
 
-def check_kept(events: Records) -> tuple[dict[int, tuple[str, int]], list[int], list[str]]:
-    """The recorded checkpoints, and defects of the lists `kept` in events: they name saved checkpoints, their own, and
-    the newest `keep_last` of those before, except that of the run's first step.
-
-    Returns:
-        SHA-256 and number of the event of each, by step; the steps that were kept last; defects.
-    """
-    saved: dict[int, tuple[str, int]] = {}
+def check_kept(events: Records) -> tuple[set[int], list[int], list[str]]:
+    """The steps of recorded checkpoints, the steps that were kept last, and defects of the lists `kept` in events: they
+    name saved checkpoints, their own, and the newest `keep_last` of those before, except that of the first step."""
+    saved: set[int] = set()
     kept: list[int] = []
     defects: list[str] = []
     keep_last, first = 0, next((row["step"] for row in events.values() if row["event"] == "start"), None)
     for number, (place, row) in enumerate(events.items()):
-        reference = row if row["event"] == "checkpoint" else row.get("checkpoint") or {}
-        step = reference["step"] if "sha256" in reference and type(reference.get("step")) is int else None
+        step, _ = recorded_checkpoint(row) or (None, "")
         if step is not None:
-            saved[step] = reference["sha256"], number
+            saved.add(step)
         if row["event"] == "start":
             keep_last = flat(row.get("config") or {}).get("checkpoint.keep_last")
             if number and step != row["step"]:

@@ -104,6 +104,7 @@ TABLE: dict[str, Rule] = {
     "skipped_range": Rule(TypeAdapter(Range), steps=False, needed="rollback"),
     "skipped_ranges": Rule(TypeAdapter(list[Range]), steps=False),
     "kept": Rule(TypeAdapter(list[Whole]), steps=False),
+    "rejected": Rule(TypeAdapter(list[str]), steps=False),
     "tasks": Rule(RECORD, steps=False),
     "data_manifest": Rule(TEXT, steps=False),
     "mixture": Rule(TypeAdapter(Mixture), steps=False),

@@ -108,7 +108,7 @@ class Run:
 
         def report(status: dict[str, Any]) -> None:
             if not self.log.write_heartbeat(status) and self._is_started:
-                self.stop.request("the run folder is gone")  # the next save or end raises it
+                self.stop.request("the run folder or its rows are gone")  # the next save or end raises it
             long_stage.report(status)
 
         return report
