@@ -9,15 +9,18 @@ import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from close import assert_close, float64
+from torch import nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.distributed.launch import build_accelerator
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.muon import orthogonal
 from gpt2_ddp.model.optim import OPTIMIZERS, build_optimizer, default_decay_steps, lr_at, muon_matrices, schedule_note
+from gpt2_ddp.model.roles import Role
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.optimizer import GuardedOptimizer
 from gpt2_ddp.training.strategy import Replicated
@@ -77,7 +80,7 @@ def test_what_may_surprise_about_a_schedule_is_said(changes, step, steps, words)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_only_matrices_and_embeddings_decay_and_no_frozen_parameters(name):
     model = GPT(TINY, 100)
-    for frozen in ("h.0.ln_1.weight", "h.0.mlp.c_fc.weight", "wpe.weight"):
+    for frozen in ("h.0.ln_1.weight", "h.0.mlp.c_fc.weight", "wte.weight"):
         model.get_parameter(frozen).requires_grad_(False)
     trained = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
     config = OptimConfig.model_validate({"name": name, "weight_decay": 0.1, "embedding_lr": 0.02})
@@ -86,6 +89,58 @@ def test_only_matrices_and_embeddings_decay_and_no_frozen_parameters(name):
     for key, parameter in trained:
         assert decay[id(parameter)] == (0.0 if "ln_" in key or key.endswith("bias") else 0.1), key
     assert len(decay) == len(trained)
+
+
+class Experts(nn.Module):
+    """A model without blocks; `tied`: its head is its embedding."""
+
+    def __init__(self, tied: bool = False):
+        super().__init__()
+        self.tokens, self.first = nn.Embedding(100, 8), nn.Linear(8, 8)
+        self.experts, self.bias = nn.Parameter(torch.randn(4, 8, 6)), nn.Parameter(torch.zeros(4, 8))
+        self.conv, self.norm = nn.Conv1d(8, 8, 3, groups=8), nn.LayerNorm(8)
+        self.positions, self.head = nn.Parameter(torch.zeros(5, 8)), nn.Linear(8, 100)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def parameter_roles(self) -> dict[nn.Parameter, Role]:
+        return {self.positions: "embedding"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_groups_of_a_model_follow_from_the_roles_of_its_parameters(tied):
+    model = Experts(tied)
+    optimizer = build_optimizer(model, OptimConfig(name="muon", embedding_lr=0.02))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    head = "tokens.weight" if tied else "head.weight"
+    assert [{names[p] for p in group["params"]} for group in optimizer.param_groups] == [
+        {"conv.weight", head},
+        {"bias", "conv.bias", "first.bias", "head.bias", "norm.bias", "norm.weight"},
+        {"positions", "tokens.weight"} - {head},
+        {"experts", "first.weight"},
+    ]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("field", ["optim.name = muon", "optim.embedding_lr = 0.02"])
+def test_a_setting_of_a_group_that_no_parameter_is_in(field):
+    config = OptimConfig(name="muon") if "muon" in field else OptimConfig(embedding_lr=0.02)
+    with pytest.raises(UserError, match=field):
+        build_optimizer(nn.Linear(8, 8), config)
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (5, 12)])
+@float64(torch.bfloat16)
+def test_muon_steps_each_matrix_of_a_stack(shape):
+    torch.manual_seed(0)
+    stack = nn.Parameter(torch.randn(2, 2, *shape))
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach().flatten(0, 1)]
+    stack.grad = torch.randn_like(stack)
+    for one, gradient in zip(alone, stack.grad.flatten(0, 1), strict=True):
+        one.grad = gradient
+    for parameters in ([stack], alone):
+        muon.MuonAdamW([{"params": parameters, "momentum": 0.9, "weight_decay": 0.1}], {"lr": 1.0}).step()
+    assert_close(stack.flatten(0, 1), torch.stack(alone))
 
 
 @float64(torch.bfloat16)

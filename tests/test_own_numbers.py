@@ -5,7 +5,7 @@ import math
 import os
 import re
 import signal
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,9 @@ from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.tasks import noise_scale
+from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.own_numbers import check_numbers
+from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.task import Due
 
 ROOT = Path(__file__).parents[1]
@@ -140,6 +142,9 @@ def test_an_exception_of_on_row_ends_all_ranks_and_the_run_resumes(corpus, tmp_p
 
 @pytest.mark.parametrize(("method", "number", "problem"), [
     ("evaluate", {"a": True}, 'evaluate()["a"] = True: should be a Python number, not bool; use float(...)'),
+    ("evaluate", {"a": 10**5000}, 'evaluate()["a"] = 16610 bits: an integer should have at most 64 bits'),
+    ("row_fields", {3: 1.0}, 'row_fields()["3"] = float: the name should be a text'),
+    ("evaluate", {"a\nb": 1.0}, 'evaluate()["a\\nb"] = float: the name should be a text'),
     ("evaluate", {"a": "1"}, 'evaluate()["a"] = 1: should be a Python number, not str; use float(...)'),
     ("row_fields", {"a": torch.ones(())}, 'row_fields()["a"] = tensor(1.): should be a Python number, not Tensor'),
     ("row_fields", {"a": None}, 'row_fields()["a"] = None: should be a Python number'),
@@ -161,6 +166,23 @@ def test_a_wrong_number_is_one_error_line(method, number, problem, monkeypatch):
     if caught:
         assert str(caught.value).startswith(problem)
         assert (len(caught.value.mistakes), caught.value.on_every_rank) == (1, True)
+
+
+def test_the_contract_is_the_same_for_classes_of_any_package(corpus, tmp_path):
+    """Evaluation mode, no gradients, checked scores."""
+    seen = []
+
+    class Mine(Pretraining):
+        def evaluate(self, model, poll):
+            seen.append((model.training, torch.is_grad_enabled()))
+            return {"val_loss": 1.0, "mine": True}
+
+    Mine.evaluate.__module__ = "gpt2_ddp.contrib"
+    with closing(Run(training_config(corpus, tmp_path), Mine)) as run:
+        run.build()
+        with pytest.raises(UserError):
+            run.evaluate(lambda: None)
+        assert (seen, run.model.training) == ([(False, False)], True)
 
 
 def toy(shares: int = 4, parallel: str = "ddp") -> Any:

@@ -13,10 +13,13 @@ import torch
 from close import distance
 from conftest import once
 from ranks import run_ranks, run_until_killed
-from runs import assert_same, built, rows, train, training_config, untimed, verified, weights
+from runs import assert_same, built, newest_checkpoint, rows, train, training_config, untimed, verified, weights
+from safetensors.torch import load_file
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training import loop
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3", "nanochat")
 FSDP = {"launch.parallel": "fsdp"}
@@ -83,6 +86,48 @@ def test_the_same_run_as_ddp(text, tmp_path, processes, replicas, architectures)
         print(*names, processes, replicas, found)
         assert found["loss"] <= 5e-6
         assert found["weights"] <= (0 if processes == 1 else 1e-4 if "muon" in names else 1e-5), found
+
+
+class Experts(torch.nn.Module):
+    """A model without blocks, whose experts are a stack of matrices."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(vocab_size, 16)
+        self.experts = torch.nn.Parameter(torch.randn(3, 16, 24) / 4)
+        self.down = torch.nn.Linear(24, 16)
+        self.head = torch.nn.Linear(16, vocab_size)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
+        x = self.tokens(tokens)
+        expert = torch.nn.functional.one_hot(tokens % 3, 3).to(x.dtype)
+        x = x + self.down(torch.einsum("btc,ecd,bte->btd", x, self.experts, expert).relu())
+        nll = torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction=reduction)
+        return nll.view_as(targets) if reduction == "none" else nll
+
+
+class OwnModel(Pretraining):
+    def build_model(self) -> None:
+        torch.manual_seed(self.config.seed)
+        self.model: Any = Experts(self.manifest.vocab_size)
+        self.flops_per_unit = 0
+
+
+def train_own(configs: list[TrainingConfig]) -> list[str]:
+    return [loop.train(config, OwnModel).outcome for config in configs]
+
+
+def test_muon_and_sharding_of_a_model_without_blocks(text, tmp_path):
+    """Stacks of matrices are Muon's. The runs are equal, but for the order of sums."""
+    changes = {"optim.embedding_lr": 0.01, "train.steps": 8, "eval.every": 8}
+    configs = {way: cell(text, tmp_path / way, "gpt2", "muon", **{"launch.parallel": way}, **changes) for way in WAYS}
+    for config in configs.values():
+        assert run_ranks(train_own, 2, [config]) == [["completed"]] * 2
+    found = compare(*(tmp_path / way / "gpt2-muon" for way in WAYS))
+    assert (found["loss"] <= 5e-6, found["weights"] <= 1e-4) == (True, True), found
+    state = load_file(newest_checkpoint(tmp_path / "fsdp/gpt2-muon") / "optimizer.safetensors")
+    matrices = {name.partition(".")[2] for name in state if name.startswith("momentum_buffer.")}
+    assert matrices == {"experts", "down.weight"}
 
 
 @pytest.mark.slow

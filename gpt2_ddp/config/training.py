@@ -129,7 +129,7 @@ class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
     name: Optimizers = "adamw"
-    """optimizer: AdamW, fused; or Muon for the matrices of the blocks, and AdamW for everything else"""
+    """optimizer: AdamW, fused; or Muon for hidden matrices, and AdamW for everything else (docs/optimizers.md)"""
     lr: float = Field(default=6e-4, gt=0)
     """peak learning rate"""
     min_lr: float = Field(default=6e-5, ge=0)

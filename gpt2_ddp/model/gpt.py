@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, Head, make_norm, rotation
+from gpt2_ddp.model.roles import Role, roles
 
 if TYPE_CHECKING:
     from gpt2_ddp.model.documents import Mask
@@ -165,15 +166,14 @@ class GPT(nn.Module):
         """Final norm and head: [..., C] -> logits [..., V], -inf in the padding."""
         return self._head().logits(self.ln_f(x))
 
-    def lookups(self) -> list[Tensor]:
-        """The weights of embeddings that are only looked up: no matrix product reads them."""
-        tables = [self.wpe, self.pairs, *self.values, self.wte if self.lm_head is not None else None]
-        return [table.weight for table in tables if table is not None]
+    def parameter_roles(self) -> dict[Any, Role]:
+        """The head's role, which may be the embedding."""
+        return {(self.lm_head or self.wte).weight: "head"}
 
     def num_parameters(self) -> int:
-        """Parameters of matrix products and norms, without `lookups` (nanoGPT's count): 123.7M for GPT-2 (124M), with
-        padding."""
-        return sum(p.numel() for p in self.parameters()) - sum(table.numel() for table in self.lookups())
+        """Parameters of matrix products and norms, without embeddings that are only looked up (nanoGPT's count): 123.7M
+        for GPT-2 (124M), with padding."""
+        return sum(parameter.numel() for parameter, role in roles(self).items() if role != "embedding")
 
     def flops_per_token(self) -> int:
         """Training FLOPs per token, forward and backward: 6·N + 12·L·H·Q·T (PaLM, appendix B; nanoGPT's N). Masked

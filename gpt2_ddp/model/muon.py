@@ -92,7 +92,7 @@ def muon_step(
     for parameter, update in zip(parameters, share(parameters, direction, dtype, sent_dtype), strict=True):
         held = local(parameter)
         stepped = held * (1 - group["lr"] * group["weight_decay"])
-        stepped.add_(update, alpha=-group["lr"] * math.sqrt(max(1, parameter.size(0) / parameter.size(1))))
+        stepped.add_(update, alpha=-group["lr"] * math.sqrt(max(1, parameter.size(-2) / parameter.size(-1))))
         held.copy_(torch.where(bad, held, stepped))
 
 
@@ -106,13 +106,14 @@ def batches(matrices: Sequence[Tensor], numbers: Sequence[int], dtype: torch.dty
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U·Vᵀ of each matrix U·S·Vᵀ, by the Newton-Schulz iteration in this dtype: [N, A, B] -> [N, A, B].
+    """About U·Vᵀ of each matrix U·S·Vᵀ, by the Newton-Schulz iteration in this dtype: [..., A, B] -> [..., A, B].
 
     Each step multiplies X by a polynomial of X·Xᵀ. For an oblong X in fp32, the polynomials' product is computed first
     and multiplies X once: half of the arithmetic. bf16 is too coarse for that, as singular values are squared first.
     """
     a, b, c = COEFFICIENTS
-    x = (matrices.mT if matrices.size(1) > matrices.size(2) else matrices).to(dtype)
+    is_tall, stack = matrices.size(-2) > matrices.size(-1), matrices.flatten(0, -3)
+    x = (stack.mT if is_tall else stack).to(dtype)
     x = x / torch.stack([one.norm() for one in x])[:, None, None].clamp(min=1e-7)
     if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1):  # nearer to a square, it takes more arithmetic
         x = torch.stack([_product_of_polynomials(one @ one.T) @ one for one in x])
@@ -120,7 +121,7 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
         for _ in range(STEPS):
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if matrices.size(1) > matrices.size(2) else x
+    return (x.mT if is_tall else x).unflatten(0, matrices.shape[:-2])
 
 
 def _product_of_polynomials(gram: Tensor) -> Tensor:

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.roles import roles
 
 STATE_NUMBERS = "state_numbers"
 """Key of a parameter group: numbers in the optimizer state for each number of its parameters, for estimates; else 2."""
+NOBODY = "the model trains no parameter of the role {}; {}, or name some in the model's parameter_roles"
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, bf16: bool = False) -> Optimizer:
-    """The optimizer over the plain model. `bf16`: whether the run's precision allows Muon's updates in bf16."""
+    """The optimizer over the plain model. `bf16`: whether the run's precision allows Muon's updates in bf16. Raises:
+    UserError for a setting of a group that no parameter is in."""
     optimizer = OPTIMIZERS[config.name](model, config)
     for group in optimizer.param_groups:
         group["bf16"] = bf16
@@ -30,7 +33,7 @@ def adamw(model: nn.Module, config: OptimConfig) -> Optimizer:
 
 
 def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """Muon for the blocks' matrices (`h.*`), at `relative_lr` times the learning rate, and AdamW for the others."""
+    """Muon for the matrices, at `relative_lr` times the learning rate, and AdamW for the others."""
     from gpt2_ddp.model.muon import MuonAdamW
 
     matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, "momentum": config.muon_momentum}
@@ -46,16 +49,18 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig], Optimizer]] = {"adamw":
 def decay_groups(model: nn.Module, config: OptimConfig, own: Set[nn.Parameter] = frozenset()) -> list[dict[str, Any]]:
     """Groups of the trained parameters that are not in `own`. Matrices and embeddings decay; biases and LayerNorms do
     not. `embedding_lr` has a group of its own."""
-    trained = [p for p in model.parameters() if p.requires_grad and p not in own]
-    tables: set[Tensor] = set(model.lookups()) if config.embedding_lr and isinstance(model, GPT) else set()
+    trained = {p: role for p, role in roles(model).items() if p.requires_grad and p not in own}
+    tables = [p for p, role in trained.items() if role == "embedding" and config.embedding_lr]
+    vectors = [p for p, role in trained.items() if role == "vector"]
     decays = {"weight_decay": config.weight_decay}
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2 and p not in tables], **decays},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p not in {*tables, *vectors}], **decays},
+        {"params": vectors, "weight_decay": 0.0},
     ]
-    if tables:
-        relative = (config.embedding_lr or 0.0) / config.lr
-        groups.append({"params": [p for p in trained if p in tables], **decays, "relative_lr": relative})
+    if config.embedding_lr:
+        if not tables:
+            raise UserError("optim.embedding_lr", config.embedding_lr, NOBODY.format("embedding", "set it to null"))
+        groups.append({"params": tables, **decays, "relative_lr": config.embedding_lr / config.lr})
     return groups
 
 
@@ -67,8 +72,10 @@ def without_dynamo(kind: Any) -> Any:
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of Muon's group. The largest come first, which balances the ranks."""
-    matrices = [p for name, p in model.named_parameters() if name.startswith("h.") and p.dim() == 2 and p.requires_grad]
+    """Parameters of Muon's group. The largest come first, which balances the ranks. Raises: UserError for none."""
+    matrices = [p for p, role in roles(model).items() if role == "matrix" and p.requires_grad]
+    if not matrices:
+        raise UserError("optim.name", "muon", NOBODY.format("matrix", "use adamw"))
     return sorted(matrices, key=Tensor.numel, reverse=True)
 
 

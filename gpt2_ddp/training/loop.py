@@ -19,6 +19,7 @@ from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.meters import profile
+from gpt2_ddp.training.own_numbers import check_numbers
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import Due, MakeTask
@@ -279,7 +280,5 @@ def _row(run: Run, result: StepResult) -> dict[str, Any]:
     if feed.ended_epoch:
         run.progress.scores["train_loss"] = row["train_loss"] = run.epoch.pop_mean()[0]
     if result.fields is not None:
-        from gpt2_ddp.training.own_numbers import check_numbers
-
         row |= check_numbers("row_fields", result.fields, row | run.progress.scores, loss_value + grad_norm)
     return row

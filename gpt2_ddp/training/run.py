@@ -34,6 +34,7 @@ from gpt2_ddp.state import LogEnd, Losses, Progress, Scores, Setup, State
 from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import LossSum, Throughput, describe_hardware, device_name, versions
 from gpt2_ddp.training.optimizer import GuardedOptimizer
+from gpt2_ddp.training.own_numbers import check_scores
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.strategy import Replicated
 from gpt2_ddp.training.task import MakeTask, Poll, Task
@@ -372,13 +373,14 @@ class Run:
     def evaluate(self, poll: Poll) -> Scores:
         """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll` does."""
         self.watchdog.heartbeat("evaluate")
-        evaluate = self.task.evaluate
-        if not str(evaluate.__module__).startswith("gpt2_ddp."):  # somebody else's
-            from gpt2_ddp.training.own_numbers import checked
-
-            evaluate = checked(evaluate, self.progress.pending.row)
         with self.strategy.evaluating(self.model) as model:
-            scores = evaluate(model, poll)
+            model.eval()
+            try:
+                with torch.no_grad():
+                    scores = self.task.evaluate(model, poll)
+            finally:
+                model.train()
+        scores = check_scores(scores, self.progress.pending.row)
         self.progress.add_scores(scores)
         return scores
 

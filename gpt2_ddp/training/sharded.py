@@ -62,6 +62,11 @@ def count_shards(processes: int, replicas: int) -> int:
     return processes // replicas
 
 
+def blocks(model: Any) -> Sequence[Any]:
+    """The modules that are sharded one by one, the model's `h`; the rest is sharded as one."""
+    return getattr(model, "h", ())
+
+
 class Sharded(Replicated):
     """A model whose parameters are cut among the ranks of a group; `launch.replicas` groups have the same parts."""
 
@@ -87,12 +92,13 @@ class Sharded(Replicated):
         self._rank, self._world = self.shards.rank(), self.shards.size()
 
     def prepare(self, model: Any, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
-        device, is_meta = self.accelerator.device, next(model.parameters()).is_meta
-        weights = {} if is_meta else {**model.state_dict()}  # on the main process of a new run
+        device = self.accelerator.device
+        begins = is_main() and not next(model.parameters()).is_meta  # a new run, with this process's weights
+        weights = {**model.state_dict()} if begins else {}
         half = self.accelerator.mixed_precision == "bf16"
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if half else {}
         policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-        for module in (*model.h, model):
+        for module in (*blocks(model), model):
             reshard = self._config.reshard if module is not model else None
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=reshard)
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
@@ -108,7 +114,7 @@ class Sharded(Replicated):
         try:
             yield model
         finally:
-            for module in (*model.h, model):  # weights that wait for a backward pass would stay whole
+            for module in (*blocks(model), model):  # weights that wait for a backward pass would stay whole
                 module.reshard()
 
     def accumulating(self, model: Any, last: bool) -> AbstractContextManager[object]:
@@ -179,12 +185,12 @@ class Sharded(Replicated):
             return hidden
 
         model.unshard()  # embeddings, final norm and head
-        for block in model.h:
+        for block in blocks(model):
             block.forward = partial(forward, block)
         try:
             return function()
         finally:
-            for block in model.h:
+            for block in blocks(model):
                 del block.forward
             model.reshard()
 

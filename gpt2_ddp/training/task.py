@@ -71,8 +71,8 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
-        """Scores of the model (without DDP), equal on every rank; empty for none. Collective. Every rank calls `poll`
-        equally often, about once a batch."""
+        """Scores of the model (without DDP, in evaluation mode, under `no_grad`), equal on every rank; empty for none.
+        Collective. Every rank calls `poll` equally often, about once a batch."""
         ...
 
     def sample(self, poll: Poll) -> list[Sample] | None:
