@@ -90,6 +90,7 @@ def threads() -> None:
     import torch
 
     torch.set_num_threads(ranks.THREADS)
+    os.environ["OMP_NUM_THREADS"] = str(ranks.THREADS)  # or a training in this process would take one per core
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
