@@ -243,6 +243,14 @@ MISTAKES = """
 12 texts/a.txt | command line = 12 texts/a.txt: | values without a flag; write --FIELD VALUE, and quote patterns
 --model.n_layer 0 | model.n_layer = 0 | greater than or equal to 1
 --model.n_layer 2.5 | model.n_layer = 2.5 | integer
+--model.n_layer 1000000000 | model.n_layer = 1000000000 | less than or equal to 10000
+--model.n_embd 99999999996 | model.n_embd = 99999999996 | less than or equal to 1000000
+--model.n_inner 1000000000 | model.n_inner = 1000000000 | less than or equal to 10000000
+--eval.batch_size 1000000000 | eval.batch_size = 1000000000 | less than or equal to 65536
+--train.global_batch_tokens 4611686018427387904 | train.global_batch_tokens = 4611686018427387904 | at most 4,194,304
+--train.epochs 1e308 | train.epochs = 1e308 | less than or equal to 1000000
+--launch.replicas 2 | launch.replicas = 2 | is for --launch.parallel fsdp only
+--launch.reshard false | launch.reshard = False | is for --launch.parallel fsdp only
 --optim.name sgd | optim.name = sgd | adamw
 --optim.betas 0.9 1.0 | optim.betas | less than 1
 --optim.betas 0.9 | optim.betas | 2 values
