@@ -16,7 +16,7 @@ from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.model import architecture
 from gpt2_ddp.model.architecture import causal_attention
 from gpt2_ddp.model.generate import KVCache, Sampling, decode, generate
-from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.gpt import GPT, count_parameters
 from gpt2_ddp.model.optim import build_optimizer, muon_matrices
 from gpt2_ddp.model.transformers_layout import CLASSES, from_transformers, to_transformers, transformers_config
 from gpt2_ddp.reports.verify import verify_run
@@ -148,6 +148,7 @@ def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_
     no_products = 12 * 3 * 64 * 32 + 6 * sum(p.numel() for p in model.parameters() if p.dim() == 1)
     assert (model.flops_per_token() - no_products) * tokens[:, 1:].numel() == counted
     assert len(muon_matrices(model)) == 3 * 4
+    assert count_parameters(model.config, VOCABULARY) == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.filterwarnings("error")

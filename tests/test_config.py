@@ -236,6 +236,14 @@ MISTAKES = """
 12 texts/a.txt | command line
 --model.n_layer 0 | model.n_layer
 --model.n_layer 2.5 | model.n_layer
+--model.n_layer 1000000000 | model.n_layer
+--model.n_embd 99999999996 | model.n_embd
+--model.n_inner 1000000000 | model.n_inner
+--eval.batch_size 1000000000 | eval.batch_size
+--train.global_batch_tokens 4611686018427387904 | train.global_batch_tokens
+--train.epochs 1e308 | train.epochs
+--launch.replicas 2 | launch.replicas
+--launch.reshard false | launch.reshard
 --optim.name sgd | optim.name
 --optim.betas 0.9 1.0 | optim.betas
 --optim.betas 0.9 | optim.betas

@@ -16,7 +16,7 @@ import pytest
 from commands import expect_error, expect_mistake, run_script, run_scripts, snapshot
 from faults.mutations import check_told
 from ranks import run_ranks
-from runs import edit_manifest, training_config
+from runs import built, edit_manifest, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.cli import load
@@ -25,6 +25,7 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.report import report
 from gpt2_ddp.reports.status import show_status
+from gpt2_ddp.tasks import pretraining
 from gpt2_ddp.tasks.pretraining import missing_data
 
 Case = tuple[str, list[str], list[str]]
@@ -102,6 +103,11 @@ DATA: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "another tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt2"), "tokenizer", "restore that file"),
     "unknown tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt9"), "gpt9", "gpt2"),
 }
+
+
+def test_a_model_larger_than_the_free_memory(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretraining, "free_memory", lambda: 10**5)
+    expect_error("model = 42,880 parameters: ", built, training_config(corpus, tmp_path))
 
 
 def test_data(place):

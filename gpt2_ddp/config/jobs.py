@@ -8,6 +8,7 @@ from pydantic import Field
 
 from gpt2_ddp.config.base import Section
 from gpt2_ddp.config.run import (
+    MOST_ITEMS,
     ClipConfig,
     GuardConfig,
     HubName,
@@ -26,7 +27,7 @@ class LaunchConfig(Section):
     """processes to start on this machine, on a GPU each or on the CPU; null: the launcher's processes, or one"""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """backend of the process group; auto: nccl on GPUs, gloo on CPUs"""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads per process; null: this machine's cores, divided by its processes. Tiny models are fastest with 1"""
 
 
@@ -55,9 +56,9 @@ class JobOptimConfig(ClipConfig):
 class JobTrainConfig(LoopConfig):
     """The training loop"""
 
-    epochs: int = Field(default=10, ge=1)
+    epochs: int = Field(default=10, ge=1, le=10**6)
     """passes over the training samples"""
-    global_batch_size: int = Field(default=32, ge=1)
+    global_batch_size: int = Field(default=32, ge=1, le=MOST_ITEMS)
     """samples per optimizer step over all processes"""
     micro_batch_size: int = Field(default=1024, ge=1)
     """most samples per forward pass and process; gradients of a larger batch are accumulated in equal parts"""
@@ -68,7 +69,7 @@ class JobEvalConfig(Section):
 
     every: int = Field(default=1, ge=1)
     """epochs between evaluations; the untrained model and the last epoch are always evaluated"""
-    batch_size: int = Field(default=256, ge=1)
+    batch_size: int = Field(default=256, ge=1, le=65_536)
     """samples per forward pass and process"""
 
 
@@ -120,9 +121,9 @@ class JobConfig(RunConfig):
 class RegressionDataConfig(Section):
     """Points on a noisy line"""
 
-    points: int = Field(default=10_000, ge=1)
+    points: int = Field(default=10_000, ge=1, le=10**6)
     """number of training points"""
-    test_points: int = Field(default=2_000, ge=1)
+    test_points: int = Field(default=2_000, ge=1, le=10**6)
     """number of test points"""
     weight: float = 2.0
     """slope of the line"""
@@ -170,11 +171,11 @@ class ClassifierDataConfig(Section):
     """images above memory_gb: loader processes per rank that decode them; 0: the rank decodes them"""
     augment: bool = False
     """images: random crops after 4 pixels of padding, and random horizontal flips"""
-    points: int = Field(default=20_000, ge=1)
+    points: int = Field(default=20_000, ge=1, le=10**6)
     """clusters: number of training points"""
-    test_points: int = Field(default=5_000, ge=1)
+    test_points: int = Field(default=5_000, ge=1, le=10**6)
     """clusters: number of test points"""
-    features: int = Field(default=10, ge=1)
+    features: int = Field(default=10, ge=1, le=1000)
     """clusters: dimensions of a point"""
 
     @property
@@ -220,8 +221,8 @@ class ClassifierConfig(JobConfig):
         if self.model.sync_batchnorm and self.model.name != "resnet18":
             hint = f"{self.model.name} has no BatchNorm; use resnet18, or remove the flag"
             yield "model.sync_batchnorm", "true", hint
-        if any(width < 1 for width in self.model.hidden):
-            yield "model.hidden", list(self.model.hidden), "each width should be at least 1"
+        if not all(1 <= width <= 100_000 for width in self.model.hidden):
+            yield "model.hidden", list(self.model.hidden), "each width should be from 1 to 100,000"
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
         decoding = name in ("data.memory_gb", "data.workers")  # the images stay the same
@@ -242,24 +243,24 @@ def classifier_default(flags: Mapping[str, Any]) -> tuple[str, str]:
 class SequenceDataConfig(Section):
     """Sequences of one token each, repeated"""
 
-    sequences: int = Field(default=12, ge=1)
+    sequences: int = Field(default=12, ge=1, le=10**6)
     """number of sequences; sequence i repeats token i; the test sequences are the training sequences"""
-    length: int = Field(default=10, ge=2)
+    length: int = Field(default=10, ge=2, le=10_000)
     """tokens per sequence; the model predicts each token but the first from the tokens before it"""
 
 
 class TransformerModelConfig(Section):
     """A small transformer"""
 
-    vocab_size: int = Field(default=100, ge=1)
+    vocab_size: int = Field(default=100, ge=1, le=10**6)
     """number of different tokens"""
-    n_layer: int = Field(default=2, ge=1)
+    n_layer: int = Field(default=2, ge=1, le=1000)
     """number of blocks"""
     n_head: int = Field(default=4, ge=1)
     """attention heads per block"""
-    n_embd: int = Field(default=12, ge=2)
+    n_embd: int = Field(default=12, ge=2, le=10_000)
     """width of the residual stream (d_model); a multiple of n_head, and even"""
-    d_ff: int = Field(default=24, ge=1)
+    d_ff: int = Field(default=24, ge=1, le=100_000)
     """width inside the feed-forward layers"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """dropout probability"""

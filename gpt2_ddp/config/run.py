@@ -7,6 +7,9 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field
 
 from gpt2_ddp.config.base import Command, Section, flat
 
+MOST_ITEMS = 2**22
+"""Most items of an optimizer step. Each process lists its micro-batches."""
+
 
 def only(kinds: Any, hint: str) -> BeforeValidator:
     """A validator that accepts values of `kinds` and reports one error otherwise: "should be `hint`"."""

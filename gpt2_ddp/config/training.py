@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PositiveInt, field_validator
 
 from gpt2_ddp.config.base import Section
-from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig, only
+from gpt2_ddp.config.run import (
+    MOST_ITEMS,
+    ClipConfig,
+    GuardConfig,
+    KeepConfig,
+    LoopConfig,
+    RunConfig,
+    TrackingConfig,
+    only,
+)
 
 WINDOWS_PER_BLOCK = 1000
 """Windows per block of a mixture's order; each block holds every source in proportion (`data.mixture`)."""
@@ -88,21 +97,21 @@ class ModelConfig(Section):
     architecture: Literal["gpt2", "llama", "qwen3", "nanochat", "speedrun"] = "gpt2"
     """architecture, as transformers' class of that name has it; speedrun, which no other tool reads, adds embeddings of
     token pairs and of values to nanochat's (model/architecture.py has a table)"""
-    n_layer: int = Field(default=12, ge=1)
+    n_layer: int = Field(default=12, ge=1, le=10_000)
     """number of transformer blocks"""
     n_head: int = Field(default=12, ge=1)
     """attention heads per block"""
     n_kv_head: int | None = Field(default=None, ge=1)
     """heads of keys and values, a divisor of n_head; null: n_head"""
-    n_embd: int = Field(default=768, ge=1)
+    n_embd: int = Field(default=768, ge=1, le=10**6)
     """width of the residual stream; a multiple of n_head"""
-    block_size: int = Field(default=1024, ge=1)
+    block_size: int = Field(default=1024, ge=1, le=10**8)
     """context length T in tokens: length of a training window, and of the model's longest input"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """dropout probability in embeddings, attention and residual branches"""
     bias: bool = True
     """gpt2: biases in linear layers and LayerNorms; the other architectures have none"""
-    n_inner: int | None = Field(default=None, ge=1)
+    n_inner: int | None = Field(default=None, ge=1, le=10**7)
     """width of the MLP; null: 4 n_embd, or with SwiGLU 8/3 n_embd, rounded up to a multiple of 64"""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """rotary positions: base of the wavelengths"""
@@ -182,7 +191,7 @@ class TrainConfig(LoopConfig):
 
     steps: int | None = Field(default=None, ge=1)
     """optimizer steps of the whole run; the parent's steps count in a branch (branch_from); null: set epochs"""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=10**6)
     """passes over the training split; replaces steps when set"""
     global_batch_tokens: int = Field(default=524_288, ge=1)
     """tokens per optimizer step over all processes; a multiple of block_size"""
@@ -212,7 +221,7 @@ class EvalConfig(Section):
     patience: int | None = Field(default=None, ge=1)
     """early stopping: the run ends after so many evaluations in a row without a new lowest val_loss; each new lowest
     saves a checkpoint; null: train all steps"""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: int = Field(default=16, ge=1, le=65_536)
     """windows, or continuations of a task, per forward pass and process"""
     tasks: tuple[str, ...] = ()
     """tasks scored at each evaluation: `cloze` (made from the validation split), `hellaswag` or `lambada` (from the
@@ -316,6 +325,9 @@ class TrainingConfig(RunConfig):
             near = max(round(train.global_batch_tokens / model.block_size), 1) * model.block_size
             hint = f"should be a multiple of model.block_size ({model.block_size}), like {near}"
             yield "train.global_batch_tokens", train.global_batch_tokens, hint
+        elif self.global_batch_windows > MOST_ITEMS:
+            hint = f"should be at most {MOST_ITEMS:,} times model.block_size ({model.block_size})"
+            yield "train.global_batch_tokens", train.global_batch_tokens, hint
         if train.steps is None and train.epochs is None:
             yield "train.steps", None, "set train.steps or train.epochs"
         if train.branch_from is not None and train.init_from is not None:
@@ -323,10 +335,7 @@ class TrainingConfig(RunConfig):
             yield "train.branch_from", train.branch_from, hint
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
-        for name, field in OptimConfig.model_fields.items():
-            owner, given = name.partition("_")[0], getattr(optim, name)
-            if owner in OPTIMIZERS and owner != optim.name and given != field.default:
-                yield f"optim.{name}", given, f"is for --optim.name {owner} only; add that flag, or remove this one"
+        yield from self._ignored_fields()
         if len(self.data.paths) > 1 or self.data.weights or self.eval.weights or self.data.phases:
             from gpt2_ddp.config.hints import mixture_mistakes
 
@@ -335,6 +344,20 @@ class TrainingConfig(RunConfig):
         if end is not None and optim.warmup_steps >= end:
             hint = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
             yield "optim.warmup_steps", optim.warmup_steps, hint
+
+    def _ignored_fields(self) -> Iterator[tuple[str, object, str]]:
+        """Fields of another optimizer, and of sharding without it, which `accelerate config` may select, too."""
+        owners = {name: name.partition("_")[0] for name in OptimConfig.model_fields}
+        parts = [("optim", "name", {name: owner for name, owner in owners.items() if owner in OPTIMIZERS})]
+        if os.environ.get("ACCELERATE_USE_FSDP") != "true":
+            parts.append(("launch", "parallel", dict.fromkeys(("replicas", "reduce", "reshard"), "fsdp")))
+        for part, choice, fields in parts:
+            section = getattr(self, part)
+            for name, owner in fields.items():
+                given = getattr(section, name)
+                if getattr(section, choice) != owner and given != type(section).model_fields[name].default:
+                    hint = f"is for --{part}.{choice} {owner} only; add that flag, or remove this one"
+                    yield f"{part}.{name}", given, hint
 
     def _model_mistakes(self) -> Iterator[tuple[str, object, str]]:
         width, heads, keys = self.model.n_embd, self.model.n_head, self.model.key_heads

@@ -17,8 +17,9 @@ from pydantic import BaseModel
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, MODEL, STATE, Checkpoint
 from gpt2_ddp.checkpoint.run_files import CONFIG, HASH, METRICS, SAMPLES, STATUS, Outcome, is_rollback, read_lines
-from gpt2_ddp.config.base import flat
+from gpt2_ddp.config.base import flat, leaves
 from gpt2_ddp.config.cli import read_yaml
+from gpt2_ddp.config.hints import complete, nearest
 from gpt2_ddp.config.kinds import CONFIGS, guess_kind, read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig, check_writable
@@ -131,6 +132,12 @@ def _read(run: Path, anchor: Anchor | None) -> Recorded:
     if log.last.get("event") == "end":  # the samples are complete by now
         samples = _read_samples(run)
     status = _read_status(run) if status is None else status
+    start = next((row["config"] for row in reversed(log.events.values()) if row.get("config")), settings)
+    gone = complete(type(config), start)[1]
+    if strange := [name for name in complete(type(config), settings)[1] if name not in gone]:
+        known = dict(leaves(type(config)))
+        damaged += [f"{CONFIG}: {name}: unknown key{nearest(name, [*known])}" for name in strange]
+        settings, config = start, read_config(config.kind, start, METRICS)
     return Recorded(run, settings, config, log, checkpoints, status, samples, damaged)
 
 

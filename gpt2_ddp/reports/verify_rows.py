@@ -31,7 +31,7 @@ from gpt2_ddp.checkpoint.run_files import (
 )
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.run import MOST_ITEMS, RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.manifest import Manifest
@@ -112,8 +112,8 @@ TABLE: dict[str, Rule] = {
 }
 RULES = {name: rule for names, rule in TABLE.items() for name in names.split()}
 UNKNOWN = Rule(TypeAdapter(Any), steps=False)
-MOST_STEPS, MOST_ITEMS, MOST_MISSING = 2_000_000, 2**22, 20
-"""Most repeated steps without a row (a minute of work), items of a step and named gaps: a file may claim any number."""
+MOST_STEPS, MOST_MISSING = 2_000_000, 20
+"""Most repeated steps without a row (a minute of work), and named gaps: a file may claim any number."""
 
 
 def rule_of(name: str) -> Rule:
@@ -404,18 +404,14 @@ def replay_order(
         windows = [count_windows(manifest.tokens("train"), size) for manifest in manifests]
         if not all(windows):
             raise UserError("model.block_size", size, "is longer than the training split; restore config.yaml")
-        _check_step("train.global_batch_tokens", batch)
         return OrderReplay(Feed(order_of(config, windows), GlobalBatch(batch, share)), "tokens", size, steps)
     if not items or not (batch := newest.get("global_batch_size")):
         return None
-    _check_step("train.global_batch_size", batch)
+    if not 1 <= batch <= MOST_ITEMS:
+        hint = f"should be from 1 to {MOST_ITEMS}; restore config.yaml"
+        raise UserError("train.global_batch_size", f"{batch} per step", hint)
     feed = Feed(Order(config.seed, items), GlobalBatch(batch, share, by_epoch=True))
     return OrderReplay(feed, "samples", 1, steps)
-
-
-def _check_step(field: str, items: int) -> None:
-    if not 1 <= items <= MOST_ITEMS:
-        raise UserError(field, f"{items} per step", f"should be from 1 to {MOST_ITEMS}; restore config.yaml")
 
 
 def in_parts(rows: Iterable[tuple[str, Record]], states: Records) -> Iterator[tuple[str, Record]]:

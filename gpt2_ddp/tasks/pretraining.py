@@ -16,19 +16,20 @@ from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.metrics import Sample
-from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
 from gpt2_ddp.data.manifest import Manifest, missing_data, read_manifest
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import TokenStream, Windows, verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import IGNORED, EvalSet, evaluate, mixed
-from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
+from gpt2_ddp.model.gpt import GPT, count_parameters, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
 from gpt2_ddp.state import GPTData, Mixture, Parent, Scores, State, TaskState
 from gpt2_ddp.training.meters import device_name
@@ -194,8 +195,10 @@ class Pretraining:
             self._print(notes_on(self.item_sets, self._data.tasks if self._data else {}))
 
     def build_model(self) -> None:
-        """Makes the model with its initial weights. Raises: UserError if `train.init_from` does not fit."""
+        """Makes the model with its initial weights. Raises: UserError if memory or `train.init_from` does not fit."""
         config, accelerator = self.config, self.accelerator
+        if torch.get_default_device().type != "meta":  # which plan.py makes it on
+            on_every_rank(partial(check_memory, config.model, self.manifest.vocab_size))
         torch.manual_seed(config.seed)
         receives = bool(self._saved) or not accelerator.is_main_process  # from the checkpoint, or the main process
         empty = torch.device("meta") if config.parallel == "fsdp" else without_init()
@@ -385,6 +388,14 @@ def choose_micro_batch(
     if config.model.dropout and saved and saved.micro_batch != chosen:
         notes.append(f"dropout masks differ from now on: the micro-batch was {saved.micro_batch} and is {chosen}")
     return chosen, notes
+
+
+def check_memory(model: ModelConfig, vocab_size: int) -> None:
+    """Raises: UserError if this machine has less free memory than the weights take."""
+    count, free = count_parameters(model, vocab_size), free_memory()
+    if 4 * count > free:
+        hint = f"their weights take {count / 2.5e8:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
+        raise UserError("model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model")
 
 
 def check_branch(config: TrainingConfig, begins: Parent | None, steps: int | None) -> None:
