@@ -30,7 +30,8 @@ from gpt2_ddp.errors import UserError
 USE_TORCHRUN = (
     "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
 )
-COLLECTIVE = timedelta(minutes=30)  # timeout of collectives
+COLLECTIVE = timedelta(minutes=30)  # timeout of collectives where no watchdog runs
+LONGEST = timedelta(days=7)  # timeout of collectives that a watchdog ends earlier, and of work of unknown length
 GROUPS = 2  # process groups of a training: the default one and `ranks.control_group`
 STORE = 2  # connections of each rank to the rendezvous store, which rank 0 may serve: of torch and of the watchdog
 SPARE = 256  # descriptors for shards, libraries, pipes
@@ -53,7 +54,7 @@ def start_run(config: RunConfig) -> Accelerator:
         from gpt2_ddp.distributed.connecting import connect
 
         accelerator = connect(build, train.patience_seconds)
-        _set_pg_timeout(COLLECTIVE)  # from now on, the watchdog detects late ranks
+        _set_pg_timeout(LONGEST)  # from now on, the watchdog detects late ranks
     if accelerator.device.type == "cuda" and not train.deterministic:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
     return accelerator
@@ -72,7 +73,7 @@ def build_accelerator(
     Args:
         device, mixed_precision: as `pick_device` and `pick_precision`; their messages begin with `section`.
         backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
-        timeout: of collectives.
+        timeout: of collectives of the default group.
 
     Raises:
         UserError: fewer processes than requested; an unavailable device, precision or plugin; a launcher's variable

@@ -1,7 +1,6 @@
 """Collective helpers: work on the main process, errors on all ranks, agreement and sums."""
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -11,12 +10,11 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from gpt2_ddp.distributed.launch import COLLECTIVE
+from gpt2_ddp.distributed.launch import COLLECTIVE, LONGEST
 from gpt2_ddp.errors import UserError, truncate
 
 T = TypeVar("T")
 
-PREPARATION = timedelta(days=7)  # timeout while data are prepared, fetched or hashed
 CONTROL = "control"  # description of the control group
 MOST = 5  # differences between ranks that an error lists
 
@@ -49,25 +47,25 @@ def from_main(value: T) -> T:
 def control_group() -> dist.ProcessGroup:
     """The gloo group of all ranks, besides the default group, whose collectives may run on GPUs. Its first use makes
     it. Each rank keeps a connection to all others in a group, so a training has no further one. All ranks start the
-    group's collectives in the same order; several may be under way, since gloo numbers them."""
+    group's collectives in the same order; several may be under way, since gloo numbers them. They may wait for work of
+    unknown length, and end at once if a rank ends."""
     for group in _world.pg_map:
         if group.group_desc == CONTROL:
             return group
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE, group_desc=CONTROL)
     assert isinstance(group, dist.ProcessGroup)
+    _set_pg_timeout(LONGEST, group)  # once it is connected
     return group
 
 
-def on_every_rank(function: Callable[[], T], patience: timedelta = COLLECTIVE) -> T:
-    """This rank's result of `function`, once all ranks have succeeded, within `patience`. Raises, on every rank, the
-    first UserError of any rank."""
+def on_every_rank(function: Callable[[], T]) -> T:
+    """This rank's result of `function`, once all ranks have succeeded. Raises, on every rank, any rank's first
+    UserError."""
+    group = control_group() if world_size() > 1 else None  # before the work, since connecting has a shorter timeout
     result, error = _attempt(function)
-    errors = [error]
-    if world_size() > 1:
-        group, errors = control_group(), [error] * world_size()
-        _set_pg_timeout(patience, group)
+    errors = [error] * world_size()
+    if group:
         dist.all_gather_object(errors, error, group=group)
-        _set_pg_timeout(COLLECTIVE, group)
     _raise_on_every_rank(errors)
     return result  # pyright: ignore[reportReturnType]
 

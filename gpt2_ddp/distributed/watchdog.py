@@ -17,8 +17,9 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout, _world
 
+from gpt2_ddp.distributed.launch import COLLECTIVE
 from gpt2_ddp.distributed.process import Process, stopped_children, this_process
 from gpt2_ddp.distributed.signals import Stopped, before_forced_end
 
@@ -170,6 +171,8 @@ class _Link:
                 self.wake.clear()
         except dist.DistError:  # for good; a store of rank 0 ends with rank 0, a launcher's may end by itself
             self.is_cut_off = self._launcher > 0
+            for group in _world.pg_map if self.is_cut_off else ():  # nobody judges live ranks any more
+                _set_pg_timeout(COLLECTIVE, group)
         finally:
             self._is_running = False
 

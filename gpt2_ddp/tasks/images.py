@@ -32,7 +32,7 @@ from torch.utils.data import BatchSampler
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
 from gpt2_ddp.data.feed import make_loader, unwrap
 from gpt2_ddp.data.order import Order
-from gpt2_ddp.distributed.ranks import PREPARATION, from_main, is_main, on_every_rank
+from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
 from gpt2_ddp.preparation.source_files import find_files
@@ -158,8 +158,8 @@ def load_images(
     Raises: UserError, on every rank, if they cannot be read or contradict the configuration."""
     first = accelerator.is_local_main_process
     read = partial(read_images, config, seed, facts, look=first)
-    early = on_every_rank(lambda: read() if first else None, patience=PREPARATION)
-    images = on_every_rank(lambda: early or read(), patience=PREPARATION)
+    early = on_every_rank(lambda: read() if first else None)
+    images = on_every_rank(lambda: early or read())
     for samples in (images.train, images.test):
         of_main = from_main(samples.digest)
         samples.digest = samples.digest or of_main  # a rank that did not decode all of them has none

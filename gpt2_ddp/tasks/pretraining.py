@@ -23,8 +23,9 @@ from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import TokenStream, Windows, verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory
+from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.process import run_script
-from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
+from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import is_compiled
@@ -136,9 +137,9 @@ class Pretraining:
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model; for a complete run,
         only opens the data. Raises: UserError."""
-        long = PREPARATION.total_seconds()
+        long = LONGEST.total_seconds()
         watchdog.heartbeat("preparing data", timeout=long)
-        on_every_rank(self._prepare_missing_data, patience=PREPARATION)
+        on_every_rank(self._prepare_missing_data)
         self.open_data()
         if is_complete:
             return
@@ -211,7 +212,7 @@ class Pretraining:
             from gpt2_ddp.tasks.initial_weights import load_initial_weights
 
             load = lambda: load_initial_weights(config, path, self.model, self.tokenizer)  # noqa: E731
-            on_every_rank(load if accelerator.is_main_process else lambda: None, patience=PREPARATION)
+            on_every_rank(load if accelerator.is_main_process else lambda: None)
 
     def build_feed(self) -> None:
         """Chooses the micro-batch, and makes `feed`."""

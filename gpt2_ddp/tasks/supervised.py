@@ -21,7 +21,8 @@ from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import Batches, Feed, GlobalBatch, MicroBatch, Shares, Source, prepare_loader, unwrap
 from gpt2_ddp.data.order import Order
-from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree
+from gpt2_ddp.distributed.launch import LONGEST
+from gpt2_ddp.distributed.ranks import check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import lr_at, without_dynamo
@@ -150,7 +151,7 @@ class Supervised:
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Creates the job, and compares its data with the run's."""
         config, accelerator = self.config, self.accelerator
-        watchdog.heartbeat("preparing data", timeout=PREPARATION.total_seconds())
+        watchdog.heartbeat("preparing data", timeout=LONGEST.total_seconds())
         torch.manual_seed(config.seed)
         self.job = self._make_job(config, accelerator, self._data and self._data.model_dump())
         hashes = {"training samples": self.job.train.sha256(), "test samples": self.job.test.sha256()}

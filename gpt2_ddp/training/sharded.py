@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.metrics import Metrics
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import from_main, is_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.muon import MuonAdamW, batches, orthogonal
@@ -89,6 +91,8 @@ class Sharded(Replicated):
         self.mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
         self.shards = self.mesh.get_group("shards")
         self.replicas = self.mesh.get_group("replicas") if replicas > 1 else None
+        for group in filter(None, (self.shards, self.replicas)):
+            _set_pg_timeout(LONGEST, group)  # the watchdog detects late ranks
         self._rank, self._world = self.shards.rank(), self.shards.size()
 
     def prepare(self, model: Any, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:

@@ -27,7 +27,8 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.order import Order
-from gpt2_ddp.distributed.ranks import PREPARATION, on_every_rank
+from gpt2_ddp.distributed.launch import LONGEST
+from gpt2_ddp.distributed.ranks import on_every_rank
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.tasks.supervised import Supervised
@@ -142,8 +143,8 @@ def train_after_long_preparation(config: JobConfig, folder: Path) -> None:
             time.sleep(0.1)
 
     def prepare_and_load(self: Supervised, watchdog: Watchdog, *more: Any) -> None:
-        watchdog.heartbeat("preparing data", timeout=PREPARATION.total_seconds())
-        on_every_rank(prepare, patience=PREPARATION)
+        watchdog.heartbeat("preparing data", timeout=LONGEST.total_seconds())
+        on_every_rank(prepare)
         load(self, watchdog, *more)
 
     Supervised.load = prepare_and_load
