@@ -198,7 +198,7 @@ def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
 
 @pytest.mark.parametrize(("world", "end", "code"), [
     ("2", SystemExit(3), 3), ("2", None, 0), ("2", ValueError(), 1), ("2", Stopped("SIGTERM"), 75),
-    ("1", SystemExit(3), None),
+    ("1", SystemExit("note"), 1), ("", SystemExit(3), None),
 ])  # fmt: skip
 def test_a_rank_ends_before_its_interpreter_shuts_down(monkeypatch, world, end, code):
     """Or a thread of gloo that wants Python's lock then would abort it. All exit handlers are called before."""

@@ -61,8 +61,9 @@ def load_under_signals() -> int:
         nonlocal sent
         while not over.is_set():
             for worker in multiprocessing.active_children():
+                assert worker.pid
                 for number in SIGNALS:
-                    os.kill(worker.pid or 0, number)
+                    os.kill(worker.pid, number)
                     sent += 1
 
     threading.Thread(target=flood, daemon=True).start()
