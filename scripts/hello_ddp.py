@@ -10,7 +10,7 @@ docs/first-steps.md explains it, next to the same program in plain torch.distrib
 import os
 import sys
 
-import torch
+import torch.distributed.nn  # before the process group: a later import would keep it from ending
 from accelerate import Accelerator
 
 SEED, TRAIN, TEST = 1337, 10_000, 2_000  # points to train on, and to test on

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
+import torch.distributed.nn  # before the process group: a later import would keep it from ending
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention

@@ -10,7 +10,7 @@ import socket
 import sys
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C ends a process without a traceback
-import torch  # noqa: E402
+import torch.distributed.nn  # noqa: E402  before the process group: a later import would keep it from ending
 from torch import distributed, multiprocessing, nn  # noqa: E402
 
 SEED, TRAIN, TEST = 1337, 10_000, 2_000  # points to train on, and to test on

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any
 
-import torch
+import torch.distributed.nn  # before the process group: a later import would keep it from ending
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, distributed, nn

@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import CONTEXT, forked_ranks, free_port, rank_environment, run_ranks, write_to
+from ranks import CONTEXT, forked_ranks, free_port, rank_environment, run_ranks, start, write_to
 
+from gpt2_ddp.distributed.signals import SIGNALS
 from gpt2_ddp.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +65,7 @@ def forked(words: list[str], folder: Path, world: int = 1, **env: str) -> subpro
             own = environment(**env) | (rank_environment(rank, world, port) if world > 1 else {})
             args = (words, folder, own, [f"{outputs}/{rank}-out", f"{outputs}/{rank}-err"])
             started.append(CONTEXT.Process(target=_as_command, args=args))
-            started[-1].start()
+            start(started[-1])
         for process in started:
             process.join(300)
             process.kill()
@@ -79,11 +81,13 @@ def _as_command(words: list[str], folder: Path, env: dict[str, str], outputs: li
 
     from gpt2_ddp.distributed import spawn
 
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     write_to(outputs)
     os.environ.clear()
     os.environ.update(env, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    forkserver._forkserver.ensure_running, spawn.start_ranks = lambda: None, forked_ranks
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+    spawn.start_ranks = forked_ranks
     os.chdir(folder)
     sys.argv = words[words[0] == "-m" :]
     sys.path.insert(0, str(folder) if words[0] in ("-c", "-m") else str(Path(words[0]).parent))

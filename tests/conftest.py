@@ -67,6 +67,7 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # or a training in the tests' process would take one per core
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

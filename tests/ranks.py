@@ -17,12 +17,15 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from gpt2_ddp.distributed.signals import SIGNALS
+from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
 from gpt2_ddp.errors import UserError
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(  # _dynamo: every optimizer imports it, which takes a second and a half
     ["torch", "torch._dynamo", "accelerate", "gpt2_ddp.tasks.jobs", "gpt2_ddp.tasks.pretraining"]
 )
+forkserver._forkserver.set_forkserver_preload = lambda modules: None  # of loader workers, which it forks as well
 
 
 def free_port() -> int:
@@ -54,10 +57,17 @@ def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[tu
         receiver, sender = CONTEXT.Pipe(duplex=False)
         environment = {"OMP_NUM_THREADS": "1"} | (rank_environment(rank, world, port) if world > 1 else {})
         process = CONTEXT.Process(target=_call, args=(environment, sender, function, args), name=f"rank {rank}")
-        process.start()
+        start(process)
         sender.close()
         started.append((process, receiver))
     return started
+
+
+def start(process: BaseProcess) -> None:
+    """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers."""
+    start_resource_tracker()
+    with block_signals():
+        process.start()
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -173,13 +183,13 @@ class RankError(Exception):
 def _call(environment: dict[str, str], sender: Connection, function: Callable[..., Any], args: tuple) -> None:
     import torch
 
-    forkserver._forkserver.ensure_running = lambda: None  # a rank that starts others has them forked by the same server
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    # a rank that starts others, or loader workers, has them forked by the same server
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "TORCHELASTIC_", "PET_", "SLURM_"))]:
         del os.environ[name]
     os.environ.update(environment)
     torch.set_num_threads(1)
-    # loader workers start as in a script; the forkserver's children would start one more server, which imports torch
-    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     try:
         sender.send((function(*args), None))
     except BaseException:

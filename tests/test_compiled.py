@@ -34,8 +34,10 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
     torch._dynamo.config.optimize_ddp = False  # which hands a graph to the backend in pieces
     compile_with = torch.compile
     torch.compile = lambda module, **settings: compile_with(module, backend=keep, **settings)
+    torch._inductor.config.use_static_cuda_launcher = True
     if not back:
         train(config, Pretraining)
+        assert not torch._inductor.config.use_static_cuda_launcher, "the watchdog's threads would stop with the GPU"
         return found
     with closing(Run(config, Pretraining)) as run:
         run.build()

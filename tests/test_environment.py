@@ -17,6 +17,7 @@ from gpt2_ddp.distributed.environment import (
     exit_code,
     is_main_process,
     torchrun_option,
+    unset_unfilled_variables,
     world_size,
 )
 from gpt2_ddp.distributed.spawn import run_processes
@@ -55,6 +56,8 @@ def test_empty_is_unset_and_what_is_no_number_is_named(monkeypatch, name):
     for value in ("", " ", "-1"):
         monkeypatch.setenv(name, value)
         assert world_size() == 1
+        assert os.environ[name] == value, "a query changes nothing"
+        unset_unfilled_variables()
         assert name not in os.environ
     zero = {"0": "should be a number of processes or nodes, 1 or more"}
     counts = name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PET_NNODES")

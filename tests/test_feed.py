@@ -530,4 +530,6 @@ def test_each_rank_gets_its_windows(corpus, world):
 
 
 def test_a_loader_has_the_processes_that_were_asked_for():
-    assert [make_loader(Batches(list), [[0]], count).num_workers for count in (0, 2)] == [0, 2]
+    loader = make_loader(Batches(list), [[0]], 2)
+    assert [make_loader(Batches(list), [[0]], 0).num_workers, loader.num_workers] == [0, 2]
+    assert loader.multiprocessing_context.get_start_method() == "forkserver", "the training has threads"

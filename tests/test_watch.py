@@ -1,5 +1,6 @@
 """Who is to blame, judged from recorded signs of life; and what the watch itself counts and tells."""
 
+import json
 import os
 import re
 import signal
@@ -7,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
+from gpt2_ddp.distributed import signals
 from gpt2_ddp.distributed import watchdog as watching
 from gpt2_ddp.distributed.process import Process, stopped_children, this_process
 from gpt2_ddp.distributed.watchdog import (
@@ -281,6 +284,33 @@ def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
     assert sent == [(os.getpid(), signal.SIGTERM)]
     assert time.observer.outgoing().stopped
     assert time.observer._judge() is None
+
+
+def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
+    """Its main thread waits in a collective, as for rank 0's data. Or rank 0 would ask whether it was killed."""
+    time, delivered = clock(), []
+    time.link.deliver = lambda: delivered.append(time.observer.outgoing().stopped)
+    signals._state.announce()
+    assert delivered == [True]
+
+
+@pytest.mark.parametrize("how", ["left", "stopped"])
+def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
+    """Rank 0 serves it, and ends when it reads the heartbeat. torch prints a C++ stack for a call after that."""
+    calls, theirs = [], json.dumps(Heartbeat(HOSTS[0], stopped=how == "stopped")).encode()
+    store = SimpleNamespace(clone=lambda: store, compare_set=lambda *_: b"")
+    store.set = lambda key, value: calls.append(Heartbeat(*json.loads(value)))
+    store.multi_get = lambda keys: calls.append(None) or [b"", theirs]
+    monkeypatch.setattr(watching, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(watching.os, "kill", lambda *_: None)
+    watch = Watchdog(1, 2, None, store)  # pyright: ignore[reportArgumentType]
+    if how == "left":
+        watch._observer.ended.set()
+    watch._link.deliver()
+    watch._threads[-1].join(10)
+    assert not watch._threads[-1].is_alive()
+    assert getattr(calls[-1], how)
+    watch.close()
 
 
 def test_somebody_in_a_debugger_may_stand_still(clock):

@@ -20,7 +20,12 @@ from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
 from gpt2_ddp.config.base import Command, flat, join_errors, leaves, sections
-from gpt2_ddp.distributed.environment import is_main_process, record_exit, under_launcher
+from gpt2_ddp.distributed.environment import (
+    is_main_process,
+    record_exit,
+    under_launcher,
+    unset_unfilled_variables,
+)
 from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.errors import UserError
@@ -47,6 +52,7 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
         main: the work, or its name, `module:function`. It is imported after `--help`, which stays fast.
         default: preset without `--config`.
     """
+    unset_unfilled_variables()
     with exit_on_signal(_print_line):
         if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on
             end_with_parent(signal.SIGTERM)
@@ -67,10 +73,7 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
             for mistake in error.mistakes:
                 _print_line(f"error: {mistake}")
             code = record_exit(2)
-            distributed = sys.modules.get("torch.distributed")  # gloo's threads abort ranks that end while connected
-            if distributed and distributed.is_initialized():
-                distributed.destroy_process_group()
-    sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(code if isinstance(code, int) else 0)
 
 
 def _print_line(line: str) -> None:

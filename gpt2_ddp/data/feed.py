@@ -52,7 +52,8 @@ def make_loader(batches: "Batches", batch_sampler: Any, workers: int, pin_memory
     if workers:
         from gpt2_ddp.distributed.workers import worker_context
 
-        options = {"num_workers": workers, "prefetch_factor": 4, "multiprocessing_context": worker_context()}
+        context = worker_context(__name__)
+        options = {"num_workers": workers, "prefetch_factor": 4, "multiprocessing_context": context}
     no_draw = torch.Generator()  # the default would draw from dropout's generator
     return DataLoader(
         batches, batch_sampler=batch_sampler, collate_fn=_same, pin_memory=pin_memory, generator=no_draw, **options

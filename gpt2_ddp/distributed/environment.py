@@ -18,6 +18,7 @@ LAST_SEEN: dict[str, float] = {}
 CONNECTED = threading.Event()
 ROOT = Path("/")  # folder of Linux's `proc` and `sys`
 
+UNFILLED = ("", "-1")  # values of launcher variables in templates
 _COUNT, _NUMBER = r"[1-9][0-9]*", r"[0-9]+"
 _VARIABLES = {
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"), _COUNT),
@@ -34,25 +35,28 @@ def is_main_process() -> bool:
     return not rank.isdigit() or int(rank) == 0
 
 
-def world_size() -> int:
-    """Number of processes that the launcher started; 1 without a launcher.
+def unset_unfilled_variables() -> None:
+    """Unsets launcher variables that are empty or -1, as unfilled templates leave them: Accelerate and torch reject
+    them. Called once, before the first process or rank starts."""
+    for name in _VARIABLES:
+        if os.environ.get(name, "").strip() in UNFILLED:
+            os.environ.pop(name, None)
 
-    Unsets launcher variables that are empty or -1, as unfilled templates leave them: Accelerate and torch reject them.
-    Raises UserError if one is not a number.
-    """
+
+def world_size() -> int:
+    """Number of processes that the launcher started; 1 without a launcher. Raises UserError if a launcher's variable is
+    not a number."""
     for name, pattern in _VARIABLES.items():
         value = os.environ.get(name, "").strip()
-        if value in ("", "-1"):
-            os.environ.pop(name, None)
-        elif not re.fullmatch(pattern, value):
+        if value not in UNFILLED and not re.fullmatch(pattern, value):
             kind = "a rank or port, 0 or more" if pattern == _NUMBER else "a number of processes or nodes, 1 or more"
             raise UserError(name, value, f"should be {kind}; launchers set it: `unset {name}`, or correct it")
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ["WORLD_SIZE"]) if has_other_ranks() else 1
 
 
 def has_other_ranks() -> bool:
     """Whether the launcher started several processes; they may not be connected yet."""
-    return os.environ.get("WORLD_SIZE", "").strip() not in ("", "-1", "1")
+    return os.environ.get("WORLD_SIZE", "").strip() not in (*UNFILLED, "1")
 
 
 def see_ranks_of_this_machine() -> None:

@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from gpt2_ddp.distributed.environment import has_other_ranks, see_ranks_of_this_machine, stop_code
+from gpt2_ddp.distributed.environment import UNFILLED, has_other_ranks, see_ranks_of_this_machine, stop_code
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 INTERRUPTED = 130  # exit code after a SIGINT that ends the process at once, as in a shell
@@ -37,6 +37,8 @@ class SignalState:
     handler: Handler | None = None  # installed handler
     had_handler = False  # whether a handler was ever installed
     saved = False  # whether everything is saved
+    exit_code = 1  # of a rank
+    announce: Callable[[], object] = staticmethod(lambda: None)  # called before a forced end
 
     def ends_process(self) -> bool:
         """Whether a first signal ends the process."""
@@ -53,11 +55,17 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
     Python's handlers wait until the main thread runs Python. A thread therefore reads Python's wake-up pipe: it reports
     the signal, and ends a process with nothing to save after `PATIENCE_SECONDS`. Raises SystemExit with the exit code
     of a stopped command.
+
+    A rank ends as soon as its exit handlers have run. Threads of gloo and of the watchdog may wait for Python's lock,
+    and one that gets it while the interpreter shuts down aborts the process ("terminate called without an active
+    exception").
     """
+    atexit.register(_end_rank)  # before all others, so that it is called last
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _state.first, _state.had_handler, _state.saved, _state.active = "", False, False, True
+    _state.exit_code = 1
     threading.Thread(target=_listen, args=(reader, print_line), name="signals", daemon=True).start()
     restore = _set_handlers()
     if has_other_ranks():
@@ -65,6 +73,10 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
     try:
         try:
             yield
+            _state.exit_code = 0
+        except SystemExit as end:
+            _state.exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            raise
         except RuntimeError:
             # a rank that stops first closes its connections; this rank's signal comes from the launcher a moment later
             if has_other_ranks() and not _state.had_handler:
@@ -101,6 +113,11 @@ def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
         restore()
 
     return uninstall
+
+
+def before_forced_end(announce: Callable[[], object]) -> None:
+    """Has a thread call `announce` before a signal ends the process while its main thread runs no Python."""
+    _state.announce = announce
 
 
 def has_signal() -> bool:
@@ -149,6 +166,7 @@ def _listen(reader: int, print_line: Callable[[str], None]) -> None:
             time.sleep(PATIENCE_SECONDS - QUICK_SECONDS if ends else 0)
             if ends and _state.ends_process() and _state.active:
                 print_line(_stop_message(name))
+                _state.announce()
                 os._exit(stop_code())
 
 
@@ -157,10 +175,17 @@ def _stop_message(name: str) -> str:
 
 
 def _exit(code: int) -> None:
-    if has_other_ranks():  # at once: gloo's threads would abort a process that ends while other ranks are connected
-        sys.stdout.flush()
-        os._exit(code)
+    _state.exit_code = code
+    _end_rank()  # at once: an exit handler may wait for a rank
     raise SystemExit(code)
+
+
+def _end_rank() -> None:
+    if os.environ.get("WORLD_SIZE", "") not in UNFILLED:  # one rank alone has a process group, too
+        with suppress(OSError, ValueError):  # closed
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(_state.exit_code)
 
 
 _forking = threading.local()  # signals that the forking thread had blocked

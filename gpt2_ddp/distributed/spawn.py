@@ -1,7 +1,6 @@
 """Starts processes from Python, like mp.spawn: `--launch.processes 2` instead of a launcher. Imports no torch: the
 parent starts the processes before any thread pool exists."""
 
-import atexit
 import math
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TypeVar
 
-from gpt2_ddp.distributed.environment import STOPPED, usable_cores, world_size
+from gpt2_ddp.distributed.environment import STOPPED, unset_unfilled_variables, usable_cores
 from gpt2_ddp.distributed.process import POLL_SECONDS, end_with_parent
 from gpt2_ddp.distributed.signals import SIGNALS, Stopped, exit_on_signal, install_handlers
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
@@ -40,7 +39,7 @@ def run_processes(function: Callable[..., T], processes: int | None, *args: obje
         SystemExit: 1 if a rank crashed; its traceback is on stderr. 2 after a user error of another rank, which has
             printed it.
     """
-    world_size()  # unsets an empty RANK
+    unset_unfilled_variables()
     if processes in (None, 1) or "RANK" in os.environ:
         return function(*args)
     return start_processes(function, processes, *args)
@@ -93,8 +92,6 @@ def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[objec
 
 def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
     os.setpgrp()  # the parent passes a Ctrl-C on: once, not twice
-    # as usual again: a fresh interpreter for each loader worker would import torch for seconds, in every evaluation
-    multiprocessing.set_start_method(None, force=True)
     with exit_on_signal(lambda line: None):  # the parent reports it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # pending ones are delivered
         end_with_parent(signal.SIGTERM)
@@ -112,9 +109,7 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
             sender.send(answer)
     sender.close()
     if answer[1] is not None:
-        sys.stderr.flush()
-        os._exit(2)  # at once: gloo's threads abort a process that ends while other ranks are connected to it
-    atexit.register(os._exit, 0)  # they may also abort an interpreter that shuts down while it holds a process group
+        raise SystemExit(2)
 
 
 def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:

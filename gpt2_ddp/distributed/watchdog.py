@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from gpt2_ddp.distributed.process import Process, stopped_children, this_process
-from gpt2_ddp.distributed.signals import Stopped
+from gpt2_ddp.distributed.signals import Stopped, before_forced_end
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 REPORT_INTERVAL = 5.0  # seconds between calls of `report_to`'s function
@@ -161,9 +161,11 @@ class _Link:
             while not self._done.is_set():
                 if self._launcher and os.getppid() != self._launcher:  # a call would print a C++ stack
                     raise dist.DistStoreError("the launcher's store has ended")
-                requested = self._requested
-                self._exchange(outgoing())
+                requested, sent = self._requested, outgoing()
+                self._exchange(sent)
                 self._completed = requested
+                if self.rank and (sent.left or (sent.stopped and self.beats[0].stopped)):
+                    break  # rank 0 may end, with the store, and a further call would print a C++ stack
                 self.wake.wait(2 * HEARTBEAT_INTERVAL)
                 self.wake.clear()
         except dist.DistError:  # for good; a store of rank 0 ends with rank 0, a launcher's may end by itself
@@ -172,8 +174,7 @@ class _Link:
             self._is_running = False
 
     def _exchange(self, outgoing: Heartbeat) -> None:
-        """Writes this rank's heartbeat, and reads the verdict and the others' heartbeats."""
-        self._store.set(f"signs/{self.rank}", json.dumps(outgoing))
+        """Reads the verdict and the others' heartbeats, and writes this rank's, after which rank 0 may end."""
         if proposal := self._proposal:
             mine = json.dumps([self.rank, proposal])
             self.reports_verdict = self._store.compare_set("verdict", "", mine).decode() == mine
@@ -185,6 +186,7 @@ class _Link:
         if verdict:
             reason, stuck, living = json.loads(verdict)[1]
             self.verdict = Verdict(reason, [Process(*process) for process in stuck], living)
+        self._store.set(f"signs/{self.rank}", json.dumps(outgoing))
 
     def deliver(self) -> bool:
         """Exchanges heartbeats now; returns whether that succeeded within GRACE seconds."""
@@ -205,7 +207,7 @@ class _Link:
         """Ends the thread. Rank 0, which may serve the store, leaves last."""
         deadline = time.monotonic() + AFTERMATH
         while self.deliver() and time.monotonic() < deadline:
-            if self.rank or all(beat.left or beat.failed for beat in self.beats.values()):
+            if self.rank or all(beat.left or beat.failed or beat.stopped for beat in self.beats.values()):
                 break
         self._done.set()
         self.wake.set()
@@ -338,6 +340,7 @@ class Watchdog(Pulse):
         self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
+        before_forced_end(self._stop)
 
     def failed(self, error: BaseException) -> None:
         """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank.
@@ -352,6 +355,11 @@ class Watchdog(Pulse):
             self._observer.ended.wait(AFTERMATH + 3 * GRACE)
         stopped = isinstance(error, Stopped)
         self.end(error="" if stopped else message, stopped=stopped)
+        self._link.deliver()
+
+    def _stop(self) -> None:
+        """Sends to the other ranks that a signal ends this one. For any thread."""
+        self.end(stopped=True)
         self._link.deliver()
 
     def close(self) -> None:

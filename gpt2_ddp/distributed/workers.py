@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext, SpawnProcess
+from multiprocessing.context import BaseContext, ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, TypeVar
@@ -28,12 +28,17 @@ AHEAD = 3
 
 
 class _Worker(BaseProcess):
-    """A process that ends with its parent or by `terminate`; signals are blocked, since the parent handles them."""
+    """A process that ends with its parent or by `terminate`, without the user's script. Signals are blocked,
+    since the parent handles them."""
 
     def start(self) -> None:
         self._end, sender = multiprocessing.Pipe(duplex=False)
-        with block_signals():
-            super().start()
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            with block_signals():
+                super().start()
+        finally:
+            sys.modules["__main__"] = main
         self._end.close()
 
         def terminate() -> None:
@@ -58,27 +63,24 @@ class _Worker(BaseProcess):
         super().join(None if timeout is None else min(timeout, LEAVE_SECONDS))
 
 
-class _DefaultWorker(_Worker, multiprocessing.Process):
-    """A worker by the default start method."""
-
-
 class _SpawnedWorker(_Worker, SpawnProcess):
-    """A worker in a fresh interpreter, which does not import the user's script."""
-
-    def start(self) -> None:
-        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-        try:
-            super().start()
-        finally:
-            sys.modules["__main__"] = main
+    """A worker in a fresh interpreter."""
 
 
-def worker_context(method: str | None = None) -> BaseContext:
-    """A multiprocessing context for the workers of a loader or a pool; `method`: `spawn`, or None for the default."""
-    if method == "spawn":
-        start_resource_tracker()
-    context = copy.copy(multiprocessing.get_context(method or multiprocessing.get_start_method()))
-    context.Process = _SpawnedWorker if method == "spawn" else _DefaultWorker  # pyright: ignore[reportAttributeAccessIssue]
+class _ForkedWorker(_Worker, ForkServerProcess):
+    """A worker that a server of one thread forks, with its modules loaded."""
+
+
+def worker_context(*preload: str) -> BaseContext:
+    """A multiprocessing context for workers in fresh interpreters. With modules to `preload`, a server of one thread
+    imports them once and forks the workers: the child of a process with threads may wait for a lock for ever."""
+    start_resource_tracker()
+    context = copy.copy(multiprocessing.get_context("forkserver" if preload else "spawn"))
+    context.Process = _ForkedWorker if preload else _SpawnedWorker  # pyright: ignore[reportAttributeAccessIssue]
+    if preload:
+        context.set_forkserver_preload([*preload])
+        with block_signals():
+            forkserver.ensure_running()
     return context
 
 
@@ -102,7 +104,7 @@ def start_resource_tracker() -> None:
 @contextmanager
 def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """A pool of worker processes in fresh interpreters. An exception inside ends the workers at once."""
-    pool = ProcessPoolExecutor(workers, mp_context=worker_context("spawn"))
+    pool = ProcessPoolExecutor(workers, mp_context=worker_context())
     try:
         yield pool
     except BaseException:

@@ -64,6 +64,12 @@ def what_pays(model: nn.Module, kind: str, processes: int, precision: str, flops
 
 def compiled(model: nn.Module, how: str) -> nn.Module:
     """The model, compiled with static shapes: as a whole (model), each block in place (blocks), or unchanged (off)."""
+    if how != "off":
+        import torch._inductor.config as inductor
+
+        # that launcher keeps Python's lock while the GPU's queue is full, as in a collective that hangs: all threads
+        # of the watchdog would stop
+        inductor.use_static_cuda_launcher = False
     if how == "blocks":
         assert isinstance(model, GPT)
         torch._dynamo.config.optimize_ddp = False  # it would cut each block by DDP's buckets, as if it were the model

@@ -8,6 +8,7 @@ are those of the run that was left alone.
 
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -52,7 +53,7 @@ def trains(config: TrainingConfig, fault: str, rank: int, after: int, number: in
             parameter = random.choice(list(run.task.model.parameters()))
             parameter.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << (number % 31))
         if fault == "worker":
-            for child in psutil.Process().children():
+            for child in multiprocessing.active_children():
                 child.kill()
 
     if fault == "full disk":

@@ -13,19 +13,24 @@ import uuid
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from commands import ACCELERATE, ROOT, TORCHRUN, environment
-from ranks import free_port, run_ranks, wait_until
-from runs import assert_same, rows, training_config
+from ranks import free_port, run_ranks, start_ranks, wait_until, write_to
+from runs import assert_same, job_config, rows, train, training_config
 
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.order import Order
+from gpt2_ddp.distributed.ranks import PREPARATION, on_every_rank
+from gpt2_ddp.distributed.signals import exit_on_signal
+from gpt2_ddp.distributed.watchdog import Watchdog
+from gpt2_ddp.tasks.supervised import Supervised
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -49,15 +54,15 @@ def load_under_signals() -> int:
     """Loads with three workers that are signalled from their first moment on; returns how many signals they got."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
-    multiprocessing.set_start_method("fork", force=True)
     accelerator, sent, over = build_accelerator("cpu", "no"), 0, threading.Event()
 
     def flood() -> None:
         nonlocal sent
         while not over.is_set():
-            for worker in psutil.Process().children():
+            for worker in multiprocessing.active_children():
+                assert worker.pid
                 for number in SIGNALS:
-                    worker.send_signal(number)
+                    os.kill(worker.pid, number)
                     sent += 1
 
     threading.Thread(target=flood, daemon=True).start()
@@ -79,12 +84,11 @@ def leave_stuck_workers() -> tuple[float, int]:
     """Seconds that it takes to leave four workers of which three never answer, and how many are there after that."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
-    multiprocessing.set_start_method("fork", force=True)
     accelerator, later = build_accelerator("cpu", "no"), Order(1, 1000).items_at(np.arange(5, 40)).tolist()
     source, batch = Numbers(1000, stuck=tuple(later)), GlobalBatch(1, interleaved(1, 1))
     feed = Feed(Order(1, 1000), batch, source, accelerator, workers=4)
     list(feed.next_step().micro_batches)
-    workers = psutil.Process().children()
+    workers = [psutil.Process(worker.pid) for worker in multiprocessing.active_children()]
     begun = time.monotonic()
     feed.seek(500, feed.order_digest, [])
     seconds = time.monotonic() - begun
@@ -125,6 +129,47 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
     assert not (tmp_path / "new").exists()
     assert len(workers) >= 2
     assert not psutil.wait_procs(workers, timeout=5)[1]
+
+
+def train_after_long_preparation(config: JobConfig, folder: Path) -> None:
+    """Trains, once the main process has prepared data for minutes."""
+    rank = os.environ["RANK"]
+    write_to([f"{folder}/out-{rank}", f"{folder}/err-{rank}"])
+    load, begun = Supervised.load, time.monotonic()
+
+    def prepare() -> None:
+        (folder / f"prepares-{rank}").touch()
+        while rank == "0" and time.monotonic() < begun + 100:
+            time.sleep(0.1)
+
+    def prepare_and_load(self: Supervised, watchdog: Watchdog, *more: Any) -> None:
+        watchdog.heartbeat("preparing data", timeout=PREPARATION.total_seconds())
+        on_every_rank(prepare, patience=PREPARATION)
+        load(self, watchdog, *more)
+
+    Supervised.load = prepare_and_load
+    with exit_on_signal(lambda line: print(line, file=sys.stderr)):
+        train(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_while_rank_0_prepares_data_stops_both(tmp_path, rank):
+    """Each says so in two lines, without a C++ stack of the lost store."""
+    config = job_config("regression", tmp_path / "runs")
+    started = start_ranks(train_after_long_preparation, 2, config, tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("prepares-*"))) == 2)
+    os.kill(started[rank][0].pid, signal.SIGTERM)
+    for process, _ in started:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process, _ in started] == [75, 75]
+    last = "stopped by SIGTERM; nothing was lost: run the same command again"
+    for file in tmp_path.glob("err-*"):
+        lines = file.read_text().splitlines()
+        assert set(lines) <= {"SIGTERM received: stopping", last}, file.read_text()
+        assert lines[-1] == last
+    assert not (tmp_path / "runs/run").exists()
 
 
 # A command is started as people do, and signalled while it imports or trains. tests/test_stop.py has stops in
