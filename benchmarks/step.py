@@ -37,6 +37,7 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import peak_flops
+from gpt2_ddp.training.precision import faster, measure_speeds
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.task import Due
 
@@ -214,7 +215,8 @@ def variants(config: BenchmarkConfig) -> Iterator[tuple[int, str, str]]:
     """Micro-batch, precision (fp32 first) and `train.compile` of each training to measure."""
     device = pick_device(config.device)
     batches = config.micro_batch or ((2,) if device.type == "cpu" else (16, 32, 64))
-    precisions = config.precision or (("no", "bf16") if multiplies_bf16(device) else ("no",))
+    half = faster(measure_speeds(preset(config).matrix)) == "bf16" if device.type == "cpu" else multiplies_bf16(device)
+    precisions = config.precision or (("no", "bf16") if half else ("no",))
     return product(batches, precisions, config.compile)
 
 

@@ -17,12 +17,15 @@ from commands import ACCELERATE, ROOT, environment, forked, launch, run_script
 from ranks import RankError, free_port, run_ranks
 from runs import rows, state_of, train, training_config
 
+from gpt2_ddp.checkpoint.run_files import read_lines
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import launch as launching
 from gpt2_ddp.distributed.environment import usable_cores
-from gpt2_ddp.distributed.launch import describe_precision, pick_precision, start_run
+from gpt2_ddp.distributed.launch import pick_precision, start_run
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.training import precision
+from gpt2_ddp.training.precision import describe_precision, settle_precision
 
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
 
@@ -173,18 +176,66 @@ def test_accumulation_and_empty_variables_in_the_environment_change_nothing(conf
     assert [row.get("loss") for row in one] == [row.get("loss") for row in other]
 
 
-def test_fast_is_bf16_where_the_device_has_instructions_for_it_and_the_start_says_what_is_faster(monkeypatch):
-    for has, precision in ((True, "bf16"), (False, "no")):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
-        assert pick_precision("fast", torch.device("cpu"), "train.") == precision
-        on = SimpleNamespace(mixed_precision="bf16", device=torch.device("cpu"))
-        assert ("emulates" in describe_precision(on)) != has  # pyright: ignore[reportArgumentType]
-    assert pick_precision("fast", torch.device("mps"), "train.") == "no"
+def settled(wish: str, device: str = "cpu", before: str = "") -> tuple[str, precision.Speeds]:
+    """The precision, which replaces `fast` in the configuration, and speeds."""
+    config = TrainingConfig.model_validate({"train": {"steps": 1, "mixed_precision": wish}})
+    resolved, found, speeds = settle_precision(config, torch.device(device), before)
+    assert resolved.train.mixed_precision == (found if wish == "fast" else wish)
+    return found, speeds
+
+
+@pytest.mark.parametrize(("bf16", "fast"), [(84, "no"), (109, "no"), (111, "bf16")])
+def test_fast_is_bf16_on_a_cpu_where_it_is_clearly_faster_and_the_start_says_what_is(monkeypatch, bf16, fast):
+    speeds = {"no": 100.0, "bf16": float(bf16)}
+    monkeypatch.setattr(precision, "measure_speeds", lambda matrix: speeds)
+    assert settled("fast") == settled("fast", before="fp16") == (fast, speeds)
+    for before in ("no", "bf16"):
+        assert settled("fast", before=before) == (before, speeds)
+        assert settled("no", before=before) == ("no", {})
+        assert settled("bf16", before=before) == ("bf16", speeds)
+        hint = describe_precision(before, torch.device("cpu"), speeds)
+        assert (f"--train.mixed_precision {fast}" in hint) == (before != fast)
+
+
+def test_a_measurement_is_the_fastest_of_several_and_leaves_threads_and_random_numbers(monkeypatch):
+    now, seconds = 0.0, iter([4e-6, 9e-6, 1e-6, 8e-6, 2e-6, 4e-6])  # in fp32 and bf16 by turns
+    clock = []
+    for took in seconds:
+        clock += [now, now + took]
+        now += took
+    monkeypatch.setattr(precision, "SECONDS", 0)
+    monkeypatch.setattr(precision, "WIDEST", 16)
+    generator, threads = torch.get_rng_state(), torch.get_num_threads()
+    assert precision.measure_speeds((8, 32), clock=iter(clock).__next__) == {"no": 196.6, "bf16": 49.2}
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.get_num_threads() == threads
+
+
+def train_measured(config: TrainingConfig, *speeds: float) -> str:
+    """The first rank measures these speeds in fp32 and bf16, another one the opposite."""
+    found = speeds if os.environ["RANK"] == "0" else speeds[::-1]
+    precision.measure_speeds = lambda matrix: dict(zip(("no", "bf16"), found, strict=True))
+    return train(config)
+
+
+def test_a_resumed_run_keeps_the_precision_that_was_measured_first(corpus, tmp_path):
+    changes = {"train.mixed_precision": "fast", "optim.decay_steps": 9}
+    for steps, speeds in ((1, (1.0, 2.0)), (2, (2.0, 1.0))):
+        config = training_config(corpus, tmp_path, changes | {"train.steps": steps})
+        assert run_ranks(train_measured, 2, config, *speeds) == ["completed"] * 2
+    starts = [line.row for line in read_lines(tmp_path / "run/metrics.jsonl") if line.row and "config" in line.row]
+    assert [row["config"]["train"]["mixed_precision"] for row in starts] == ["bf16"] * 2
+    assert [row["gflops"] for row in starts] == [{"no": 1.0, "bf16": 2.0}, {"no": 2.0, "bf16": 1.0}]
+
+
+def test_fast_on_other_devices(monkeypatch):
+    assert settled("fast", "mps") == ("no", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    for precision, hint in (("no", "no, which is slower than bf16"), ("bf16", "bf16")):
-        on = SimpleNamespace(mixed_precision=precision, device=torch.device("cuda"))
-        assert describe_precision(on).startswith(hint)  # pyright: ignore[reportArgumentType]
+    gpu = torch.device("cuda")
+    assert settled("fast", "cuda") == ("bf16", {})
+    assert describe_precision("no", gpu, {}).startswith("no, here slower than bf16;")
+    assert describe_precision("bf16", gpu, {}) == "bf16"
 
 
 LAUNCHES = [
@@ -231,9 +282,9 @@ def test_auto_says_why_it_is_the_cpu(monkeypatch, capsys, build, visible, found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "0" * (visible is None))
     if "say" in found:
         with pytest.raises(UserError, match=found):
-            launching.build_accelerator("auto", section="train.")
+            launching.connect_processes("auto", str, section="train.")
     else:
-        launching.build_accelerator("auto", section="train.")
+        launching.connect_processes("auto", str, section="train.")
         assert re.fullmatch(found, capsys.readouterr().err)
 
 
@@ -265,16 +316,15 @@ def test_auto_precision_depends_on_the_device_and_on_what_accelerate_was_configu
     if command.startswith("accelerate"):
         launched_by(monkeypatch, command)
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", validated(command).mixed_precision)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for device, precision in zip(DEVICES, expected, strict=True):
+    for device, found in zip(DEVICES, expected, strict=True):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda device=device, **_: device == "GPU")
         target = torch.device("cpu" if device == "CPU" else "cuda")
-        if precision == "error":
+        if found == "error":
             with pytest.raises(UserError, match=r"train\.mixed_precision = fp16: needs a CUDA device, not cpu"):
                 pick_precision("auto", target, "train.")
         else:
-            assert pick_precision("auto", target, "train.") == precision, device
+            assert pick_precision("auto", target, "train.") == found, device
 
 
 def validated(command: str) -> argparse.Namespace:

@@ -25,6 +25,7 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import Pending, Progress
+from gpt2_ddp.tasks.pretraining import choose_micro_batch
 from gpt2_ddp.training.loop import Result, finish_pending
 
 
@@ -125,6 +126,19 @@ def test_processes_times_accumulation(corpus, tmp_path):
             assert (first, later) == (model, 5 * model)
         found.append(rows(tmp_path / str(world) / "run")[1:])
     assert_alike(*found)
+
+
+@pytest.mark.parametrize(("dropout", "processes", "differ"), [(0.1, 1, 0), (0.1, 2, 0), (0.1, 4, 1), (0.0, 4, 0)])
+def test_a_resume_notes_that_dropout_masks_differ(dropout, processes, differ):
+    """12 windows on 4 processes are 3 each: no micro-batches of 2, which the run had."""
+    train = {"steps": 1, "global_batch_tokens": 12 * 32, "micro_batch_size": 2}
+    config = TrainingConfig.model_validate({"model": {"block_size": 32, "dropout": dropout}, "train": train})
+    here: Any = SimpleNamespace(num_processes=processes, device=torch.device("cpu"))
+    before: Any = SimpleNamespace(task=SimpleNamespace(micro_batch=2))
+    model: Any = None
+    size, notes = choose_micro_batch(config, here, model, before)
+    assert size == 2 - (processes == 4)
+    assert sum("dropout" in note for note in notes) == differ
 
 
 def assert_alike(rows: list[dict], others: list[dict]) -> None:

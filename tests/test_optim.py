@@ -218,9 +218,8 @@ def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch):
 
 @pytest.mark.parametrize(("has", "bf16"), [(True, True), (True, False), (False, True)])
 def test_muon_iterates_in_bf16_where_run_and_device_have_it(has, bf16, monkeypatch):
-    """As `train.mixed_precision: fast` has it."""
     seen: set[torch.dtype] = set()
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
+    monkeypatch.setattr(muon, "multiplies_bf16", lambda device: has)
     monkeypatch.setattr(muon, "orthogonal", lambda matrix, dtype: seen.add(dtype) or orthogonal(matrix, dtype))
     model = GPT(TINY, 100)
     optimizer = build_optimizer(model, OptimConfig(name="muon"), bf16)

@@ -203,6 +203,11 @@ class ClassifierConfig(JobConfig):
     data: ClassifierDataConfig = ClassifierDataConfig()
     model: ClassifierModelConfig = ClassifierModelConfig()
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        hidden = self.model.hidden
+        return (hidden[0], hidden[1]) if self.model.name == "mlp" and len(hidden) > 1 else super().matrix
+
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         yield from super().mistakes()
         images = self.data.images
@@ -273,6 +278,10 @@ class TransformerConfig(JobConfig):
 
     data: SequenceDataConfig = SequenceDataConfig()
     model: TransformerModelConfig = TransformerModelConfig()
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        return self.model.n_embd, self.model.d_ff
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         yield from super().mistakes()

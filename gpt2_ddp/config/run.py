@@ -42,8 +42,8 @@ class LoopConfig(Section):
     """The training loop"""
 
     mixed_precision: Literal["auto", "fast", "no", "bf16", "fp16"] = "auto"
-    """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it; fast: bf16 on CPUs that
-    have it, too; no: fp32; fp16 (CUDA) scales the loss"""
+    """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it; fast: bf16 also on CPUs
+    where it is measured to be faster; a resume keeps the choice; no: fp32; fp16 (CUDA) scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = Field(default="auto")
     """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's overlap; auto, with a
     compiler: model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off"""
@@ -162,6 +162,11 @@ class RunConfig(Command):
     saves_optimizer = _optional("checkpoint.save_optimizer", True)
     eval_patience = _optional("eval.patience", None)
     branch_from = _optional("train.branch_from", None)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Inputs and outputs of a typical matrix of the model, for `train.mixed_precision: fast`."""
+        return 512, 512
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
         """Whether a field in `kept` may differ from `before`: True if no step up to `step` depends on it."""

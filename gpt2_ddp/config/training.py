@@ -309,6 +309,10 @@ class TrainingConfig(RunConfig):
         return [-(-phase.at_tokens // block) * WINDOWS_PER_BLOCK for phase in self.data.phases]
 
     @property
+    def matrix(self) -> tuple[int, int]:
+        return self.model.n_embd, self.model.n_inner or 4 * self.model.n_embd
+
+    @property
     def global_batch_windows(self) -> int:
         """Windows of block_size tokens per optimizer step, over all processes."""
         return self.train.global_batch_tokens // self.model.block_size

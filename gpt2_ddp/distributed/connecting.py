@@ -9,7 +9,7 @@ from datetime import timedelta
 from threading import Event, Thread
 
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import PartialState
 
 from gpt2_ddp.distributed.environment import CONNECTED, LAST_SEEN, is_main_process, world_size
 from gpt2_ddp.errors import UserError
@@ -19,13 +19,13 @@ LEAST_CONNECTING = 30.0  # one rank may load libraries for longer than another
 GRACE = 5.0  # further seconds before a rank ends without gloo's error
 
 
-def connect(build: Callable[..., Accelerator], patience: float | None) -> Accelerator:
-    """The result of `build(timeout=...)`, which connects the ranks. Raises: UserError, on every rank, if they do not
+def connect(start: Callable[..., PartialState], patience: float | None) -> PartialState:
+    """The result of `start(timeout=...)`, which connects the ranks. Raises: UserError, on every rank, if they do not
     connect within `patience` seconds (None: CONNECTING)."""
     seconds, connected = max(patience or CONNECTING, LEAST_CONNECTING), Event()
     Thread(target=_watch_connecting, args=(connected, seconds), name="connecting", daemon=True).start()
     try:
-        return build(timeout=timedelta(seconds=seconds))
+        return start(timeout=timedelta(seconds=seconds))
     except RuntimeError as error:  # gloo has no error class
         if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             raise

@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -14,13 +15,8 @@ from pathlib import Path
 import psutil
 import torch
 import yaml
-from accelerate import Accelerator
-from accelerate.utils import (
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-)
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gpt2_ddp.config.run import RunConfig
@@ -37,9 +33,9 @@ STORE = 2  # connections of each rank to the rendezvous store, which rank 0 may 
 SPARE = 256  # descriptors for shards, libraries, pipes
 
 
-def start_run(config: RunConfig) -> Accelerator:
-    """The Accelerator of a training run, deterministic if configured. Raises UserError as `build_accelerator`; also
-    for a missing tracker package, and for ranks that cannot connect."""
+def start_run(config: RunConfig) -> PartialState:
+    """Connects the processes of a training run, deterministic if configured. Raises UserError as `connect_processes`;
+    also for a missing tracker package, and for ranks that cannot connect."""
     for name in config.tracking.log_with:
         if find_spec(name) is None:
             raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or remove it")
@@ -47,31 +43,42 @@ def start_run(config: RunConfig) -> Accelerator:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     train = config.train
-    build = partial(build_accelerator, train.device, train.mixed_precision, section="train.", backend=config.backend)
+    check = partial(pick_precision, train.mixed_precision, section="train.")
+    start = partial(connect_processes, train.device, check, section="train.", backend=config.backend)
     if world_size() == 1:
-        accelerator = build()
+        processes = start()
     else:
         from gpt2_ddp.distributed.connecting import connect
 
-        accelerator = connect(build, train.patience_seconds)
+        processes = connect(start, train.patience_seconds)
         _set_pg_timeout(LONGEST)  # from now on, the watchdog detects late ranks
-    if accelerator.device.type == "cuda" and not train.deterministic:
+    if str(processes.device).startswith("cuda") and not train.deterministic:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
-    return accelerator
+    return processes
 
 
 def build_accelerator(
-    device: str = "auto",
-    mixed_precision: str = "auto",
+    device: str = "auto", mixed_precision: str = "auto", timeout: timedelta = COLLECTIVE
+) -> Accelerator:
+    """The Accelerator of every script but trainings. Raises UserError as `connect_processes`."""
+    check = partial(pick_precision, mixed_precision)
+    connect_processes(device, check, timeout=timeout)
+    return make_accelerator(check(pick_device(device)))
+
+
+def connect_processes(
+    device: str,
+    check: Callable[[torch.device], object],
     *,
     section: str = "",
     backend: str = "auto",
     timeout: timedelta = COLLECTIVE,
-) -> Accelerator:
-    """The Accelerator of every script.
+) -> PartialState:
+    """Connects this process to the others.
 
     Args:
-        device, mixed_precision: as `pick_device` and `pick_precision`; their messages begin with `section`.
+        device: as `pick_device`, whose messages begin with `section`.
+        check: called before connecting; may raise.
         backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
         timeout: of collectives of the default group.
 
@@ -86,30 +93,33 @@ def build_accelerator(
         raise UserError("processes", asked, hint)
     target = pick_device(device, section)
     _check_environment(target, backend)
-    precision = pick_precision(mixed_precision, target, section)
+    check(target)
     if target.type == "cpu":
         set_cpu_threads()
+    settings = {} if backend == "auto" else {"backend": backend}
+    # without `cpu`, CPU ranks stay unconnected
+    processes = PartialState(cpu=target.type == "cpu", timeout=timeout, **settings)
+    CONNECTED.set()
+    if processes.num_processes != started:
+        hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)
+        raise UserError("processes", started, hint)
+    if device == "auto" and target.type == "cpu" and torch.version.cuda and not torch.cuda.is_available():
+        processes.print(f"note: CPU: torch {torch.__version__} finds no NVIDIA driver or GPU", file=sys.stderr)
+    return processes
+
+
+def make_accelerator(precision: str) -> Accelerator:
+    """The Accelerator of the connected processes, with their device, in `no`, `bf16` or `fp16`."""
     # torch 2.13 has a new name for this setting, 2.11 only the old one
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-    accelerator = Accelerator(
-        cpu=target.type == "cpu",  # a bare Accelerator() leaves CPU ranks unconnected
+    return Accelerator(
         mixed_precision=precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the environment cannot override it
         dataloader_config=DataLoaderConfiguration(dispatch_batches=False, even_batches=False, non_blocking=True),
         rng_types=[],
         step_scheduler_with_optimizer=False,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=timeout, **({} if backend == "auto" else {"backend": backend})),
-        ],
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
     )
-    CONNECTED.set()
-    if accelerator.num_processes != started:
-        hint = f"only {accelerator.num_processes} connected; " + USE_TORCHRUN.format(n=started)
-        raise UserError("processes", started, hint)
-    if device == "auto" and target.type == "cpu" and torch.version.cuda and not torch.cuda.is_available():
-        accelerator.print(f"note: CPU: torch {torch.__version__} finds no NVIDIA driver or GPU", file=sys.stderr)
-    return accelerator
 
 
 def allow_open_files(world: int) -> None:
@@ -192,15 +202,16 @@ def _check_environment(target: torch.device, backend: str) -> None:
         raise UserError("ACCELERATE_DYNAMO_BACKEND", compiler, hint)
 
 
-def pick_precision(name: str, target: torch.device, section: str) -> str:
+def pick_precision(name: str, target: torch.device, section: str = "") -> str:
     """`no`, `bf16` or `fp16`; for `auto` the precision that Accelerate was configured with, else bf16 on GPUs that have
-    it; for `fast` bf16 on CPUs that have it, too. Raises UserError if it is not available."""
-    fast = "bf16" if multiplies_bf16(target) else "no"
-    auto = _accelerate_precision() or (fast if target.type == "cuda" else "no")
-    precision = {"fast": fast, "auto": auto}.get(name, name)
+    it. `fast`: bf16 on these GPUs; on CPUs it stays `fast`, which a measurement decides (`training.precision`). Raises
+    UserError if it is not available."""
+    on_gpu = "bf16" if target.type == "cuda" and multiplies_bf16(target) else "no"
+    fast = "fast" if target.type == "cpu" else on_gpu
+    precision = {"fast": fast, "auto": _accelerate_precision() or on_gpu}.get(name, name)
     if precision == "fp16" and target.type != "cuda":
         raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
-    if precision not in ("no", "bf16", "fp16"):
+    if precision not in ("no", "bf16", "fp16", "fast"):
         raise UserError(f"{section}mixed_precision", precision, "use no, bf16 or fp16")
     return precision
 
@@ -215,20 +226,10 @@ def _accelerate_precision() -> str | None:
 
 
 def multiplies_bf16(target: torch.device) -> bool:
-    """Whether the device has bf16 instructions; a CPU without them is 3 to 17 times slower in bf16 than in fp32."""
+    """Whether a device computes in bf16 in a bf16 training: GPUs that have instructions for it, and CPUs."""
     if target.type == "cuda":  # a plan may be for GPUs of another machine
         return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-    return target.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-
-
-def describe_precision(accelerator: Accelerator) -> str:
-    """The precision of a training as text, with a hint if another would be faster."""
-    precision, target = accelerator.mixed_precision, accelerator.device
-    if precision == "bf16" and target.type != "mps" and not multiplies_bf16(target):
-        return f"bf16, which this {target.type} emulates (train.mixed_precision: fast would select fp32)"
-    if precision == "no" and target.type == "cuda" and multiplies_bf16(target):
-        return "no, which is slower than bf16 (train.mixed_precision: bf16)"
-    return precision
+    return target.type == "cpu"
 
 
 def set_cpu_threads() -> None:

@@ -24,7 +24,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import divisors, padding_rows, split_batch
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory, is_main_process, spare_core, world_size
-from gpt2_ddp.distributed.launch import pick_device, pick_precision
+from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import what_pays
 from gpt2_ddp.model.gpt import GPT, without_init
@@ -33,6 +33,7 @@ from gpt2_ddp.plan.preflight import Seen, base_memory, preflight
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import GPUS, peak_flops
+from gpt2_ddp.training.precision import settle_precision
 
 CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
 DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkpoint
@@ -329,7 +330,7 @@ def make_plan(config: PlanConfig) -> Plan:
         training = training.model_copy(update={"train": training.train.model_copy(update=own)})
     precision = config.train.mixed_precision
     with suppress(UserError):  # it is among those of training
-        precision = pick_precision(config.train.mixed_precision, torch.device(machine.kind), "train.")
+        config, precision, _ = settle_precision(config, torch.device(machine.kind))
     # before using the meta device, which loads more libraries than a training
     base = base_memory(training) if machine.kind == "cpu" else None
     seen = preflight(training, machine.processes)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint import checkpoint
@@ -24,7 +24,7 @@ from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core, torchrun_option
-from gpt2_ddp.distributed.launch import describe_precision, start_run
+from gpt2_ddp.distributed.launch import make_accelerator, start_run
 from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
@@ -35,6 +35,7 @@ from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import LossSum, Throughput, describe_hardware, device_name, versions
 from gpt2_ddp.training.optimizer import GuardedOptimizer
 from gpt2_ddp.training.own_numbers import check_scores
+from gpt2_ddp.training.precision import describe_precision, settle_precision
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.strategy import Replicated
 from gpt2_ddp.training.task import MakeTask, Poll, Task
@@ -69,24 +70,19 @@ class Run:
             from gpt2_ddp.training.sharded import follow_accelerate
 
             config = follow_accelerate(config)
-        self.accelerator: Accelerator = start_run(config)
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        self.watchdog = Watchdog(rank, world, config.train.patience_seconds)
+        processes = start_run(config)
+        self.watchdog = Watchdog(processes.process_index, processes.num_processes, config.train.patience_seconds)
         self._closing.callback(self.watchdog.close)  # may wait for the other ranks
         try:
-            self._open(config, make_task, lock)
+            self._open(config, make_task, processes, lock)
         except BaseException as error:
             self.__exit__(None, error)
             raise
 
-    def _open(self, config: RunConfig, make_task: MakeTask, lock: bool) -> None:
+    def _open(self, config: RunConfig, make_task: MakeTask, processes: PartialState, lock: bool) -> None:
         check_ranks_agree(config.shared)
-        self.strategy = Replicated(self.accelerator)
-        if config.parallel == "fsdp":
-            from gpt2_ddp.training.sharded import Sharded
-
-            self.strategy = on_every_rank(partial(Sharded, self.accelerator, config))
-        on_every_rank(partial(check_compiler, config.train.compile, self.accelerator.device))
+        device: Any = processes.device
+        on_every_rank(partial(check_compiler, config.train.compile, device))
         self.folder = RunFolder(config, lock)
         self._closing.callback(self.folder.release)
         if lock and elastic_nodes():
@@ -98,7 +94,15 @@ class Run:
         if lock:
             self.watchdog.report_to(self._report(), lambda reason: self.log.write_failure(self.step, reason))
         self.watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
-        self._start, self._parent = find_start(config, self.store, self.accelerator.print)
+        self._start, self._parent = find_start(config, self.store, processes.print)
+        before = self._start.config["train"].get("mixed_precision", "") if self._start else ""
+        config, precision, self.speeds = settle_precision(config, device, before)
+        self.accelerator: Accelerator = make_accelerator(precision)
+        self.strategy = Replicated(self.accelerator)
+        if config.parallel == "fsdp":
+            from gpt2_ddp.training.sharded import Sharded
+
+            self.strategy = on_every_rank(partial(Sharded, self.accelerator, config))
         self.task: Task = make_task(config, self.accelerator, self._start)
         if self._start:  # for a run that is complete: `load` does it for all others
             self.progress = self._start.state.progress.model_copy(deep=True)
@@ -227,6 +231,8 @@ class Run:
         start = {"event": "start", **begins.identity, "steps": self.steps}
         start |= {"config": config.model_dump(mode="json"), "command": shlex.join(sys.argv)}
         start |= {"commit": git_commit(), "hardware": describe_hardware(), **self.store.listing()}
+        if self.speeds:
+            start["gflops"] = self.speeds
         self.log.resume(self._start.state.log if self._start else LogEnd(), progress, start)
         self.log.write_config(config)
         if parent and progress.branched_from:
@@ -422,7 +428,8 @@ def describe_start(run: Run) -> list[str]:
     rows = [max(len(part), task.feed.rows) for ranks in shares for part in ranks]
     padding = sum(rows) / task.feed.step_size - 1
     begins = f"resumes from step {run.step}" if run.step else "starts"
-    count, kind, precision = accelerator.num_processes, accelerator.device.type, describe_precision(accelerator)
+    count, kind = accelerator.num_processes, accelerator.device.type
+    precision = describe_precision(accelerator.mixed_precision, accelerator.device, run.speeds)
     kind += ", fsdp" * (run.config.parallel == "fsdp")
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}, precision {precision}"
     what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
