@@ -51,11 +51,15 @@ def cell(text: Path, folder: Path, architecture: str, optimizer: str, **more: An
 
 
 def train_all(configs: list[TrainingConfig]) -> list[str]:
-    """Trains one after another on the ranks of this process; the outcomes."""
+    """Trains one after another on the ranks of this process; the outcomes. The watchdog bounds the collectives of every
+    group."""
     from accelerate import Accelerator
+    from torch.distributed.distributed_c10d import _world
 
     Accelerator.end_training = lambda self: None  # which would disconnect the ranks
-    return [train(config) for config in configs]
+    outcomes = [train(config) for config in configs]
+    assert {group._get_backend(torch.device("cpu")).options._timeout for group in _world.pg_map} <= {LONGEST}
+    return outcomes
 
 
 def compare(one: Path, other: Path) -> dict[str, float]:
