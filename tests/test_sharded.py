@@ -17,6 +17,7 @@ from runs import assert_same, built, newest_checkpoint, rows, train, training_co
 from safetensors.torch import load_file
 
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training import loop

@@ -17,9 +17,9 @@ from pydantic import BaseModel
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, MODEL, STATE, Checkpoint
 from gpt2_ddp.checkpoint.run_files import CONFIG, HASH, METRICS, SAMPLES, STATUS, Outcome, is_rollback, read_lines
-from gpt2_ddp.config.base import flat, leaves
+from gpt2_ddp.config.base import flat, leaves, nearest
 from gpt2_ddp.config.cli import read_yaml
-from gpt2_ddp.config.hints import complete, nearest
+from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.kinds import CONFIGS, guess_kind, read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig, check_writable
