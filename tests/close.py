@@ -44,6 +44,8 @@ def _pairs(actual: Any, expected: Any) -> Iterator[tuple[np.ndarray, np.ndarray]
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):
             yield from _pairs(one, other)
+    elif expected is None:
+        assert actual is None
     else:
         one, other = (v.detach().double().numpy() if isinstance(v, torch.Tensor) else v for v in (actual, expected))
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)

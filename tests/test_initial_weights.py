@@ -390,7 +390,7 @@ def test_a_run_needs_no_transformers(monkeypatch):
 @pytest.mark.parametrize("changes", [{"n_embd": 64}, {"n_layer": 3, "bias": False}, {"n_inner": 48}, {"n_head": 4},
                                      {"block_size": 64}, {"architecture": "llama"}])  # fmt: skip
 def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_hashed(changes, tmp_path):
-    place = Path(shutil.copytree(find_checkpoint(GOLDEN / "gpt2_run").path, tmp_path / "step-00000008"))
+    place = Path(shutil.copytree(find_checkpoint(GOLDEN / "gpt2_run").path, tmp_path / "step-00000010"))
     weights = place / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"spam")
     own = find_checkpoint(place, weights=False).config["model"]

@@ -21,7 +21,7 @@ from gpt2_ddp.checkpoint.run_files import read_lines
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import launch as launching
-from gpt2_ddp.distributed.environment import usable_cores
+from gpt2_ddp.distributed.environment import unset_unfilled_variables, usable_cores
 from gpt2_ddp.distributed.launch import pick_precision, start_run
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training import precision
@@ -55,6 +55,7 @@ def digest(config_file: str, name: str) -> tuple[str, int]:
 
 def train_in(env: dict[str, str], config: TrainingConfig) -> str:
     os.environ.update(env)
+    unset_unfilled_variables()  # as a command does
     return train(config)
 
 

@@ -75,7 +75,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
      ["--model.block_size", "99999", "--train.global_batch_tokens", "99999"], "a window needs 100000 tokens"),
     "a file for an output folder": (lambda place: None, ["--output_dir", "/dev/null"], "Not a directory"),
     "init_from another model": (lambda place: None, ["--train.init_from", str(GOLDEN / "gpt2_run")],
-     "has another tokenizer"),
+     "model.n_layer = 2"),
     "resuming with other fields": (with_a_run, ["--seed", "5", "--optim.lr", "0.01"], "seed = 5"),
     "fresh in a folder in use": (with_a_run, ["--fresh"], "nothing is overwritten"),
     "no intact checkpoint": (no_intact_checkpoint, [], "none is intact"),

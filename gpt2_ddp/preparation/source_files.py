@@ -91,8 +91,10 @@ def find_files(source: str, without: str | None = None, split: str = "train") ->
 
 def library_files() -> list[Path]:
     """Python's own modules, without tests, tables and installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    found = (path for path in root.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(root).parts))
+    found: list[Path] = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = set(folders) - NOT_LIBRARY  # these are not listed: a machine's packages may have 100,000 files
+        found += (Path(folder, name) for name in names if name.endswith(".py"))
     return sorted(path for path in found if not _is_table(path, path.stat().st_mtime_ns))
 
 
