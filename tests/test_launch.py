@@ -144,6 +144,7 @@ def test_an_interface_that_is_not_there_is_named_by_each_rank(tiny_config):
         run_ranks(connect, 2, tiny_config(), "eth7")
 
 
+@pytest.mark.slow
 def test_once_connected_ranks_wait_as_long_as_the_watchdog_allows(tiny_config):
     """While they connect it is `train.patience_seconds`."""
     assert run_ranks(wait_for_main, 2, tiny_config({"train.patience_seconds": 40})) == [["done"] * 2] * 2
@@ -219,6 +220,7 @@ def train_measured(config: TrainingConfig, *speeds: float) -> str:
     return train(config)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_precision_that_was_measured_first(corpus, tmp_path):
     changes = {"train.mixed_precision": "fast", "optim.decay_steps": 9}
     for steps, speeds in ((1, (1.0, 2.0)), (2, (2.0, 1.0))):

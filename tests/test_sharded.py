@@ -122,6 +122,7 @@ def train_own(configs: list[TrainingConfig]) -> list[str]:
     return [loop.train(config, OwnModel).outcome for config in configs]
 
 
+@pytest.mark.slow
 def test_muon_and_sharding_of_a_model_without_blocks(text, tmp_path):
     """Stacks of matrices are Muon's. The runs are equal, but for the order of sums."""
     changes = {"optim.embedding_lr": 0.01, "train.steps": 8, "eval.every": 8}
