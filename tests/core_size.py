@@ -19,7 +19,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CEILINGS = {"loaded": 59_556, "reachable": 82_198, "product": 173_182, "tests": 244_146}
-"""Most tokens."""The package's files that a training of three steps has imported."""
+"""Most tokens."""
+PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
+
+PROBE = """
+import json, runpy, sys
+out, sys.argv = sys.argv[1], sys.argv[2:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code
+files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "gpt2_ddp"]
+json.dump(files, open(out, "w"))
+"""
+DATA = "--source stdlib --tokenizer gpt2 --max_documents 200"
+TRAINING = (
+    "--run_name a --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.steps 3 "
+    "--train.global_batch_tokens 256 --train.micro_batch_size 4 --eval.tokens 256 --optim.warmup_steps 1"
+)
+
+
+def loaded_files() -> list[Path]:
+    """The package's files that a training of three steps has imported."""
     with tempfile.TemporaryDirectory() as folder:
         data, out = f"{folder}/data", f"{folder}/files.json"
         prepare = ["scripts/prepare_data.py", "--output", data, *DATA.split()]
