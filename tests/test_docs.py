@@ -178,14 +178,13 @@ def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path)
     shutil.copytree(stand_ins, folder, symlinks=True)
     if page.name == "README.md":  # it makes this itself
         shutil.rmtree(folder / "runs/stdlib")
-    elif page.name == "export.md":
-        (folder / "runs/stdlib/checkpoints/step-00000400").symlink_to("step-00000004")
     wrong = []
     each_once = {shlex.join(command.words): command for command in commands(page) if not command.reason}
     if page.name == "README.md":
         each_once = {words: command for words, command in each_once.items() if words not in ELSEWHERE}
     for number, command in enumerate(each_once.values()):
-        found = run(command.smaller(number), folder, launches=page.name == "README.md")
+        text = command.smaller(number).replace("step-00000400", "step-00000004")  # the stand-in's only checkpoint
+        found = run(text, folder, launches=page.name == "README.md")
         print(f"{page.name}:{command.line}: {command.text} -> {found.returncode}")
         if found.returncode or "Traceback" in found.stderr:
             wrong.append(f"{page.name}:{command.line}: {command.text}\n{found.stdout[-500:]}{found.stderr[-2000:]}")
