@@ -17,7 +17,7 @@ from gpt2_ddp.model import architecture
 from gpt2_ddp.model.architecture import causal_attention
 from gpt2_ddp.model.generate import KVCache, Sampling, decode, generate
 from gpt2_ddp.model.gpt import GPT, count_parameters
-from gpt2_ddp.model.optim import build_optimizer, muon_matrices
+from gpt2_ddp.model.optim import EPSILON, build_optimizer, muon_matrices
 from gpt2_ddp.model.transformers_layout import CLASSES, from_transformers, to_transformers, transformers_config
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
@@ -82,7 +82,7 @@ def test_ten_steps_end_where_those_of_transformers_do(kind, key_heads):
     model = make(kind, key_heads, scale=1.0)
     theirs = reference(model).train()
     config = OptimConfig(lr=5e-3, weight_decay=0.0)
-    other = torch.optim.AdamW(theirs.parameters(), lr=5e-3, betas=config.betas, eps=config.eps, weight_decay=0.0)
+    other = torch.optim.AdamW(theirs.parameters(), lr=5e-3, betas=config.betas, eps=EPSILON, weight_decay=0.0)
     optimizers, generator = (build_optimizer(model, config), other), torch.Generator().manual_seed(1)
     for _ in range(10):
         tokens = torch.randint(0, VOCABULARY // 8, (4, 33), generator=generator)

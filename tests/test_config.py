@@ -191,7 +191,7 @@ def test_complete_fills_in_what_has_come_since_and_lists_what_is_there_no_more()
     """It checks no values."""
     saved = yaml.safe_load(dump(train("--optim.lr", "1e-3", "--tracking.project", "x")))
     today = yaml.safe_load(dump(train("--optim.lr", "1e-3")))
-    del saved["optim"]["eps"], saved["optim"]["betas"], saved["tracking"], saved["seed"]
+    del saved["optim"]["betas"], saved["tracking"], saved["seed"]
     assert complete(TrainingConfig, saved) == complete(TrainingConfig, today) == (today, [])
     for given in ({"tracking": {"project": "x"}}, {}):
         assert complete(ClassifierConfig, given)[0]["tracking"]["log_every"] == 50
@@ -224,7 +224,6 @@ MISTAKES = """
 --optim.lr 1e-5 | optim.min_lr
 --optim.decay_steps 700 | optim.warmup_steps
 --optim.muon_lr 0.02 | optim.muon_lr
---optim.name muon --optim.muon_momentum 1 | optim.muon_momentum
 --train.steps null | train.steps
 --run_name ../x | run_name
 --run_name 'my run' | run_name

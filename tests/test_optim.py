@@ -19,7 +19,15 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.muon import orthogonal
-from gpt2_ddp.model.optim import OPTIMIZERS, build_optimizer, default_decay_steps, lr_at, muon_matrices, schedule_note
+from gpt2_ddp.model.optim import (
+    MOMENTUM,
+    OPTIMIZERS,
+    build_optimizer,
+    default_decay_steps,
+    lr_at,
+    muon_matrices,
+    schedule_note,
+)
 from gpt2_ddp.model.roles import Role
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.optimizer import GuardedOptimizer
@@ -146,7 +154,7 @@ def test_muon_steps_each_matrix_of_a_stack(shape):
 @float64(torch.bfloat16)
 def test_a_plain_loop_with_torchs_muon_is_the_same():
     """Twenty steps: every loss, and every weight in the end."""
-    config = OptimConfig(name="muon", lr=4e-3, muon_lr=0.02, weight_decay=0.2, muon_momentum=0.9)
+    config = OptimConfig(name="muon", lr=4e-3, muon_lr=0.02, weight_decay=0.2)
     torch.manual_seed(0)
     ours, plain = GPT(TINY, 100), GPT(TINY, 100)
     plain.load_state_dict(ours.state_dict())
@@ -157,7 +165,7 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
     vectors = [p for p in plain.parameters() if p.dim() == 1]
     groups = [{"params": embeddings, "weight_decay": 0.2}, {"params": vectors, "weight_decay": 0.0}]
     theirs = [torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)]
-    theirs += [torch.optim.Muon(matrices, weight_decay=0.2, momentum=0.9)]
+    theirs += [torch.optim.Muon(matrices, weight_decay=0.2, momentum=MOMENTUM)]
     for step in range(1, 21):
         tokens = torch.randint(100, (4, 5))
         losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (ours, plain)]

@@ -158,7 +158,7 @@ def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_pat
     place = run / "checkpoints/step-00000005"
 
     def other(values: dict) -> None:
-        del values["optim"]["eps"], values["model"]["bias"]
+        del values["optim"]["betas"], values["model"]["bias"]
         values["optim"]["nesterov"] = True
 
     edit(place / "config.yaml", other)

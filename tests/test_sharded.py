@@ -165,7 +165,7 @@ SCARCE = {"model.architecture": "qwen3", "model.n_embd": 8, "model.n_head": 4, "
     "changes",
     [
         SCARCE | {"eval.task_items": 2},
-        {"launch.replicas": 2, "launch.reduce": "each", "guard.check_every": 2, "train.micro_batch_size": 1},
+        {"launch.replicas": 2, "launch.reduce": "each", "train.micro_batch_size": 1},
         {"launch.replicas": 4, "checkpoint.background": True, "launch.reshard": False},
     ],
 )

@@ -196,7 +196,7 @@ def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypa
     """With all three trackers. Before the first checkpoint and after it: trackers that write late lack rows from before
     it."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    tracking = {"log_with": ["tensorboard", "wandb", "trackio"], "tags": ["a", "b"], "group": "g", "log_every": 1}
+    tracking = {"log_with": ["tensorboard", "wandb", "trackio"], "log_every": 1}
     config, run = training_config(corpus, tmp_path, {"tracking": tracking} | changes), tmp_path / "run"
     train_with_kills(config, tmp_path, kills or [6, 12, *sorted(random.Random(0).randint(3, 57) for _ in range(10))])
     wanted = in_metrics(run)

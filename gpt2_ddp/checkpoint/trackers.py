@@ -82,13 +82,12 @@ def _tensorboard(config: RunConfig, run_id: str, folder: Path) -> Running:
 def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
     """A run of wandb; offline, in the run folder, when nobody is logged in and WANDB_MODE is not set."""
     mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
-    tracking = config.tracking
     if mode == "offline":
         for before in folder.glob(f"wandb/offline-run-*-{run_id}"):
             shutil.rmtree(before, ignore_errors=True)
     resume = "allow" if mode == "online" else None  # offline it would be ignored, with a warning
     own = {"name": config.run_name, "id": run_id, "resume": resume, "mode": mode, "dir": str(folder)}
-    tracker = WandBTracker(tracking.project, entity=tracking.entity, group=tracking.group, tags=tracking.tags, **own)
+    tracker = WandBTracker(config.tracking.project, **own)
     tracker.start()
     tracker.store_init_configuration(config.model_dump(mode="json"))
     return Running(tracker, tracker.run.starting_step - 1)
@@ -97,7 +96,7 @@ def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
 def _trackio(config: RunConfig, run_id: str, folder: Path) -> Running:
     """A run of trackio, which finds its runs by their names: so the id is part of it."""
     settings = {"name": f"{config.run_name}-{run_id}", "config": config.model_dump(mode="json")}
-    tracker = TrackioTracker(config.tracking.project, group=config.tracking.group, resume="allow", **settings)
+    tracker = TrackioTracker(config.tracking.project, resume="allow", **settings)
     tracker.start()
     return Running(tracker, tracker.run._next_step - 1)  # of a Space, too, where no file here would say
 

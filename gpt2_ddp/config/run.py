@@ -78,9 +78,6 @@ class GuardConfig(Section):
     """limit of the loss, in standard deviations above its running mean; null: no limit for finite losses"""
     patience: int = Field(default=20, ge=1)
     """number of bad steps in a row after which the run has diverged"""
-    check_every: int | None = Field(default=None, ge=1)
-    """steps between replica checks, which compare the weights and optimizer state of all ranks; null: only before each
-    checkpoint"""
 
 
 class KeepConfig(Section):
@@ -104,12 +101,6 @@ class TrackingConfig(Section):
         str, named(r"^\w[^/\\#?%:]*$", "without / \\ # ? % and :, beginning with a letter, digit or _")
     ] = "gpt2_ddp"
     """project name in the trackers"""
-    entity: str | None = None
-    """wandb: user or team that owns the project; null: your default"""
-    group: str | None = None
-    """wandb and trackio: name of a group of runs; null: none"""
-    tags: tuple[str, ...] = ()
-    """wandb: tags of the run"""
     peak_flops: float | None = Field(default=None, gt=0)
     """peak of one device in dense bf16 FLOP/s, for the MFU; null: the data sheet's value, for known devices"""
 

@@ -52,9 +52,6 @@ class DataConfig(Section):
     the command line; a phase may change until the run reaches it"""
     prepare: str | None = None
     """configuration of prepare_data.py to run first if shards are missing; its output is path, or a folder of path"""
-    verify_hashes: Literal["always", "changed", "never"] = "changed"
-    """shards whose SHA-256 is checked before the first step, at about 1 s per GB (estimate); changed: those whose size,
-    times or inode differ from the last check, which misses silent corruption on the disk"""
     workers: int = Field(default=0, ge=0, le=64)
     """loader processes per rank; 0: read in the training process, about 0.1 ms a batch (estimate)"""
 
@@ -147,8 +144,6 @@ class OptimConfig(ClipConfig):
     """peak learning rate of embeddings that no matrix product reads, on the same schedule; null: lr"""
     muon_lr: float = Field(default=0.01, gt=0)
     """muon: peak learning rate of the matrices; the schedule is the same: always muon_lr / lr times AdamW's rate"""
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    """muon: decay rate of the momentum"""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """learning rate after the warm-up: cosine decay, wsd (warmup-stable-decay) or constant"""
     warmup_steps: int = Field(default=700, ge=0)
@@ -161,8 +156,6 @@ class OptimConfig(ClipConfig):
     """decoupled weight decay of matrices and embeddings; biases and LayerNorms have none"""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW: decay rates of the first and second moment"""
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW: epsilon"""
     grad_clip: float = Field(default=1.0, ge=0)
     """limit of the global gradient norm; 0: no clipping"""
 

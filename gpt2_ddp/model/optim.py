@@ -15,6 +15,10 @@ from gpt2_ddp.model.roles import roles
 
 STATE_NUMBERS = "state_numbers"
 """Key of a parameter group: numbers in the optimizer state for each number of its parameters, for estimates; else 2."""
+MOMENTUM = 0.95
+"""Decay rate of Muon's momentum."""
+EPSILON = 1e-8
+"""AdamW's epsilon."""
 NOBODY = "the model trains no parameter of the role {}; {}, or name some in the model's parameter_roles"
 
 
@@ -29,17 +33,17 @@ def build_optimizer(model: nn.Module, config: OptimConfig, bf16: bool = False) -
 
 def adamw(model: nn.Module, config: OptimConfig) -> Optimizer:
     """PyTorch's fused AdamW."""
-    return without_dynamo(AdamW)(decay_groups(model, config), config.lr, config.betas, config.eps, fused=True)
+    return without_dynamo(AdamW)(decay_groups(model, config), config.lr, config.betas, EPSILON, fused=True)
 
 
 def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
     """Muon for the matrices, at `relative_lr` times the learning rate, and AdamW for the others."""
     from gpt2_ddp.model.muon import MuonAdamW
 
-    matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, "momentum": config.muon_momentum}
+    matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, "momentum": MOMENTUM}
     matrices |= {"relative_lr": config.muon_lr / config.lr, STATE_NUMBERS: 1}
     groups = [*decay_groups(model, config, {*matrices["params"]}), matrices]
-    return without_dynamo(MuonAdamW)(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True})
+    return without_dynamo(MuonAdamW)(groups, {"lr": config.lr, "betas": config.betas, "eps": EPSILON, "fused": True})
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig], Optimizer]] = {"adamw": adamw, "muon": muon}

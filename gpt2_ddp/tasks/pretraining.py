@@ -224,12 +224,10 @@ class Pretraining:
         self.feed = Feed(self._corpus.order, batch, self._corpus.source, accelerator, config.data.workers)
 
     def check_hashes(self, record: bool = True) -> None:
-        """Hashes the shards that `data.verify_hashes` selects (`verify_shards`). Raises: UserError."""
+        """Hashes the shards that have changed since they were last hashed (`verify_shards`). Raises: UserError."""
         data, accelerator = self.config.data, self.accelerator
-        if data.verify_hashes == "never":
-            return
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
-        share = (accelerator.local_process_index, local_world, data.verify_hashes == "changed", record)
+        share = (accelerator.local_process_index, local_world, True, record)
         for path, manifest in zip(data.paths, self.manifests, strict=True):
             on_every_rank(partial(verify_shards, Path(path), manifest, *share))
 

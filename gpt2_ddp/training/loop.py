@@ -197,8 +197,6 @@ def next_step(run: Run) -> str:
             break
         if problem := roll_back(run):
             return problem
-    if (every := run.config.guard.check_every) and run.step % every == 0:
-        run.check_replicas()
     due = result.due
     row = finite(_row(run, result)) if due.log or due.evaluate else {}
     run.progress.pending = Pending(row=row, evaluate=due.evaluate, sample=due.sample, save=due.save)

@@ -72,7 +72,7 @@ def settings(corpus: Path, folder: Path, steps: int) -> TrainingConfig:
     train = {"steps": steps, "global_batch_tokens": 24 * 32, "micro_batch_size": 4, "device": "cpu"}
     train["patience_seconds"] = PATIENCE
     changes = {"train": train, "data": {"path": str(corpus), "workers": 1}, "eval": {"every": 150, "tokens": 4000}}
-    changes |= {"guard": {"patience": 3, "check_every": 10}, "checkpoint": {"every": 25, "keep_last": 2}}
+    changes |= {"guard": {"patience": 3}, "checkpoint": {"every": 25, "keep_last": 2}}
     changes |= {"model.dropout": 0.1, "optim.decay_steps": 100_000}
     return training_config(corpus, folder, changes)
 
