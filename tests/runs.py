@@ -252,16 +252,26 @@ def reseal(file: Path) -> None:
     (file.parent / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
 
 
-def record(checkpoint: Path) -> None:
-    """Makes the rows of its run record a checkpoint as it is now, as a forger would."""
-
-    def edit(rows: list[dict]) -> None:
-        for row in rows:
-            found = row if row.get("event") == "checkpoint" else row.get("checkpoint") or {}
-            if found.get("step") == int(checkpoint.name[5:]):
-                found["sha256"] = sha256_file(checkpoint / MANIFEST)
-
-    edit_rows(checkpoint.parent.parent, edit)
+def forge(run: Path, edit: Callable[[list[dict]], object] = lambda rows: None) -> None:
+    """Edits the rows, and makes all hashes in rows and checkpoints fit again, as a patient forger would."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    edit(rows)
+    chain = FIRST_CHAIN
+    after = {chain: chain}  # new chains by old ones
+    lines = []
+    for row in rows:
+        old = row.pop("chain")
+        saved = row if row.get("event") == "checkpoint" else row.get("checkpoint")
+        place = run / f"checkpoints/step-{saved['step']:08d}" if saved else run
+        if (place / MANIFEST).is_file():
+            before = json.loads((place / "state.json").read_text())["log"]["chain"]
+            change(place / "state.json", before, after.get(before, before))
+            reseal(place / "state.json")
+            saved["sha256"] = sha256_file(place / MANIFEST)
+        text = json.dumps(row)
+        chain = after[old] = next_chain(chain, text)
+        lines.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
+    (run / "metrics.jsonl").write_text("".join(lines))
 
 
 def edit_rows(run: Path, edit: Callable[[list[dict]], object]) -> None:

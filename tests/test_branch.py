@@ -20,17 +20,12 @@ from gpt2_ddp.checkpoint.run_files import is_event
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import Feed, GlobalBatch
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.reports.verify_rows import Records, replay_order
 from gpt2_ddp.state import LogEnd, Pending, Progress
 from gpt2_ddp.tasks.pretraining import Pretraining, resolve
-from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.branch import BRANCHES, branch_off, find_parent, register_branch
 
 ALONE: Any = SimpleNamespace(num_processes=1, is_main_process=True)
@@ -139,43 +134,6 @@ def test_a_branch_goes_back_to_its_beginning_and_is_branched_off_again(tmp_path,
     assert untimed_events(tmp_path / "second")[0]["skipped_ranges"] == [[60, 120]]
     for name in ("branch", "second"):
         assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
-
-
-def test_a_forged_beginning_is_a_defect(corpus, tmp_path):
-    """Of a branch whose parent had passed over two stretches, one of them widened by a second rollback."""
-    order = Order(1337, (read_manifest(corpus).tokens("train") - 1) // 32)
-    feed, skipped = Feed(order, GlobalBatch(24, contiguous(1, 1))), []
-    for step in range(6):
-        for gap in {2: [(48, 96)], 4: [(144, 150), (150, 200)]}.get(step, []):
-            feed.skip_range(*gap)
-            skipped.append(list(gap))
-        feed.next_step()
-    event = {"event": "branch", "step": 6, "position": feed.position, "skipped_ranges": skipped}
-    records = {"line 1": event | {"order_digest": feed.order_digest}}
-    for step in (7, 8):
-        feed.next_step()
-        row = {"step": step, "tokens": step * 24 * 32, "order_digest": feed.order_digest, "skipped_ranges": skipped}
-        records[f"line {step}"] = row
-
-    config = training_config(corpus, tmp_path, {"train.global_batch_tokens": 24 * 32})
-
-    def defects(records: Records) -> list[str]:
-        history = replay_order(config, [read_manifest(corpus)], records, {})
-        assert history is not None
-        return [f"{place}: {defect}" for place, record in records.items() for defect in history.check(record)]
-
-    assert defects(records) == []
-    for altered in (
-        {"position": feed.position},
-        {"step": 5},
-        {"order_digest": "f" * 64},
-        {"skipped_ranges": [[48, 96], [144, 200]]},
-        {"skipped_ranges": [[48, 97], [144, 150], [150, 199]]},
-        {"skipped_ranges": [[96, 48], [144, 296]]},
-    ):
-        found = defects(records | {"line 1": records["line 1"] | altered})
-        assert found, altered
-        assert found[0].startswith("line 1"), found
 
 
 def test_what_it_branches_off_may_lie_elsewhere_on_another_machine(branching):

@@ -218,6 +218,6 @@ def test_the_trainer_in_mixed_precision_and_by_launchers(whole_trainer, tmp_path
         assert done.returncode == 0, done.stderr
         ends[name] = end_of(torch.load(folder / "runs/hello_trainer.pt"))[:2]
     plain = end_of(whole_trainer(2, ""))[:2]
-    assert_close(ends["torchrun"], ends["accelerate"], 1e-2, says=ends)
-    assert_close(ends["torchrun"], plain, 2e-2, says=(ends, plain))
+    assert_close(ends["torchrun"], ends["accelerate"], 2e-2, says=ends)
+    assert_close(ends["torchrun"], plain, 4e-2, says=(ends, plain))
     assert distance(ends["torchrun"], plain) > 1e-5, "bf16 rounds"

@@ -17,9 +17,9 @@ import yaml
 from ranks import in_turn, run_ranks, run_until_killed, start_ranks, wait_until
 from runs import (
     expect_defect,
+    forge,
     job_config,
     lasting_state,
-    record,
     reseal,
     rows,
     said,
@@ -170,7 +170,7 @@ def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_pat
         del state["feed"]["skipped_ranges"], state["setup"]["threads"], state["setup"]["versions"]
 
     edit(place / "state.json", less)
-    record(place)
+    forge(run)
     (_, text, _), _ = run_ranks(said, 2, train, training_config(trained.parent / "data", tmp_path))
     assert [line for line in text.splitlines() if "optim.nesterov" in line and "ignored" in line]
     assert untimed(run) == untimed(trained)

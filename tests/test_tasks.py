@@ -140,4 +140,4 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
     assert "items.jsonl, line 1: is not JSON" in refused
     assert max(row["step"] for row in rows(run)) == 11
     assert code == 0, "training does not depend on the items"
-    assert all(part in verdict for part in ("bit for bit", "without task scores")), verdict
+    assert "bit for bit" in verdict

@@ -199,11 +199,10 @@ class VerifyConfig(Command):
     replay: Replay = None
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
     folder, on as many processes as the run had; null: train nothing"""
-    rescore: bool = False
-    """also evaluate each kept checkpoint that has a val_loss again, and compare: finds replaced weights"""
     anchor: str | None = None
-    """file outside the run folder: the newest checkpoint's step, chain and SHA-256 of its weights. An existing anchor
-    is compared with the run. If the run is intact, its newest checkpoint is written to the file. null: no anchor"""
+    """chain of a row, as trackers show it, which the run must have; or a file outside the run folder, with the newest
+    checkpoint's step, chain and SHA-256 of its weights. An existing file is compared with the run. If the run is
+    intact, its newest checkpoint is written to the file. null: no anchor"""
 
 
 class CheckClusterConfig(Command):

@@ -1,38 +1,61 @@
-"""Consistency of a run's records with each other and with its data.
+"""The seal of a run: the chain of its rows, and what their hashes pin. docs/verify.md lists what each check finds.
 
-docs/verify.md lists what each check finds, and the limits of all.
+A row's chain is a hash of all rows before it, so what a sound chain holds needs no rule of its own. The rows pin the
+checkpoints, the samples, the configuration and the data. What follows from these is recomputed (`recompute`), and
+steps can be trained again (`replay`).
 """
 
 import hashlib
-import json
 import os
 import random
-from collections.abc import Generator, Iterator, Sequence
+import re
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from io import BytesIO
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, ValidationError
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, MODEL, STATE, Checkpoint
-from gpt2_ddp.checkpoint.run_files import CONFIG, HASH, METRICS, SAMPLES, STATUS, Outcome, is_rollback, read_lines
-from gpt2_ddp.config.base import flat, leaves, nearest
+from gpt2_ddp.checkpoint.checkpoint import (
+    MANIFEST,
+    MODEL,
+    STATE,
+    Checkpoint,
+    CorruptCheckpoint,
+    list_checkpoints,
+    record_defect,
+    verify,
+)
+from gpt2_ddp.checkpoint.run_files import (
+    CONFIG,
+    HASH,
+    METRICS,
+    SAMPLES,
+    STATUS,
+    Outcome,
+    is_event,
+    is_rollback,
+    next_chain,
+    parse_lines,
+    read_lines,
+    split_chain,
+)
+from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
-from gpt2_ddp.config.hints import complete
-from gpt2_ddp.config.kinds import CONFIGS, guess_kind, read_config
-from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.kinds import read_config
+from gpt2_ddp.config.run import MOST_ITEMS
 from gpt2_ddp.config.tools import VerifyConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, token_dtype
-from gpt2_ddp.data.mixture import identity, past, phases_of, read_manifests, recorded
-from gpt2_ddp.data.shards import check_shard, count_windows
+from gpt2_ddp.data.mixture import read_manifests, recorded
+from gpt2_ddp.data.shards import check_shard
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json, sha256_file, write_atomically
-from gpt2_ddp.reports.replay import Finding, Span, plan, replay, rescore, setting_defects
-from gpt2_ddp.reports.verify_checkpoints import Checkpoints, check_checkpoints, check_tokenizer_file, read_checkpoints
-from gpt2_ddp.reports.verify_rows import Log, Record, Records, Schedule, Values, differing, in_parts, replay_order
-from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, Digest, FeedState
+from gpt2_ddp.reports.recompute import Record, recompute
+from gpt2_ddp.reports.replay import Finding, Span, plan, replay
+from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, Digest, FeedState, Mixture, Positive
 
 LINE = 1000
 """Most characters of a printed line."""
@@ -40,47 +63,107 @@ SHOWN = 5
 """Most defects of one kind to print; the others are counted."""
 SAMPLED = 8
 """Number of shards that `sampled` hashes."""
-FIXED = ("kind", "run_id", "epoch_size", "tokenizer_sha256", "vocab_size", "data_manifest", "data_hash")
-FIXED += ("global_batch_size",)
-"""Fields of starts and states that never change in a run."""
-OF_STEP = {"step", "val_loss", "noise_scale", "rollbacks", "skipped", *FeedState.model_fields}
-"""Fields of states that the start before them does not have."""
-STATES = ("running", "failed", *get_args(Outcome))
-"""Values of `state` in status.json."""
+CHAIN = re.compile("[0-9a-f]{64}")
+Checkpoints = dict[str, Checkpoint]
+"""Intact checkpoints, by the place of their state in the run folder."""
 
 
-class SampleLine(NamedTuple):
-    """A line of samples.jsonl: its row without texts, and the SHA-256 of the file up to it."""
+class Row(FeedState, strict=True):
+    """The fields of rows that the checks read. The chain holds the others."""
 
-    step: Any
-    is_rollback: bool
-    sha256: str
+    step: Count
+    event: str | None = None
+    config: dict[str, Any] = Field({})
+    steps: Count = 0
+    lr: float | None = None
+    epoch_size: Positive = 1
+    global_batch_size: Annotated[int, Field(ge=1, le=MOST_ITEMS)] = 1
+    data_manifest: str = ""
+    mixture: Mixture | None = None
+    undone: Count = Field(0, alias="from")
+    kept: list[Count] = Field([])
+    rejected: list[str] = Field([])
 
 
 class Anchor(BaseModel, strict=True):
-    """A checkpoint that the run must have passed: its step, its chain, and the SHA-256 of its weights."""
+    """The chain that a run must have had. From a file also: the step and weights of the checkpoint with this chain, and
+    the chain of the last row then."""
 
-    step: Count
     chain: Digest
-    sha256: Digest
+    step: Count | None = None
+    sha256: Digest | None = None
+    newest: Digest | None = None
+
+
+class Log:
+    """The rows of metrics.jsonl. `rows` reads them again, so the memory holds events alone.
+
+    Args:
+        chains: chains to look for.
+
+    Attributes:
+        events: by place. last: the last row. count: number of rows of steps. chain: of the last row.
+        seen: of each of `chains`, the number of events up to its row. loose: number of steps' rows after all of them.
+        defects: of the rows and the chain; a torn last line after a kill is allowed.
+    """
+
+    def __init__(self, file: Path, chains: set[str]):
+        self._stream = file.open("rb") if file.is_file() else BytesIO()  # the same file, if a resume replaces it
+        self._lines = 0
+        self.count = 0
+        self.loose = 0
+        self.chain = FIRST_CHAIN
+        self.events: dict[str, Record] = {}
+        self.seen: dict[str, int] = {}
+        self.last: Record = {}
+        self.defects: list[str] = []
+        for line in parse_lines(self._stream):
+            if not line.torn:
+                self._lines = line.number
+                self._add(f"{METRICS}, line {line.number}", line.text, line.row or {}, chains)
+        if next(iter(self.events.values()), {}).get("event") != "start":
+            self.defects.append(f"{METRICS}: has no start in its first row")
+
+    def _add(self, place: str, line: str, row: Record, chains: set[str]) -> None:
+        text, chain = split_chain(line)
+        if chain != next_chain(self.chain, text):
+            reason = "its chain is wrong: this row was changed, or a row before it is missing"
+            self.defects.append(f"{place}: {reason if chain else 'has no chain'}")
+        self.chain = chain or self.chain
+        try:
+            Row.model_validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            self.defects.append(f"{place}: is no row: {'.'.join(map(str, first['loc']))} is {first['input']}")
+            return
+        self.last = row
+        if is_event(row):
+            self.events[place] = row
+        else:
+            self.count += 1
+            self.loose += 1
+        if chain in chains:
+            self.seen[chain] = len(self.events)
+            self.loose = 0
+
+    def rows(self) -> Iterator[tuple[str, Record]]:
+        """The place and content of each row, if there are no defects."""
+        self._stream.seek(0)
+        for line in islice(parse_lines(self._stream), self._lines):
+            yield f"{METRICS}, line {line.number}", line.row or {}
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Found:
     """The readable content of a run folder, and the defects that reading checkpoints found."""
 
     run: Path
     settings: Record  # config.yaml
-    config: RunConfig
-    log: Log
-    checkpoints: Checkpoints
     status: Record | None  # None without a status.json; {} if it is no JSON
-    samples: list[SampleLine]  # the whole lines of samples.jsonl
-    damage: list[str]
-
-    @property
-    def states(self) -> Records:
-        return {place: checkpoint.state.record for place, checkpoint in self.checkpoints.items()}
+    checkpoints: Checkpoints
+    damaged: list[str]
+    log: Log
+    samples: list[str]  # SHA-256 of samples.jsonl up to each line
 
     def events(self, name: str) -> list[Record]:
         return [row for row in self.log.events.values() if row["event"] == name]
@@ -88,10 +171,11 @@ class Recorded:
 
 def verify_run(command: VerifyConfig) -> int:
     """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the defects of each check, and
-    a `note` for what could not be checked. With `--rescore`, evaluates checkpoints again; with `--replay`, trains a
-    part of the run again. With `--anchor`, compares the run with a file, and writes the file anew if all is intact.
+    a `note` for what could not be checked. With `--replay`, trains a part of the run again. With `--anchor`, compares
+    the run with a chain or a file, and writes the file anew if all is intact.
     Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in `--data`."""
-    run, n_defects = Path(command.run), 0
+    run = Path(command.run)
+    n_defects = 0
     if not os.path.isfile(run / CONFIG):
         raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
     anchor = _read_anchor(command.anchor) if command.anchor else None
@@ -106,7 +190,7 @@ def verify_run(command: VerifyConfig) -> int:
         if len(defects) > SHOWN:
             _print(f"defect  ... and {len(defects) - SHOWN} more like these")
         n_defects += len(defects)
-    if command.anchor and not n_defects:
+    if command.anchor and not CHAIN.fullmatch(command.anchor) and not n_defects:
         _print(_write_anchor(Path(command.anchor), found))
     _print(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}")
     return 1 if n_defects else 0
@@ -117,28 +201,20 @@ def _print(line: str) -> None:
     print(truncate(line, LINE))
 
 
-def _read(run: Path, anchor: Anchor | None) -> Recorded:
+def _read(run: Path, anchor: Anchor | None) -> Found:
     """Reads the run's files. A running training writes a row before a sample, and after a checkpoint."""
     settings = read_yaml(str(run / CONFIG), "run")
     if not settings:
         raise UserError("run", run / CONFIG, "is empty; restore the run's original file, or name another run folder")
-    kind = next((line.row.get("kind") for line in read_lines(run / METRICS) if line.row), None)
-    config = read_config(kind if kind in [*CONFIGS] else guess_kind(settings), settings, CONFIG)
-    checkpoints, damaged = read_checkpoints(run)
-    status, samples = _read_status(run), _read_samples(run)
-    states = [checkpoint.state for checkpoint in checkpoints.values()]
-    chains = {state.log.chain for state in states} | ({anchor.chain} if anchor else set())
-    log = Log(run / METRICS, {state.step for state in states}, chains)
+    status = _read_status(run)
+    samples = _hash_samples(run)
+    checkpoints, damaged = _read_checkpoints(run)
+    chains = {checkpoint.state.log.chain for checkpoint in checkpoints.values()}
+    log = Log(run / METRICS, chains | {anchor.chain, anchor.newest or ""} if anchor else chains)
     if log.last.get("event") == "end":  # the samples are complete by now
-        samples = _read_samples(run)
+        samples = _hash_samples(run)
     status = _read_status(run) if status is None else status
-    start = next((row["config"] for row in reversed(log.events.values()) if row.get("config")), settings)
-    gone = complete(type(config), start)[1]
-    if strange := [name for name in complete(type(config), settings)[1] if name not in gone]:
-        known = dict(leaves(type(config)))
-        damaged += [f"{CONFIG}: {name}: unknown key{nearest(name, [*known])}" for name in strange]
-        settings, config = start, read_config(config.kind, start, METRICS)
-    return Recorded(run, settings, config, log, checkpoints, status, samples, damaged)
+    return Found(run, settings, status, checkpoints, damaged, log, samples)
 
 
 def _read_status(run: Path) -> Record | None:
@@ -148,170 +224,186 @@ def _read_status(run: Path) -> Record | None:
         return {}
 
 
-def _read_samples(run: Path) -> list[SampleLine]:
-    digest, samples = hashlib.sha256(), []
+def _hash_samples(run: Path) -> list[str]:
+    digest = hashlib.sha256()
+    hashes = []
     for line in read_lines(run / SAMPLES):
         if not line.torn:
             digest.update(f"{line.text}\n".encode())
-            row = line.row or {}
-            samples.append(SampleLine(row.get("step"), is_rollback(row), digest.hexdigest()))
-    return samples
+            hashes.append(digest.hexdigest())
+    return hashes
 
 
-def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Anchor | None) -> Iterator[Finding]:
-    run, config, log, checkpoints = found.run, found.config, found.log, found.checkpoints
-    chained = f"; {log.chained} lines chained by hashes up to {log.chain[:12]}" if log.chained else ""
-    yield f"metrics.jsonl: {log.count} rows, steps strictly increasing{chained}", log.defects
-    wrong = [*found.damage, *check_checkpoints(run, config, log, checkpoints)]
-    yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
+def _read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
+    """Every checkpoint whose files have the hashes of its manifest, and the defects of the others."""
+    checkpoints: Checkpoints = {}
+    defects = []
+    for folder in list_checkpoints(run / "checkpoints"):
+        try:
+            checkpoints[f"checkpoints/{folder.name}/{STATE}"] = verify(folder)
+        except CorruptCheckpoint as damage:
+            if folder.is_dir():  # not deleted meanwhile by a running training
+                defects.append(f"{damage.file.relative_to(run)}: {damage.reason}")
+    return checkpoints, defects
+
+
+def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Anchor | None) -> Iterator[Finding]:
+    log = found.log
+    yield f"{METRICS}: {log.count} rows of steps, all rows chained by hashes up to {log.chain[:12]}", log.defects
+    pins = {place: [*_check_pin(checkpoint, log)] for place, checkpoint in found.checkpoints.items()}
+    wrong = [f"{place.removesuffix(f'/{STATE}')}: {defect}" for place, defects in pins.items() for defect in defects]
+    wrong = [*found.damaged, *wrong, *_check_folder(found)]
+    yield f"checkpoints: {len(found.checkpoints)}, all files unchanged, none missing", wrong
     if log.loose:
         yield f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
-    yield "configuration: equal in config.yaml, starts and checkpoints, with one run id", _check_configuration(found)
-    yield from check_end(found)
-    manifests: list[Manifest] = []
-    n_folders = len(config.data.paths) if isinstance(config, TrainingConfig) else 1
-    if command.data and len(command.data) != n_folders:
-        hint = f"the run was trained on {n_folders} folder{'s' * (n_folders > 1)}; name as many, separated by spaces"
-        raise UserError("data", " ".join(command.data), hint)
-    if isinstance(config, TrainingConfig):
-        folders = command.data or config.data.paths
-        manifests = read_manifests(folders)
-        yield from _check_data(config, folders, manifests, command, log.events | found.states)
-    is_replayable = yield from _check_training(found, manifests)
+    yield f"{CONFIG}: as the newest start recorded it", _check_settings(found)
+    yield f"{STATUS}: agrees with {METRICS}", [*_check_status(found)]
+    yield f"{SAMPLES}: {len(found.samples)} lines, all pinned by {METRICS}", [*_check_samples(found)]
+    is_right = yield from _check_training(found, command)
     for branch in found.events("branch"):
         manifest = Path(str(branch.get("parent"))) / MANIFEST
-        same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
-        there = "is unchanged" if same else "is missing or changed"
-        yield f"the parent checkpoint {manifest.parent} {there}: verify its own run, too", None
-    if command.rescore:
-        yield from rescore(run, log.by_step.values(), checkpoints.values(), command.data)
-    if span and is_replayable:
-        yield from replay(run, span, found.events("rollback"), checkpoints.values(), command.data)
-    elif span:
-        yield f"replay of {command.replay}: not possible, since the order of the data is not that of the run", None
-    if not (span or command.rescore):
-        hint = "--rescore scores checkpoints again, --replay A:B trains again"
-        yield f"losses, norms and weights: not checked; {hint}", None
+        is_same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
+        state = "is unchanged" if is_same else "is missing or changed"
+        yield f"the parent checkpoint {manifest.parent} {state}: verify its own run, too", None
     if anchor:
-        yield f"the anchor of step {anchor.step} is part of the run", _check_anchor(anchor, found)
+        yield "the anchor is part of the run", [*_check_anchor(anchor, found)]
+    if span is None:
+        yield "losses, norms and weights: pinned, not recomputed; --replay A:B trains again", None
+    elif is_right:
+        settings = found.events("start")[-1]["config"]
+        pinned = [checkpoint for place, checkpoint in found.checkpoints.items() if not pins[place]]
+        yield from replay(found.run, span, found.events("rollback"), settings, pinned, command.data)
+    else:
+        yield f"replay of {command.replay}: not possible, since the order of the data is not that of the run", None
 
 
-def _check_configuration(found: Recorded) -> list[str]:
-    """Contradictions between config.yaml, the starts and the checkpoints."""
-    events, states, checkpoints = found.log.events, found.states, found.checkpoints
-    starts = {place: row for place, row in events.items() if row.get("config")}
-    documents = {place: row["config"] for place, row in starts.items()}
-    documents |= {place.replace(STATE, CONFIG): checkpoint.config for place, checkpoint in checkpoints.items()}
-    documents[CONFIG] = found.settings
-    first, newest = next(iter(starts), ""), next(reversed(starts), "")
-    defects = [
-        f"{place}: {defect.partition(';')[0]}"
-        for place, document in documents.items()
-        for defect in setting_defects(document, CONFIG, found.config.kind, documents[first or CONFIG])
-    ]
-    # a start that nothing follows may be killed before it wrote config.yaml
-    origins = {CONFIG: newest} if newest and found.log.last is not starts[newest] else {}
-    for place, row in starts.items():
-        defects += differing(place, row, first, starts[first], FIXED)
-    for place, state in states.items() if first else ():
-        before = list(events)[: found.log.seen.get(checkpoints[place].state.log.chain, 0)]
-        start = next((other for other in reversed(before) if other in starts), "")
-        same = [name for name in state if name not in OF_STEP] if start else FIXED
-        defects += differing(place, state, start or first, starts[start or first], same)
-        origins |= {place.replace(STATE, CONFIG): start} if start else {}
-    for place, start in origins.items():
-        now, right = flat(documents[place]), flat(documents[start])
-        defects += differing(place, now, start, right, dict.fromkeys([*now, *right]))
-    return list(dict.fromkeys(defects))
+def _check_pin(checkpoint: Checkpoint, log: Log) -> Iterator[str]:
+    """Whether a checkpoint is the one that a row recorded, and holds the chain of a row."""
+    chain = checkpoint.state.log.chain
+    events = [*log.events.values()]
+    try:
+        defect = record_defect(checkpoint, events, log.seen.get(chain, 0))
+    except FileNotFoundError:  # deleted meanwhile by a running training
+        return
+    if defect:
+        yield defect
+    elif chain not in log.seen and (chain != FIRST_CHAIN or not events or checkpoint.step > events[0]["step"]):
+        yield f"its chain is not in {METRICS}"
 
 
-def check_end(found: Recorded) -> Iterator[Finding]:
-    """Checks status.json and samples.jsonl against the rows."""
-    yield f"{STATUS}: agrees with metrics.jsonl", [*_check_status(found)]
-    defects = [*_check_samples(found)]
-    if found.samples or defects:
-        yield f"{SAMPLES}: {len(found.samples)} lines, all chained by metrics.jsonl", defects
+def _check_folder(found: Found) -> Iterator[str]:
+    """Checkpoints that the rows keep and that are missing, or that a start or rollback rejected."""
+    folder = found.run / "checkpoints"
+    rejected = {file.name for file in folder.glob("step-*.rejected*")}
+    for name in sorted(rejected.union(*(row.get("rejected", []) for row in found.log.events.values()))):
+        yield f"checkpoints/{name}: is not what {METRICS} recorded; a start or a rollback rejected it"
+    gone = [step for step in _kept(found.log) if not (folder / f"step-{step:08d}").is_dir()]
+    # a running training may have deleted them meanwhile, which it records first
+    still_kept = _kept(Log(found.run / METRICS, set())) if gone else []
+    yield from (f"checkpoints/step-{step:08d}: is missing" for step in gone if step in still_kept)
+    if found.events("checkpoint") and not gone and not list_checkpoints(folder):
+        yield "checkpoints: all are missing, although the run has saved some"
 
 
-def _check_status(found: Recorded) -> Iterator[str]:
-    last, event = found.log.last, found.log.last.get("event")
+def _kept(log: Log) -> list[int]:
+    kept: list[int] = []
+    for row in log.events.values():
+        if is_rollback(row):
+            kept = [step for step in kept if step <= row["step"]]
+        kept = row.get("kept", kept)
+    return kept
+
+
+def _check_settings(found: Found) -> list[str]:
+    """Fields of config.yaml that are not those of the newest start, which is written first."""
+    starts = found.events("start")
+    if found.log.last in starts[-1:]:  # a kill may have come before its config.yaml
+        starts = [start for start in starts[-2:] if start["config"] == found.settings]
+    if not starts:
+        return []
+    now = flat(found.settings)
+    right = flat(starts[-1]["config"])
+    names = [name for name in {**right, **now} if now.get(name, ...) != right.get(name, ...)]
+    return [f"{CONFIG}: {name} is {now.get(name)}, in {METRICS} {right.get(name)}" for name in names]
+
+
+def _check_status(found: Found) -> Iterator[str]:
+    last = found.log.last
+    end = (last.get("event"), last.get("outcome"), last.get("step"))
     if found.status is None:
-        if found.log.count or {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
+        if {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
             yield f"{STATUS}: is missing"
         return
-    state, step = found.status.get("state"), found.status.get("step")
-    if state not in STATES or type(step) is not int:
-        yield f"{STATUS}: has state {state} at step {step}; state should be one of {', '.join(STATES)}"
-    elif state in get_args(Outcome) and event not in ("start", "end"):
-        yield f"{STATUS}: has state {state}, but metrics.jsonl has no end row"
-    elif state in get_args(Outcome) and (state, event) != ("diverged", "start"):
-        outcome = state if event == "start" else last.get("outcome")  # after a start, the last session's stays
-        if (state, step) != (outcome, last["step"]):
-            found_there = f"{last.get('outcome', 'a start')} at step {last['step']}"
-            yield f"{STATUS}: has {state} at step {step}, metrics.jsonl {found_there}"
+    state = found.status.get("state")
+    step = found.status.get("step")
+    if state not in ("running", "failed", *get_args(Outcome)) or type(step) is not int:
+        yield f"{STATUS}: has state {state} at step {step}"
+    elif state in get_args(Outcome) and end[0] != "start" and end != ("end", state, step):
+        yield f"{STATUS}: has {state} at step {step}, {METRICS} {end[0]} {end[1]} at step {end[2]}"
 
 
-def _check_samples(found: Recorded) -> Iterator[str]:
-    """Defects of samples.jsonl: metrics.jsonl has a row for each line, with the SHA-256 up to it, written before it."""
-    hashed, newest, rows = {place: row for place, row in found.log.events.items() if HASH in row}, NO_SAMPLES, []
-    for place, row in hashed.items():
-        if row["event"] != "start":
-            rows.append(row)
-        elif row[HASH] != newest:  # a resume keeps the samples up to the newest hash
-            yield f"{place}: samples_sha256 differs from the one before: someone changed {SAMPLES} before this start"
-        newest = row[HASH]
-    for number, (line, row) in enumerate(zip_longest(found.samples, rows), 1):
-        if line and line.sha256 != (row or {}).get(HASH):
-            yield f"{SAMPLES}, line {number}: was changed or added, or one before it: metrics.jsonl lacks its hash"
-            return
-        if not line:  # a killed or running process may lack some
-            if found.log.last.get("event") == "end":
-                yield f"{SAMPLES}: lines are missing after line {number - 1}"
-            return
-        if (line.step, line.is_rollback) != (row["step"], is_rollback(row)):
-            yield f"{SAMPLES}, line {number}: is of step {line.step}, its {row['event']} row of step {row['step']}"
-
-
-def _check_data(
-    config: TrainingConfig, folders: Sequence[str], manifests: list[Manifest], command: VerifyConfig, records: Records
-) -> Iterator[Finding]:
-    """Whether the run was trained on these manifests, with the weights of config.yaml, and whether the shards are those
-    of the manifests. Raises: UserError for other manifests, if the command line named their folders."""
-    hashes, several = [manifest.hash for manifest in manifests], len(manifests) > 1
-    known = {place: mixture for place, record in records.items() if (mixture := recorded(record))}
-    others = [place for place, found in known.items() if found.manifests != hashes[: len(found.manifests)]]
-    if others and command.data and len(others) == len(known):
-        raise UserError(
-            "data", " ".join(command.data), "has other tokens than the run was trained on; name the run's data"
-        )
-    defects: list[str] = []
-    if others:
-        hint = "if they have moved, name the folder with --data"
-        defects.append(f"{' '.join(folders)}: has other tokens than the run was trained on; {hint}")
-    if several:
-        windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
-        right = identity(manifests, phases_of(config, windows))
-        for place, found in known.items():
-            position = records[place].get("position", records[place]["step"] * config.global_batch_windows)
-            ours, theirs = (past(one, position, len(manifests)) for one in (right, found))
-            if ours != theirs:
-                defects.append(f"{place}: data.weights and data.phases are {theirs}, by {CONFIG} {ours}")
-    if command.shards == "none":
-        yield "data: the manifest of the training", defects
-        yield "no shard was read: the tokens are not checked", None
+def _check_samples(found: Found) -> Iterator[str]:
+    """A row pins the file up to each of its lines, and is written before the line."""
+    newest = NO_SAMPLES
+    pins = []
+    for place, row in found.log.events.items():
+        if HASH in row and row["event"] != "start":
+            pins.append(row[HASH])
+        elif row.get(HASH, newest) != newest:  # a resume keeps the samples up to the newest hash
+            yield f"{place}: someone changed {SAMPLES} before this start"
+        newest = row.get(HASH, newest)
+    for number, (line, pin) in enumerate(zip_longest(found.samples, pins), 1):
+        if line is None and found.log.last.get("event") == "end":  # a killed or running process may lack some
+            yield f"{SAMPLES}: lines are missing after line {number - 1}"
+        elif line is not None and line != pin:
+            yield f"{SAMPLES}, line {number}: was changed or added, or one before it: {METRICS} lacks its hash"
+        else:
+            continue
         return
-    for folder, manifest in zip(folders, manifests, strict=True):
-        defects += check_tokenizer_file(Path(folder) / manifest.tokenizer, manifest.tokenizer_sha256, MANIFEST)
-        checked, wrong = _check_shards(Path(folder), manifest, command.shards)
-        yield f"{checked} in {folder}" if several else checked, defects + wrong
-        defects = []
 
 
-def _check_shards(folder: Path, manifest: Manifest, how: str) -> tuple[str, list[str]]:
-    """Hashes all shards (`full`) or a few random ones (`sampled`)."""
+def _check_training(found: Found, command: VerifyConfig) -> Generator[Finding, None, bool]:
+    """Checks the data, and what follows from them and from the configuration. Returns whether the order is right."""
+    log = found.log
+    if log.defects:
+        yield "data, order and learning rates: not checked, since the chain of rows is broken", None
+        return False
+    start = found.events("start")[-1]
+    config = read_config(str(start.get("kind")), start["config"], METRICS)
+    manifests: list[Manifest] = []
+    if isinstance(config, TrainingConfig):
+        folders = command.data or config.data.paths
+        if len(folders) != len(config.data.paths):
+            hint = f"the run was trained on {len(config.data.paths)} folders; name as many, separated by spaces"
+            raise UserError("data", " ".join(folders), hint)
+        manifests = read_manifests(folders)
+        known = [mixture for row in found.events("start") if (mixture := recorded(row))]
+        hashes = [manifest.hash for manifest in manifests]
+        if any(mixture.manifests != hashes[: len(mixture.manifests)] for mixture in known):
+            hint = "has other tokens than the run was trained on"
+            if command.data:
+                raise UserError("data", " ".join(folders), f"{hint}; name the run's data")
+            yield "data", [f"{' '.join(folders)}: {hint}; if they have moved, name the folder with --data"]
+            return False
+        for folder, manifest in zip(folders, manifests, strict=True):
+            yield _check_shards(Path(folder), manifest, command.shards)
+    states = {place: checkpoint.state for place, checkpoint in found.checkpoints.items()}
+    returns = {row["step"] for row in found.events("rollback")}
+    defects = recompute(config, manifests, start, log.rows(), states, returns)
+    yield f"order of the data, tokens, learning rates, steps of rows: recomputed from seed {config.seed}", defects
+    return not defects
+
+
+def _check_shards(folder: Path, manifest: Manifest, how: str) -> Finding:
+    """Hashes the tokenizer, and all shards (`full`) or a few random ones (`sampled`)."""
+    if how == "none":
+        return "no shard was read: the tokens are not checked", None
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
     chosen = shards if how == "full" else random.sample(shards, min(SAMPLED, len(shards)))
     defects = []
+    tokenizer = folder / manifest.tokenizer
+    if tokenizer.suffix == ".json" and (not tokenizer.is_file() or sha256_file(tokenizer) != manifest.tokenizer_sha256):
+        defects.append(f"{tokenizer}: is missing, or its SHA-256 differs from {folder / MANIFEST}'s")
     for shard in chosen:
         try:
             check_shard(folder, shard, token_dtype(manifest.vocab_size))
@@ -320,65 +412,41 @@ def _check_shards(folder: Path, manifest: Manifest, how: str) -> tuple[str, list
         except UserError as error:
             defects += error.mistakes
     names = "" if how == "full" else f" ({', '.join(shard.file for shard in chosen)})"
-    return f"data: {len(chosen)} of {len(shards)} shards{names} unchanged", defects
+    return f"data: {len(chosen)} of {len(shards)} shards{names} unchanged in {folder}", defects
 
 
-def _check_training(found: Recorded, manifests: list[Manifest]) -> Generator[Finding, None, bool]:
-    """Checks the numbers of the rows, the order of the data in rows and states, the steps of all records, and the
-    learning rates. Returns whether the order is right."""
-    config, events, states = found.config, found.log.events, found.states
-    history = replay_order(config, manifests, events, states)
-    schedule = history and Schedule(config, history, bool(found.events("branch")), manifests)
-    count, values = len(found.events("rollback")), Values()
-    wrong: dict[Any, list[str]] = {values: [], schedule: [], history: []}
-    later = {place: n for place, state in states.items() if (n := state["rollbacks"]) > count}
-    wrong[history] += [f"{place}: comes after {n} rollbacks, in metrics.jsonl {count}" for place, n in later.items()]
-    for place, record in in_parts(found.log.items(), states):
-        # the schedule first: before a rollback, it looks for the records that were due
-        for check in filter(None, [history] if place in states else wrong):
-            wrong[check] += [f"{place}: {defect}" for defect in check.check(record)]
-    yield "numbers of the rows: known fields, none missing or negative, equal where two agree", wrong[values]
-    if schedule is None:
-        yield "the order of the data is not known: no record has the number of samples and the global batch", None
-        return True
-    end = max([found.log.end, *(state["step"] for state in states.values())])
-    yield f"order of the data: all digests up to step {end}, recomputed from seed {config.seed}", wrong[history]
-    yield "learning rates as scheduled; rows, evaluations and checkpoints at their due steps", wrong[schedule]
-    return not wrong[history]
-
-
-def _read_anchor(file: str) -> Anchor | None:
-    """The anchor in a file; None without a file. Raises: UserError, also for a file that cannot be written."""
-    check_writable(file, "anchor")
+def _read_anchor(anchor: str) -> Anchor | None:
+    """A chain, or the anchor in a file; None without a file. Raises: UserError, also for an unwritable file."""
+    if CHAIN.fullmatch(anchor):
+        return Anchor(chain=anchor)
+    check_writable(anchor, "anchor")
     try:
-        return Anchor.model_validate(read_json(Path(file))) if os.path.exists(file) else None
+        return Anchor.model_validate(read_json(Path(anchor))) if os.path.exists(anchor) else None
     except ValueError as error:
-        hint = "is no anchor; name a file that --anchor has written, or a new file"
-        raise UserError("anchor", file, hint) from error
+        hint = "is no anchor; name a file that --anchor has written, a new file, or the chain of a row"
+        raise UserError("anchor", anchor, hint) from error
 
 
-def _write_anchor(file: Path, found: Recorded) -> str:
+def _write_anchor(file: Path, found: Found) -> str:
     """Writes an anchor of the newest checkpoint. Returns a line of output."""
     newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.step, default=None)
     if newest is None or newest.state.log.chain == FIRST_CHAIN:
         return "note    no checkpoint holds a chain yet: no anchor is written"
-    anchor = Anchor(step=newest.step, chain=newest.state.log.chain, sha256=_weights_hash(newest))
-    write_atomically(file, json.dumps(anchor.model_dump()) + "\n")
+    chain = newest.state.log.chain
+    anchor = Anchor(step=newest.step, chain=chain, sha256=sha256_file(newest.path / MODEL), newest=found.log.chain)
+    write_atomically(file, anchor.model_dump_json() + "\n")
     return f"ok      the anchor of step {newest.step} is in {file}"
 
 
-def _weights_hash(checkpoint: Checkpoint) -> str:
-    return json.loads((checkpoint.path / MANIFEST).read_bytes())["files"][MODEL]["sha256"]
-
-
-def _check_anchor(anchor: Anchor, found: Recorded) -> list[str]:
-    """Whether the rows continue the anchor's chain, and its checkpoint, if it still exists, has the same weights."""
-    defects = []
-    if anchor.chain not in found.log.seen:
-        defects += [
-            f"{METRICS}: lacks the anchor's chain, of step {anchor.step}: earlier rows were rewritten or cut off"
-        ]
+def _check_anchor(anchor: Anchor, found: Found) -> Iterator[str]:
+    """Whether the rows have the anchor's chains, and its checkpoint, if it still exists, the same weights."""
+    seen = found.log.seen
+    if anchor.chain not in seen:
+        yield f"{METRICS}: lacks the anchor's chain {anchor.chain[:12]}: rows were rewritten or cut off"
+    elif anchor.newest and anchor.newest not in seen:
+        after = [*found.log.events.values()][seen[anchor.chain] :]
+        if not after or after[0]["event"] != "start":  # a resume cuts the rows after its checkpoint
+            yield f"{METRICS}: rows after step {anchor.step} were rewritten or cut off since the anchor"
     for checkpoint in found.checkpoints.values():
-        if checkpoint.step == anchor.step and _weights_hash(checkpoint) != anchor.sha256:
-            defects += [f"checkpoints/{checkpoint.path.name}/{MODEL}: differs from the anchor's weights"]
-    return defects
+        if checkpoint.step == anchor.step and sha256_file(checkpoint.path / MODEL) != anchor.sha256:
+            yield f"checkpoints/{checkpoint.path.name}/{MODEL}: differs from the anchor's weights"
