@@ -63,8 +63,7 @@ MODULES: dict[str, tuple[int, list[str]]] = {
     "model/muon.py": (14, ["tests/test_optim.py", "tests/test_loop.py", "-k", "optim or accumulation"]),
     "checkpoint/run_files.py": (16, ["tests/test_rows.py", *CHAIN]),
     "checkpoint/run_folder.py": (8, CHAIN),
-    "reports/verify_rows.py": (20, ["tests/test_verify.py"]),
-    "reports/verify_checkpoints.py": (20, ["tests/test_verify.py"]),
+    "reports/recompute.py": (20, ["tests/test_verify.py"]),
 }
 """Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
 PARTS = {

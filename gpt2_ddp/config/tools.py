@@ -200,7 +200,7 @@ class VerifyConfig(Command):
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
     folder, on as many processes as the run had; null: train nothing"""
     anchor: str | None = None
-    """chain of a row, as trackers show it, which the run must have; or a file outside the run folder, with the newest
+    """chain of a row, which the run must have; or a file outside the run folder, with the newest
     checkpoint's step, chain and SHA-256 of its weights. An existing file is compared with the run. If the run is
     intact, its newest checkpoint is written to the file. null: no anchor"""
 

@@ -158,7 +158,13 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
             if not is_compared or (source and name not in other):  # a source's folder may have another name here
                 continue
             new = other.get(name)
-            is_near = not exact and kind in SUMS and None not in (old, new) and math.isclose(old, new, rel_tol=NEARLY)
+            is_near = (
+                not exact
+                and kind in SUMS
+                and old is not None
+                and new is not None
+                and math.isclose(old, new, rel_tol=NEARLY)
+            )
             if old != new and not is_near:
                 defects.append(f"{METRICS}: {name} of step {step} is {old}, but {new} when trained again")
     return defects
