@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node 2 scripts/hello_ddp.py             # two: on GPUs, or else on the CPU
     accelerate launch --multi_gpu --num_processes 2 scripts/hello_ddp.py      # the same, on the CPU too
 
-docs/first-steps.md explains it, next to the same program in plain torch.distributed (hello_torch_ddp.py).
+docs/first-steps.md explains it, line by line.
 """
 
 import os
