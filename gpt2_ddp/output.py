@@ -1,4 +1,4 @@
-"""Output of commands: tables, and folders that are complete or absent."""
+"""Output of commands: tables, durations, and folders that are complete or absent."""
 
 import fcntl
 import os

@@ -8,20 +8,20 @@ import matplotlib.collections
 import numpy as np
 import pytest
 from close import assert_close
-from test_report import HOSTILE, Page, make_run, metrics, points, undrawn  # noqa: F401, no figure is drawn here
+from test_report import HOSTILE, START, Page, make_run, metrics
 
 from gpt2_ddp.config.tools import ReportConfig
-from gpt2_ddp.reports.groups import Group, compare, content, describe, group_runs, table
-from gpt2_ddp.reports.picture import COLORS, draw
+from gpt2_ddp.reports.groups import compare, content, describe, group_runs
+from gpt2_ddp.reports.picture import draw
 from gpt2_ddp.reports.report import report, write_report
-from gpt2_ddp.reports.runs import RunRecord, read_runs
+from gpt2_ddp.reports.runs import read_runs
 
 ONE, TWO = {1: 3.31, 2: 3.27, 3: 3.42}, {1: 3.22, 2: 3.21, 3: 3.30}
 METRIC = "last_val_loss"
 
 
 class Runs:
-    """Run folders in a folder: `add` makes one, `groups` reads all."""
+    """Run folders in a folder: `add` makes some, `content` reads all."""
 
     def __init__(self, folder: Path):
         self.folder, self.paths = folder, []
@@ -38,14 +38,12 @@ class Runs:
                 rows[5] |= {"val_loss": 0.1, "val_bits_per_byte": 0.1, "val_tokens": 5}
                 rows[10] |= {"val_loss": loss - 0.5, "val_bits_per_byte": (loss - 0.5) / 3}
                 rows[-1] |= {"val_loss": loss, "val_bits_per_byte": loss / 3} | last
-            self.paths.append(make_run(self.folder / f"run{len(self.paths)}-seed{seed}", rows, seed, lr))
-            (self.paths[-1] / "status.json").write_text(json.dumps({"state": state}))
+            if "tokenizer" in last:
+                rows.insert(0, START | {"tokenizer_sha256": last["tokenizer"]})
+            self.paths.append(make_run(self.folder / f"run{len(self.paths)}", rows, seed, lr, state))
 
-    def read(self) -> list[RunRecord]:
-        return read_runs(self.paths)
-
-    def groups(self) -> list[Group]:
-        return group_runs(self.read())
+    def content(self) -> list[dict]:
+        return content(group_runs(read_runs(self.paths)))
 
 
 @pytest.fixture
@@ -53,110 +51,82 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path / "runs")
 
 
-def arrays(*groups: dict) -> list[np.ndarray]:
-    return [np.array([*losses.values()]) for losses in groups]
-
-
 def test_means_are_scipys(runs: Runs) -> None:
     stats = pytest.importorskip("scipy.stats")
     runs.add(ONE)
-    (group,) = runs.groups()
-    for score, losses in {
-        METRIC: ONE,
-        "best_val_loss": {seed: loss - 0.5 for seed, loss in ONE.items()},
-        "last_val_bits_per_byte": {seed: loss / 3 for seed, loss in ONE.items()},
-        "best_val_bits_per_byte": {seed: (loss - 0.5) / 3 for seed, loss in ONE.items()},
-    }.items():
-        (values,) = arrays(losses)
-        assert_close(group.mean(score), (values.mean(), stats.tstd(values)))
-    assert group.heading == "run0"
+    (group,) = runs.content()
+    values = np.array([*ONE.values()])
+    for score, scale in (("val_loss", 1), ("val_bits_per_byte", 3)):
+        for kind, less in (("last", 0), ("best", 0.5)):
+            wanted = (values - less) / scale
+            found = group["mean"][f"{kind}_{score}"], group["sd"][f"{kind}_{score}"]
+            assert_close(found, (wanted.mean(), stats.tstd(wanted)))
 
 
 @pytest.mark.parametrize(("other", "shared"), [
     (TWO, [1, 2, 3]), ({2: 3.2, 3: 3.5, 9: 1.0}, [2, 3]),  # a loss of another seed does not count
     ({3: 3.1, 4: 3.5, 5: 3.3, 6: 3.6}, []), ({7: 3.5, 8: 3.3}, []),
 ])  # fmt: skip
-def test_differences_are_scipys(runs: Runs, other: dict, shared: list) -> None:
+def test_differences_are_scipys(other: dict, shared: list) -> None:
     stats = pytest.importorskip("scipy.stats")
-    runs.add(ONE)
-    runs.add(other, lr=2e-3)
-    found = compare(*runs.groups(), METRIC)
-    a, b = arrays({seed: ONE[seed] for seed in shared} or ONE, {seed: other[seed] for seed in shared} or other)
+    found = compare(ONE, other)
+    a, b = (np.array([each[seed] for seed in shared or each]) for each in (ONE, other))
     theirs = stats.ttest_rel(b, a) if shared else stats.ttest_ind(b, a, equal_var=False)
     assert (found.paired, found.n) == (bool(shared), len(shared) or None)
     assert_close(found.difference, b.mean() - a.mean())
     assert_close(found.difference / found.standard_error, theirs.statistic)
-    if shared:
-        assert_close(found.standard_error, stats.sem(b - a))
     assert found.differs == (abs(theirs.statistic) > 2)
-    assert (f"paired, {len(shared)} seeds" if shared else "unpaired") in found.text
-    assert ("does not differ by" if abs(theirs.statistic) <= 2 else "): differs by") in found.text
+    assert ("does not differ by" in found.text) == (not found.differs)
 
 
 def test_one_run_has_no_spread(runs: Runs) -> None:
     runs.add({1: 3.0})
     runs.add({1: 3.5, 2: 3.25}, lr=2e-3)
     runs.add({2: 4.0}, lr=3e-3)
-    groups = runs.groups()
-    assert [group.mean(METRIC)[1] is None for group in groups] == [True, False, True]
-    assert [group.remarks() for group in groups] == [["one run: no spread"], [], ["one run: no spread"]]
-    for other, difference in zip(groups[1:], (0.375, 1.0), strict=True):
-        found = compare(groups[0], other, METRIC)
-        assert (found.difference, found.standard_error, found.differs) == (difference, None, None)
-        assert "one run: no spread" in found.text
-        assert "differ" not in found.text
-    assert compare(groups[1], groups[2], METRIC).standard_error is None
+    groups = runs.content()
+    assert [group["sd"][METRIC] is None for group in groups] == [True, False, True]
+    assert [len(group["remarks"]) for group in groups] == [1, 0, 1]
+    for group, difference in zip(groups[1:], (0.375, 1.0), strict=True):
+        found = group["differences"][METRIC]
+        assert (found["difference"], found["standard_error"], found["differs"]) == (difference, None, None)
+    assert compare({1: 3.5, 2: 3.25}, {2: 4.0}).standard_error is None
 
 
 def test_left_out_runs_are_named(runs: Runs) -> None:
     runs.add(ONE)
     runs.add(TWO, lr=2e-3)
+    runs.add({1: 3.24}, lr=2e-3)  # equal seeds count as one
     for state in ("diverged", "failed", "stopped"):
         runs.add({4: 9.0}, lr=2e-3, state=state)
     runs.add({5: math.nan}, lr=2e-3)
     runs.add({6: None, 7: None}, lr=3e-3)
-    groups = runs.groups()
-    assert_close(groups[1].mean(METRIC)[0], np.mean([*TWO.values()]))
-    states = ["run6-seed4: diverged", "run7-seed4: failed", "run8-seed4: stopped", "run9-seed5: no finite val_loss"]
-    assert groups[1].remarks() == [f"{state}, not in the means" for state in states]
-    assert [row["completed"] for row, _, _ in table(groups)] == ["3 of 3", "4 of 7", "2 of 2"]
-    lines = "\n".join(describe(groups))
-    assert all(run.name in lines for group in groups[1:] for run in group.runs if run not in group.scored)
-    assert compare(groups[0], groups[2], METRIC).difference is None
-    assert compare(groups[2], groups[0], METRIC).text.endswith("in the first group")
+    first, second, third = runs.content()
+    assert_close(second["mean"][METRIC], np.mean([3.23, 3.21, 3.30]))
+    assert [second[key] for key in ("completed", "n")] == [5, 3]
+    assert second["differences"][METRIC]["n"] == 3
+    assert third["differences"][METRIC]["difference"] is None
+    lines = "\n".join(describe(group_runs(read_runs(runs.paths))))
+    for number, why in {7: "diverged", 8: "failed", 9: "stopped", 10: "no finite val_loss", 11: "no finite"}.items():
+        assert f"run{number}: {why}" in lines
+    assert "seed 1: 2 runs" in lines
+    assert ("3 of 3" in lines, "5 of 8" in lines, "2 of 2" in lines) == (True,) * 3
+    assert f"{first['mean'][METRIC]:.4f} ± {first['sd'][METRIC]:.2g}" in lines
 
 
-def test_equal_seeds_count_as_one(runs: Runs) -> None:
-    runs.add(ONE)
-    runs.add(TWO, lr=2e-3)
-    runs.add({1: 3.24}, lr=2e-3)
-    first, other = runs.groups()
-    assert_close(other.values(METRIC), {"1": 3.23, "2": 3.21, "3": 3.30})
-    assert other.remarks() == ["seed 1: 2 runs count as one"]
-    assert compare(first, other, METRIC).n == 3
-
-
-def test_other_tokens_do_not_compare(runs: Runs) -> None:
-    runs.add(ONE)
-    runs.add(TWO, lr=2e-3, val_tokens=512)
-    runs.add({1: 3.0}, lr=3e-3)
-    runs.add({2: 3.0}, lr=3e-3, val_tokens=512)
-    first, other, mixed = runs.groups()
-    for found in (compare(first, other, METRIC), compare(first, other, "last_val_bits_per_byte")):
-        assert (found.difference, found.text) == (None, "not compared: evaluations of 512 and 999 tokens")
-    assert mixed.mean(METRIC) == (None, None)
-    assert mixed.remarks() == ["not compared: evaluations of 512 and 999 tokens"]
-
-
-def test_other_tokenizers_compare_by_bytes(runs: Runs) -> None:
-    runs.add(ONE)
-    runs.add(TWO, lr=2e-3)
-    for number, path in enumerate(runs.paths):
-        start = {"event": "start", "step": 0, "tokenizer_sha256": str(number // 3)}
-        (path / "metrics.jsonl").write_text(f"{json.dumps(start)}\n{(path / 'metrics.jsonl').read_text()}")
-    groups = runs.groups()
-    assert compare(*groups, METRIC).text == "not compared: the tokenizers differ"
-    assert compare(*groups, "last_val_bits_per_byte").n == 3
+@pytest.mark.parametrize(("first", "other", "bytes_compare"), [
+    ({}, {"val_tokens": 512}, False), ({"tokenizer": "1"}, {"tokenizer": "2"}, True),
+])  # fmt: skip
+def test_what_does_not_compare(runs: Runs, first: dict, other: dict, bytes_compare: bool) -> None:
+    runs.add(ONE, **first)
+    runs.add(TWO, lr=2e-3, **other)
+    runs.add({1: 3.0}, lr=3e-3, **first)
+    runs.add({2: 3.0}, lr=3e-3, **other)
+    _, second, mixed = runs.content()
+    assert second["differences"][METRIC]["difference"] is None
+    assert "not compared" in second["differences"][METRIC]["text"]
+    assert (second["differences"]["last_val_bits_per_byte"]["n"] == 3) == bytes_compare
+    assert mixed["mean"][METRIC] is None
+    assert (mixed["mean"]["last_val_bits_per_byte"] is not None) == bytes_compare
 
 
 def test_headings_are_the_fields_that_differ(runs: Runs) -> None:
@@ -165,17 +135,14 @@ def test_headings_are_the_fields_that_differ(runs: Runs) -> None:
     for number, (path, text) in enumerate(zip(runs.paths, texts, strict=True)):
         config = f"seed: {number}\nrun_name: r{number}\neval:\n  tokens: 5\noptim:\n  {text}\n"
         (path / "config.yaml").write_text("{" if text is None else config)
-    groups = runs.groups()
-    assert [(group.heading, group.fields) for group in groups] == [
-        ("optim.lr=1, optim.y=null", {"optim.lr": 1, "optim.y": None}),
-        ("optim.lr=1, optim.y missing", {"optim.lr": 1}),
-        ("optim.lr=1.0, optim.y missing", {"optim.lr": 1.0}),
-        ("optim.lr=null, optim.y missing", {"optim.lr": None}),
-        ("run5-seed5", {}),
-        ("run6-seed6", {}),
+    assert [(group["heading"], group["fields"], len(group["runs"])) for group in runs.content()] == [
+        ("optim.lr=1, optim.y=null", {"optim.lr": 1, "optim.y": None}, 2),
+        ("optim.lr=1, optim.y missing", {"optim.lr": 1}, 1),
+        ("optim.lr=1.0, optim.y missing", {"optim.lr": 1.0}, 1),
+        ("optim.lr=null, optim.y missing", {"optim.lr": None}, 1),
+        ("run5", {}, 1),
+        ("run6", {}, 1),
     ]
-    assert [len(group.runs) for group in groups] == [2, 1, 1, 1, 1, 1]
-    assert group_runs(runs.read()[1:3])[1].heading == "optim.y missing"
 
 
 def test_json_has_no_nan(runs: Runs) -> None:
@@ -185,18 +152,12 @@ def test_json_has_no_nan(runs: Runs) -> None:
         (path / "config.yaml").write_text((path / "config.yaml").read_text() + "extra: .nan\n")
     assert report(ReportConfig(runs=tuple(map(str, runs.paths)), output=str(runs.folder / "x.json"))) == 0
     assert sorted(file.name for file in runs.folder.glob("x.*")) == ["x.html", "x.json", "x.png"]
-
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
-    found = json.loads((runs.folder / "x.json").read_text(), parse_constant=refuse)["groups"]
-    assert found == content(runs.groups())
+    text = (runs.folder / "x.json").read_text()
+    assert "NaN" not in text
+    found = json.loads(text)["groups"]
+    assert found == runs.content()
     assert [(group["n"], group["completed"], len(group["runs"])) for group in found] == [(3, 3, 3), (0, 0, 2)]
     assert found[0]["runs"][0].items() >= {"seed": 1, "state": "completed", METRIC: 3.31}.items()
-    assert found[1]["differences"][METRIC]["differs"] is None
-    assert found[1]["mean"][METRIC] is None
-    write_report(runs.paths[:1], runs.folder / "single.json")
-    assert json.loads((runs.folder / "single.json").read_text())["groups"][0]["n"] == 1
 
 
 def test_picture_and_page(runs: Runs, tmp_path: Path) -> None:
@@ -204,24 +165,16 @@ def test_picture_and_page(runs: Runs, tmp_path: Path) -> None:
     runs.add({1: 3.0}, lr=2e-3)
     runs.add({4: 9.0}, state="diverged")
     for path, name in zip(runs.paths, [HOSTILE, HOSTILE, HOSTILE, "one", HOSTILE], strict=True):
-        config = (path / "config.yaml").read_text()
-        (path / "config.yaml").write_text(config + f"extra: {json.dumps(name)}\n")
+        (path / "config.yaml").write_text((path / "config.yaml").read_text() + f"extra: {json.dumps(name)}\n")
     page = Page(write_report(runs.paths, tmp_path / "out"))
-    assert page.tags.count("script") == 2
-    means, others = page.tables[1:3]
-    first, second = f"optim.lr=0.001, extra={HOSTILE}", "optim.lr=0.002, extra=one"
-    assert means[second][:2] == ["1 of 1", "1"]
-    drawn = points(tmp_path / "out/report.html")
-    names = [curve["name"] for curve in drawn["runs"]]
-    assert names[1:] == ["run4-seed4 (diverged)", second]
-    assert [curve["color"] for curve in drawn["runs"]] == [COLORS[0], COLORS[0], COLORS[1]]
-    assert (list(means)[1:], list(others)[1:]) == ([first, second], [first, second])
-    picture = draw(runs.read(), "steps")
-    mean = next(trace for trace in picture.traces if (trace.curve, trace.label) == (0, "train"))
-    assert_close(mean.values, [3 + step / 9 * 2 for step in mean.steps], 1e-12)
-    (band,) = [
-        each.get_paths()[0].vertices for each in mean.panel.collections
-        if isinstance(each, matplotlib.collections.PolyCollection) and each.get_alpha() == 0.2
-        and len(each.get_paths()[0].vertices) > 2 * len(mean.steps)
-    ]  # fmt: skip
-    assert_close(max(band[:, 1]), max(mean.values) + 200 / 9)
+    assert "script" not in page.tags
+    assert f"optim.lr=0.001, extra={HOSTILE}" in page.text
+    figure = draw(read_runs(runs.paths))
+    looks = [(line.get_label(), line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()]
+    assert looks[1:] == [("run4 (diverged)", "C0", ":"), ("optim.lr=0.002, extra=one", "C1", "-")]
+    loss = figure.axes[0]
+    mean = loss.lines[1]  # after the legend's
+    assert_close(mean.get_ydata(), 3 + mean.get_xdata() / 9 * 2)
+    tops = [band.get_paths()[0].vertices[:, 1].max() for band in loss.collections]
+    assert isinstance(loss.collections[0], matplotlib.collections.PolyCollection)
+    assert_close(max(tops), 3 + 200 / 9 * 3)

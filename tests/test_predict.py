@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from runs import job_config, train, weights
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig, ReportConfig
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.export.export import export_hf
-from gpt2_ddp.reports.picture import Picture
 from gpt2_ddp.reports.report import report
 from gpt2_ddp.tasks.checkpoints import (
     confusion,
@@ -157,18 +157,11 @@ def test_what_is_taken_for_what(runs, capsys):
     report(ReportConfig(runs=(str(run),)))
     page = (run / "report.html").read_text()
     assert f"<th>cat</th><td>3</td><td>{counts[0, 0] / 3:.2%}</td>" in page
-    kinds = ["right", "wrong", "wrong"]
-    cells = (
-        f'<td class="{kind}" style="--share: {n / 3:.0%}">{n}</td>' for kind, n in zip(kinds, counts[0], strict=True)
-    )
-    assert f"<tr><th>cat</th>{''.join(cells)}</tr>" in page
+    cells = "".join(f"<td>{n}</td>" for n in counts[0])
+    assert re.search(rf"<tr><th>cat</th>.*{cells}</tr>", page)
     picture = base64.b64encode((found / "wrong.png").read_bytes()).decode()
     assert page.count(f'src="data:image/png;base64,{picture}"') == page.count("<img") == 1
     assert "Not in this report" not in page
-    (found / "wrong.png").write_bytes(b"no picture")
-    report(ReportConfig(runs=(str(run),)))
-    assert "<img" not in (run / "report.html").read_text()
-    assert "wrong.png: unreadable" in (run / "report.html").read_text()
     evaluated = np.array([[0, 1, 2], [0, 1, 2], [1, 1, 1]])
     save_classes(found, 3, evaluated, confusion(evaluated, 3), names, Samples(torch.zeros(3), torch.zeros(3)))
     assert {file.name for file in found.iterdir()} == {"classes.json", "predictions.jsonl"}, "all are right"
@@ -177,9 +170,7 @@ def test_what_is_taken_for_what(runs, capsys):
     assert "classes.json: unreadable" in (run / "report.html").read_text()
 
 
-def test_a_confusion_takes_no_more_than_its_images(runs, monkeypatch):
-    monkeypatch.setattr(Picture, "svg", lambda picture: "")
-    monkeypatch.setattr("gpt2_ddp.reports.report.as_png", lambda figure: b"")
+def test_a_confusion_takes_no_more_than_its_images(runs):
     names = [f"class {number}" for number in range(10_000)]
     found = np.stack([np.arange(5000), np.arange(5000), np.ones(5000)])
     found[1, 4500:] = found[1, 9] = 7

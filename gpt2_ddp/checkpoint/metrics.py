@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from gpt2_ddp.checkpoint.run_files import finite, is_own
+from gpt2_ddp.checkpoint.run_files import duration, finite, is_own
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.run import RunConfig
 
@@ -54,17 +54,6 @@ def time_left(row: dict[str, Any], steps: int) -> float | None:
     """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed."""
     unit, rate = _speed(row)
     return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
-
-
-def duration(seconds: float) -> str:
-    """Text like `1 h 05 min`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    units = ((days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s"))
-    first = next((index for index, (count, _) in enumerate(units) if count), 3)
-    (count, unit), *rest = units[first : first + 2]
-    return " ".join([f"{count} {unit}", *(f"{count:02} {unit}" for count, unit in rest)])
 
 
 def _speed(row: dict[str, Any]) -> tuple[str, float]:

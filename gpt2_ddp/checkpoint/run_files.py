@@ -155,3 +155,14 @@ def chain_of(file: Path, size: int) -> str:
         if own != chain or not line.endswith(b"\n"):
             return ""
     return chain
+
+
+def duration(seconds: float) -> str:
+    """Text like `1 h 05 min`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    units = ((days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s"))
+    first = next((index for index, (count, _) in enumerate(units) if count), 3)
+    (count, unit), *rest = units[first : first + 2]
+    return " ".join([f"{count} {unit}", *(f"{count:02} {unit}" for count, unit in rest)])

@@ -27,7 +27,6 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES, shape
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.reports.picture import as_png, draw
-from gpt2_ddp.reports.report import choose_axis
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.tasks.trained_model import load_model, note_best, read_settings, still_there
 
@@ -105,7 +104,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
         }
         with suppress(UserError):  # a checkpoint without its run
             runs = read_runs([checkpoint.path.parent.parent])
-            (folder / CURVE).write_bytes(as_png(draw(runs, choose_axis(runs, "auto")).figure))
+            (folder / CURVE).write_bytes(as_png(draw(runs)))
         tables = [table.weight for table in (model.wte, model.lm_head) if table is not None]
         padding = sum(table[model.vocab_size :].numel() for table in tables)
         card = CARD.read_text(encoding="utf-8").format(

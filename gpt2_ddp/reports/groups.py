@@ -1,14 +1,11 @@
 """Groups of runs that differ only in their seed: means, standard deviations, and differences to the first group."""
 
 import math
-import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from statistics import fmean, stdev, variance
 from typing import NamedTuple
-
-import numpy as np
 
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
@@ -26,17 +23,6 @@ SCORES = {
 COMPARED = ("last_val_loss", "last_val_bits_per_byte")
 VALUE, LINE = 60, 130
 """Most characters of a field's value in a heading, and of a line in a terminal."""
-
-
-class Difference(NamedTuple):
-    """Mean of a group's last evaluations minus that of the first group. None: undefined, for the reason in `text`."""
-
-    text: str
-    difference: float | None = None
-    standard_error: float | None = None
-    paired: bool | None = None
-    n: int | None = None  # pairs
-    differs: bool | None = None  # by more than twice the standard error
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,25 +49,18 @@ class Group:
         for run in self.scored:
             if (value := _score(run, score)) is not None:
                 found.setdefault(_seed(run), []).append(value)
-        return {seed: float(np.mean(values)) for seed, values in found.items()}
+        return {seed: fmean(values) for seed, values in found.items()}
 
-    def mean(self, score: str) -> tuple[float | None, float | None]:
-        """Mean and standard deviation (n − 1) over the seeds; None if undefined, or if the evaluations differ."""
-        values = [*self.values(score).values()]
-        if not values or _unlike(self.scored, score):
-            return None, None
-        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
 
-    def remarks(self) -> list[str]:
-        """What limits the means, and the runs that they leave out."""
-        seeds, reason = Counter(map(_seed, self.scored)), _unlike(self.scored, "last_val_loss")
-        found = ["one run: no spread"] if len(seeds) == 1 else []
-        found += [reason] if reason else []
-        found += [f"seed {seed}: {count} runs count as one" for seed, count in seeds.items() if count > 1]
-        for run in (run for run in self.runs if run not in self.scored):
-            why = "no finite val_loss" if run in self.completed else _state(run)
-            found.append(f"{run.name}: {why}, not in the means")
-        return found
+class Difference(NamedTuple):
+    """Mean of a group's last evaluations minus that of the first group. None: undefined, for the reason in `text`."""
+
+    text: str
+    difference: float | None = None
+    standard_error: float | None = None
+    paired: bool | None = None
+    n: int | None = None  # pairs
+    differs: bool | None = None  # by more than twice the standard error
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
@@ -91,45 +70,54 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     for run in runs:
         key = repr(sorted((name, run.config[name]) for name in run.config.keys() - OWN))
         members.setdefault(key if run.config else run.name, []).append(run)
-    known = [first.config for first, *_ in members.values() if first.config]
-    names = [name for name in dict.fromkeys(name for config in known for name in config) if name not in OWN]
-    names = [name for name in names if len({repr(config.get(name, ...)) for config in known}) > 1]
+    names = differing([first for first, *_ in members.values()])
     groups = []
-    for group in members.values():
-        config = group[0].config
-        fields = {name: config[name] for name in names if name in config}
+    for first, *others in members.values():
+        fields = {name: first.config[name] for name in names if name in first.config}
         shown = {name: "null" if value is None else truncate(value, VALUE) for name, value in fields.items()}
-        parts = [f"{name}={shown[name]}" if name in shown else f"{name} missing" for name in names if config]
-        groups.append(Group(", ".join(parts) or _without_seed(group[0]), fields, group))
+        parts = [f"{name}={shown[name]}" if name in shown else f"{name} missing" for name in names if first.config]
+        groups.append(Group(", ".join(parts) or first.name, fields, [first, *others]))
     return groups
 
 
-def compare(first: Group, other: Group, score: str) -> Difference:
-    """The difference in one of SCORES: of equal seeds, if both groups have two; if not, of the means (Welch)."""
-    one, two = first.values(score), other.values(score)
+def differing(runs: Iterable[RunRecord]) -> list[str]:
+    """The fields in which readable configurations differ, but for OWN."""
+    known = [run.config for run in runs if run.config]
+    names = dict.fromkeys(name for config in known for name in config if name not in OWN)
+    return [name for name in names if len({repr(config.get(name, ...)) for config in known}) > 1]
+
+
+def compare(one: dict[str, float], two: dict[str, float]) -> Difference:
+    """The difference of scores by seed, of the first group and another: of equal seeds, if there are two; if not, of
+    the means (Welch)."""
     if not one or not two:
         return Difference(f"no completed run with this score in {'this' if one else 'the first'} group")
-    if reason := _unlike([*first.scored, *other.scored], score):
-        return Difference(reason)
-    a, b = np.array([*one.values()]), np.array([*two.values()])
-    pairs = np.array([two[seed] - one[seed] for seed in one if seed in two])
-    n = len(pairs) if len(pairs) > 1 else None
-    difference = float(pairs.mean() if n else b.mean() - a.mean())
-    if not n and min(len(a), len(b)) == 1:
-        which = "one run" if len(b) == 1 else "first group: one run"
-        return Difference(f"{difference:+.3g} ({which}: no spread)", difference)
-    error = math.sqrt(pairs.var(ddof=1) / n if n else a.var(ddof=1) / len(a) + b.var(ddof=1) / len(b))
+    pairs = [two[seed] - one[seed] for seed in one if seed in two]
+    paired, n = len(pairs) > 1, None
+    if paired:
+        n, difference, square = len(pairs), fmean(pairs), variance(pairs) / len(pairs)
+    else:
+        difference = fmean(two.values()) - fmean(one.values())
+        if min(len(one), len(two)) == 1:
+            return Difference(f"{difference:+.3g} (a group of one run: no spread)", difference)
+        square = sum(variance(values.values()) / len(values) for values in (one, two))
+    error = math.sqrt(square)
     differs = abs(difference) > 2 * error
-    how, verb = f"paired, {n} seeds" if n else "unpaired", "differs" if differs else "does not differ"
+    how, verb = f"paired, {n} seeds" if paired else "unpaired", "differs" if differs else "does not differ"
     text = f"{difference:+.3g}, standard error {error:.2g} ({how}): {verb} by more than twice the standard error"
-    return Difference(text, difference, error, n is not None, n, differs)
+    return Difference(text, difference, error, paired, n, differs)
 
 
 def content(groups: Sequence[Group]) -> list[Row]:
     """The groups for JSON: None for what is undefined."""
     found: list[Row] = []
     for group in groups:
-        means = {score: group.mean(score) for score in SCORES}
+        values = {score: [] if _unlike(group.scored, score) else [*group.values(score).values()] for score in SCORES}
+        differences = {}
+        for score in COMPARED if found else ():
+            reason = _unlike([*groups[0].scored, *group.scored], score)
+            each = Difference(reason) if reason else compare(groups[0].values(score), group.values(score))
+            differences[score] = each._asdict()
         runs = [
             {"name": run.name, "seed": _plain(run.config.get("seed")), "state": _state(run)}
             | {score: _score(run, score) for score in SCORES}
@@ -141,44 +129,46 @@ def content(groups: Sequence[Group]) -> list[Row]:
             "runs": runs,
             "completed": len(group.completed),
             "n": len(group.values("last_val_loss")),
-            "mean": {score: mean for score, (mean, _) in means.items()},
-            "sd": {score: deviation for score, (_, deviation) in means.items()},
-            "differences": {score: compare(groups[0], group, score)._asdict() for score in COMPARED if found},
-            "remarks": group.remarks(),
+            "mean": {score: fmean(each) if each else None for score, each in values.items()},
+            "sd": {score: stdev(each) if len(each) > 1 else None for score, each in values.items()},
+            "differences": differences,
+            "remarks": _remarks(group),
         })  # fmt: skip
     return found
 
 
-def table(groups: Sequence[Group]) -> list[tuple[dict[str, str], dict[str, str], list[str]]]:
-    """For each group: cells by their column, differences to the first group by their column, and remarks."""
-    columns = {score: label for score, label in SCORES.items() if any(group.values(score) for group in groups)}
-    rows = []
-    for found in content(groups):
-        row = {"group": found["heading"], "completed": f"{found['completed']} of {len(found['runs'])}"}
-        row["n"] = str(found["n"])
-        for score, label in columns.items():
-            mean, deviation = found["mean"][score], found["sd"][score]
-            row[label] = "–" if mean is None else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.2g}")
-        differences = {columns[score]: each["text"] for score, each in found["differences"].items() if score in columns}
-        rows.append((row, differences, found["remarks"]))
-    return rows
-
-
 def describe(groups: Sequence[Group]) -> list[str]:
-    """The table as lines for a terminal. Below the numbered rows are headings, differences and remarks."""
-    if not groups:
-        return []
-    rows = table(groups)
-    cells = [[str(number), *[*row.values()][1:]] for number, (row, _, _) in enumerate(rows, 1)]
-    first, *means = text_table([[*rows[0][0]], *cells]).split("\n")
-    lines = [first]
-    for line, (row, differences, remarks) in zip(means, rows, strict=True):
-        below = [row["group"], *(f"{label} {text}" for label, text in differences.items()), *remarks]
-        lines += [line, *(f"  {truncate(text, LINE - 2)}" for text in below)]
-    return lines
+    """A table as lines of text. Below the numbered rows are headings, differences to the first group, and remarks."""
+    found = content(groups)
+    scores = [score for score in SCORES if any(group["mean"][score] is not None for group in found)]
+    rows, below = [["group", "completed", "n", *(SCORES[score] for score in scores)]], []
+    for number, group in enumerate(found, 1):
+        row = [str(number), f"{group['completed']} of {len(group['runs'])}", str(group["n"])]
+        for score in scores:
+            mean, deviation = group["mean"][score], group["sd"][score]
+            row.append("–" if mean is None else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.2g}"))
+        rows.append(row)
+        differences = [f"{SCORES[score]} {each['text']}" for score, each in group["differences"].items()]
+        texts = [group["heading"], *differences, *group["remarks"]]
+        below.append([f"  {truncate(text, LINE - 2)}" for text in texts])
+    first, *lines = text_table(rows).split("\n")
+    return [first, *(text for line, texts in zip(lines, below, strict=True) for text in (line, *texts))]
 
 
-@cache
+def _remarks(group: Group) -> list[str]:
+    """What limits the means, and the runs that they leave out."""
+    seeds = Counter(map(_seed, group.scored))
+    found = ["one run: no spread"] if len(seeds) == 1 else []
+    if reason := _unlike(group.scored, "last_val_loss"):
+        found.append(reason)
+    found += [f"seed {seed}: {count} runs count as one" for seed, count in seeds.items() if count > 1]
+    for run in group.runs:
+        if run not in group.scored:
+            why = "no finite val_loss" if run in group.completed else _state(run)
+            found.append(f"{run.name}: {why}, not in the means")
+    return found
+
+
 def _score(run: RunRecord, score: str) -> float | None:
     kind, _, metric = score.partition("_")
     value = (run.best(metric) if kind == "best" else run.last(metric)).get(metric)
@@ -199,11 +189,6 @@ def _state(run: RunRecord) -> str:
 
 def _seed(run: RunRecord) -> str:
     return str(run.config["seed"]) if run.config.get("seed") is not None else run.name
-
-
-def _without_seed(run: RunRecord) -> str:
-    """muon-seed3 -> muon"""
-    return re.sub(rf"[-_., /]*(seed)?[-_=]*(?<!\d){re.escape(_seed(run))}$", "", run.name) or run.name
 
 
 def _plain(value: object) -> object:
