@@ -165,7 +165,7 @@ def damaged_in_training(config: TrainingConfig, at: int, number: float) -> str:
         return str(corrupted)
 
 
-@pytest.mark.parametrize(("at", "number"), [(6, 2.0), (10, math.nan)])
+@pytest.mark.parametrize(("at", "number"), [pytest.param(6, 2.0, marks=pytest.mark.slow), (10, math.nan)])
 def test_a_training_ends_before_it_saves_what_was_damaged(corpus, tmp_path, at, number):
     """Also where the last step's weights would end the run as diverged, on that rank alone."""
     changes = {"optim.grad_clip": 0.0}
