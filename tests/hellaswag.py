@@ -32,6 +32,13 @@ def made_items(count: int) -> list[dict]:
     return rows
 
 
+def items_file(folder: Path) -> str:
+    """A file of fifteen items, short enough for models of 16 tokens; its task is `items`."""
+    choices = ["(self):", "import"]
+    rows = [{"context": f"def {'a ' * number}", "choices": choices, "label": number % 2} for number in range(15)]
+    return str(write(folder / "items.jsonl", rows))
+
+
 def write(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
     return path

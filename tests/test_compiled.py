@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hellaswag import items_file
 from ranks import run_ranks
 from runs import training_config
 
@@ -50,7 +51,8 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
     return found
 
 
-TASKS = {"eval.tasks": ["cloze"], "eval.task_items": 9}
+TASKS = {"eval.tasks": ["items"], "eval.task_items": 9}
+"""`items` stands for a file of items."""
 LLAMA, NANOCHAT = (
     {"model.architecture": "llama", "model.n_kv_head": 1},
     {"model.architecture": "nanochat", "model.document_mask": True},
@@ -69,6 +71,8 @@ def test_one_static_graph_to_train_and_one_to_evaluate(
 ) -> None:
     """Evaluations have another batch size than training, and come first in a fresh run."""
     changes = {"train.compile": how, "eval.every": 2, "eval.batch_size": 7, "checkpoint.every": 2} | more
+    if "eval.tasks" in more:
+        changes["eval.tasks"] = [items_file(tmp_path)]
     for steps in (2, 4):  # fresh, then resumed
         config = training_config(corpus, tmp_path, changes | {"train.steps": steps, "optim.decay_steps": 4})
         for graphs in run_ranks(graphs_of_a_training, world, config):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from close import distance
 from conftest import once
+from hellaswag import items_file
 from ranks import run_ranks, run_until_killed
 from runs import assert_same, built, newest_checkpoint, rows, train, training_config, untimed, verified, weights
 from safetensors.torch import load_file
@@ -140,7 +141,12 @@ def test_muon_and_sharding_of_a_model_without_blocks(text, tmp_path):
 def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, capsys):
     """Each way resumes the other's checkpoints, with dropout, document masks, recomputed activations, a loss in chunks,
     scores of tasks and samples."""
-    more = {"optim.name": "muon", "model.dropout": 0.1, "model.document_mask": True, "eval.tasks": ["cloze"]}
+    more = {
+        "optim.name": "muon",
+        "model.dropout": 0.1,
+        "model.document_mask": True,
+        "eval.tasks": [items_file(tmp_path)],
+    }
     more |= {"train.activation_checkpointing": True, "train.loss_chunk": 32, "train.micro_batch_size": 1}
     more |= {"eval.task_items": 9, "tracking.sample_every": 5, "optim.decay_steps": 25, "eval.every": 5}
     train(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
@@ -157,14 +163,14 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, capsys):
     assert verified(changed, capsys)[0] == 0
 
 
-SCARCE = {"model.architecture": "qwen3", "model.n_embd": 8, "model.n_head": 4, "eval.tasks": ["cloze"]}
+SCARCE = {"model.architecture": "qwen3", "model.n_embd": 8, "model.n_head": 4}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        SCARCE | {"eval.task_items": 2},
+        SCARCE,
         {"launch.replicas": 2, "launch.reduce": "each", "train.micro_batch_size": 1},
         {"launch.replicas": 4, "checkpoint.background": True, "launch.reshard": False},
     ],
@@ -173,6 +179,8 @@ def test_four_processes(corpus, tmp_path, capsys, changes):
     """More processes than rows of a parameter, and than items of a task; gradients that each micro-batch reduces; four
     replicas, saved in the background."""
     changes = changes | {"optim.name": "muon", "model.dropout": 0.1, "eval.every": 5}
+    if "model.architecture" in changes:
+        changes |= {"eval.tasks": [items_file(tmp_path)], "eval.task_items": 2}
     ddp = {name: value for name, value in changes.items() if not name.startswith("launch.")}
     for name, way in (("ddp", ddp), ("fsdp", changes | FSDP)):
         assert run_ranks(train, 4, training_config(corpus, tmp_path / name, way)) == ["completed"] * 4

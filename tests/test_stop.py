@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from hellaswag import items_file
 from ranks import in_turn, run_ranks
 from runs import assert_same, job_config, lasting_state, state_of, train, training_config, untimed
 
@@ -70,7 +71,7 @@ STOPS = [("evaluate", 0, 1), ("tasks", 5, 1), ("save", 8, 0), ("sample", 5, 0), 
 def test_what_a_stop_breaks_off_is_done_by_the_resumed_run(corpus, tmp_path, stops, parallel):
     """Two ranks of unequal numbers of batches. One of them is told to stop in the middle: no further step is taken, and
     what came before it is saved. Resumed, the rows, samples and weights are those of a run that was left alone."""
-    changes = {"eval": {"every": 5, "tokens": None, "batch_size": 4, "tasks": ["cloze"], "task_items": 11}}
+    changes = {"eval": {"every": 5, "tokens": None, "batch_size": 4, "tasks": [items_file(tmp_path)], "task_items": 11}}
     changes |= {"tracking": {"log_every": 1, "sample_every": 5}, "model.dropout": 0.1}
     changes |= {"launch.parallel": parallel}
     changes |= {"checkpoint": {"every": 4, "background": False, "keep_last": 9}}

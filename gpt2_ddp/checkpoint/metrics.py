@@ -33,7 +33,7 @@ SHOWN = {
 def describe(row: dict[str, Any]) -> list[str]:
     """A row's losses, own numbers of the task and speed as texts; missing fields and names with a / are left out."""
     unit, rate = _speed(row)
-    own = (name for name in row if is_own(name) and not name.endswith(("_acc_norm", "_perplexity")) and name != unit)
+    own = (name for name in row if is_own(name) and not name.endswith("_acc_norm") and name != unit)
     tasks = {name: f"{name} {{:{'.1%' if name.endswith('_acc') else '.4g'}}}" for name in own if "/" not in name}
     parts = [layout.format(row[name]) for name, layout in (SHOWN | tasks).items() if row.get(name) is not None]
     return [*parts, f"{rate:,.0f} {unit}/s"] if unit else parts

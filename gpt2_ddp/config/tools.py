@@ -14,7 +14,7 @@ from gpt2_ddp.config.base import Command
 from gpt2_ddp.config.run import only
 from gpt2_ddp.errors import UserError
 
-TASKS_ONLY = "is for tasks only; add some, like --tasks cloze"
+TASKS_ONLY = "is for tasks only; add some, like --tasks hellaswag"
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
 Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$")]
@@ -106,8 +106,7 @@ class EvaluateConfig(CheckpointCommand):
     tokens: int | None = Field(default=None, ge=1)
     """number of tokens to score, evenly spread; null: all"""
     tasks: tuple[str, ...] = ()
-    """tasks to score instead of the split: `cloze` (made from the split), `hellaswag` or `lambada` (from the Hub), or
-    jsonl files of items (docs/evaluation.md)"""
+    """tasks to score instead of the split: `hellaswag` (from the Hub), or jsonl files of items (docs/evaluation.md)"""
     task_items: int | None = Field(default=None, ge=1)
     """items of each task, evenly spread; null: all"""
     images: tuple[str, ...] = ()

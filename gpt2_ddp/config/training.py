@@ -217,8 +217,7 @@ class EvalConfig(Section):
     batch_size: int = Field(default=16, ge=1, le=65_536)
     """windows, or continuations of a task, per forward pass and process"""
     tasks: tuple[str, ...] = ()
-    """tasks scored at each evaluation: `cloze` (made from the validation split), `hellaswag` or `lambada` (from the
-    Hub), or jsonl files of items (docs/evaluation.md)"""
+    """tasks scored at each evaluation: `hellaswag` (from the Hub), or jsonl files of items (docs/evaluation.md)"""
     task_items: int | None = Field(default=500, ge=1)
     """items of each task, evenly spread, always the same; null: all"""
     weights: tuple[float, ...] = ()

@@ -119,15 +119,14 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
 
 
 def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """The scores of `config.tasks` as a table. Saves items and scores after each task; other items of a task, by split,
-    data or number, have another file."""
+    """The scores of `config.tasks` as a table. Saves items and scores after each task; another number of items has
+    another file."""
     model, tokenizer = on_every_rank(lambda: load_model(checkpoint))
-    size, path = model.config.block_size, checkpoint.path
-    folder, folders = Path(config.output or _evaluations(checkpoint)), _settings(config, checkpoint)[0].data.paths
+    size = model.config.block_size
+    folder = Path(config.output or _evaluations(checkpoint))
 
     def load() -> list[ItemSet]:
-        split = lambda: next(iter(open_splits(folders, config.split, tokenizer)[1].values()))  # noqa: E731
-        sets = load_sets(config.tasks, config.task_items, tokenizer, size, split)
+        sets = load_sets("tasks", config.tasks, config.task_items, tokenizer, size)
         check_writable(str(make_output_folder(folder) / f"{sets[0].name}.json"))
         return sets
 
@@ -138,14 +137,10 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
             note = f"{items.cut:,} of {len(items.requests):,} texts are longer than the model's {size} tokens"
             accelerator.print(f"note: {items.name}: {note}; their beginning is cut off", file=sys.stderr)
         result = judge(items, answer(accelerator, prepared, items.requests, config.batch_size))
-        facts = {"checkpoint": str(path), "step": checkpoint.step, "precision": accelerator.mixed_precision}
-        facts |= {"task_items": config.task_items}
-        names = [items.name]
-        if "cloze" in config.tasks and items.name == "cloze":  # made from a split
-            facts |= {"split": config.split, "data": [*folders]}
-            names += [config.split] * (config.split != "val") + [Path(name).absolute().name for name in config.data]
-        names += [str(config.task_items)] * (config.task_items is not None)
-        on_main(partial(save, folder / "-".join(names), items, result, facts))
+        facts = {"checkpoint": str(checkpoint.path), "step": checkpoint.step}
+        facts |= {"precision": accelerator.mixed_precision, "task_items": config.task_items}
+        name = f"{items.name}-{config.task_items}" if config.task_items else items.name
+        on_main(partial(save, folder / name, items, result, facts))
         results[items.name] = items, result
     return f"items and scores are in {folder}\n{task_table(results)}"
 
@@ -154,9 +149,8 @@ def task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
     """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing."""
     lines: list[tuple[str, ...]] = [("task", "items", *METRICS, "chance")]
     for name, (items, result) in results.items():
-        known = result.metrics
-        shown = ("{0.value:.4f} ± {0.error:.4f}".format(known[name]) if name in known else "-" for name in METRICS)
-        lines.append((name, f"{len(items.items):,}", *shown, "-" if items.chance is None else f"{items.chance:.4f}"))
+        shown = (f"{mean.value:.4f} ± {mean.error:.4f}" for mean in result.metrics.values())
+        lines.append((name, f"{len(items.items):,}", *shown, f"{items.chance:.4f}"))
     return text_table(lines)
 
 

@@ -163,9 +163,9 @@ class Pretraining:
         self.manifests, self.tokenizer, self.manifest = corpus.manifests, corpus.tokenizer, corpus.manifests[0]
         numbered = [(f" ({number})" * (len(paths) > 1), one.parts) for number, one in enumerate(self.manifests)]
         check_ranks_agree({f"{name} of data.path{n}": value for n, part in numbered for name, value in part.items()})
-        if config.eval.patience and not self.validates:
-            hint = f"{' '.join(paths)} has no validation split; set it to null"
-            raise UserError("eval.patience", config.eval.patience, hint)
+        for field, value in (("eval.patience", config.eval.patience), ("eval.tasks", " ".join(config.eval.tasks))):
+            if value and not self.validates:
+                raise UserError(field, value, f"{' '.join(paths)} has no validation split; remove this setting")
         if self._saved:
             check_same_data(config, corpus, self._saved.state, self._data)
         self.epoch_size = len(corpus.order)
@@ -187,12 +187,12 @@ class Pretraining:
     def load_tasks(self) -> None:
         """Reads the items of `eval.tasks` on the main process, and prints notes on them. Raises: UserError."""
         self.item_sets: list[ItemSet] = []
-        if self.config.eval.tasks:
-            from gpt2_ddp.scoring import notes_on, sets_of_run
+        evals = self.config.eval
+        if evals.tasks:
+            from gpt2_ddp.scoring import load_sets, notes_on
 
-            first = next((stream for _, stream in self._corpus.validation.values()), None)
-            read = partial(sets_of_run, self.config, self.tokenizer, first)
-            self.item_sets = on_main(read)
+            sizes = evals.task_items, self.tokenizer, self.config.model.block_size
+            self.item_sets = on_main(partial(load_sets, "eval.tasks", evals.tasks, *sizes))
             self._print(notes_on(self.item_sets, self._data.tasks if self._data else {}))
 
     def build_model(self) -> None:
