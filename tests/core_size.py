@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 59_444, "reachable": 80_717, "product": 160_696, "tests": 235_924}
+CEILINGS = {"loaded": 59_444, "reachable": 80_717, "product": 160_696, "tests": 235_944}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 
