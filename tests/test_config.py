@@ -335,7 +335,7 @@ def test_help_lists_every_field_with_its_default(capsys):
     assert re.findall(r"^  --(\S+)", text, re.MULTILINE) == ["config", "print_config", *names]
     words = " ".join(text.split())
     assert "peak learning rate (default: 0.0006)" in words
-    kinds = ("checkpoint.background {true,false,auto}", "train.loss_chunk {INT,null,auto}", "guard.skip {true,false}")
+    kinds = ("checkpoint.background {true,false,auto}", "train.loss_chunk {INT,null,auto}", "data.prepare {TEXT,null}")
     assert all(f"--{kind} " in words for kind in kinds)
     few = printed(capsys, TrainingConfig, "--seed", "1", "--help")
     assert few.count("\n  --") == len(TrainingConfig.first) + 2  # --config and --print_config

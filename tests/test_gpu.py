@@ -103,7 +103,7 @@ PARTS: dict[str, list[str]] = {
     # where the time goes
     "trace": [f"{LARGE} --run_name trace --train.profile_steps 5"],
     # what the guarantees cost
-    "guards off": [f"{LARGE} --run_name unguarded --guard.skip no --guard.norm_sigmas null --guard.loss_sigmas null"],
+    "guards off": [f"{LARGE} --run_name unguarded --guard.norm_sigmas null --guard.loss_sigmas null"],
     "saves in the background": [f"{LARGE} --run_name background --checkpoint.every 10 --checkpoint.background yes"],
     "saves standing": [f"{LARGE} --run_name standing --checkpoint.every 10 --checkpoint.background no"],
     "checkpoint": ["-m benchmarks checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}"],

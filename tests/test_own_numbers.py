@@ -23,6 +23,7 @@ from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.tasks import noise_scale
+from gpt2_ddp.tasks.noise_scale import NoiseScale
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.own_numbers import check_numbers
 from gpt2_ddp.training.run import Run
@@ -51,13 +52,16 @@ def mine(config: Any, dies_at: int = 0, differs: bool = False) -> str:
 
     if dies_at:
         before_each_step(die)
-    task = example()
-    fields, evaluate = task.row_fields, task.evaluate
-    task.row_fields = lambda self, step: fields(self, step) | {"asked": step}
-    if differs:
-        rank = int(os.environ["RANK"])
-        task.evaluate = lambda self, model, poll: evaluate(self, model, poll) | {"rhymes": rank / 4}
-    return loop.train(config, task).outcome
+    rank, own = int(os.environ["RANK"]), example()
+
+    class Both(NoiseScale, own):
+        def row_fields(self, step: int) -> dict[str, float]:
+            return super().row_fields(step) | own.row_fields(self, step) | {"asked": step}
+
+        def evaluate(self, model: Any, poll: Any) -> dict[str, Any]:
+            return super().evaluate(model, poll) | ({"rhymes": rank / 4} if differs else {})
+
+    return loop.train(config, Both).outcome
 
 
 def first_step(config: Any, corpus: Path, world: int, size: int) -> tuple[float, list[float]]:
@@ -84,7 +88,7 @@ def first_step(config: Any, corpus: Path, world: int, size: int) -> tuple[float,
 @pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(1, 1, marks=MANY), pytest.param(3, 3, marks=MANY)])
 def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(world, size, corpus, tmp_path, capsys):
     """Bitwise, and with the noise scale. Of 13 windows, the last micro-batches have fewer, or none."""
-    changes = {"eval.every": 4, "tracking.noise_scale": True, "train.global_batch_tokens": 13 * 32}
+    changes = {"eval.every": 4, "train.global_batch_tokens": 13 * 32}
     config = lambda name: training_config(corpus, tmp_path, changes | {"run_name": name})  # noqa: E731
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_ranks(mine, world, config("whole")) == ["completed"] * world
@@ -185,51 +189,58 @@ def test_the_contract_is_the_same_for_classes_of_any_package(corpus, tmp_path):
         assert (seen, run.model.training) == ([(False, False)], True)
 
 
-def toy(shares: int = 4, parallel: str = "ddp") -> Any:
-    """A task of ten parameters in one process, on steps of 4 micro-batches of 2 items of 3 tokens, with a loss scale.
-    The gradients of tokens are independent: of mean 0.3 and standard deviation 2 each."""
-    model = torch.nn.Linear(10, 1, bias=False)
-    feed = SimpleNamespace(position=0, consumed=0, step_size=2 * shares, share=lambda n: [[range(2)]] * shares)
-    accelerator = SimpleNamespace(num_processes=1, scaler=SimpleNamespace(get_scale=lambda: 1024.0))
-    accelerator.reduce = lambda value, reduction: value
-    task = SimpleNamespace(model=model, feed=feed, accelerator=accelerator, units_per_item=3, epoch_size=0)
-    task.config, task.total_steps = SimpleNamespace(parallel=parallel), lambda size: 0
-    task.due = lambda step, last: Due(log=step % 2 == 0)
-    task.loss = lambda model, batch: model(0.3 + 2 * torch.randn(6, 10)).sum()
-    task.state_dict = task.load_state_dict = None
-    return task
+class Toy(NoiseScale):
+    """Ten parameters in one process, on steps of 4 micro-batches of 2 items of 3 tokens, with a loss scale. The
+    gradients of tokens are independent: of mean 0.3 and standard deviation 2 each."""
+
+    def __init__(self, monkeypatch: Any, shares: int = 4, parallel: str = "ddp"):
+        feed = {"position": 0, "consumed": 0, "step_size": 2 * shares, "share": lambda n: [[range(2)]] * shares}
+        monkeypatch.setattr(Pretraining, "build_feed", lambda self: setattr(self, "feed", SimpleNamespace(**feed)))
+        monkeypatch.setattr(Pretraining, "loss", lambda self, model, batch: model(0.3 + 2 * torch.randn(6, 10)).sum())
+        train = SimpleNamespace(steps=0, epochs=None, micro_batch_size=2)
+        config = SimpleNamespace(parallel=parallel, train=train, global_batch_windows=8)
+        config.model = SimpleNamespace(block_size=3)
+        accelerator = SimpleNamespace(num_processes=1, scaler=SimpleNamespace(get_scale=lambda: 1024.0))
+        accelerator.reduce = lambda value, reduction: value
+        monkeypatch.setattr(Pretraining, "__init__", lambda self, config, accelerator, saved: vars(self).update(
+            config=config, accelerator=accelerator, units_per_item=3, epoch_size=0,
+            model=torch.nn.Linear(10, 1, bias=False)))  # fmt: skip
+        super().__init__(config, accelerator, None)
+        self.build_feed()
+
+    def due(self, step: int, last: bool) -> Due:
+        return Due(log=step % 2 == 0)
 
 
 def test_the_noise_scale_of_gradients_of_known_covariance(monkeypatch):
     monkeypatch.setattr(noise_scale, "DECAY", 0.999)
     torch.manual_seed(0)
-    task, found, measured = toy(), {}, 0
-    noise = noise_scale.NoiseScale(task)
+    task, found, measured = Toy(monkeypatch), {}, 0
     for step in range(1, 4001):
         task.feed.position, task.feed.consumed = 100 + 8 * step, 8 * step
         for _ in range(4):
             (task.loss(task.model, None) * 1024 / 24).backward()
         task.model.weight.grad /= 1024
-        before, found = noise.averages, task.row_fields(step)
-        measured += noise.averages != before
+        before, found = task.averages, task.row_fields(step)
+        measured += task.averages != before
         task.model.zero_grad()
     assert measured == 2000, "in the steps whose row is written"
     assert distance(found, {"noise_scale": 2**2 / 0.3**2}) < 0.1
-    assert distance(noise.averages[1] / (1 - 0.999**2000), 10 * 2**2) < 0.03
-    before = noise.averages
+    assert distance(task.averages[1] / (1 - 0.999**2000), 10 * 2**2) < 0.03
+    before = task.averages
     task.feed.position = 0
     for _ in range(2):
         (task.loss(task.model, None) * math.inf).backward()
-    assert (task.row_fields(2), noise.averages) == (found, before), "a bad step counts nothing"
-    noise.averages = (-1.0, 1.0)
+    assert (task.row_fields(2), task.averages) == (found, before), "a bad step counts nothing"
+    task.averages = (-1.0, 1.0)
     assert "noise_scale" not in task.row_fields(2)
     assert_close(noise_scale.estimate(5 + 40 / 6, 5 + 40 / 24, 6, 24), (5, 40))
 
 
-@pytest.mark.parametrize(("task", "problem"), [
-    (toy(shares=1), "needs two micro-batches per step on each process; choose a smaller train.micro_batch_size"),
-    (toy(parallel="fsdp"), "is not supported with launch.parallel fsdp"),
+@pytest.mark.parametrize(("toy", "field"), [
+    ({"shares": 1}, "train.micro_batch_size"), ({"parallel": "fsdp"}, "launch.parallel"),
 ])  # fmt: skip
-def test_a_training_that_cannot_measure_the_noise_scale(task, problem):
-    with pytest.raises(UserError, match=f"tracking.noise_scale = True: {problem}"):
-        noise_scale.NoiseScale(task)
+def test_a_training_that_cannot_measure_the_noise_scale(toy, field, monkeypatch):
+    with pytest.raises(UserError) as caught:
+        Toy(monkeypatch, **toy)
+    assert str(caught.value).startswith(field)

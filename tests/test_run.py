@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import in_turn, run_ranks, run_until_killed, start_ranks, wait_until
+from ranks import in_turn, run_ranks, run_until_killed
 from runs import (
     expect_defect,
     forge,
@@ -128,11 +128,11 @@ def there_and_back(config: RunConfig) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [("muon", 2), ("mlp", 2), *[pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("workers", "regression")]],
+    [("muon", 2), ("mlp", 2), *[pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("plain", "regression")]],
 )
 def test_back_in_the_middle_of_a_run(corpus: Path, tmp_path: Path, kind: str, world: int) -> None:
     """The same four steps have the same bits, on every rank: weights, moments, order, sums over the epoch."""
-    gpt2 = {"muon": {"model.dropout": 0.1, "optim.name": "muon"}, "workers": {"data.workers": 2}}
+    gpt2 = {"muon": {"model.dropout": 0.1, "optim.name": "muon"}, "plain": {}}
     is_gpt2 = kind in gpt2
     config = training_config(corpus, tmp_path, gpt2[kind]) if is_gpt2 else job_config(kind, tmp_path)
     for first, *others in run_ranks(there_and_back, world, config):
@@ -331,17 +331,6 @@ def test_one_process_may_train_again_and_lets_go_of_its_folder(corpus, tmp_path)
     config = training_config(corpus, tmp_path, {"train.steps": 2, "optim.decay_steps": 10})
     assert run_ranks(train_thrice, 1, config) == [(["completed"] * 3, 0)]
     assert rows(tmp_path / "run")[-1]["step"] == 3
-
-
-def test_killed_with_loader_workers_it_can_be_started_again_at_once(corpus, tmp_path):
-    """Workers outlive the trainer for a moment; they must not hold its lock."""
-    changes = {"data.workers": 2, "train.steps": 10**6, "eval.every": 10**6, "checkpoint.every": 5}
-    config = training_config(corpus, tmp_path, changes)
-    ((process, _),) = start_ranks(train, 1, config)
-    wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*")), process=process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    RunFolder(config).release()
 
 
 def recorded_early(config: TrainingConfig) -> dict[str, Any]:

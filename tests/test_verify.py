@@ -289,7 +289,7 @@ TAMPERINGS: dict[str, tuple[Edit, str]] = {
     "n_layer": (in_config("n_layer: 2", "n_layer: 3"), "config.yaml: model.n_layer is 3, in metrics.jsonl 2"),
     "a field that may change": (in_config("every: 5\n", "every: 9\n"), "config.yaml: checkpoint.every is 9"),
     "a key misspelt": (in_config("  n_layer:", "  n_layers:"), "config.yaml: model.n_layer is None"),
-    "lines deleted": (in_config("  skip: true\n", ""), "config.yaml: guard.skip is None"),
+    "lines deleted": (in_config("  rollbacks: 3\n", ""), "config.yaml: guard.rollbacks is None"),
     "no status": (lambda run: (run / "status.json").unlink(), "status.json: is missing"),
     "garbage for a status": (lambda run: (run / "status.json").write_text("{"), "status.json: has state None"),
     "an unknown status": (lambda run: change(run / "status.json", "completed", "kompleted"),

@@ -70,10 +70,9 @@ class LoopConfig(Section):
 class GuardConfig(Section):
     """Reaction to bad steps"""
 
-    skip: bool = True
-    """skip the update of a step whose gradient norm is not finite or above the limit of norm_sigmas"""
     norm_sigmas: float | None = Field(default=None, gt=0)
-    """limit of the gradient norm, in standard deviations above its running mean; null: no limit for finite norms"""
+    """limit of the gradient norm, in standard deviations above its running mean; a step above it, or whose norm is not
+    finite, is skipped; null: no limit for finite norms"""
     loss_sigmas: float | None = Field(default=None, gt=0)
     """limit of the loss, in standard deviations above its running mean; null: no limit for finite losses"""
     patience: int = Field(default=20, ge=1)

@@ -52,8 +52,6 @@ class DataConfig(Section):
     the command line; a phase may change until the run reaches it"""
     prepare: str | None = None
     """configuration of prepare_data.py to run first if shards are missing; its output is path, or a folder of path"""
-    workers: int = Field(default=0, ge=0, le=64)
-    """loader processes per rank; 0: read in the training process, about 0.1 ms a batch (estimate)"""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -246,8 +244,6 @@ class TextTrackingConfig(TrackingConfig):
     """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
     sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
     """prompts of the samples, one or several; empty: the start of a document"""
-    noise_scale: bool = False
-    """add the gradient noise scale in tokens to rows (docs/tracking.md); needs two micro-batches of each process"""
 
 
 class ParallelConfig(Section):

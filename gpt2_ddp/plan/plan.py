@@ -241,7 +241,7 @@ class Plan:
         setting = setting_of(config, self._model, kind, processes, precision)
         background = config.checkpoint.background is not False  # elsewhere, machines with GPUs have cores and memory
         if self.machine.is_here:
-            has_core = spare_core(kind, torch.get_num_threads(), config.data.workers)
+            has_core = spare_core(kind, torch.get_num_threads())
             size = 4 * (setting.parameters + setting.state)
             background = should_save_async(config.checkpoint.background, size, has_core)
         base = setting.base if base is None else base

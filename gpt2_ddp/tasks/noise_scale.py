@@ -1,25 +1,27 @@
-"""The gradient noise scale (McCandlish et al., 2018, appendix A.1), from the micro-batches of ordinary steps."""
+"""Pretraining that measures the gradient noise scale (McCandlish et al., 2018, appendix A.1) in ordinary steps."""
 
 import math
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import MicroBatch
-from gpt2_ddp.distributed.ranks import sum_over_ranks
+from gpt2_ddp.distributed.ranks import on_every_rank, sum_over_ranks
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import GPTData
 from gpt2_ddp.tasks.pretraining import Pretraining
-from gpt2_ddp.training.task import RowFields
 
 DECAY = 0.9
 """Weight of the earlier logged steps in the averages."""
 
 
-class NoiseScale:
-    """The noise scale of a task: noise (trace of the covariance of a token's gradient) divided by signal (squared norm
-    of the mean gradient). Wraps methods of the task: its loss, its row fields, and its state.
+class NoiseScale(Pretraining):
+    """Pretraining whose rows have the noise scale: noise (trace of the covariance of a token's gradient) divided by
+    signal (squared norm of the mean gradient).
 
     At the second micro-batch of a step, `.grad` is the gradient of this rank's first one: a small batch. That of the
     whole step is the gradient of a large batch. Their squared norms give unbiased estimates of noise and signal.
@@ -28,41 +30,44 @@ class NoiseScale:
         averages: of signal and noise, over the logged steps. They lack the same bias correction, which cancels.
     """
 
-    def __init__(self, task: Pretraining):
-        shares = task.feed.share(task.feed.step_size)
-        if task.config.parallel == "fsdp":
-            raise UserError("tracking.noise_scale", True, "is not supported with launch.parallel fsdp; set it to false")
-        if len(shares) < 2:
-            hint = "needs two micro-batches per step on each process; choose a smaller train.micro_batch_size"
-            raise UserError("tracking.noise_scale", True, hint)
+    def __init__(self, config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None):
+        super().__init__(config, accelerator, saved)
         self.averages = (0.0, 0.0)
-        self._task, self._batch = task, len(shares[0][0])  # the first micro-batch of each rank is full
         self._position, self._count = -1, 0
         self._square: Tensor | None = None
-        self._loss, self._state_dict, self._load = task.loss, task.state_dict, task.load_state_dict
-        self._row_fields: RowFields = getattr(task, "row_fields", lambda step: {})
-        vars(task).update(loss=self.loss, row_fields=self.row_fields)
-        vars(task).update(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
+
+    def build_feed(self) -> None:
+        """As `Pretraining`. Raises: UserError, on every rank, if a step has one micro-batch, or with fsdp."""
+        super().build_feed()
+        on_every_rank(self._check_measurable)
+
+    def _check_measurable(self) -> None:
+        shares = self.feed.share(self.feed.step_size)
+        if self.config.parallel == "fsdp":
+            raise UserError("launch.parallel", "fsdp", "the noise scale cannot be measured; use ddp")
+        if len(shares) < 2:
+            hint = "the noise scale needs two micro-batches per step on each process; choose a smaller one"
+            raise UserError("train.micro_batch_size", self.config.train.micro_batch_size, hint)
+        self._batch = len(shares[0][0])  # the first micro-batch of each rank is full
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """The task's loss. Before, measures the gradient of a step's first micro-batch if the row will be written."""
-        task, feed = self._task, self._task.feed
+        """As `Pretraining`. Before, measures the gradient of a step's first micro-batch if the row will be written."""
+        feed = self.feed
         if feed.position != self._position:  # the first micro-batch of a step
             self._position, self._count, self._square = feed.position, 0, None
         self._count += 1
         if self._count == 2:
             step = feed.consumed // feed.step_size
-            due = task.due(step, step == task.total_steps(task.epoch_size))
+            due = self.due(step, step == self.total_steps(self.epoch_size))
             self._square = self._squared_norm() if due.log or due.evaluate else None
-        return self._loss(model, batch)
+        return super().loss(model, batch)
 
     def row_fields(self, step: int) -> dict[str, float]:
-        """The task's fields and `noise_scale` in tokens, which is absent while the average signal is not positive."""
-        fields = self._row_fields(step)
+        """`noise_scale` in tokens, which is absent while the average signal is not positive."""
         if self._square is None:  # a replay, whose rows are fewer
-            return fields
-        task, accelerator = self._task, self._task.accelerator
-        world, step_size, units = accelerator.num_processes, task.feed.step_size, task.units_per_item
+            return {}
+        accelerator, step_size, units = self.accelerator, self.feed.step_size, self.units_per_item
+        world = accelerator.num_processes
         squares: Tensor = sum_over_ranks(accelerator, torch.stack([self._square, self._squared_norm()]))
         small, big = (value / world for value in squares.tolist())
         # the loop's sum over a rank's tokens is scaled by world / all tokens, and by the loss scale
@@ -72,19 +77,18 @@ class NoiseScale:
             signal, noise = (DECAY * before + (1 - DECAY) * now for before, now in zip(self.averages, new, strict=True))
             self.averages = signal, noise
         signal, noise = self.averages
-        return fields | ({"noise_scale": noise / signal} if signal > 0 and math.isfinite(noise / signal) else {})
+        return {"noise_scale": noise / signal} if signal > 0 and math.isfinite(noise / signal) else {}
 
     def state_dict(self) -> GPTData:
         """The task's state, with the averages."""
-        return self._state_dict().model_copy(update={"noise_scale": self.averages})
+        return super().state_dict().model_copy(update={"noise_scale": self.averages})
 
     def load_state_dict(self, state: Any) -> None:
         """Loads what `state_dict` returned."""
-        self._load(state)
         self.averages = state.noise_scale or (0.0, 0.0)
 
     def _squared_norm(self) -> Tensor:
-        gradients = [p.grad for p in self._task.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return nn.utils.get_total_norm(gradients) ** 2
 
 

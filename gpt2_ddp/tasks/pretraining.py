@@ -148,10 +148,6 @@ class Pretraining:
         watchdog.heartbeat("building", timeout=long if self._initial_weights else FIRST_TIMEOUT)
         self.build_model()
         self.build_feed()
-        if self.config.tracking.noise_scale:
-            from gpt2_ddp.tasks.noise_scale import NoiseScale
-
-            on_every_rank(partial(NoiseScale, self))
         watchdog.heartbeat("hashing", timeout=long)
         self.check_hashes()
 
@@ -221,7 +217,7 @@ class Pretraining:
         self._print(notes)
         shares = interleaved(accelerator.num_processes, self.micro_batch)
         batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
-        self.feed = Feed(self._corpus.order, batch, self._corpus.source, accelerator, config.data.workers)
+        self.feed = Feed(self._corpus.order, batch, self._corpus.source, accelerator)
 
     def check_hashes(self, record: bool = True) -> None:
         """Hashes the shards that have changed since they were last hashed (`verify_shards`). Raises: UserError."""

@@ -206,7 +206,7 @@ def next_step(run: Run) -> str:
 def warn_of_bad_step(run: Run, verdict: Verdict) -> None:
     """Prints a warning at the first bad step of this process."""
     if verdict is not Verdict.OK and run.guard.bad_steps == 1:
-        done = f"its update is {'skipped' if run.config.guard.skip else 'applied'}; no later one is printed"
+        done = "its update is skipped; no later one is printed"
         run.metrics.print(f"warning: step {run.guard.judged} is bad: {run.guard.problem}; {done}")
 
 

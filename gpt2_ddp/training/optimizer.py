@@ -70,7 +70,6 @@ class GuardedOptimizer:
         self,
         optimizer: AcceleratedOptimizer,
         strategy: Replicated,
-        skip: bool = True,
         norm_sigmas: float | None = None,
     ):
         self.plain: Optimizer = optimizer.optimizer
@@ -78,7 +77,7 @@ class GuardedOptimizer:
         self.norms = RunningStatistics(accelerator.device)
         self._prepared, self._strategy, self._scaler = optimizer, strategy, accelerator.scaler
         self._fused = reads_found_inf(self.plain)
-        self._skip, self._norm_sigmas = skip, norm_sigmas
+        self._norm_sigmas = norm_sigmas
         self._before: dict[Tensor, Tensor] = {}
         self._flag = self.bad = torch.zeros(())
         self.plain.register_step_pre_hook(self._before_step)
@@ -125,8 +124,8 @@ class GuardedOptimizer:
         if self._norm_sigmas is not None:
             good = finite & (grad_norm <= self.norms.limit(self._norm_sigmas))
             self.norms.add(grad_norm, good)
-        bad, scale = (~good).float(), getattr(self._scaler, "_scale", None)
-        self._flag = bad if self._skip else torch.zeros_like(bad)
+        scale = getattr(self._scaler, "_scale", None)
+        self._flag = bad = (~good).float()
         self.bad = bad if scale is None else bad * (finite | (scale <= 1))
 
     def _before_step(self, optimizer: Any, args: object, kwargs: object) -> None:

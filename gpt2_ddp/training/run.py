@@ -186,7 +186,7 @@ class Run:
         self.compile = self._resolve_compile()
         model = compiled(wrap(task.model), self.compile)
         self.model, prepared = self.strategy.prepare(model, task.build_optimizer)
-        self.optimizer = GuardedOptimizer(prepared, self.strategy, config.guard.skip, config.guard.norm_sigmas)
+        self.optimizer = GuardedOptimizer(prepared, self.strategy, config.guard.norm_sigmas)
         self.guard = Guard(config.guard, accelerator, self.progress.first_step)
         self.parameters = list(self.model.parameters())
         self.skipped = torch.zeros((), device=accelerator.device)

@@ -187,7 +187,7 @@ LAUNCHERS = {
 
 
 class Cell(NamedTuple):
-    """One stop: who started the command, who gets which signal and when, and how many workers the loader has.
+    """One stop: who started the command, who gets which signal and when.
 
     Args:
         target: launcher (the process that was started), rank (the last one), or group (every process, at once).
@@ -197,7 +197,6 @@ class Cell(NamedTuple):
     target: str
     signal: str
     stage: str
-    workers: int = 0
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
@@ -209,7 +208,7 @@ def command(cell: Cell, folder: Path, corpus: Path) -> list[str]:
         script = [str(ROOT / "scripts/train_regression.py"), "--launch.processes", "2", "--output_dir", str(folder)]
         script += ["--run_name", "run", "--train.device", "cpu", "--train.epochs", "40", "--tracking.log_every", "1"]
     else:
-        values = {"train.steps": 150, "train.global_batch_tokens": 8 * 32, "data.workers": cell.workers}
+        values = {"train.steps": 150, "train.global_batch_tokens": 8 * 32}
         values |= {"eval.every": 10**6, "checkpoint.every": 10**6}
         (folder / "config.yaml").write_text(dump(training_config(corpus, folder, values)))
         script = [str(ROOT / "scripts/train_gpt2.py"), "--config", str(folder / "config.yaml")]
@@ -325,7 +324,7 @@ def ranks(mark: str) -> list[psutil.Process]:
     [
         Cell("python", "launcher", "INT", "imports"),
         Cell("accelerate", "launcher", "TERM", "training"),
-        Cell("torchrun", "group", "TERM", "training", workers=2),
+        Cell("torchrun", "group", "TERM", "training"),
         Cell("processes", "launcher", "TERM", "training"),
     ],
     ids=str,
@@ -335,12 +334,11 @@ def test_a_few_stops(cell, corpus, tmp_path):
 
 
 MATRIX = [
-    Cell(launcher, target, name, stage, workers)
+    Cell(launcher, target, name, stage)
     for launcher in LAUNCHERS
     for stage in ("imports", "training")
     for target in ("launcher", "rank", "group")
     for name in ("TERM", "INT", "USR1")
-    for workers in ((0,) if stage == "imports" or launcher == "processes" else (0, 2))
     if (launcher, target) != ("python", "rank")  # its launcher is its rank
 ]
 
