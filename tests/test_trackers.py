@@ -201,5 +201,7 @@ def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypa
     train_with_kills(config, tmp_path, kills or [6, 12, *sorted(random.Random(0).randint(3, 57) for _ in range(10))])
     wanted = in_metrics(run)
     assert (steps(wanted)["tokens"][-1], in_tensorboard(run)) == (config.train.steps, in_float32(wanted))
+    chain = json.loads((run / METRICS).read_text().splitlines()[-3])["chain"]  # before the last checkpoint and the end
     for found in (in_wandb(run), in_trackio(tmp_path, run)):
+        assert found.pop("chain")[-1] == (config.train.steps, chain)
         assert (steps(found), computed(found)) == (steps(wanted), computed(wanted))

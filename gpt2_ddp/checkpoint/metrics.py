@@ -117,7 +117,7 @@ class Metrics:
         row = finite(row)
         self._log.append(row)
         if self.trackers:
-            self.trackers.log(row)
+            self.trackers.log({**row, "chain": self._log.chain})
         if not self._is_quiet or "val_loss" in row:
             left = time_left(row, self.steps)
             rest = [f"{duration(left)} left"] if left else []

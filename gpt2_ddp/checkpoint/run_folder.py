@@ -193,6 +193,11 @@ class RunLog:
                 except OSError:
                     raise error from None
 
+    @property
+    def chain(self) -> str:
+        """The chain of the last row."""
+        return self._chain
+
     def append(self, row: Row, name: str = METRICS) -> None:
         """Appends a row to metrics.jsonl, with its chain, or to samples.jsonl. For any thread. Does nothing if the
         folder is lost, or if the file has not the size that it should: at the next heartbeat, all ranks stop."""

@@ -51,12 +51,13 @@ class Trackers:
             self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Sends the numbers of a row to each tracker without its step."""
-        numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
+        """Sends the numbers of a row, and its chain, to each tracker without its step."""
+        kept = {k: value for k, value in row.items() if isinstance(value, int | float) or k == "chain"}
+        del kept["step"]
         for name, running in self._running.items():
             if row["step"] > running.held:
                 running.held = row["step"]
-                self._attempt(f"{name} tracker", lambda one=running: one.tracker.log(numbers, row["step"]))
+                self._attempt(f"{name} tracker", lambda one=running: one.tracker.log(kept, row["step"]))
 
     def go_back(self) -> None:
         """Writes the rows that are valid after a rollback, where the tracker is a local file."""
