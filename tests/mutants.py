@@ -45,7 +45,7 @@ BACK = "every_gradient or poisoned or start_is_there or job_that_diverges or to_
 LATE = [f"{GUARD}::test_each_step_is_judged_two_steps_late", f"{GUARD}::test_a_resumed_guard_judges_alike"]
 MODULES: dict[str, tuple[int, list[str]]] = {
     "data/order.py": (20, ["tests/test_order.py", "tests/test_mixture.py", "-k", "order"]),
-    "data/feed.py": (24, ["tests/test_feed.py", "-k", "not (share_of_random or workers or middle or windows)"]),
+    "data/feed.py": (24, ["tests/test_feed.py", "-k", "not (workers or windows)"]),
     "data/mixture.py": (24, ["tests/test_mixture.py"]),
     "training/loop.py": (
         24,
