@@ -150,10 +150,8 @@ MISTAKES = {
         {"optim.name": "muon"},
         [r"optim.name = muon: .*step-00000005 was trained with adamw; .* with train.init_from"],
     ),
-    "nowhere": ({"train.branch_from": "/no/such/run"}, ["train.branch_from = /no/such/run"]),
     "no step of its own": ({"train.steps": 5}, [r"train.steps = 5: .*step-00000005 is at step 5, which counts"]),
     "epochs": ({"train.epochs": 0.01}, ["train.epochs = 0.01"]),
-    "both": ({"train.init_from": "runs/x"}, ["train.branch_from = .*remove one of the two"]),
 }
 
 

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.launch import LONGEST
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training import loop
 
@@ -335,35 +334,6 @@ def test_replicas_of_a_part_are_compared(text, tmp_path):
     told = run_ranks(flip_on_rank, 4, cell(text, tmp_path, "gpt2", "adamw", **FSDP, **{"launch.replicas": 2}), 3)
     assert len({*told}) == 1
     assert [f"rank {rank} (" in told[0] for rank in range(4)] == [False, True, False, True]  # no majority of two
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"launch.replicas": 2}, "launch.replicas = 2: is no divisor of the 1 processes"),
-        ({"train.compile": "model"}, "train.compile = model: .*use blocks"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused(text, tmp_path, changes, message):
-    with pytest.raises(UserError, match=message):
-        train(cell(text, tmp_path, "gpt2", "adamw", **FSDP, **changes))
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("VERSION", "1"),
-        ("OFFLOAD_PARAMS", "true"),
-        ("AUTO_WRAP_POLICY", "NO_WRAP"),
-        ("ACTIVATION_CHECKPOINTING", "true"),
-    ],
-)
-def test_answers_of_accelerate_config_that_are_refused(text, tmp_path, monkeypatch, name, answer):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv(f"FSDP_{name}", answer)
-    with pytest.raises(UserError, match=f"FSDP_{name} = {answer}: .*`accelerate config`"):
-        train(cell(text, tmp_path, "gpt2", "adamw"))
 
 
 def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch, capsys):
