@@ -145,11 +145,12 @@ def train_with_faults(
             os.kill(os.getpid(), sent)
         if not bad[0] <= int(run.task.feed.positions_from(run.task.feed.position)[0]) < bad[1]:
             return step(run)
-        handle = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * times)
+        backward = run.optimizer.backward
+        run.optimizer.backward = lambda loss: backward(loss * times)
         try:
             return step(run)
         finally:
-            handle.remove()
+            del run.optimizer.backward
 
     loop.train_step = train_step
     try:

@@ -398,37 +398,41 @@ def test_folders_that_have_moved(whole, sources, tmp_path, capsys):
 
 
 BEFORE = Mixture(manifests=["a", "b"], phases=[(0, ["7/10", "3/10"]), (2000, ["1/2", "1/2"])])
-SEVEN, THREE = {"path": ["x", "y"], "weights": [7, 3]}, {"path": ["x", "y", "z"], "weights": [7, 3, 0]}
-ONE_FOLDER = {"mixture": None}
+GOES_ON = """
+900 | --data.path x y --data.weights 7 3 --data.phases 16000:1:1
+900 | --data.path x y --data.weights 7 3 --data.phases 8000:1:2
+2000 | --data.path x y --data.weights 7 3 --data.phases 16000:1:9
+2001 | --data.path x y --data.weights 7 3 --data.phases 16000:1:9 | data.phases = 1/10 9/10 from token 16000 on:
+900-2100 | --data.path x y --data.weights 7 3 | data.phases = none: the run had 1/2 1/2 from
+900 | --data.path x y --data.weights 6 3 | data.weights = 2/3 1/3 from token 0 on: the run had 7/10 3/10 from
+900 | --data.path x y | data.weights = 2/3 1/3
+900 | --data.path x y z --data.weights 7 3 0 --data.phases 8000:0:0:1
+1900 | --data.path x y z --data.weights 7 3 0 --data.phases 8000:0:0:1 | data.phases =
+900 | --data.path x y z --data.weights 7 3 1 | data.weights = 7/11 3/11 1/11
+900 | --data.path x | data.path = x: the run was started with 2 folders
+900 a | --data.path x y --data.weights 1 0 --data.phases 8000:1:1
+9 a | --data.path x y --data.weights 1 1 | data.weights = 1/2 1/2
+9 b | --data.path x y --data.weights 1 0 | data.path = x: its tokens differ
+0 | --data.path x y --data.weights 1 0 | data.weights
+"""
+"""Position of the run and the end of what it passes over; its data, if these are of one folder; flags; the error."""
 
 
-@pytest.mark.parametrize(("state", "data", "refused"), [
-    ({"position": 900}, SEVEN | {"phases": ["16000:1:1"]}, None),
-    ({"position": 900}, SEVEN | {"phases": ["8000:1:2"]}, None),
-    ({"position": 2000}, SEVEN | {"phases": ["16000:1:9"]}, None),
-    ({"position": 2001}, SEVEN | {"phases": ["16000:1:9"]}, "data.phases = 1/10 9/10 from token 16000 on:"),
-    ({"position": 900, "skipped_ranges": [(900, 2100)]}, SEVEN, "data.phases = none: the run had 1/2 1/2 from"),
-    ({"position": 900}, {"weights": [6, 3]}, "data.weights = 2/3 1/3 from token 0 on: the run had 7/10 3/10 from"),
-    ({"position": 900}, {}, "data.weights = 2/3 1/3 "),
-    ({"position": 900}, THREE | {"phases": ["8000:0:0:1"]}, None),
-    ({"position": 1900}, THREE | {"phases": ["8000:0:0:1"]}, "data.phases = "),
-    ({"position": 900}, THREE | {"weights": [7, 3, 1]}, "data.weights = 7/11 3/11 1/11"),
-    ({"position": 900}, {"path": "x"}, "data.path = x: the run was started with 2 folders"),
-    (ONE_FOLDER | {"position": 900}, {"weights": [1, 0], "phases": ["8000:1:1"]}, None),
-    (ONE_FOLDER | {"position": 9}, {"weights": [1, 1]}, "data.weights = 1/2 1/2"),
-    (ONE_FOLDER | {"data_manifest": "b", "position": 9}, {"weights": [1, 0]}, "data.path = x: its tokens differ"),
-    ({}, {"weights": [1, 0]}, "data.weights"),
-])  # fmt: skip
-def test_what_a_run_goes_on_with(tmp_path, state, data, refused):
+@pytest.mark.parametrize("case", GOES_ON.strip().splitlines())
+def test_what_a_run_goes_on_with(case):
     """Other weights begin behind what the run has been at, also before it went back; sources come at the end."""
-    values = {"path": ["x", "y"], "weights": [], "phases": []} | data
-    config = config_of([], tmp_path, **{f"data__{name}": value for name, value in values.items()})
-    hashes, windows = ["a", "b", "c"][: len(config.data.paths)], [100, 50, 20]
-    phases = phases_of(config, windows[: len(hashes)])
-    now = Mixture(manifests=hashes, phases=[(one.begins, [str(w) for w in one.weights]) for one in phases])
-    saved = gpt_state(feed=FeedState.model_validate(state))
-    saved.task = saved.task.model_copy(update={"data_manifest": "a", "mixture": BEFORE} | state)
-    with pytest.raises(UserError, match="^" + re.escape(refused)) if refused else nullcontext():
+    at, flags, *refused = case.split(" | ")
+    place, *single = at.split()
+    position, *passed = map(int, place.split("-"))
+    config = load(TrainingConfig, [*flags.split(), "--train.steps", "1", "--model.block_size", "8"])
+    count = len(config.data.paths)
+    phases = phases_of(config, [100, 50, 20][:count])
+    weights = [(one.begins, [str(w) for w in one.weights]) for one in phases]
+    now = Mixture(manifests=["a", "b", "c"][:count], phases=weights)
+    saved = gpt_state(feed=FeedState(position=position, skipped_ranges=[(position, end) for end in passed]))
+    data = {"data_manifest": single[0], "mixture": None} if single else {"data_manifest": "a", "mixture": BEFORE}
+    saved.task = saved.task.model_copy(update=data)
+    with pytest.raises(UserError, match="^" + re.escape(refused[0])) if refused else nullcontext():
         check_goes_on(config, saved, now)
 
 

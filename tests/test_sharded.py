@@ -1,10 +1,8 @@
 """`launch.parallel: fsdp`: the same run, whether its ranks share one model or each has all of it."""
 
 import json
-import math
 import os
 import resource
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ import torch
 from close import distance
 from conftest import once
 from hellaswag import items_file
-from ranks import run_ranks, run_until_killed
-from runs import assert_same, built, newest_checkpoint, rows, train, training_config, untimed, verified, weights
+from ranks import run_ranks
+from runs import built, newest_checkpoint, rows, train, training_config, untimed, verified, weights
 from safetensors.torch import load_file
 
 from gpt2_ddp.config.training import TrainingConfig
@@ -260,58 +258,6 @@ def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
     print(processes, way, *found, sep="\n")
     assert way == "ddp" or found[0]["Total"] <= 1580 / processes + 150
     assert way == "ddp" or all(rank["start"] - rank["before"] < 382 / processes + 100 for rank in found[1:])
-
-
-def train_with_nan(config: TrainingConfig, bad: range, dies_at: int = 0, sent: int = 0) -> str:
-    """Trains. The last rank's gradients are NaN in the steps at the positions `bad`. Before the `dies_at`-th step that
-    this process takes, the last rank is sent the signal `sent`."""
-    from gpt2_ddp.training import loop
-
-    step, taken = loop.train_step, []
-
-    def train_step(run: Any) -> Any:
-        taken.append(run.step)
-        optimizer, position = run.optimizer, int(run.task.feed.positions_from(run.task.feed.position)[0])
-        is_last = run.accelerator.process_index == run.accelerator.num_processes - 1
-        if is_last and len(taken) == dies_at:
-            os.kill(os.getpid(), sent)
-        factor, backward = math.nan if is_last and position in bad else 1.0, type(optimizer).backward
-        optimizer.backward = lambda loss: backward(optimizer, loss * factor)
-        return step(run)
-
-    loop.train_step = train_step
-    try:
-        return train(config)
-    finally:
-        loop.train_step = step
-
-
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_stopped_and_rolled_back(text, tmp_path, kills):
-    """Two ranks that are killed, or told to stop, again and again train what two left alone train, bit for bit. A rank
-    with NaN makes all skip these steps, and go back at the same step."""
-    bad = range(12 * 9, 12 * 12)
-    more = FSDP | {
-        "train.steps": 20 + 8 * kills,
-        "guard.patience": 3,
-        "checkpoint.every": 3,
-        "model.dropout": 0.1,
-        "eval.every": 8,
-    }
-    run_ranks(train_with_nan, 2, cell(text, tmp_path / "alone", "gpt2", "muon", **more), bad)
-    config, random = cell(text, tmp_path / "killed", "gpt2", "muon", **more), torch.Generator().manual_seed(1)
-    for kill in range(kills):
-        at = int(torch.randint(4, 9, (), generator=random))
-        if kill % 2:
-            assert run_ranks(train_with_nan, 2, config, bad, at, signal.SIGTERM) == ["stopped"] * 2
-        else:
-            run_until_killed(train_with_nan, 2, config, bad, at, signal.SIGKILL)
-    assert run_ranks(train_with_nan, 2, config, bad) == ["completed"] * 2
-    alone, killed = (tmp_path / name / "gpt2-muon" for name in ("alone", "killed"))
-    assert [row["skipped_range"] for row in rows(alone) if "skipped_range" in row] == [
-        [12 * 9, 12 * 14]
-    ]  # judged two steps late
-    assert_same(alone, killed)
 
 
 def flip_on_rank(config: TrainingConfig, rank: int) -> str:

@@ -1,6 +1,5 @@
 """Supervised: equal to a hand-written loop on any number of processes, exact in its scores, bitwise after any stop."""
 
-import json
 import math
 import shutil
 import signal
@@ -13,7 +12,7 @@ import pytest
 import torch
 from cifar import pictures, write_cifar, write_parquet
 from close import assert_close, float64, in_float64
-from ranks import RankError, in_turn, run_ranks, run_until_killed
+from ranks import RankError, in_turn, run_ranks
 from runs import (
     assert_same,
     evaluate_checkpoint,
@@ -212,30 +211,6 @@ def test_accuracy_is_that_of_a_plain_computation_on_any_number_of_processes(cifa
     last = rows(lenet / "run")[-1]
     for scores in [last, *run_ranks(evaluate_checkpoint, 3, more)]:
         assert_close({name: scores[name] for name in expected}, expected, 1e-5, loss)
-
-
-def test_killed_and_restarted_is_bitwise_equal(tmp_path):
-    changes = {"train.epochs": 2}
-    per_epoch = run_ranks(train, 2, job_config("transformer", tmp_path / "whole", changes))[0].step // 2
-    parts = job_config("transformer", tmp_path / "parts", changes)
-    run_until_killed(train_with_faults, 2, parts, (0, 0), 1.0, per_epoch + 2)
-    assert newest_checkpoint(tmp_path / "parts/run").name == f"step-{per_epoch:08d}"
-    run_ranks(train, 2, parts)
-    assert_same(tmp_path / "whole/run", tmp_path / "parts/run")
-
-
-@pytest.mark.slow
-def test_stopped_inside_an_epoch_and_resumed_is_bitwise_equal(tmp_path):
-    cifar = write_cifar(tmp_path / "cifar", 56, 10)
-    changes = {"data.path": str(cifar), "data.image_size": 8, "data.augment": True, "train.epochs": 1}
-    run_ranks(train, 2, job_config("resnet18", tmp_path / "whole", changes))
-    parts = job_config("resnet18", tmp_path / "parts", changes)
-    assert run_ranks(train_with_faults, 2, parts, (0, 0), 1.0, 3, signal.SIGTERM) == ["stopped"] * 2
-    status = json.loads((tmp_path / "parts/run/status.json").read_text())
-    assert (status["state"], status["step"] in (3, 4)) == ("stopped", True)
-    run_ranks(train, 2, parts)
-    assert_same(tmp_path / "whole/run", tmp_path / "parts/run")
-    assert weights(tmp_path / "parts/run")["bn1.num_batches_tracked"] == 9, "of 5 steps, the last is short"
 
 
 def test_a_finished_run_says_so_and_more_epochs_go_on(trained_job, tmp_path):

@@ -108,7 +108,7 @@ train_gpt2 --data.path a b c --data.phases 0:1:1:1 | data.phases.at_tokens
 train_gpt2 --data.path a b c --data.phases 32000:1:1:1 31000:1:1:1 | data.phases
 train_gpt2 --data.path a b a/ | data.path
 train_gpt2 --data.path MANY | data.path
-train_gpt2 --train.branch_from PLACE --train.init_from runs/x | train.branch_from
+train_gpt2 --train.branch_from PLACE --train.init_from runs/x | train.branch_from | remove one of the two
 train_gpt2 --train.branch_from /no/such/run | train.branch_from
 PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=0 train_gpt2 | processes | torchrun --nproc_per_node 2
 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0 train_gpt2 | processes | torchrun --nproc_per_node 2
