@@ -1,4 +1,4 @@
-"""A run: resumed bitwise, opened by small files, refused before long work, captured and restored in the middle, held by
+"""A run: opened by small files, refused before long work, captured and restored in the middle, held by
 one trainer."""
 
 import json

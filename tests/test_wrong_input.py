@@ -1,7 +1,6 @@
 """The user's mistakes: exit code 2, one `error:` line that names the field and the hint, no traceback, nothing changed.
 
-Mistakes that the configuration finds are in test_config.py, those that the data's reader finds in test_shards.py. Here
-one process runs the real scripts in turn.
+Those that the data's reader finds are in test_shards.py. Here one process runs the real scripts in turn.
 """
 
 import hashlib
