@@ -68,6 +68,7 @@ ACCUSED = r"""
 4*{stage: preparing data, idle: 5, limit: 600000} | {3: 121} \
  | rank 3 on host1: no heartbeat for 121 s; last stage: preparing data, ste
 {failed: "ValueError: a bad sector", stage: data} | {0: BEFORE_GRACE} |
+{failed: "ValueError: a bad sector", stage: data} | {3: 200} |
 {lost: "RuntimeError: gloo"}; {failed: "ValueError: a bad sector", stage: data}; {lost: "RuntimeError: gloo"} \
  | {1: AFTER_GRACE, 3: 60} | rank 1 on host0: ValueError: a bad sector (at data, step 7)
 {}; {failed: "ValueError: a bad sector", stage: data, idle: AFTER_AFTERMATH} | \
