@@ -99,11 +99,6 @@ def _as_command(words: list[str], folder: Path, env: dict[str, str], outputs: li
         runpy.run_path(words[0], run_name="__main__")
 
 
-def run_scripts(commands: list[tuple[str, list[str]]]) -> list[tuple[int, str]]:
-    """Runs scripts in turn in this process; `run_script` of each."""
-    return [run_script(name, arguments) for name, arguments in commands]
-
-
 def snapshot(folder: Path) -> dict[str, str]:
     not_counted = (".lock", ".verified.jsonl")
     files = (file for file in folder.rglob("*") if file.is_file() and file.name not in not_counted)

@@ -36,16 +36,17 @@ COPIED = ("gpt2_ddp", "tests", "scripts", "configs", "docs", "README.md", "Makef
 GUARD = "tests/faults/test_guard.py"
 CHAIN = ["tests/test_tracking.py", "tests/test_verify.py", "-k", "not (lock or crash or prompt)"]
 LOOP = [
-    f"tests/test_{name}.py" for name in ("ranks", "loop", "replica_check", "numbers", "task", "losses", "run", "stop")
+    f"tests/test_{name}.py"
+    for name in ("ranks", "loop", "replica_check", "numbers", "task", "losses", "run", "resumed", "stop")
 ]
-STEPS = "figure or skipped or bitwise or mean_loss or patience_ends or short_run or settings or breaks_off"
+STEPS = "figure or skipped or killed_anywhere or mean_loss or patience_ends or short_run or settings or breaks_off"
 ENDS = "only_where or newest_checkpoint_of or drawn or flipped or all_the_same"
 STATISTICS = "optim and not (iteration or orthogonal) or running_statistics or spike or skipped"
 BACK = "every_gradient or poisoned or start_is_there or job_that_diverges or to_go_back_to or beginning or looks_at"
 LATE = [f"{GUARD}::test_each_step_is_judged_two_steps_late", f"{GUARD}::test_a_resumed_guard_judges_alike"]
 MODULES: dict[str, tuple[int, list[str]]] = {
     "data/order.py": (20, ["tests/test_order.py", "tests/test_mixture.py", "-k", "order"]),
-    "data/feed.py": (24, ["tests/test_feed.py", "-k", "not (share_of_random or workers or middle or windows)"]),
+    "data/feed.py": (24, ["tests/test_feed.py", "-k", "not (workers or windows)"]),
     "data/mixture.py": (24, ["tests/test_mixture.py"]),
     "training/loop.py": (
         24,

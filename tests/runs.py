@@ -145,11 +145,12 @@ def train_with_faults(
             os.kill(os.getpid(), sent)
         if not bad[0] <= int(run.task.feed.positions_from(run.task.feed.position)[0]) < bad[1]:
             return step(run)
-        handle = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * times)
+        backward = run.optimizer.backward
+        run.optimizer.backward = lambda loss: backward(loss * times)
         try:
             return step(run)
         finally:
-            handle.remove()
+            del run.optimizer.backward
 
     loop.train_step = train_step
     try:
@@ -252,38 +253,37 @@ def reseal(file: Path) -> None:
     (file.parent / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
 
 
-def forge(run: Path, edit: Callable[[list[dict]], object] = lambda rows: None) -> None:
-    """Edits the rows, and makes all hashes in rows and checkpoints fit again, as a patient forger would."""
+def edit_rows(
+    run: Path, edit: Callable[[list[dict]], object], before: Callable[[dict, dict[str, str]], object] = lambda *_: None
+) -> None:
+    """Edits the rows, and computes all of the chain again. `before` is called with each row, and with the new chains of
+    those before it by their old ones."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     edit(rows)
     chain = FIRST_CHAIN
-    after = {chain: chain}  # new chains by old ones
-    lines = []
+    chains, lines = {chain: chain}, []
     for row in rows:
-        old = row.pop("chain")
+        old = row.pop("chain", "")
+        before(row, chains)
+        text = json.dumps(row)
+        chain = chains[old] = next_chain(chain, text)
+        lines.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
+    (run / "metrics.jsonl").write_text("".join(lines))
+
+
+def forge(run: Path, edit: Callable[[list[dict]], object] = lambda rows: None) -> None:
+    """Edits the rows, and makes all hashes in rows and checkpoints fit again, as a patient forger would."""
+
+    def fit(row: dict, chains: dict[str, str]) -> None:
         saved = row if row.get("event") == "checkpoint" else row.get("checkpoint")
         place = run / f"checkpoints/step-{saved['step']:08d}" if saved else run
-        if (place / MANIFEST).is_file():
-            before = json.loads((place / "state.json").read_text())["log"]["chain"]
-            change(place / "state.json", before, after.get(before, before))
+        if saved and (place / MANIFEST).is_file():
+            old = json.loads((place / "state.json").read_text())["log"]["chain"]
+            change(place / "state.json", old, chains.get(old, old))
             reseal(place / "state.json")
             saved["sha256"] = sha256_file(place / MANIFEST)
-        text = json.dumps(row)
-        chain = after[old] = next_chain(chain, text)
-        lines.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
-    (run / "metrics.jsonl").write_text("".join(lines))
 
-
-def edit_rows(run: Path, edit: Callable[[list[dict]], object]) -> None:
-    """Edits the rows, and computes all of the chain again."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    chain, lines = FIRST_CHAIN, []
-    edit(rows)
-    for row in rows:
-        text = json.dumps({name: value for name, value in row.items() if name != "chain"})
-        chain = next_chain(chain, text)
-        lines.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
-    (run / "metrics.jsonl").write_text("".join(lines))
+    edit_rows(run, edit, fit)
 
 
 def verified(run: Path, capsys: pytest.CaptureFixture, **options: Any) -> tuple[int, list[str], list[str]]:

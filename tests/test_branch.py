@@ -150,10 +150,8 @@ MISTAKES = {
         {"optim.name": "muon"},
         [r"optim.name = muon: .*step-00000005 was trained with adamw; .* with train.init_from"],
     ),
-    "nowhere": ({"train.branch_from": "/no/such/run"}, ["train.branch_from = /no/such/run"]),
     "no step of its own": ({"train.steps": 5}, [r"train.steps = 5: .*step-00000005 is at step 5, which counts"]),
     "epochs": ({"train.epochs": 0.01}, ["train.epochs = 0.01"]),
-    "both": ({"train.init_from": "runs/x"}, ["train.branch_from = .*remove one of the two"]),
 }
 
 
@@ -200,35 +198,35 @@ def test_what_a_branch_begins_with(branching):
 
 # The schedule of a run that goes on
 
-WSD = {"optim.schedule": "wsd", "optim.decay_fraction": 0.5}
+SCHEDULES = """
+--train.steps 4 | 4 | --train.steps 600 | 600
+--train.steps 20 | 5 | --train.steps 10 | 10
+--train.steps 20 | 6 | --train.steps 40 | 20
+--train.steps 20 --optim.decay_steps 15 | 4 | --train.steps 40 | 15
+--train.steps 20 | 4 | --train.steps 40 --optim.decay_steps 30 | 30
+--train.epochs 0.1 | 4 | --train.epochs 0.2 | 16
+--optim.schedule wsd --train.steps 20 | 10 | --train.steps 40 | 40
+--optim.schedule wsd --train.steps 20 | 11 | --train.steps 40 | 20
+--optim.schedule wsd --train.steps 40 | 11 | --train.steps 20 | 40
+--optim.schedule constant --train.steps 20 | 20 | --train.steps 40 | 40
+"""
+"""Flags at the start, a step, what the resumed run has in their place or besides, and where its schedule ends."""
+SHORT = "--model.block_size 32 --train.global_batch_tokens 768 --optim.warmup_steps 5 --optim.decay_fraction 0.5 "
 
 
-@pytest.mark.parametrize(
-    ("changes", "before", "step", "now", "length"),
-    [
-        ({}, {"train.steps": 4}, 4, {"train.steps": 600}, 600),  # a trial within the warm-up of 5
-        ({}, {"train.steps": 20}, 5, {"train.steps": 10}, 10),
-        ({}, {"train.steps": 20}, 6, {"train.steps": 40}, 20),
-        ({}, {"train.steps": 20, "optim.decay_steps": 15}, 4, {"train.steps": 40}, 15),  # its own choice
-        ({}, {"train.steps": 20}, 4, {"train.steps": 40, "optim.decay_steps": 30}, 30),
-        ({}, {"train.epochs": 0.1}, 4, {"train.epochs": 0.2}, 16),
-        (WSD, {"train.steps": 20}, 10, {"train.steps": 40}, 40),
-        (WSD, {"train.steps": 20}, 11, {"train.steps": 40}, 20),
-        (WSD, {"train.steps": 40}, 11, {"train.steps": 20}, 40),
-        ({"optim.schedule": "constant"}, {"train.steps": 20}, 20, {"train.steps": 40}, 40),
-    ],
-)
-def test_a_schedule_follows_the_steps_until_one_depends_on_it(tiny_config, changes, before, step, now, length):
-    """So no step of the past is another, which is computed here."""
-    warm_up = {"optim.warmup_steps": 5, "train.global_batch_tokens": 24 * 32}
-    changes = warm_up | changes
-    started, _ = resolve(tiny_config(changes | before), None, 1900)
-    saved = Checkpoint(Path("saved"), gpt_state(step, 1900), started.model_dump(mode="json"))
-    config = tiny_config(changes | now)
+@pytest.mark.parametrize("case", SCHEDULES.strip().splitlines())
+def test_a_schedule_follows_the_steps_until_one_depends_on_it(case):
+    """So no step of the past is another, which is computed here. A schedule that was chosen, and a trial within the
+    warm-up."""
+    before, step, now, length = case.split(" | ")
+    schedule = re.findall(r"--optim.schedule \w+", before)
+    started, _ = resolve(load(TrainingConfig, (SHORT + before).split()), None, 1900)
+    saved = Checkpoint(Path("saved"), gpt_state(int(step), 1900), started.model_dump(mode="json"))
+    config = load(TrainingConfig, " ".join([SHORT, *schedule, now]).split())
     config.check_resumable(saved.kind, saved.config, saved.step)
     resumed, _ = resolve(config, saved, 1900)
-    assert resumed.optim.decay_steps == length
-    assert all(lr_at(past, started.optim) == lr_at(past, resumed.optim) for past in range(1, step + 1))
+    assert resumed.optim.decay_steps == int(length)
+    assert all(lr_at(past, started.optim) == lr_at(past, resumed.optim) for past in range(1, int(step) + 1))
 
 
 def test_a_run_shorter_than_its_warm_up_leaves_a_config_that_can_be_given_back(tiny_config, tmp_path):

@@ -69,40 +69,36 @@ def test_every_preset_loads_and_names_data_that_its_recipe_makes(preset):
     assert recipe.output == config.data.path
 
 
-@pytest.mark.parametrize(("size", "shape", "lr"), [
-    ("124m", (12, 12, 768), 6e-4), ("350m", (24, 16, 1024), 3e-4), ("774m", (36, 20, 1280), 2.5e-4),
-    ("1558m", (48, 25, 1600), 2e-4),
-])  # fmt: skip
-def test_published_sizes(size, shape, lr):
-    file = ROOT / "configs" / f"gpt2_{size}.yaml"
+SIZES = """
+gpt2_124m 12 12 768 6e-4 10e9
+gpt2_350m 24 16 1024 3e-4 10e9
+gpt2_774m 36 20 1280 2.5e-4 10e9
+gpt2_1558m 48 25 1600 2e-4 10e9
+llama_1b 24 32 2048 4e-4 25e9
+llama_7b 32 32 4096 3e-4 100e9
+"""
+
+
+@pytest.mark.parametrize("row", SIZES.strip().splitlines())
+def test_published_sizes(row):
+    """Only what differs from the defaults is written; the micro-batch divides each process's share."""
+    name, *numbers = row.split()
+    *shape, lr, tokens = map(float, numbers)
+    file = ROOT / f"configs/{name}.yaml"
     config = load(TrainingConfig, ["--config", str(file)])
-    assert (config.model.n_layer, config.model.n_head, config.model.n_embd) == shape
-    assert_close((config.optim.lr, config.optim.min_lr), (lr, lr / 10))
-    assert distance(config.train.steps * config.train.global_batch_tokens, 10e9) < 1e-4
-    assert distance(config.optim.warmup_steps * config.train.global_batch_tokens, 375e6) < 1e-3
-    for gpus in (1, 8, 64):  # the micro-batch divides each process's share
-        share = config.global_batch_windows // gpus
-        assert share % min(config.train.micro_batch_size, share) == 0
-    only_what_differs(file)
-
-
-def only_what_differs(file: Path) -> None:
-    defaults = train().model_dump()
-    for section, values in yaml.safe_load(file.read_text()).items():
-        if isinstance(values, dict):
-            repeated = [key for key, value in values.items() if defaults[section][key] == value]
-            assert not repeated, f"{section}.{repeated} repeat the defaults"
-
-
-@pytest.mark.parametrize(("size", "tokens", "lr"), [("1b", 25e9, 4e-4), ("7b", 100e9, 3e-4)])
-def test_sharded_presets(size, tokens, lr):
-    file = ROOT / "configs" / f"llama_{size}.yaml"
-    config = load(TrainingConfig, ["--config", str(file)])
-    assert (config.parallel, config.model.architecture, config.model.block_size) == ("fsdp", "llama", 2048)
+    is_llama = name.startswith("llama")
+    kind = (config.parallel, config.model.architecture, config.model.block_size)
+    assert kind == (("fsdp", "llama", 2048) if is_llama else ("ddp", "gpt2", 1024))
+    assert [config.model.n_layer, config.model.n_head, config.model.n_embd] == shape
     assert_close((config.optim.lr, config.optim.min_lr), (lr, lr / 10))
     assert distance(config.train.steps * config.train.global_batch_tokens, tokens) < 1e-4
-    assert config.global_batch_windows % (8 * config.train.micro_batch_size) == 0
-    only_what_differs(file)
+    assert is_llama or distance(config.optim.warmup_steps * config.train.global_batch_tokens, 375e6) < 1e-3
+    for gpus in (8,) if is_llama else (1, 8, 64):
+        share = config.global_batch_windows // gpus
+        assert share % min(config.train.micro_batch_size, share) == 0
+    defaults = flat(train().model_dump())
+    written = [one for one in flat(yaml.safe_load(file.read_text())).items() if "." in one[0]]
+    assert not [name for name, value in written if defaults[name] == value]
 
 
 @pytest.mark.parametrize(("command", "flags", "preset", "data"), [
@@ -183,8 +179,6 @@ def test_what_a_command_sets_in_a_section_stays_when_another_key_of_it_is_set(wr
     assert load(ClassifierConfig, ["--config", write("tracking: {log_every: 5}")]).tracking.log_every == 5
     text = " ".join(printed(capsys, ClassifierConfig, "--help").split())
     assert "steps between rows of metrics.jsonl (default: 50)" in text
-    (message,) = mistakes("--tracking.log_every", "0", command=ClassifierConfig)
-    assert message.endswith("the default is 50")
 
 
 def test_complete_fills_in_what_has_come_since_and_lists_what_is_there_no_more():
@@ -212,112 +206,6 @@ def test_all_mistakes_at_once(write):
     text = "\n".join(mistakes(*wrong, "--optim.decay_steps", "5"))
     fields = ("model.n_embd = 100", "train.global_batch_tokens = 1000", "optim.min_lr = 1", "optim.warmup_steps = 700")
     assert all(field in text for field in (*fields, "train.steps = None"))
-
-
-MISTAKES = """
---model.n_embd 100 | model.n_embd
---model.n_kv_head 5 | model.n_kv_head
---model.architecture llama --model.n_kv_head 5 | model.n_kv_head
---model.architecture llama --model.n_embd 36 | model.n_embd
---model.architecture mamba | model.architecture
---train.global_batch_tokens 1500 | train.global_batch_tokens
---optim.lr 1e-5 | optim.min_lr
---optim.decay_steps 700 | optim.warmup_steps
---optim.muon_lr 0.02 | optim.muon_lr
---train.steps null | train.steps
---run_name ../x | run_name
---run_name 'my run' | run_name
---run_name '' | run_name
---tracking.project a/b | tracking.project
---tracking.log_with wandb mlflow | tracking.log_with
---seed -1 | seed
---seed | seed
-12 texts/a.txt | command line
---model.n_layer 0 | model.n_layer
---model.n_layer 2.5 | model.n_layer
---model.n_layer 1000000000 | model.n_layer
---model.n_embd 99999999996 | model.n_embd
---model.n_inner 1000000000 | model.n_inner
---eval.batch_size 1000000000 | eval.batch_size
---train.global_batch_tokens 4611686018427387904 | train.global_batch_tokens
---train.epochs 1e308 | train.epochs
---launch.replicas 2 | launch.replicas
---launch.reshard false | launch.reshard
---optim.name sgd | optim.name
---optim.betas 0.9 1.0 | optim.betas
---optim.betas 0.9 | optim.betas
---optim.lr fast | optim.lr
---optim.lr -1e-3 | optim.lr
---train.epochs nan | train.epochs
---train.loss_chunk 0 | train.loss_chunk
---train.micro_batch_size true | train.micro_batch_size
---train.compile maybe | train.compile
---checkpoint.background maybe | checkpoint.background
---eval.tokens 0 | eval.tokens
---eval.tokens Auto | eval.tokens
---config missing.yaml | --config
---optim 3 | --optim
---model.n_layers 3 | --model.n_layers | --model.n_layer
---lr 3 | --lr | --optim.lr
---train.lr 3 | --train.lr | --optim.lr
---train.loss_chunk 99999999999999999999 | train.loss_chunk
---train.steps 99999999999999999999 | train.steps
---print-config 3 | --print-config | --print_config
-"""
-"""Flags, the field at the beginning of the error, and the near name in its hint."""
-
-
-@pytest.mark.parametrize("case", MISTAKES.strip().splitlines())
-def test_a_mistake_names_the_field(case):
-    flags, field, *near = case.split(" | ")
-    (message,) = mistakes(*STEPS, *shlex.split(flags))
-    assert re.match(rf"{re.escape(field)}(\.\d)?( =|:)", message)
-    assert all(name in message for name in near)
-
-
-ALIASES, DEPTH = "aliases (*) are not supported", "maximum recursion depth exceeded"
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
-
-
-@pytest.mark.parametrize(("text", "hint"), [
-    ("train: 3", "train = 3: should be a section with keys"), ("- a\n- b", "sections and keys"),
-    ("a: [", "cannot be read as YAML ("), ("data: {path: 5}", "data.path = 5: should be the name of a folder"),
-    ("optim: {weight_decay: .nan}", "optim.weight_decay = nan"), (BOMB, ALIASES),
-    (BOMB.replace("[", "{<<: [").replace("]", "]}"), ALIASES),
-    ("model: &a {n_layer: *a}", ALIASES), ("seed: " + "[" * 2000 + "]" * 2000, DEPTH),
-    ("".join(" " * i + "a:\n" for i in range(350)), DEPTH),
-    ("seed: 1\nseed: 2", "duplicate key seed"),
-    ("model: {n_layer: 1}\nmodel: {n_head: 2}", "duplicate key model"),
-    ("seed: 1\n---\nseed: 2", "single document"), ("run_name: !!timestamp 2026-99-99", "month must be in 1..12"),
-    ("seed: !!int x", "invalid literal for int()"), ("seed: 0x" + "f" * 5000, "should be a valid integer"),
-    ("train: {compile: !!bool x}", "cannot be read as YAML ('x')"), ("? [1, 2]\n: 3", "unhashable key"),
-    ("seed: !!python/object/apply:os.getpid []", "could not determine a constructor"),
-    ("model: !!map [1]", "cannot be read as YAML"), ("1: 2", "unknown key"),
-    ("model: {2: 3}", "unknown key"), ("optim.lrs: 0.1", "did you mean optim.lr?"),
-    ("model: {n_layer: 1:30}", "model.n_layer = 1:30: should be a valid integer"), ("seed: 2026-01-02", "integer"),
-    ("optim: {lr: 1:30.5}", "optim.lr = 1:30.5: should be a valid number"), ("seed: [[2.5]]", "seed = [[2.5]]"),
-    ("seed: !!float 1" + ":1" * 999 + ".5", "cannot be read as YAML"), ("seed: 0o17", "valid integer"),
-    ("seed: " + "[" * 60 + "]" * 60, "more than 50 levels"), ("seed: " + "1" * 400, "more than 64 bits"),
-    ("train: {loss_chunk: 1e29}", "train.loss_chunk = 1e29"), ("train: {loss_chunk: 1.0e+29}", "loss_chunk = 1e+29"),
-    ("<<: {seed: 1}", "<< = {'seed': 1}: unknown key"),
-    ("model: {n_layers: 3}", "did you mean model.n_layer?"), ("optimizer: {lr: 1}", "did you mean optim?"),
-    *((text, "number") for text in (
-        "optim: {betas: [false, false]}", "train: {steps: true}", "optim: {lr: true, min_lr: 0}",
-        "eval: {tokens: false}", "train: {max_minutes: true}", "seed: true",
-    )),
-], ids=range(42))  # fmt: skip
-def test_files_that_no_one_should_write(write, text, hint):
-    (message,) = mistakes(*([] if "steps" in text else STEPS), "--config", write(text))
-    assert hint in message
-
-
-def test_files_that_cannot_be_read(tmp_path):
-    assert "Is a directory" in mistakes("--config", str(tmp_path))[0]
-    assert "File name too long" in mistakes("--config", "a" * 5000)[0]
-    assert "cannot be read as YAML (No file can have such a name" in mistakes("--config", "a\0b")[0]
-    assert "cannot be read" in mistakes("--config=--")[0]
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
-    assert "can't decode byte" in mistakes("--config", str(tmp_path / "binary.yaml"))[0]
 
 
 def test_print_config_round_trips_through_config(write, capsys):
@@ -387,24 +275,37 @@ def test_help_has_the_defaults_of_a_run_without_flags(command, default):
         assert shown == expected or float(shown) == float(expected), name
 
 
-@pytest.mark.parametrize(("text", "name", "value"), [
-    ("model: {n_layer: 010}", "model.n_layer", 10), ("model: {n_layer: 1_000}", "model.n_layer", 1000),
-    ("train: {mixed_precision: no}", "train.mixed_precision", "no"), ("seed: 5", "seed", 5),
-    ("model: {bias: yes}", "model.bias", True), ("model: {bias: off}", "model.bias", False),
-    ("model: {bias: False}", "model.bias", False), ("run_name: 2026-01-02", "run_name", "2026-01-02"),
-    ("run_name: 007", "run_name", "007"), ("run_name: yes", "run_name", "yes"),
-    ("optim: {lr: 1e-3}", "optim.lr", 1e-3), ("optim.lr: 1e-3", "optim.lr", 1e-3),
-    ("optim: {lr: +.5E-3}", "optim.lr", 5e-4),
-    ("train: {compile: off}", "train.compile", "off"), ("eval: {tokens: ~}", "eval.tokens", None),
-    ("eval: {tokens: }", "eval.tokens", None), ("tracking: {log_with: none}", "tracking.log_with", ()),
-    ("tracking: {log_with: ''}", "tracking.log_with", ()), ("tracking: {log_with: []}", "tracking.log_with", ()),
-    ("tracking: {log_with: null}", "tracking.log_with", ()),
-    ("tracking: {log_with: wandb}", "tracking.log_with", ("wandb",)),
-    ("tracking: {sample_prompt: 'def '}", "tracking.sample_prompt", ("def ",)),
-    ("tracking: {sample_prompt: ['def ', '']}", "tracking.sample_prompt", ("def ", "")),
-])  # fmt: skip
-def test_a_word_of_yaml_is_what_the_same_flag_would_be(write, text, name, value):
-    assert flat(train("--config", write(text)).model_dump())[name] == value
+WORDS = """
+model: {n_layer: 010} | model.n_layer | 10
+model: {n_layer: 1_000} | model.n_layer | 1000
+train: {mixed_precision: no} | train.mixed_precision | 'no'
+seed: 5 | seed | 5
+model: {bias: yes} | model.bias | True
+model: {bias: off} | model.bias | False
+model: {bias: False} | model.bias | False
+run_name: 2026-01-02 | run_name | '2026-01-02'
+run_name: 007 | run_name | '007'
+run_name: yes | run_name | 'yes'
+optim: {lr: 1e-3} | optim.lr | 0.001
+optim.lr: 1e-3 | optim.lr | 0.001
+optim: {lr: +.5E-3} | optim.lr | 0.0005
+train: {compile: off} | train.compile | 'off'
+eval: {tokens: ~} | eval.tokens | None
+eval: {tokens: } | eval.tokens | None
+tracking: {log_with: none} | tracking.log_with | ()
+tracking: {log_with: ''} | tracking.log_with | ()
+tracking: {log_with: []} | tracking.log_with | ()
+tracking: {log_with: null} | tracking.log_with | ()
+tracking: {log_with: wandb} | tracking.log_with | ('wandb',)
+tracking: {sample_prompt: 'def '} | tracking.sample_prompt | ('def ',)
+tracking: {sample_prompt: ['def ', '']} | tracking.sample_prompt | ('def ', '')
+"""
+
+
+@pytest.mark.parametrize("case", WORDS.strip().splitlines())
+def test_a_word_of_yaml_is_what_the_same_flag_would_be(write, case):
+    text, name, value = case.split(" | ")
+    assert repr(flat(train("--config", write(text)).model_dump())[name]) == value
 
 
 def test_one_error_for_an_unknown_flag_that_leaves_other_fields_empty():

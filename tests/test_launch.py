@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from commands import ACCELERATE, ROOT, environment, forked, launch, run_script
+from commands import ACCELERATE, ROOT, environment, launch, run_script
 from ranks import RankError, free_port, run_ranks
 from runs import rows, state_of, train, training_config
 
@@ -40,11 +40,6 @@ def config_file(corpus, tmp_path) -> str:
 
 def train_command(config_file: str, name: str) -> list[str]:
     return [SCRIPT, "--config", config_file, "--run_name", name]
-
-
-def train_with(config_file: str, name: str, **env: str) -> subprocess.CompletedProcess:
-    """One process that is started as by `python`, and finds these variables."""
-    return forked(train_command(config_file, name), Path(config_file).parent, **env)
 
 
 def digest(config_file: str, name: str) -> tuple[str, int]:
@@ -148,26 +143,6 @@ def test_an_interface_that_is_not_there_is_named_by_each_rank(tiny_config):
 def test_once_connected_ranks_wait_as_long_as_the_watchdog_allows(tiny_config):
     """While they connect it is `train.patience_seconds`."""
     assert run_ranks(wait_for_main, 2, tiny_config({"train.patience_seconds": 40})) == [["done"] * 2] * 2
-
-
-ONLY_ONE = "processes = 2: only 1 started"
-
-
-@pytest.mark.parametrize(("env", "words"), [
-    ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0"}, ONLY_ONE),
-    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, ONLY_ONE), ({"OMPI_COMM_WORLD_SIZE": "2"}, ONLY_ONE),
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED"),
-    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "ACCELERATE_DYNAMO_BACKEND"),
-    ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "train.mixed_precision"),
-    (dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "PET_NNODES"), "two"), "WORLD_SIZE = two: should be"),
-])  # fmt: skip
-def test_launchers_that_do_not_fit_end_with_an_error(config_file, env, words):
-    """Ranks that do not know of each other, by PET, srun or mpirun; and settings that the training does not have."""
-    found = train_with(config_file, "run", **env)
-    assert (found.returncode, found.stderr.count("error:")) == (2, 1)
-    assert f"error: {words}" in found.stderr
-    assert words != ONLY_ONE or "torchrun --nproc_per_node 2" in found.stderr
-    assert not (Path(config_file).parent / "run").exists()
 
 
 def test_accumulation_and_empty_variables_in_the_environment_change_nothing(config_file, one_process_digest):

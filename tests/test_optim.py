@@ -1,5 +1,6 @@
 """The schedule, the parameter groups, Muon, and an optimizer whose bad steps change nothing."""
 
+import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -44,41 +45,49 @@ def guarded(optimizer: Optimizer, scaler: Any = None, norm_sigmas: float | None 
     return GuardedOptimizer(prepared, Replicated(accelerator), norm_sigmas)
 
 
-COSINE = {"min_lr": 0.1, "warmup_steps": 10, "decay_steps": 110}
-WSD = {"schedule": "wsd", "min_lr": 0.0, "warmup_steps": 10, "decay_steps": 100, "decay_fraction": 0.2}
+RATES = """
+cosine 10 110 0.1 | 1 0.1 5 0.5 10 1 35 0.8681980515339464 60 0.55 110 0.1 10000 0.1
+cosine 10 11 0.1 | 10 1 11 0.1
+cosine 50 20 0.1 | 20 0.4 51 0.1
+wsd 10 100 0 | 5 0.5 10 1 45 1 79 1 80 1 90 0.5 100 0 101 0
+constant 0 9 0.1 | 1 1 1000000 1
+"""
+"""Schedule, end of the warm-up and of the decay, least rate; steps and their rates."""
 
 
-@pytest.mark.parametrize(("changes", "rates"), [
-    (COSINE, {1: 0.1, 5: 0.5, 10: 1, 35: 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 60: 0.55, 110: 0.1, 10**4: 0.1}),
-    (COSINE | {"decay_steps": 11}, {10: 1, 11: 0.1}),
-    (COSINE | {"warmup_steps": 50, "decay_steps": 20}, {20: 0.4, 51: 0.1}),
-    (WSD, {5: 0.5, **dict.fromkeys(range(10, 81), 1.0), 90: 0.5, 100: 0, 101: 0}),
-    ({"schedule": "constant", "warmup_steps": 0}, {1: 1, 10**6: 1}),
-])  # fmt: skip
-def test_rates_of_a_schedule(changes, rates):
+@pytest.mark.parametrize("case", RATES.strip().splitlines())
+def test_rates_of_a_schedule(case):
     """A warm-up may be longer than the run."""
-    config = OptimConfig.model_construct(**OptimConfig().model_dump() | {"lr": 1.0, "schedule": "cosine"} | changes)
-    assert_close({step: lr_at(step, config) for step in rates}, rates)
+    (name, *ends, least), pairs = (half.split() for half in case.split(" | "))
+    values = dict(zip(("warmup_steps", "decay_steps"), map(int, ends), strict=True))
+    values |= {"schedule": name, "lr": 1.0, "min_lr": float(least), "decay_fraction": 0.2}
+    config = OptimConfig.model_construct(**OptimConfig().model_dump() | values)
+    assert_close([lr_at(int(step), config) for step in pairs[::2]], [*map(float, pairs[1::2])])
 
 
-SHORT = {"warmup_steps": 20, "decay_steps": 21}
+NOTES = """
+{} | 0 700 |
+{"schedule": "constant"} | 0 1000000 |
+{"min_lr": 2.0} | 0 1000000 |
+{} | 0 608 |
+{} | 0 606 | the schedule at step 700
+{"warmup_steps": 20, "decay_steps": 21} | 5 5 | ends at step 5, but its warm-up at step 20: the last learning rate
+{"warmup_steps": 20, "decay_steps": 21} | 5 600 | reaches min_lr (0.2) at step 21, but the run ends at step 600
+{"warmup_steps": 20, "decay_steps": 21} | 5 600 | 579 steps train at min_lr; --optim.decay_steps 600 ends
+{"warmup_steps": 20, "decay_steps": 21} | 100 600 | 500 steps train at min_lr; train.branch_from starts
+{} | 0 100 | ends at step 100, but the schedule at step 700 (optim.decay_steps): the last learning rate is 1.97
+{} | 60 100 | train.branch_from starts
+{"schedule": "wsd"} | 400 500 | the last learning rate is 2, not min_lr (0.2); --optim.decay_steps 500 ends
+"""
+"""Changes, the step at the start and the run's last one, and the note: none within a twentieth of lr - min_lr."""
 
 
-@pytest.mark.parametrize(("changes", "step", "steps", "words"), [
-    ({}, 0, 700, ""), ({"schedule": "constant"}, 0, 10**6, ""), ({"min_lr": 2.0}, 0, 10**6, ""),
-    (SHORT, 5, 5, "ends at step 5, but its warm-up at step 20: the last learning rate is 0.5"),
-    (SHORT, 5, 600, "reaches min_lr (0.2) at step 21, but the run ends at step 600"),
-    (SHORT, 5, 600, "579 steps train at min_lr; --optim.decay_steps 600 ends"),
-    (SHORT, 100, 600, "500 steps train at min_lr; train.branch_from starts"),
-    ({}, 0, 100, "ends at step 100, but the schedule at step 700 (optim.decay_steps): the last learning rate is 1.97"),
-    ({}, 60, 100, "train.branch_from starts"),
-    ({}, 0, 608, ""), ({}, 0, 606, "the schedule at step 700"),  # within a twentieth of lr - min_lr, and not
-    ({"schedule": "wsd"}, 400, 500, "the last learning rate is 2, not min_lr (0.2); --optim.decay_steps 500 ends"),
-])  # fmt: skip
-def test_what_may_surprise_about_a_schedule_is_said(changes, step, steps, words):
+@pytest.mark.parametrize("case", NOTES.strip().splitlines())
+def test_what_may_surprise_about_a_schedule_is_said(case):
+    changes, steps, words = map(str.strip, case.split("|"))
     assert default_decay_steps(5, OptimConfig(warmup_steps=10, decay_steps=11)) == 11
-    config = OptimConfig(**{"lr": 2.0, "min_lr": 0.2, "warmup_steps": 50, "decay_steps": 700} | changes)
-    note = schedule_note(step, steps, config)
+    values = {"lr": 2.0, "min_lr": 0.2, "warmup_steps": 50, "decay_steps": 700}
+    note = schedule_note(*map(int, steps.split()), OptimConfig(**values | json.loads(changes)))
     assert words in note
     assert bool(note) == bool(words)
 

@@ -144,32 +144,51 @@ def test_an_exception_of_on_row_ends_all_ranks_and_the_run_resumes(corpus, tmp_p
     assert [row["step"] for row in rows(tmp_path / "run")] == [*range(11)]
 
 
-@pytest.mark.parametrize(("method", "number", "problem"), [
-    ("evaluate", {"a": True}, 'evaluate()["a"] = True: should be a Python number, not bool; use float(...)'),
-    ("evaluate", {"a": 10**5000}, 'evaluate()["a"] = 16610 bits: an integer should have at most 64 bits'),
-    ("row_fields", {3: 1.0}, 'row_fields()["3"] = float: the name should be a text'),
-    ("evaluate", {"a\nb": 1.0}, 'evaluate()["a\\nb"] = float: the name should be a text'),
-    ("evaluate", {"a": "1"}, 'evaluate()["a"] = 1: should be a Python number, not str; use float(...)'),
-    ("row_fields", {"a": torch.ones(())}, 'row_fields()["a"] = tensor(1.): should be a Python number, not Tensor'),
-    ("row_fields", {"a": None}, 'row_fields()["a"] = None: should be a Python number'),
-    ("row_fields", None, "row_fields() = None: should return a dict of numbers by name"),
-    ("row_fields", {"a": math.nan}, 'row_fields()["a"] = nan: should be finite; leave it out'),
-    ("evaluate", {"val_loss": 1.0, "a": math.inf}, 'evaluate()["a"] = inf: should be finite; leave it out'),
-    *((method, {name: 1.0}, f'{method}()["{name}"] = 1.0: rows have another field of this name')
-      for method in ("evaluate", "row_fields")
-      for name in ("step", "loss", "lr", "chain", "event", "tokens/a", "x_per_second", "taken")),
-    ("row_fields", {"val_loss": 1.0}, 'row_fields()["val_loss"] = 1.0: rows have another field'),
-    ("evaluate", {"val_loss": 1.0, "val_mine": 2, "grad_norm/x": -0.5}, ""),
-    ("evaluate", {"val_loss": math.nan}, ""), ("row_fields", {"a": 1, "b": -2.5}, ""),
-])  # fmt: skip
-def test_a_wrong_number_is_one_error_line(method, number, problem, monkeypatch):
-    monkeypatch.setattr("gpt2_ddp.training.own_numbers.gather_object", lambda objects: objects)
+NUMBERS = """
+evaluate {"a": true} | ["a"] = True: should be a Python number, not bool
+evaluate {"a\\nb": 1.0} | ["a\\nb"] = float: the name should be a text
+evaluate {"a": "1"} | ["a"] = 1: should be a Python number, not str
+row_fields {"a": null} | ["a"] = None: should be a Python number
+row_fields null |  = None: should return a dict of numbers by name
+row_fields {"a": NaN} | ["a"] = nan: should be finite
+evaluate {"val_loss": 1.0, "a": Infinity} | ["a"] = inf: should be finite
+row_fields {"val_loss": 1.0} | ["val_loss"] = 1.0: rows have another field
+evaluate {"val_loss": 1.0, "val_mine": 2, "grad_norm/x": -0.5} |
+evaluate {"val_loss": NaN} |
+row_fields {"a": 1, "b": -2.5} |
+"""
+TAKEN = ("step", "loss", "lr", "chain", "event", "tokens/a", "x_per_second", "taken")
+CASES = NUMBERS.strip().splitlines()
+CASES += [
+    f'{method} {{"{name}": 1.0}} | ["{name}"] = 1.0: rows have another field of this name'
+    for method in ("evaluate", "row_fields")
+    for name in TAKEN
+]
+
+
+def expect_wrong(method: str, number: Any, problem: str) -> None:
     loss = math.nan if method == "evaluate" and "a" not in (number or {}) else 1.0
     with pytest.raises(UserError) if problem else nullcontext() as caught:
         check_numbers(method, number, {"taken"}, loss)
     if caught:
-        assert str(caught.value).startswith(problem)
+        assert str(caught.value).startswith(f"{method}(){problem}")
         assert (len(caught.value.mistakes), caught.value.on_every_rank) == (1, True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_a_wrong_number_is_one_error_line(case, monkeypatch):
+    monkeypatch.setattr("gpt2_ddp.training.own_numbers.gather_object", lambda objects: objects)
+    number, _, problem = case.partition(" |")
+    problem = problem.removeprefix(" ")
+    method, _, values = number.partition(" ")
+    expect_wrong(method, json.loads(values), problem)
+
+
+def test_a_wrong_number_that_json_does_not_have(monkeypatch):
+    monkeypatch.setattr("gpt2_ddp.training.own_numbers.gather_object", lambda objects: objects)
+    expect_wrong("evaluate", {"a": 10**5000}, '["a"] = 16610 bits')
+    expect_wrong("row_fields", {3: 1.0}, '["3"] = float: the name should be a text')
+    expect_wrong("row_fields", {"a": torch.ones(())}, '["a"] = tensor(1.): should be a Python number, not Tensor')
 
 
 def test_the_contract_is_the_same_for_classes_of_any_package(corpus, tmp_path):

@@ -1,10 +1,8 @@
 """`launch.parallel: fsdp`: the same run, whether its ranks share one model or each has all of it."""
 
 import json
-import math
 import os
 import resource
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ import torch
 from close import distance
 from conftest import once
 from hellaswag import items_file
-from ranks import run_ranks, run_until_killed
-from runs import assert_same, built, newest_checkpoint, rows, train, training_config, untimed, verified, weights
+from ranks import run_ranks
+from runs import built, newest_checkpoint, rows, train, training_config, untimed, verified, weights
 from safetensors.torch import load_file
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.launch import LONGEST
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training import loop
 
@@ -82,10 +79,12 @@ def compare(one: Path, other: Path) -> dict[str, float]:
     ],
 )
 def test_the_same_run_as_ddp(text, tmp_path, processes, replicas, architectures):
-    """Thirty steps: equal order; equal losses and weights, but for the order of sums. In one process, equal bits."""
+    """Equal order; equal losses and weights, but for the order of sums. In one process, equal bits."""
+    steps = 10 if architectures == ["nanochat"] else 30
     cells = [(architecture, optimizer) for architecture in architectures for optimizer in ("adamw", "muon")]
     ways = {"ddp": {}, "fsdp": FSDP | {"launch.replicas": replicas}}
-    configs = [cell(text, tmp_path / way, *names, **ways[way]) for way in ways for names in cells]
+    more = {"train.steps": steps, "eval.every": steps}
+    configs = [cell(text, tmp_path / way, *names, **more, **ways[way]) for way in ways for names in cells]
     assert run_ranks(train_all, processes, configs, timeout=300) == [["completed"] * len(configs)] * processes
     for names in cells:
         found = compare(*(tmp_path / way / "-".join(names) for way in ways))
@@ -263,58 +262,6 @@ def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
     assert way == "ddp" or all(rank["start"] - rank["before"] < 382 / processes + 100 for rank in found[1:])
 
 
-def train_with_nan(config: TrainingConfig, bad: range, dies_at: int = 0, sent: int = 0) -> str:
-    """Trains. The last rank's gradients are NaN in the steps at the positions `bad`. Before the `dies_at`-th step that
-    this process takes, the last rank is sent the signal `sent`."""
-    from gpt2_ddp.training import loop
-
-    step, taken = loop.train_step, []
-
-    def train_step(run: Any) -> Any:
-        taken.append(run.step)
-        optimizer, position = run.optimizer, int(run.task.feed.positions_from(run.task.feed.position)[0])
-        is_last = run.accelerator.process_index == run.accelerator.num_processes - 1
-        if is_last and len(taken) == dies_at:
-            os.kill(os.getpid(), sent)
-        factor, backward = math.nan if is_last and position in bad else 1.0, type(optimizer).backward
-        optimizer.backward = lambda loss: backward(optimizer, loss * factor)
-        return step(run)
-
-    loop.train_step = train_step
-    try:
-        return train(config)
-    finally:
-        loop.train_step = step
-
-
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_stopped_and_rolled_back(text, tmp_path, kills):
-    """Two ranks that are killed, or told to stop, again and again train what two left alone train, bit for bit. A rank
-    with NaN makes all skip these steps, and go back at the same step."""
-    bad = range(12 * 9, 12 * 12)
-    more = FSDP | {
-        "train.steps": 20 + 8 * kills,
-        "guard.patience": 3,
-        "checkpoint.every": 3,
-        "model.dropout": 0.1,
-        "eval.every": 8,
-    }
-    run_ranks(train_with_nan, 2, cell(text, tmp_path / "alone", "gpt2", "muon", **more), bad)
-    config, random = cell(text, tmp_path / "killed", "gpt2", "muon", **more), torch.Generator().manual_seed(1)
-    for kill in range(kills):
-        at = int(torch.randint(4, 9, (), generator=random))
-        if kill % 2:
-            assert run_ranks(train_with_nan, 2, config, bad, at, signal.SIGTERM) == ["stopped"] * 2
-        else:
-            run_until_killed(train_with_nan, 2, config, bad, at, signal.SIGKILL)
-    assert run_ranks(train_with_nan, 2, config, bad) == ["completed"] * 2
-    alone, killed = (tmp_path / name / "gpt2-muon" for name in ("alone", "killed"))
-    assert [row["skipped_range"] for row in rows(alone) if "skipped_range" in row] == [
-        [12 * 9, 12 * 14]
-    ]  # judged two steps late
-    assert_same(alone, killed)
-
-
 def flip_on_rank(config: TrainingConfig, rank: int) -> str:
     """What the replica check says of a bit that changed on one rank."""
     from gpt2_ddp.training.replica_check import ReplicaMismatch
@@ -335,35 +282,6 @@ def test_replicas_of_a_part_are_compared(text, tmp_path):
     told = run_ranks(flip_on_rank, 4, cell(text, tmp_path, "gpt2", "adamw", **FSDP, **{"launch.replicas": 2}), 3)
     assert len({*told}) == 1
     assert [f"rank {rank} (" in told[0] for rank in range(4)] == [False, True, False, True]  # no majority of two
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"launch.replicas": 2}, "launch.replicas = 2: is no divisor of the 1 processes"),
-        ({"train.compile": "model"}, "train.compile = model: .*use blocks"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused(text, tmp_path, changes, message):
-    with pytest.raises(UserError, match=message):
-        train(cell(text, tmp_path, "gpt2", "adamw", **FSDP, **changes))
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("VERSION", "1"),
-        ("OFFLOAD_PARAMS", "true"),
-        ("AUTO_WRAP_POLICY", "NO_WRAP"),
-        ("ACTIVATION_CHECKPOINTING", "true"),
-    ],
-)
-def test_answers_of_accelerate_config_that_are_refused(text, tmp_path, monkeypatch, name, answer):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv(f"FSDP_{name}", answer)
-    with pytest.raises(UserError, match=f"FSDP_{name} = {answer}: .*`accelerate config`"):
-        train(cell(text, tmp_path, "gpt2", "adamw"))
 
 
 def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch, capsys):

@@ -64,21 +64,33 @@ def test_a_kind_of_its_own_keeps_its_task_and_what_lacks_takes_its_default():
     assert read.task.model_dump() == job.model_dump(), "a job of a new kind has fields that State does not know"
 
 
-@pytest.mark.parametrize(("state", "name", "value", "problem"), [
-    *((GPT, name, MISSING, f"has no {name}") for name in ("kind", "progress", "setup.epoch_size", "task.vocab_size")),
-    (OWN | {"kind": "classifier"}, "feed", {}, "has no task.global_batch_size"),
-    *((GPT, name, value, f"has {name} = {value}") for name, value in (
-        ("task.tokenizer", "../x"), ("task.micro_batch", 0), ("progress.step", -60), ("progress.step", "5"),
-        ("progress.step", True), ("feed.skipped_ranges", 5), ("log.bytes", -1), ("progress.pending", None),
-    )),
-    (GPT, "progress.step", 2**63, "has an integer of more than 64 bits"),
-    (GPT, "feed.skipped_ranges", [[3]], "has no feed.skipped_ranges.0.1"),
-    (GPT, "guard.losses", ["x", 0, 0], "has guard.losses.0 = x"),
-    (GPT, "feed", {"position": "y" * 99}, "has feed.position = y+ ... y+$"),
-])  # fmt: skip
-def test_the_first_wrong_or_missing_field_is_named(state, name, value, problem):
+WRONG = """
+kind | | has no kind
+progress | | has no progress
+setup.epoch_size | | has no setup.epoch_size
+task.vocab_size | | has no task.vocab_size
+task.tokenizer | "../x" | has task.tokenizer = ../x
+task.micro_batch | 0 | has task.micro_batch = 0
+progress.step | -60 | has progress.step = -60
+progress.step | "5" | has progress.step = 5
+progress.step | true | has progress.step = True
+progress.step | 9223372036854775808 | has an integer of more than 64 bits
+feed.skipped_ranges | 5 | has feed.skipped_ranges = 5
+feed.skipped_ranges | [[3]] | has no feed.skipped_ranges.0.1
+log.bytes | -1 | has log.bytes = -1
+progress.pending | null | has progress.pending = None
+guard.losses | ["x", 0, 0] | has guard.losses.0 = x
+feed | {"position": "yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy"} \
+ | has feed.position = y+ ... y+$
+task | {} | has no task.tokenizer
+"""
+
+
+@pytest.mark.parametrize("case", WRONG.replace("\\\n", "").strip().splitlines())
+def test_the_first_wrong_or_missing_field_is_named(case):
+    name, value, problem = map(str.strip, case.split("|"))
     with pytest.raises(ValueError, match=rf"^{problem}"):
-        State.parse(changed(state, name, value))
+        State.parse(changed(GPT, name, json.loads(value) if value else MISSING))
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -1,6 +1,5 @@
 """Supervised: equal to a hand-written loop on any number of processes, exact in its scores, bitwise after any stop."""
 
-import json
 import math
 import shutil
 import signal
@@ -13,7 +12,7 @@ import pytest
 import torch
 from cifar import pictures, write_cifar, write_parquet
 from close import assert_close, float64, in_float64
-from ranks import RankError, in_turn, run_ranks, run_until_killed
+from ranks import RankError, in_turn, run_ranks
 from runs import (
     assert_same,
     evaluate_checkpoint,
@@ -93,20 +92,6 @@ def test_rates_by_epochs(tmp_path):
     assert_close([steps(step) for step in (7, 14, 15, 24, 25)], [0.2, 0.2, 0.1, 0.1, 0.05])
     constant = job_schedule(job_config("regression", tmp_path), 0.01, 7)
     assert {constant(step) for step in (1, 28, 10**6)} == {0.01}
-
-
-@pytest.mark.parametrize(("changes", "mistake"), [
-    ({"step_epochs": (2,)}, "step_epochs = [2.0]: is for --optim.schedule step"),
-    ({"step_factor": 0.5}, "step_factor = 0.5: is for --optim.schedule step"),
-    ({"schedule": "step"}, "step_epochs = []: should be the epochs after which the learning rate falls"),
-    ({"schedule": "step", "step_epochs": (3, 2)}, "step_epochs = [3.0, 2.0]: should be increasing"),
-    ({"schedule": "step", "step_epochs": (0,)}, "step_epochs = [0.0]: should be increasing numbers above 0"),
-    ({"warmup_epochs": 4.5}, "warmup_epochs = 4.5: should be at most train.epochs (4)"),
-])  # fmt: skip
-def test_a_schedule_that_is_none(tmp_path, changes, mistake):
-    with pytest.raises(UserError) as error:
-        job_config("mlp", tmp_path, {f"optim.{name}": value for name, value in changes.items()})
-    assert [line.startswith(f"optim.{mistake}") for line in error.value.mistakes] == [True]
 
 
 @pytest.mark.slow
@@ -228,30 +213,6 @@ def test_accuracy_is_that_of_a_plain_computation_on_any_number_of_processes(cifa
         assert_close({name: scores[name] for name in expected}, expected, 1e-5, loss)
 
 
-def test_killed_and_restarted_is_bitwise_equal(tmp_path):
-    changes = {"train.epochs": 2}
-    per_epoch = run_ranks(train, 2, job_config("transformer", tmp_path / "whole", changes))[0].step // 2
-    parts = job_config("transformer", tmp_path / "parts", changes)
-    run_until_killed(train_with_faults, 2, parts, (0, 0), 1.0, per_epoch + 2)
-    assert newest_checkpoint(tmp_path / "parts/run").name == f"step-{per_epoch:08d}"
-    run_ranks(train, 2, parts)
-    assert_same(tmp_path / "whole/run", tmp_path / "parts/run")
-
-
-@pytest.mark.slow
-def test_stopped_inside_an_epoch_and_resumed_is_bitwise_equal(tmp_path):
-    cifar = write_cifar(tmp_path / "cifar", 56, 10)
-    changes = {"data.path": str(cifar), "data.image_size": 8, "data.augment": True, "train.epochs": 1}
-    run_ranks(train, 2, job_config("resnet18", tmp_path / "whole", changes))
-    parts = job_config("resnet18", tmp_path / "parts", changes)
-    assert run_ranks(train_with_faults, 2, parts, (0, 0), 1.0, 3, signal.SIGTERM) == ["stopped"] * 2
-    status = json.loads((tmp_path / "parts/run/status.json").read_text())
-    assert (status["state"], status["step"] in (3, 4)) == ("stopped", True)
-    run_ranks(train, 2, parts)
-    assert_same(tmp_path / "whole/run", tmp_path / "parts/run")
-    assert weights(tmp_path / "parts/run")["bn1.num_batches_tracked"] == 9, "of 5 steps, the last is short"
-
-
 def test_a_finished_run_says_so_and_more_epochs_go_on(trained_job, tmp_path):
     shutil.copytree(trained_job, tmp_path / "run")
     before = rows(tmp_path / "run")
@@ -326,21 +287,17 @@ def test_another_number_of_processes(tmp_path, changes, processes, message):
         Supervised(make_job, job_config("regression", tmp_path, changes), accelerator, saved)
 
 
-def test_refused_before_the_first_step(trained_job, tmp_path, cifar):
+def test_refused_before_the_first_step(trained_job, tmp_path):
     shutil.copytree(trained_job, tmp_path / "run")
     images, labels = pictures(17, 2, size=8)  # the last step of an epoch has one, of which ResNet-18 makes one pixel
     write_parquet(tmp_path / "data", "train", images, labels)
     write_parquet(tmp_path / "data", "test", images[:3], labels[:3])
     small = {"data.name": "images", "data.path": str(tmp_path / "data"), "train.global_batch_size": 16}
-    synced = {"data.path": cifar, "model.sync_batchnorm": True}
     micro = small | {"train.micro_batch_size": 16}
     kept = {"seed": 5, "optim.lr": 0.5, "train.global_batch_size": 6, "data.noise": 0.2, "train.epochs": 3}
     refused = {
         "fresh = true": ("regression", "", {"fresh": True}),
         "train.global_batch_size = 16: leaves a micro-batch of 1": ("resnet18", "a", micro),
-        "model.sync_batchnorm = true: needs GPUs": ("resnet18", "b", synced),
-        "launch.backend = nccl: needs CUDA devices": ("regression", "c", {"launch.backend": "nccl"}),
-        "train.mixed_precision = fp16: needs a CUDA device": ("regression", "d", {"train.mixed_precision": "fp16"}),
     }  # fmt: skip
     configs = [job_config(kind, tmp_path / place, changes) for kind, place, changes in refused.values()]
     calls = [(train, config) for config in (job_config("regression", tmp_path, kept), *configs)]

@@ -17,7 +17,6 @@ from runs import before_each_step, open_folder, open_store, rows, state_after, t
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, chain_of, next_chain, split_chain
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, LogEnd, Pending, Progress
@@ -150,30 +149,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_trainer_that_lost_its_folder_writes_nothing_more(tmp_path, loss):
-    """Neither rows, status and checkpoints, nor a new folder; it removes nothing of another trainer's."""
-    folder = open_folder(tmp_path / "run")
-    log = RunLog(folder)
-    store = CheckpointStore(folder, log)
-    log.write_status("running", 0)
-    log.write_heartbeat({"step": 1})
-    other = LOSSES[loss](folder.path)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    log.append({"step": 2})
-    for write in (
-        lambda: log.write_status("failed", 2),
-        lambda: log.resume(LogEnd(), Progress()),
-        lambda: store.save(Snapshot(state_after(2), "", {}, {})),
-        *(store.wait, store.prune, store.newest, lambda: store.remove_after(0)),
-    ):
-        with pytest.raises(UserError, match=rf"run folder = {folder.path}: "):
-            write()
-    assert not log.write_heartbeat({"step": 2})
-    folder.release()
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, other
-
-
 ROWS = {
     "rows removed": lambda run: (run / METRICS).unlink(),
     "rows truncated": lambda run: os.truncate(run / METRICS, 9),
@@ -182,29 +157,39 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("loss", ROWS)
-def test_a_trainer_that_lost_its_rows_saves_and_deletes_nothing_more(tmp_path, loss):
-    """It notices at its next row, adds none, and records that it failed."""
+@pytest.mark.parametrize("loss", LOSSES | ROWS)
+def test_a_trainer_that_lost_its_folder_or_rows_writes_nothing_more(tmp_path, loss):
+    """Neither rows, status and checkpoints, nor a new folder; it removes nothing, also of another trainer. Where it
+    has its folder, it records that it failed."""
     store = open_store(tmp_path / "run", keep_last=1)
-    log = store._log
+    folder, log = store._run_folder, store._log
     log.append_sample({"step": 1}, {"event": "sample", "step": 1})
     store.save(Snapshot(state_after(1), "", {}, {}))
-    ROWS[loss](log.path)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    log.write_status("running", 0)
+    log.write_heartbeat({"step": 1})
+    other = (LOSSES | ROWS)[loss](log.path)
+
+    def times() -> dict[Path, int]:
+        later = {log.path / METRICS} if loss == "samples removed" else set()
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path not in later}
+
+    before = times()
     log.append_sample({"step": 2}, {"event": "sample", "step": 2})
     log.append({"step": 2})
-    for write in (
-        lambda: log.write_status("completed", 2),
-        lambda: store.save(Snapshot(state_after(2), "", {}, {})),
-        *(store.wait, store.prune, lambda: store.remove_after(0)),
-    ):
-        with pytest.raises(UserError, match=r"file = .*jsonl"):
+    writes = [lambda: log.write_status("completed", 2), lambda: store.save(Snapshot(state_after(2), "", {}, {}))]
+    writes += [store.wait, store.prune, lambda: store.remove_after(0)]
+    writes += [lambda: log.resume(LogEnd(), Progress()), store.newest] if loss in LOSSES else []
+    for write in writes:
+        with pytest.raises(UserError, match=rf"run folder = {log.path}: " if loss in LOSSES else r"file = .*jsonl"):
             write()
-    added = {} if loss.startswith("rows") else {log.path / METRICS: ...}
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} | added == before | added
+    assert times() == before, other
     assert not log.write_heartbeat({"step": 2})
-    log.write_failure(2, "why")
-    assert json.loads((log.path / "status.json").read_text())["state"] == "failed"
+    if loss in LOSSES:
+        folder.release()
+        assert times() == before, other
+    else:
+        log.write_failure(2, "why")
+        assert json.loads((log.path / "status.json").read_text())["state"] == "failed"
 
 
 def test_a_disk_that_does_not_answer_is_no_loss(log, monkeypatch):

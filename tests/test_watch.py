@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+import yaml
 from close import assert_close, distance
 from ranks import run_ranks
 
@@ -44,50 +45,62 @@ def seen(*signs: dict, silent: dict[int, float] | None = None) -> dict[int, Obse
     return {rank: Observed(beat, (silent or {}).get(rank, 0.3)) for rank, beat in enumerate(beats)}
 
 
-WAITING = {"idle": 119.0, "collectives": 51}
-
-
-LOST, RAISED = {"lost": "RuntimeError: gloo"}, {"failed": "ValueError: a bad sector", "stage": "data"}
+ACCUSED = r"""
+| |
+4*{idle: 119} | |
+3*{idle: 130}; {idle: 119} | |
+{idle: 1000, collectives: 51}; {idle: 3}; {idle: 999, collectives: 51} | |
+{stage: save, idle: 900, limit: 1000}; 3*{step: 8, idle: 899} | |
+{idle: 130}; 3*{idle: 130, collectives: 51} | {2: 100} |
+{left: true} | {0: 1000} |
+{lost: "RuntimeError: gloo", idle: 130}; 3*{idle: 130} | |
+{lost: "RuntimeError: gloo"} | {3: BEFORE_AFTERMATH} |
+{lost: "RuntimeError: gloo"} | {3: AFTER_AFTERMATH} | rank 3 on host1: no heartbeat for
+2*{idle: 119, collectives: 51}; {stage: data, progress_count: 1, idle: 121, stack: "  File x"}; \
+ {idle: 119, collectives: 51} | | rank 2 on host1: no progress for 121 s at data, step 7\n  File x
+{stage: sample, progress_count: 9, idle: 121}; 3*{step: 8, progress_count: 1, idle: 125} | \
+ | rank 0 on host0: no progress for 121 s at sample, step 7
+{idle: 125, collectives: 51}; {idle: 119, collectives: 51}; {idle: 124}; {idle: 119, collectives: 51} | \
+ | rank 2 on host1: no progress for 124 s at forward/backward, step 7
+3*{stage: evaluate, progress_count: 30, idle: 122}; {stage: evaluate, progress_count: 29, idle: 122} | \
+ | rank 3 on host1: no progress for 122 s at evaluate, step 7
+4*{stage: preparing data, idle: 5, limit: 600000} | {3: 119} |
+4*{stage: preparing data, idle: 5, limit: 600000} | {3: 121} \
+ | rank 3 on host1: no heartbeat for 121 s; last stage: preparing data, ste
+{failed: "ValueError: a bad sector", stage: data} | {0: BEFORE_GRACE} |
+{failed: "ValueError: a bad sector", stage: data} | {3: 200} |
+{lost: "RuntimeError: gloo"}; {failed: "ValueError: a bad sector", stage: data}; {lost: "RuntimeError: gloo"} \
+ | {1: AFTER_GRACE, 3: 60} | rank 1 on host0: ValueError: a bad sector (at data, step 7)
+{}; {failed: "ValueError: a bad sector", stage: data, idle: AFTER_AFTERMATH} | \
+ | rank 1 on host0: ValueError: a bad sector (at data, step 7)
+"""
+"""What the first ranks say (`N*`: so many of them), seconds that a rank is silent, and the beginning of the verdict.
+None: they make progress, are within their limits, or announced a save; a silent rank is heard before one that seems
+behind is judged; the others have time to say why a collective failed. Accused is who is behind: in another stage, in
+the step before, with fewer collectives, less far. An announcement excuses no silence; what a rank raised is the reason,
+if the others had time to raise it."""
 PREPARING = [{"stage": "preparing data", "idle": 5.0, "limit": 600_000.0}] * 4
-GONE = {**seen(), 1: Observed(Heartbeat(HOSTS[1], stage="data", step=7), GRACE + 0.1, gone=True)}
-SAID_BY_1 = "rank 1 on host0: ValueError: a bad sector (at data, step 7)"
 
 
-@pytest.mark.parametrize(("ranks", "said"), [
-    # still making progress, or within what they may take
-    (seen(), None), (seen(*[{"idle": 119.0}] * 4), None), (seen(*[{"idle": 130.0}] * 3, {"idle": 119.0}), None),
-    # the others wait longer than they may, for one that makes progress
-    (seen({"idle": 1000.0, "collectives": 51}, {"idle": 3.0}, {"idle": 999.0, "collectives": 51}), None),
-    # rank 0 saves, which it has announced, and the others wait in the next step
-    (seen({"stage": "save", "idle": 900.0, "limit": 1000.0}, *[{"step": 8, "idle": 899.0}] * 3), None),
-    # a silent one is heard before one that seems to be behind is judged: its last place is old
-    (seen({"idle": 130.0}, *[{"idle": 130.0, "collectives": 51}] * 3, silent={2: 100.0}), None),
-    (seen({"left": True}, silent={0: 1000.0}), None),
-    # the collective of one failed a moment ago: the others have less time, but still say something
-    (seen(LOST | {"idle": 130.0}, *[{"idle": 130.0}] * 3), None),
-    (seen(LOST, silent={3: AFTERMATH - 0.1}), None),
-    (seen(LOST, silent={3: AFTERMATH + 0.1}), "rank 3 on host1: no heartbeat for "),
-    # behind the others: in another stage, in the step before, with fewer collectives, less far
-    (seen(WAITING, WAITING, {"stage": "data", "progress_count": 1, "idle": 121.0, "stack": "  File x"}, WAITING),
-     "rank 2 on host1: no progress for 121 s at data, step 7\n  File x"),
-    (seen({"stage": "sample", "progress_count": 9, "idle": 121.0},
-          *[{"step": 8, "progress_count": 1, "idle": 125.0}] * 3),
-     "rank 0 on host0: no progress for 121 s at sample, step 7"),
-    (seen(WAITING | {"idle": 125.0}, WAITING, {"idle": 124.0}, WAITING),
-     "rank 2 on host1: no progress for 124 s at forward/backward, step 7"),
-    (seen(*[{"stage": "evaluate", "progress_count": number, "idle": 122.0} for number in (30, 30, 30, 29)]),
-     "rank 3 on host1: no progress for 122 s at evaluate, step 7"),
-    # what was announced does not excuse silence; what a rank raised is the reason, if the others had time to raise it
-    (seen(*PREPARING, silent={3: 119.0}), None),
-    (seen(*PREPARING, silent={3: 121.0}), "rank 3 on host1: no heartbeat for 121 s; last stage: preparing data, ste"),
-    (seen(RAISED, silent={0: GRACE - 0.1}), None),
-    (seen(LOST, RAISED, LOST, silent={1: GRACE + 0.1, 3: 60.0}), SAID_BY_1),
-    (seen({}, RAISED | {"idle": AFTERMATH + 0.1}), SAID_BY_1),
-    (GONE, "rank 1 on host0: ended without an error message; last stage: data, step 7; was it killed?"),
-])  # fmt: skip
-def test_who_is_accused(ranks, said):
-    verdict = judge(ranks, 120)
-    assert verdict is None if said is None else verdict and verdict.reason.startswith(said)
+@pytest.mark.parametrize("case", ACCUSED.replace("\\\n", "").strip().splitlines())
+def test_who_is_accused(case):
+    for name, seconds in (("AFTERMATH", AFTERMATH), ("GRACE", GRACE)):
+        case = case.replace(f"BEFORE_{name}", str(seconds - 0.1)).replace(f"AFTER_{name}", str(seconds + 0.1))
+    first, silent, said = case.replace("\\n", "\n").split("|")
+    signs: list[dict] = []
+    for part in first.split("; ") if first.strip() else ():
+        count, _, values = part.rpartition("*")
+        signs += [yaml.safe_load(values)] * int(count or 1)
+    verdict = judge(seen(*signs, silent=yaml.safe_load(silent)), 120)
+    assert verdict is None if not said else verdict and verdict.reason.startswith(said.strip())
+
+
+def test_a_rank_that_is_gone_is_named():
+    gone = Observed(Heartbeat(HOSTS[1], stage="data", step=7), GRACE + 0.1, gone=True)
+    verdict = judge({**seen(), 1: gone}, 120)
+    said = "rank 1 on host0: ended without an error message; last stage: data, step 7; was it killed?"
+    assert verdict
+    assert verdict.reason.startswith(said)
 
 
 def test_all_that_stand_still_or_are_silent_are_named():

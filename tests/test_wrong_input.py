@@ -1,19 +1,20 @@
 """The user's mistakes: exit code 2, one `error:` line that names the field and the hint, no traceback, nothing changed.
 
-Mistakes that the configuration finds are in test_config.py, those that the data's reader finds in test_shards.py. Here
-one process runs the real scripts in turn.
+Those that the data's reader finds are in test_shards.py. Here one process runs the real scripts in turn.
 """
 
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import expect_error, expect_mistake, run_script, run_scripts, snapshot
+from commands import expect_error, expect_mistake, run_script, snapshot
 from faults.mutations import check_told
 from ranks import run_ranks
 from runs import built, edit_manifest, training_config
@@ -28,58 +29,209 @@ from gpt2_ddp.reports.status import show_status
 from gpt2_ddp.tasks import pretraining
 from gpt2_ddp.tasks.pretraining import missing_data
 
-Case = tuple[str, list[str], list[str]]
-"""A script, its arguments, and words of its `error:` line."""
+COMMANDS = """
+train_gpt2 --optim.lr nan | optim.lr
+train_gpt2 --config PLACE/more.yaml | model.n_heads | model.n_head
+train_gpt2 --train.device cuda | train.device
+train_gpt2 --train.init_from /no/place | train.init_from
+train_gpt2 --data.path /no/such/place | data
+train_gpt2 --data.path /none --data.prepare no.yaml | data.prepare
+train_gpt2 --run_name LONG | output_dir
+train_gpt2 --output_dir LONG | output_dir
+train_gpt2 --data.path PLACE/config.yaml | data
+train_gpt2 --output_dir PLACE/pipe | output_dir
+train_gpt2 --data.path PLACE/loop --data.prepare configs/data_stdlib.yaml | data
+train_gpt2 --model.n_embd 33 | model.n_embd
+train_gpt2 --model.n_kv_head 5 | model.n_kv_head
+train_gpt2 --model.architecture llama --model.n_kv_head 5 | model.n_kv_head
+train_gpt2 --model.architecture llama --model.n_embd 34 | model.n_embd
+train_gpt2 --model.architecture mamba | model.architecture
+train_gpt2 --train.global_batch_tokens 1500 | train.global_batch_tokens
+train_gpt2 --optim.lr 1e-5 | optim.min_lr
+train_gpt2 --optim.decay_steps 2 | optim.warmup_steps
+train_gpt2 --optim.muon_lr 0.02 | optim.muon_lr
+train_gpt2 --train.steps null | train.steps
+train_gpt2 --run_name ../x | run_name
+train_gpt2 --run_name 'my run' | run_name
+train_gpt2 --run_name '' | run_name
+train_gpt2 --tracking.project a/b | tracking.project
+train_gpt2 --tracking.log_with wandb mlflow | tracking.log_with
+train_gpt2 --seed -1 | seed
+train_gpt2 --seed | seed
+train_gpt2 12 texts/a.txt | command line
+train_gpt2 --model.n_layer 0 | model.n_layer
+train_gpt2 --model.n_layer 2.5 | model.n_layer
+train_gpt2 --model.n_layer 1000000000 | model.n_layer
+train_gpt2 --model.n_embd 99999999996 | model.n_embd
+train_gpt2 --model.n_inner 1000000000 | model.n_inner
+train_gpt2 --eval.batch_size 1000000000 | eval.batch_size
+train_gpt2 --train.global_batch_tokens 4611686018427387904 | train.global_batch_tokens
+train_gpt2 --train.epochs 1e308 | train.epochs
+train_gpt2 --launch.replicas 2 | launch.replicas
+train_gpt2 --launch.reshard false | launch.reshard
+train_gpt2 --launch.parallel fsdp --launch.replicas 2 | launch.replicas
+train_gpt2 --launch.parallel fsdp --train.compile model | train.compile
+train_gpt2 --optim.name sgd | optim.name
+train_gpt2 --optim.betas 0.9 1.0 | optim.betas
+train_gpt2 --optim.betas 0.9 | optim.betas
+train_gpt2 --optim.lr fast | optim.lr
+train_gpt2 --optim.lr -1e-3 | optim.lr
+train_gpt2 --train.epochs nan | train.epochs
+train_gpt2 --train.loss_chunk 0 | train.loss_chunk
+train_gpt2 --train.micro_batch_size true | train.micro_batch_size
+train_gpt2 --train.compile maybe | train.compile
+train_gpt2 --checkpoint.background maybe | checkpoint.background
+train_gpt2 --eval.tokens 0 | eval.tokens
+train_gpt2 --eval.tokens Auto | eval.tokens
+train_gpt2 --config missing.yaml | --config
+train_gpt2 --config PLACE | --config
+train_gpt2 --config LONG | --config
+train_gpt2 --config=-- | --config
+train_gpt2 --config PLACE/binary.yaml | --config
+train_gpt2 --optim 3 | --optim
+train_gpt2 --model.n_layers 3 | --model.n_layers | --model.n_layer
+train_gpt2 --lr 3 | --lr | --optim.lr
+train_gpt2 --train.lr 3 | --train.lr | --optim.lr
+train_gpt2 --train.loss_chunk 99999999999999999999 | train.loss_chunk
+train_gpt2 --train.steps 99999999999999999999 | train.steps
+train_gpt2 --print-config 3 | --print-config | --print_config
+train_gpt2 --data.path a b c --data.weights 1 2 | data.weights
+train_gpt2 --data.path a b c --data.weights 1 -1 2 | data.weights
+train_gpt2 --data.path a b c --data.weights 0 0 0 | data.weights
+train_gpt2 --data.path a b c --data.weights 1 1 nan | data.weights
+train_gpt2 --data.path a b c --eval.weights 1e308 1e308 1e308 | eval.weights
+train_gpt2 --data.path a b c --eval.weights 1 | eval.weights
+train_gpt2 --data.path a b c --data.phases 32000:1:1 | data.phases, number 1
+train_gpt2 --data.path a b c --data.phases 32000 | data.phases
+train_gpt2 --data.path a b c --data.phases 0:1:1:1 | data.phases.at_tokens
+train_gpt2 --data.path a b c --data.phases 32000:1:1:1 31000:1:1:1 | data.phases
+train_gpt2 --data.path a b a/ | data.path
+train_gpt2 --data.path MANY | data.path
+train_gpt2 --train.branch_from PLACE --train.init_from runs/x | train.branch_from | remove one of the two
+train_gpt2 --train.branch_from /no/such/run | train.branch_from
+PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=0 train_gpt2 | processes | torchrun --nproc_per_node 2
+SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0 train_gpt2 | processes | torchrun --nproc_per_node 2
+OMPI_COMM_WORLD_SIZE=2 train_gpt2 | processes | torchrun --nproc_per_node 2
+ACCELERATE_USE_DEEPSPEED=true train_gpt2 | ACCELERATE_USE_DEEPSPEED
+ACCELERATE_DYNAMO_BACKEND=INDUCTOR train_gpt2 | ACCELERATE_DYNAMO_BACKEND
+ACCELERATE_MIXED_PRECISION=fp16 train_gpt2 | train.mixed_precision
+WORLD_SIZE=two RANK=two LOCAL_WORLD_SIZE=two PET_NNODES=two train_gpt2 | WORLD_SIZE
+ACCELERATE_USE_FSDP=true FSDP_VERSION=1 train_gpt2 | FSDP_VERSION
+ACCELERATE_USE_FSDP=true FSDP_OFFLOAD_PARAMS=true train_gpt2 | FSDP_OFFLOAD_PARAMS
+ACCELERATE_USE_FSDP=true FSDP_AUTO_WRAP_POLICY=NO_WRAP train_gpt2 | FSDP_AUTO_WRAP_POLICY
+ACCELERATE_USE_FSDP=true FSDP_ACTIVATION_CHECKPOINTING=true train_gpt2 | FSDP_ACTIVATION_CHECKPOINTING
+train_classifier --model.name vgg | model.name
+train_classifier --config mlp_clusters.yaml --data.path x | data.path
+train_classifier --config configs/jobs/cifar100_lenet.yaml --data.path /no/such | data.path
+train_classifier --config configs/jobs/cifar100_resnet18.yaml --model.sync_batchnorm | model.sync_batchnorm
+train_classifier --optim.step_epochs 2 | optim.step_epochs
+train_classifier --optim.step_factor 0.5 | optim.step_factor
+train_classifier --optim.schedule step | optim.step_epochs
+train_classifier --optim.schedule step --optim.step_epochs 3 2 | optim.step_epochs
+train_classifier --optim.schedule step --optim.step_epochs 0 | optim.step_epochs
+train_classifier --optim.warmup_epochs 4.5 --train.epochs 4 | optim.warmup_epochs
+train_classifier --tracking.log_every 0 | tracking.log_every | 50
+train_transformer --model.n_embd 13 | model.n_embd
+train_regression --train.global_batch_size 0 | train.global_batch_size
+train_regression --launch.backend nccl | launch.backend
+train_regression --train.mixed_precision fp16 | train.mixed_precision
+train_regression --bogus 1 | --bogus
+"""
+"""Variables and a command, the field of its error, and what the hint has to name."""
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
+FILES = {
+    BOMB: "--config",
+    BOMB.replace("[", "{<<: [").replace("]", "]}"): "--config",
+    "seed: " + "[" * 2000 + "]" * 2000: "--config",
+    "".join(" " * i + "a:\n" for i in range(350)): "--config",
+    "seed: 0x" + "f" * 5000: "seed",
+    "seed: !!float 1" + ":1" * 999 + ".5": "--config",
+    "seed: " + "[" * 60 + "]" * 60: "--config",
+    "seed: " + "1" * 400: "--config",
+}
+FILES |= dict(
+    line.replace("\\n", "\n").split(" | ")
+    for line in r"""
+train: 3 | train
+- a\n- b | --config
+a: [ | --config
+data: {path: 5} | data.path
+data: {path: []} | data.path
+data: {path: [a, b, c], phases: ["8000"]} | data.phases, number 1
+optim: {weight_decay: .nan} | optim.weight_decay
+model: &a {n_layer: *a} | --config
+seed: 1\nseed: 2 | --config
+model: {n_layer: 1}\nmodel: {n_head: 2} | --config
+seed: 1\n---\nseed: 2 | --config
+run_name: !!timestamp 2026-99-99 | --config
+seed: !!int x | --config
+train: {compile: !!bool x} | --config
+? [1, 2]\n: 3 | --config
+seed: !!python/object/apply:os.getpid [] | --config
+model: !!map [1] | --config
+1: 2 | 
+model: {2: 3} | model
+optim.lrs: 0.1 | optim.lrs
+model: {n_layer: 1:30} | model.n_layer
+seed: 2026-01-02 | seed
+optim: {lr: 1:30.5} | optim.lr
+seed: [[2.5]] | seed
+seed: 0o17 | seed
+train: {loss_chunk: 1e29} | train.loss_chunk
+train: {loss_chunk: 1.0e+29} | train.loss_chunk
+<<: {seed: 1} | <<
+model: {n_layers: 3} | model.n_layers
+optimizer: {lr: 1} | optimizer
+optim: {betas: [false, false]} | optim.betas
+train: {steps: true} | train.steps
+optim: {lr: true, min_lr: 0} | optim.lr
+eval: {tokens: false} | eval.tokens
+train: {max_minutes: true} | train.max_minutes
+seed: true | seed
+""".strip().splitlines()
+)
+"""Text of a configuration, and the field of its error."""
 
 
-def expect_mistakes(folder: Path, cases: dict[str, Case]) -> None:
-    before = snapshot(folder)
-    (answers,) = run_ranks(run_scripts, 1, [(script, arguments) for script, arguments, _ in cases.values()])
-    for (case, (*_, words)), (code, errors) in zip(cases.items(), answers, strict=True):
-        assert (code, errors.count("error: ")) == (2, 1), (case, errors)
-        line = errors.splitlines()[-1]
-        assert line.startswith("error: "), (case, errors)
-        assert all(word in line for word in words), (case, line)
-        check_told(UserError.join([line.removeprefix("error: ")]))
+def run_commands(commands: list[str], flags: list[str]) -> list[tuple[int, str]]:
+    """What each command answers, with its variables, in turn in this process; `flags` come first."""
+    found, before = [], dict(os.environ)
+    for words in map(shlex.split, commands):
+        count = next(number for number, word in enumerate(words) if "=" not in word)
+        os.environ.update(word.split("=", 1) for word in words[:count])
+        script, *own = words[count:]
+        found.append(run_script(script, (flags if script == "train_gpt2" else []) + own))
+        os.environ.clear()
+        os.environ.update(before)
+    return found
+
+
+def expect_fields(folder: Path, commands: list[str], *flags: str) -> None:
+    """Each command ends with 2 and one error line, of its field. No file of the folder is touched. Of another trainer
+    than train_gpt2, the outputs are in the folder too."""
+    before, rows = snapshot(folder), [line.split(" | ") for line in commands]
+    (answers,) = run_ranks(run_commands, 1, [command for command, *_ in rows], [*flags])
+    for (command, field, *near), (code, errors) in zip(rows, answers, strict=True):
+        lines = [line.removeprefix("error: ") for line in errors.splitlines() if line.startswith("error: ")]
+        assert (code, len(lines), "Traceback" in errors) == (2, 1, False), (command, errors)
+        assert re.match(rf"{re.escape(field)}(\.\d)?( =|:)", lines[0]), (command, lines)
+        assert all(name in lines[0] for name in near), (command, lines)
+        check_told(UserError.join(lines))
     assert {name: digest for name, digest in snapshot(folder).items() if name in before} == before
 
 
-LONG = "a" * 5000
-FLAGS = {
-    "a flag": (["--optim.lr", "nan"], "optim.lr = nan", "finite"),
-    "a file": (["--config", "{place}/more.yaml"], "did you mean model.n_head?"),
-    "cuda without cuda": (["--train.device", "cuda"], "train.device = cuda", "not available"),
-    "init_from nowhere": (["--train.init_from", "/no/place"], "train.init_from = /no/place", "no intact checkpoint"),
-    "missing data folder": (["--data.path", "/no/such/place"], "data = /no/such/place", "no such folder"),
-    "missing recipe": (["--data.path", "/none", "--data.prepare", "no.yaml"], "data.prepare = no.yaml", "No such file"),
-    "long run_name": (["--run_name", LONG],), "long output_dir": (["--output_dir", LONG],),
-    "a file as data.path": (["--data.path", "{place}/config.yaml"],),
-    "a pipe as output_dir": (["--output_dir", "{place}/pipe"],),
-    "a loop of links": (["--data.path", "{place}/loop", "--data.prepare", "configs/data_stdlib.yaml"],),
-}  # fmt: skip
-LENET = ["--config", "configs/jobs/cifar100_lenet.yaml"]
-JOBS: dict[str, Case] = {
-    "model": ("train_classifier", ["--model.name", "vgg"], ["model.name = vgg"]),
-    "clusters": ("train_classifier", ["--config", "mlp_clusters.yaml", "--data.path", "x"], ["is for images; set"]),
-    "no images": ("train_classifier", [*LENET, "--data.path", "/no/such"], ["data.path"]),
-    "no GPU": ("train_classifier", ["--config", "configs/jobs/cifar100_resnet18.yaml", "--model.sync_batchnorm"],
-     ["model.sync"]),
-    "width": ("train_transformer", ["--model.n_embd", "13"], ["model.n_embd = 13"]),
-    "batch": ("train_regression", ["--train.global_batch_size", "0"], ["train.global_batch_size = 0"]),
-}  # fmt: skip
-
-
-def test_flags_and_files(place):
+def test_commands_and_files(place):
     (place / "more.yaml").write_text("model: {n_heads: 1}")
+    (place / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
     os.mkfifo(place / "pipe")
     (place / "loop").symlink_to("loop")
-    config = ["--config", str(place / "config.yaml")]
-    cases: dict[str, Case] = {}
-    for case, (arguments, *words) in FLAGS.items():
-        cases[case] = ("train_gpt2", [*config, *(word.format(place=place) for word in arguments)], words)
-    own = ["--output_dir", str(place / "jobs"), "--train.device", "cpu", "--train.mixed_precision", "no"]
-    expect_mistakes(place, cases | {case: (name, [*flags, *own], words) for case, (name, flags, words) in JOBS.items()})
-    assert not list((place / "jobs").glob("*"))
+    commands = COMMANDS.replace("PLACE", str(place)).replace("LONG", "a" * 5000)
+    commands = commands.replace("MANY", " ".join(map(str, range(33)))).strip().splitlines()
+    for number, (text, field) in enumerate(FILES.items()):
+        (place / f"{number}.yaml").write_text(text)
+        commands.append(f"train_gpt2 --config {place}/{number}.yaml | {field}")
+    expect_fields(place, commands, "--config", str(place / "config.yaml"))
 
 
 def edit(file: Path, offset: int, data: bytes) -> None:
@@ -97,11 +249,11 @@ def too_large_id(data: Path) -> None:
     edit_manifest(data, splits=splits)
 
 
-DATA: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "token id outside the vocabulary": (too_large_id, "train_000001.bin", "vocabulary"),
-    "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer", "tokenizer.json"),
-    "another tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt2"), "tokenizer", "restore that file"),
-    "unknown tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt9"), "gpt9", "gpt2"),
+DATA: dict[str, tuple[Callable[[Path], object], str]] = {
+    "id": (too_large_id, "shard"),
+    "missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer"),
+    "other": (lambda data: edit_manifest(data, tokenizer="gpt2"), "tokenizer"),
+    "unknown": (lambda data: edit_manifest(data, tokenizer="gpt9"), "tokenizer"),
 }
 
 
@@ -111,12 +263,11 @@ def test_a_model_larger_than_the_free_memory(corpus, tmp_path, monkeypatch):
 
 
 def test_data(place):
-    cases: dict[str, Case] = {}
-    for case, (damage, *words) in DATA.items():
+    commands = []
+    for case, (damage, field) in DATA.items():
         damage(shutil.copytree(place / "data", place / case))
-        arguments = ["--config", str(place / "config.yaml"), "--data.path", str(place / case)]
-        cases[case] = ("train_gpt2", arguments, words)
-    expect_mistakes(place, cases)
+        commands.append(f"train_gpt2 --data.path {place}/{case} | {field}")
+    expect_fields(place, commands, "--config", str(place / "config.yaml"))
 
 
 def test_damaged_data_stop_all_ranks(place):
@@ -162,23 +313,23 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
     gone = tmp_path.with_name(f"{tmp_path.name}-gone")  # its checkpoints are renamed
     for file in Path(shutil.copytree(trained, gone / "run")).glob("checkpoints/*/model.safetensors"):
         file.unlink()
-    run, new = str(tmp_path / "run"), str(tmp_path / "new")
-    cases: dict[str, Case] = {
-        "none intact": ("train_gpt2", [*arguments, "--output_dir", str(gone)], ["none is intact"]),
-        "other data": ("train_gpt2", [*arguments, "--data.path", str(data)], ["data.path", "its tokens differ"]),
-        "evaluate": ("evaluate", ["--checkpoint", new], ["no intact checkpoint"]),
-        "no split": ("evaluate", ["--checkpoint", run, "--split", "test"], ["split = test"]),
-        "no data": ("evaluate", ["--checkpoint", run, "--data", "/no/such/place"], ["data = "]),
-        "generate": ("generate", ["--checkpoint", new], ["no intact checkpoint"]),
-        "damaged": ("generate", ["--checkpoint", damaged], ["model.safetensors", "SHA-256"]),
-        "device": ("generate", ["--checkpoint", run, "--device", "cuda"], ["device = cuda"]),
-        "report": ("report", ["--runs", new], ["no such folder"]),
-        "verify_run": ("verify_run", ["--run", new], ["new"]),
-        "source": ("prepare_data", ["--source", f"{new}/*.txt", "--output", new], ["source"]),
-        "tokenizer": ("prepare_data", ["--source", f"{run}/*.yaml", "--tokenizer", "gpt9", "--output", new], ["gpt9"]),
-        "a flag": ("evaluate", ["--batch_size", "0"], ["batch_size = 0"]),
-    }
-    expect_mistakes(tmp_path, cases)
+    commands = f"""
+train_gpt2 --output_dir {gone} | run folder
+train_gpt2 --data.path {data} | data.path
+evaluate --checkpoint NEW | checkpoint
+evaluate --checkpoint RUN --split test | split
+evaluate --checkpoint RUN --data /no/such/place | data
+evaluate --batch_size 0 | batch_size
+generate --checkpoint NEW | checkpoint
+generate --checkpoint {damaged} | checkpoint
+generate --checkpoint RUN --device cuda | device
+report --runs NEW | runs
+verify_run --run NEW | run
+prepare_data --source NEW/*.txt --output NEW | source
+prepare_data --source RUN/*.yaml --tokenizer gpt9 --output NEW | tokenizer
+"""
+    commands = commands.replace("RUN", f"{tmp_path}/run").replace("NEW", f"{tmp_path}/new")
+    expect_fields(tmp_path, commands.strip().splitlines(), *arguments)
     assert len(list(gone.glob("run/checkpoints/*.corrupt"))) == 2
 
 

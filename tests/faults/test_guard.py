@@ -65,7 +65,7 @@ def test_a_short_run_that_nothing_has_changed_is_not_completed(corpus, tmp_path)
 
 def test_poisoned_data_are_passed_over(corpus, tmp_path, capsys):
     """The run goes back to step 5, passes over the poison, and ends as good as a clean one; a record that is altered
-    is a defect. tests/test_run.py stops and kills such a run."""
+    is a defect. tests/test_resumed.py stops and kills such a run."""
     one, other = (training_config(corpus, tmp_path / name, GUARD | {"eval.tokens": None}) for name in ("bad", "clean"))
     assert run_ranks(train_with_faults, 2, one, POISON, math.inf) == ["completed"] * 2
     run_ranks(train, 2, other)
