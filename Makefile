@@ -70,7 +70,7 @@ soak: $(VENV)/.installed-dev  ## run half an hour of random faults on one run; s
 mutants: $(VENV)/.installed-dev  ## change the core in 200 places and list the changes that no test detects (half an hour or more)
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-bench: $(VENV)/.installed-dev  ## measure parts next to baselines: ARGS="step roofline"; without ARGS, list them; docs/benchmarks.md
+bench: $(VENV)/.installed-dev  ## measure a step and a checkpoint next to baselines, or one of them: ARGS=step; docs/benchmarks.md
 	$(BIN)/python -m benchmarks $(ARGS)
 
 DEVICE ?= cuda

@@ -1,7 +1,7 @@
-"""Measure the speed of each part next to baselines, in alternation.
+"""Measure the speed of a step and of a checkpoint next to baselines, in alternation.
 
-    python -m benchmarks                    # lists the benchmarks
-    python -m benchmarks step roofline      # runs two of them
+    python -m benchmarks                    # both
+    python -m benchmarks step --nanogpt ../nanoGPT
 
 docs/benchmarks.md explains each benchmark and has the newest tables.
 """

@@ -1,13 +1,12 @@
-"""Saving and resuming: our checkpoints, hashed and verified, next to `torch.save` and Accelerate's `save_state`.
+"""Saving and resuming: our checkpoints, hashed and verified, next to `torch.save`.
 
 All contenders save the same run, which trains on after the save, in steps of 64 tokens.
 """
 
 import io
 import os
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from operator import itemgetter
@@ -18,9 +17,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.config import BenchmarkConfig
-from benchmarks.harness import OURS, Table, interleave, make_case
+from benchmarks.harness import OURS, Case, interleave, make_case
 from benchmarks.step import random_tokens, short_run
-from gpt2_ddp.files import fsync_file, fsync_folder
+from gpt2_ddp.files import fsync_file
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
 from gpt2_ddp.training.run import Run
@@ -30,7 +29,7 @@ FIGURES = ("training stands still", "until on disk", "training time lost", "resu
 CHANGES = {"model.block_size": 64, "checkpoint.keep_last": 1, "checkpoint.background": True}
 
 
-def measure(config: BenchmarkConfig) -> Table:
+def measure(config: BenchmarkConfig) -> Iterator[Case]:
     """Seconds of each of `FIGURES`."""
     with TemporaryDirectory(prefix="checkpoint-", dir=config.output) as name:
         folder = Path(name)
@@ -39,17 +38,17 @@ def measure(config: BenchmarkConfig) -> Table:
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), Run(training, Pretraining) as run:
             run.build()
             run.start()
-            snapshot, device = run.snapshot(), run.accelerator.device.type
-            pairs = contenders(run, folder / "save")
-            turns = {name: partial(turn, run, folder / "save", *pair) for name, pair in pairs.items()}
+            size = run.snapshot().bytes
+            pairs = contenders(run, folder / "all.pt")
+            turns = {name: partial(turn, run, *pair) for name, pair in pairs.items()}
+            interleave(turns, 1)
             found = interleave(turns, config.repeats)
-    cases = [make_case(what, "s", found, itemgetter(n), more_is_better=False) for n, what in enumerate(FIGURES)]
-    where = f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}" if device == "cpu" else device
-    return cases, [f"{snapshot.bytes / 1e9:.2f} GB, {where}; only ours hash what they write, and verify it"]
+    for number, what in enumerate(FIGURES):
+        yield make_case(f"{what}, {size / 1e9:.2f} GB", "s", found, itemgetter(number), more_is_better=False)
 
 
-def contenders(run: Run, folder: Path) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
-    """How each contender saves and resumes a run. Ours use its own folder, the others use `folder`."""
+def contenders(run: Run, file: Path) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+    """How each contender saves and resumes a run: ours in its folder, the other one in `file`."""
     model, optimizer, store = run.task.model, run.optimizer.plain, run.store
 
     def save_ours(background: bool) -> None:
@@ -63,36 +62,24 @@ def contenders(run: Run, folder: Path) -> dict[str, tuple[Callable[[], None], Ca
         run.load(newest)
 
     def save_torch() -> None:
-        folder.mkdir()
-        torch.save((model.state_dict(), optimizer.state_dict()), folder / "all.pt")
-        fsync()
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+        fsync_file(file)
 
     def resume_torch() -> None:
-        weights, moments = torch.load(folder / "all.pt", map_location=run.accelerator.device)
+        weights, state = torch.load(file, map_location=run.accelerator.device)
         model.load_state_dict(weights)
-        optimizer.load_state_dict(moments)
-
-    def save_accelerate() -> None:
-        run.accelerator.save_state(str(folder))
-        fsync()
-
-    def fsync() -> None:
-        for file in folder.iterdir():
-            fsync_file(file)
-        fsync_folder(folder)
+        optimizer.load_state_dict(state)
 
     return {
         OURS: (partial(save_ours, False), resume_ours),
         "ours, in the background": (partial(save_ours, True), resume_ours),
         "torch.save + fsync": (save_torch, resume_torch),
-        "accelerator.save_state + fsync": (save_accelerate, partial(run.accelerator.load_state, str(folder))),
     }
 
 
-def turn(run: Run, folder: Path, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
+def turn(run: Run, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
     """Saves while the training continues, and resumes; returns the seconds of `FIGURES`. The time lost is that of the
     save, and the excess of the steps until the checkpoint is on disk over the median of the steps before."""
-    shutil.rmtree(folder, ignore_errors=True)
     os.sync()
     usual = median(seconds(run, partial(train_step, run)) for _ in range(3))
     background, before = run.store.background, run.store.background.seconds

@@ -5,21 +5,18 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
-from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
-import accelerate
-import psutil
 import torch
 from torch.utils.collect_env import get_env_info
 
-from benchmarks.config import Benchmark, BenchmarkConfig
+from benchmarks.config import BenchmarkConfig
 from gpt2_ddp.compare.run import peak_memory
 from gpt2_ddp.distributed.spawn import start_ranks
 from gpt2_ddp.files import write_atomically
@@ -30,7 +27,6 @@ T = TypeVar("T")
 
 OURS = "ours"
 HEADER = ["what", "unit", "contender", "figure", "ours is better by"]
-MOST_STEPS = 1000  # of a turn
 Done = Callable[[], object]  # a contender calls it after each of its steps, which never end
 Contender = tuple[Callable[..., None], Sequence[Any]]  # a module's function; its arguments after a `Done`
 
@@ -63,36 +59,24 @@ class Case(NamedTuple):
             yield [self.what, self.unit, name, f"{median(figures):,.4g}", spread]
 
 
-Table = tuple[Sequence[Case], Sequence[str]]  # all cases of a benchmark, and sentences below its table
-
-
-def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
-    """The command. Each benchmark is a module with `measure(config)`, and perhaps `check(config)`, which runs first.
-    Without a name it lists them. Raises: UserError before any benchmark begins."""
-    modules = {name: import_module(f"benchmarks.{name}") for name in config.only or get_args(Benchmark)}
-    if not config.only:
-        print(*(f"{name:12}{str(module.__doc__).splitlines()[0]}" for name, module in modules.items()), sep="\n")
-        return []
-    for module in modules.values():
-        if hasattr(module, "check"):
-            module.check(config)
-    output, tables = make_output_folder(config.output), []
-    for name, module in modules.items():
-        cases, notes = module.measure(config)
-        tables.append((cases, notes))
+def run_benchmarks(config: BenchmarkConfig) -> list[list[Case]]:
+    """The command: the cases of each benchmark, which is a module with `measure(config)`. Raises: UserError."""
+    output = make_output_folder(config.output)
+    found = []
+    for name in config.only:
+        cases = [*import_module(f"benchmarks.{name}").measure(config)]
+        found.append(cases)
         table = markdown_table(HEADER, [line for case in cases for line in case.lines()])
-        print(f"{name}\n\n{table}\n", *(f"- {note}" for note in notes), sep="\n", end="\n\n", flush=True)
-        found = {"benchmark": name, **environment_info(), "settings": config.model_dump(mode="json"), "notes": notes}
-        found["cases"] = [case._asdict() for case in cases]
-        write_atomically(output / f"{name}.json", json.dumps(found, indent=1) + "\n")
-    return tables
+        print(f"{name}\n\n{table}\n", flush=True)
+        record = {"benchmark": name, **environment_info(), "settings": config.model_dump(mode="json")}
+        record["cases"] = [case._asdict() for case in cases]
+        write_atomically(output / f"{name}.json", json.dumps(record, indent=1) + "\n")
+    return found
 
 
 def environment_info() -> dict[str, Any]:
-    """The machine, its driver, the versions, the commit where git knows it, and the command."""
-    machine = {**get_env_info()._asdict(), "memory": psutil.virtual_memory().total}
-    versions = {"torch": torch.__version__, "accelerate": accelerate.__version__}  # torch's names its build, too
-    return {"machine": machine, "versions": versions, "commit": git_commit() or "", "command": sys.argv}
+    """The machine, its driver and packages, the commit where git knows it, and the command."""
+    return {"machine": get_env_info()._asdict(), "commit": git_commit() or "", "command": sys.argv}
 
 
 def make_case(
@@ -102,9 +86,9 @@ def make_case(
     return Case(what, unit, {name: [figure(one) for one in of] for name, of in found.items()}, more_is_better)
 
 
-def interleave(contenders: dict[str, Callable[[], T]], repeats: int, warm_up: int = 1) -> dict[str, list[T]]:
-    """The measurements of `repeats` turns, after `warm_up` others. A turn calls all contenders, one after the other."""
-    turns = [{name: measure() for name, measure in contenders.items()} for _ in range(warm_up + repeats)][warm_up:]
+def interleave(contenders: dict[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """The measurements of `repeats` turns. A turn calls all contenders, one after the other."""
+    turns = [{name: measure() for name, measure in contenders.items()} for _ in range(repeats)]
     return {name: [turn[name] for turn in turns] for name in contenders}
 
 
@@ -121,54 +105,44 @@ def time_contenders(
             stack.callback(process.join)  # it ends when its pipe is closed, which comes before
             stack.enter_context(pipe)
             remote.close()
-            if reason := _take_turn(pipe, name):
+            if reason := pipe.recv():
                 print(f"{name}: not measured ({reason})", flush=True)
             else:
-                turns[name] = partial(_take_turn, pipe, name)
-        return interleave(turns, config.repeats, warm_up=0)
+                turns[name] = partial(_take_turn, pipe)
+        return interleave(turns, config.repeats)
 
 
-def _take_turn(pipe: Connection, name: str) -> Any:
-    try:
-        pipe.send(None)
-        return pipe.recv()
-    except (EOFError, BrokenPipeError):
-        raise SystemExit(f"error: {name} crashed; its traceback is above") from None
+def _take_turn(pipe: Connection) -> Any:
+    pipe.send(True)
+    return pipe.recv()
 
 
 def _run_contender(pipe: Connection, contender: Contender, device: torch.device, config: BenchmarkConfig) -> None:
     torch.set_num_threads(config.threads)
     function, arguments = contender
     try:
-        function(partial(next, step_timer(pipe, device, config.seconds)), *arguments)
+        function(partial(next, step_timer(pipe, device, config.steps)), *arguments)
     except (ImportError, torch.OutOfMemoryError) as error:
         pipe.send(str(error).splitlines()[0])
 
 
-def step_timer(pipe: Connection, device: torch.device, seconds: float) -> Generator[None, None, None]:
-    """A generator that a contender advances after each of its steps. A turn takes about `seconds`. It begins with a
-    message from the pipe and ends with a `StepTiming`. The first one ends with None: one step loads libraries and
-    compiles graphs, another one decides how many steps a turn has. The process exits when the other end is closed."""
-    read_clock(device)
-    begun, timing = time.perf_counter(), None
+def step_timer(pipe: Connection, device: torch.device, steps: int) -> Generator[None, None, None]:
+    """A generator that a contender advances after each of its steps. Sends "" after the first step,
+    which loads libraries and compiles graphs. A turn begins with a message from the pipe, and ends with a `StepTiming`.
+    The process exits when the other end is closed."""
     yield
-    read_clock(device)
-    n_steps = min(max(round(seconds / max(time.perf_counter() - begun, 1e-9)), 1), MOST_STEPS)
-    for turn in count():
-        try:
-            pipe.recv()
-        except EOFError:
-            raise SystemExit(0) from None
-        if turn:
+    pipe.send("")
+    with suppress(EOFError):
+        while pipe.recv():
             if device.type == "cuda":
                 yield  # this step allocates the memory anew
             begun = read_clock(device)
-            for _ in range(n_steps):
+            for _ in range(steps):
                 yield
-            timing = StepTiming((read_clock(device) - begun) / n_steps, peak_memory(device))
-        pipe.send(timing)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # for the other contenders
+            pipe.send(StepTiming((read_clock(device) - begun) / steps, peak_memory(device)))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # for the other contenders
+    raise SystemExit(0)
 
 
 def read_clock(device: torch.device) -> float:

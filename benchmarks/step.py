@@ -7,7 +7,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -19,61 +18,47 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.config import BenchmarkConfig
-from benchmarks.harness import OURS, Case, Contender, Done, StepTiming, Table, make_case, time_contenders
+from benchmarks.harness import OURS, Case, Contender, Done, StepTiming, make_case, time_contenders
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.plan import GPT2_IDS
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.distributed.launch import multiplies_bf16, pick_device
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.model.compiled import compiled
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.model.transformers_layout import CLASSES, transformers_config
-from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import peak_flops
-from gpt2_ddp.training.precision import faster, measure_speeds
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"
-PRESET = "configs/gpt2_124m.yaml"
 TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}  # whose step is bookkeeping
-PRECISIONS = {"no": ("fp32", torch.float32), "bf16": ("bf16", torch.bfloat16)}  # words and types of `--precision`
 ENDLESS, GRAD_CLIP = 10**9, 1.0  # steps of a contender, and the norm to which it clips gradients
 
 
-def check(config: BenchmarkConfig) -> None:
-    """Raises: UserError for a wrong preset, size or checkout."""
-    for variant in variants(config):
-        short_run(config, Path("/"), *variant, {})
-    if config.nanogpt and not Path(config.nanogpt, "model.py").is_file():
-        raise UserError("nanogpt", config.nanogpt, "has no model.py; name a checkout of nanoGPT")
-    if config.nanogpt and preset(config).model.architecture != "gpt2":
-        raise UserError("nanogpt", config.nanogpt, "is a GPT-2, unlike the preset; omit it")
-
-
-def measure(config: BenchmarkConfig) -> Table:
-    """The figures of each variant (`step_cases`), and milliseconds of a tiny step."""
-    device, cases = pick_device(config.device), []
-    with TemporaryDirectory(prefix="benchmark-") as name:
-        folder = Path(name)
-        for batch, precision, how in variants(config):
-            run = short_run(config, folder, batch, precision, how, {})
-            what = f"{Path(config.preset or PRESET).stem}, {batch} x {run.model.block_size}, {PRECISIONS[precision][0]}"
-            what += "" if how == "off" else f", compile {how}"
-            cases += step_cases(what, compare(config, run), run, device)
-        tiny = short_run(config, folder / "tiny", 4, "no", "off", TINY)
-        timings = compare(config, tiny, "bytes", (OURS, BARE))
-    cases.append(make_case("a tiny step", "ms", timings, lambda one: 1e3 * one.seconds, more_is_better=False))
-    more = [1e3 * (ours.seconds - bare.seconds) for ours, bare in zip(timings[OURS], timings[BARE], strict=True)]
-    spread = f"{median(more):.2f} ms ({min(more):.2f} to {max(more):.2f})"
-    return cases, [f"bookkeeping: a tiny step of ours takes {spread} longer than in the {BARE}"]
+def measure(config: BenchmarkConfig) -> Iterator[Case]:
+    """Of each variant: tokens per second (per CPU second on a CPU), MFU where the peak is known, and peak memory."""
+    device = pick_device(config.device)
+    peak = peak_flops(device_name(device))
+    for batch, precision, how in variants(config):
+        with TemporaryDirectory(prefix="benchmark-") as folder:
+            run = short_run(config, Path(folder), batch, precision, how, {})
+            timings = compare(config, run)
+        what = f"{Path(config.preset).stem}, {batch} x {run.model.block_size}, {precision}, compile {how}"
+        tokens = run.train.global_batch_tokens
+        unit = "tokens/s" if device.type == "cuda" else "tokens/CPU s"
+        yield make_case(what, unit, timings, lambda one, tokens=tokens: tokens / one.seconds)
+        if peak:
+            with torch.device("meta"):
+                share = tokens * GPT(run.model, GPT2_IDS).flops_per_token() / peak
+            yield make_case(what, "MFU", timings, lambda one, share=share: share / one.seconds)
+        yield make_case(what, "peak MiB", timings, lambda one: one.memory / 2**20, more_is_better=False)
 
 
 def compare(
@@ -181,66 +166,44 @@ def read_shard(config: TrainingConfig) -> tuple[int, np.ndarray]:
 def short_run(
     config: BenchmarkConfig, folder: Path, batch: int, precision: str, how: str, changes: Mapping[str, int]
 ) -> TrainingConfig:
-    """The preset's training with one micro-batch per step, on the tokens in `folder/random`. Raises: UserError."""
-    size = changes.get("model.block_size", preset(config).model.block_size)
+    """The preset's training with one micro-batch per step, on the tokens in `folder/random`; its windows are shorter
+    on a CPU. Raises: UserError."""
+    size = config.block_size or (256 if pick_device(config.device).type == "cpu" else None)
+    changes = ({"model.block_size": size} if size else {}) | dict(changes)
+    size = resolve(TrainingConfig, [config.preset], changes).model.block_size
     values: dict[str, object] = {
-        **dict.fromkeys(("data.prepare", "train.epochs", "train.init_from", "train.branch_from", "train.max_minutes")),
-        **dict.fromkeys(("data.weights", "data.phases", "eval.tasks", "tracking.log_with"), ()),
         "output_dir": str(folder / "runs"),
-        "run_name": f"{batch}-{precision}-{how}",
         "data.path": str(folder / "random"),
+        "data.prepare": None,
         "train.steps": ENDLESS,
+        "train.epochs": None,
         "train.global_batch_tokens": batch * size,
         "train.micro_batch_size": batch,
         "train.mixed_precision": precision,
         "train.compile": how,
         "train.device": config.device,
         "train.patience_seconds": 3600,  # it waits between turns
-        "train.profile_steps": 0,
         "checkpoint.background": False,  # the first one's copy would stay in memory
-        "eval.patience": None,
         "tracking.sample_every": 0,
-        "model.block_size": size,
     }
-    return resolve(TrainingConfig, [config.preset or PRESET], values | dict(changes))
-
-
-def preset(config: BenchmarkConfig) -> TrainingConfig:
-    """The training to measure; its windows are shorter on a CPU. Raises: UserError."""
-    size = config.block_size or (256 if pick_device(config.device).type == "cpu" else None)
-    return resolve(TrainingConfig, [config.preset or PRESET], {"model.block_size": size} if size else {})
+    return resolve(TrainingConfig, [config.preset], values | changes)
 
 
 def variants(config: BenchmarkConfig) -> Iterator[tuple[int, str, str]]:
     """Micro-batch, precision (fp32 first) and `train.compile` of each training to measure."""
-    device = pick_device(config.device)
-    batches = config.micro_batch or ((2,) if device.type == "cpu" else (16, 32, 64))
-    half = faster(measure_speeds(preset(config).matrix)) == "bf16" if device.type == "cpu" else multiplies_bf16(device)
-    precisions = config.precision or (("no", "bf16") if half else ("no",))
+    on_cpu = pick_device(config.device).type == "cpu"
+    batches = config.micro_batch or ((2,) if on_cpu else (16, 32, 64))
+    precisions = config.precision or (("no",) if on_cpu else ("no", "bf16"))
     return product(batches, precisions, config.compile)
 
 
 def random_tokens(folder: Path, tokenizer: str = "gpt2", count: int = 1_000_000) -> None:
-    """Writes a shard of random tokens, unless it is there. Clears what an interrupted call left behind."""
+    """Writes a shard of random tokens, unless it is there."""
     if (folder / MANIFEST).exists():
         return
+    folder.mkdir(parents=True, exist_ok=True)
     known = load_tokenizer(tokenizer)
-    with locked_output(folder, waiting=f"waiting for another process that writes {folder}") as aside:
-        writer = ShardWriter(aside, "train", count, known.vocab_size)
-        writer.add(np.random.default_rng(0).integers(0, known.vocab_size, count))
-        shards = {"train": writer.close()}
-        write_manifest(aside, Manifest(2, tokenizer, known.sha256, known.vocab_size, known.eot, "random", shards))
-        publish(aside, folder, last=MANIFEST)
-
-
-def step_cases(
-    what: str, timings: dict[str, list[StepTiming]], run: TrainingConfig, device: torch.device
-) -> Iterator[Case]:
-    """Tokens per second (per CPU second on a CPU), MFU where the peak is known, and peak memory."""
-    tokens, unit = run.train.global_batch_tokens, "tokens/s" if device.type == "cuda" else "tokens/CPU s"
-    yield make_case(what, unit, timings, lambda one: tokens / one.seconds)
-    if peak := peak_flops(device_name(device)):
-        with torch.device("meta"):
-            flops = tokens * GPT(run.model, GPT2_IDS).flops_per_token()
-        yield make_case(what, "MFU", timings, lambda one: flops / one.seconds / peak)
-    yield make_case(what, "peak MiB", timings, lambda one: one.memory / 2**20, more_is_better=False)
+    writer = ShardWriter(folder, "train", count, known.vocab_size)
+    writer.add(np.random.default_rng(0).integers(0, known.vocab_size, count))
+    shards = {"train": writer.close()}
+    write_manifest(folder, Manifest(2, tokenizer, known.sha256, known.vocab_size, known.eot, "random", shards))

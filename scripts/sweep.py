@@ -115,7 +115,7 @@ def show_commands(members: list[Member]) -> int:
     from gpt2_ddp.plan.plan import make_plan
 
     for member in members:
-        seconds = sum((make_plan(PlanConfig(**dict(member.config))).seconds or {}).values())
+        seconds = sum(make_plan(PlanConfig(**dict(member.config))).seconds.values())
         print(shlex.join(["python", "scripts/train_gpt2.py", *member.flags]), f" # {seconds:,.0f} s" if seconds else "")
     return 0
 

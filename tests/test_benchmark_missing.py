@@ -78,7 +78,7 @@ def test_a_training_a_sample_and_an_evaluation_lack_nothing(corpus, tmp_path):
 @pytest.mark.slow
 def test_a_step_lacks_nothing_but_transformers(tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY_PRESET)
-    flags = "step --block_size 32 --micro_batch 1 --precision no --repeats 1 --seconds 0.01 --device cpu"
+    flags = "step --block_size 32 --micro_batch 1 --precision no --repeats 1 --steps 1 --device cpu"
     words = f"benchmarks/__main__.py {flags} --preset {tmp_path}/tiny.yaml --output {tmp_path}/out".split()
     ((printed,),) = run_ranks(run_without, 1, [words])
     assert "transformers, Accelerate: not measured (No module named 'transformers')" in printed

@@ -60,7 +60,7 @@ LARGE = (
 )
 """GPT-2 (124M), bf16, 64 windows a step, random tokens."""
 CURVE = f"{SMALL} --tracking.log_every 1 --train.steps 200"
-STEP = "-m benchmarks step --precision bf16 --device {device} --output {out}/"
+STEP = "-m benchmarks step --steps 20 --precision bf16 --device {device} --output {out}/"
 JOB = "--output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
 JOB += " --train.device {device} --tracking.log_every 1"
 PARTS: dict[str, list[str]] = {
@@ -93,7 +93,6 @@ PARTS: dict[str, list[str]] = {
     "step": [f"{STEP}step --repeats 3 --compile model --micro_batch 32{{nanogpt}}{{short}}"],
     "step of 64": [f"{STEP}step_64 --repeats 3 --compile model --micro_batch 64"],
     "step eager": [f"{STEP}step_eager --repeats 3 --compile off --micro_batch 32{{nanogpt}}"],
-    "roofline": ["-m benchmarks roofline --precision bf16 --device {device} --output {out}/roofline{short}"],
     "step in blocks": [f"{STEP}step_blocks --repeats 3 --compile blocks --micro_batch 32"],
     "step of 16": [f"{STEP}step_16 --repeats 3 --compile model --micro_batch 16"],
     "124M": [f"{LARGE} --run_name 124M"],
@@ -141,7 +140,7 @@ ENVIRONMENT = {"cuDNN": {"TORCH_CUDNN_SDPA_PREFERRED": "1"}, "flash": {"TORCH_CU
 LIMITS = {
     **dict.fromkeys(("step", "step of 64", "step eager", "step in blocks", "step of 16"), 420),
     **dict.fromkeys(("350M", "774M", "1558M", "1558M recomputed", "a run", "compare"), 300),
-    **dict.fromkeys(("roofline", "checkpoint"), 180),
+    "checkpoint": 180,
 }
 """Seconds of the parts that may take longer than others."""
 GPU_ONLY = ("step of 64", "step eager", "step in blocks", "step of 16")
@@ -250,7 +249,7 @@ def words(device: str) -> dict[str, str]:
         "tiny": TINY * small,
         "large": TINY if small else " --train.global_batch_tokens 65536 --eval.tokens 16384 --optim.warmup_steps 20",
         "steps": " --train.steps 20" * small,
-        "short": f" --block_size 32 --micro_batch 1 --repeats 1 --seconds 0.01 --compile off --preset {OUT}/tiny.yaml"
+        "short": f" --block_size 32 --micro_batch 1 --repeats 1 --steps 1 --compile off --preset {OUT}/tiny.yaml"
         * small,
     }
 

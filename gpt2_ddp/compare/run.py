@@ -6,10 +6,8 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from pathlib import Path
-from statistics import mean, median, stdev
-from typing import NamedTuple
+from statistics import mean, median
 
 import torch
 from accelerate import Accelerator
@@ -31,26 +29,16 @@ ROUNDS = 5  # pairs of readings, with and without synchronised gradients
 BLOCK = 500  # most steps per reading; otherwise a long training would take twice as long
 
 
-class CommFraction(NamedTuple):
-    """Share of a step that synchronising gradients costs."""
-
-    share: float  # 0 to 1 and, by chance, less
-    noise: float  # standard deviation of its `ROUNDS` readings
-
-
 @dataclass(frozen=True)
 class RunResult:
     """Measurements of a run, in plain values that processes can send to each other."""
 
-    steps: int  # timed
     samples: int  # of the timed steps, over all ranks
     seconds: float  # wall time of the timed steps on the slowest rank
-    peak_memory: tuple[int, ...]  # bytes of each rank until then
-    communication: CommFraction | None  # mean over the ranks; None for one process
+    peak_memory: int  # bytes of the largest process until then
+    communication: float | None  # share of a step, mean over the ranks; None for one process
     metrics: Scores  # val_loss and others of the final parameters
     parameters: int
-    threads: int  # of each process
-    steps_per_epoch: int
 
 
 def measure(
@@ -72,19 +60,18 @@ def measure(
         parameters = {name: value.detach().cpu() for name, value in run.task.model.named_parameters()}
         if accelerator.is_main_process:
             save_file(parameters, weights)
-        share = communication_share(run, min(max(steps // (2 * ROUNDS), 1), BLOCK))
+        share = None
+        if accelerator.num_processes > 1:
+            share = communication_share(run, min(max(steps // (2 * ROUNDS), 1), BLOCK))
         seconds_of_ranks, peaks, shares = zip(*gather_object([(seconds, memory, share)]), strict=True)
         accelerator.end_training()
     return RunResult(
-        steps=steps,
         samples=n_samples,
         seconds=max(seconds_of_ranks),
-        peak_memory=peaks,
-        communication=share and CommFraction(*(mean(part) for part in zip(*shares, strict=True))),
+        peak_memory=max(peaks),
+        communication=None if share is None else mean(shares),
         metrics=metrics,
         parameters=sum(value.numel() for value in parameters.values()),
-        threads=torch.get_num_threads(),
-        steps_per_epoch=ceil(len(run.task.feed.order) / run.task.feed.step_size),
     )
 
 
@@ -98,20 +85,17 @@ def time_steps(run: Run, steps: int) -> tuple[float, int]:
     return time.perf_counter() - begun, units // run.task.units_per_item
 
 
-def communication_share(run: Run, block: int) -> CommFraction | None:
-    """Share of this rank's step that synchronising gradients costs; None for one process. Blocks of `block` ordinary
-    steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The difference is the exposed
-    communication (docs/compare.md). Without synchronisation the replicas diverge, so this comes last."""
-    if run.accelerator.num_processes == 1:
-        return None
+def communication_share(run: Run, block: int) -> float:
+    """Share of this rank's step that synchronising gradients costs: 0 to 1 and, by chance, less. Blocks of `block`
+    ordinary steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The difference is the
+    exposed communication (docs/compare.md). Without synchronisation the replicas diverge, so this comes last."""
     together, apart = [], []
     for _ in range(ROUNDS):
         for found, context in ((together, nullcontext()), (apart, run.accelerator.no_sync(run.model))):
             with context:
                 seconds, n_samples = time_steps(run, block)  # an epoch's last step may be a short one
             found.append(seconds / n_samples)
-    shares = [1 - without / with_all for without, with_all in zip(apart, together, strict=True)]
-    return CommFraction(1 - median(apart) / median(together), stdev(shares))
+    return 1 - median(apart) / median(together)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,13 +1,10 @@
 """Configurations of plan.py and sweep.py: a training, and what to do with it."""
 
-import warnings
 from collections.abc import Iterator
 
 from pydantic import Field
 
 from gpt2_ddp.config.training import TrainingConfig
-
-warnings.filterwarnings("ignore", message='Field name "json"')  # pydantic's own of that name is deprecated
 
 GPT2_IDS = 50_257
 """Vocabulary size of GPT-2's tokenizer, assumed for missing data without a recipe that sets one."""
@@ -19,20 +16,15 @@ class PlanConfig(TrainingConfig):
     gpu: str | None = Field(default=None, exclude=True)
     """GPU to plan for: its name in nvidia-smi, or a part that no other name has, like "RTX 4090"; null: this machine"""
     gpus: int | None = Field(default=None, ge=1, exclude=True)
-    """processes per node, one per GPU; null: as many as the launcher started, or 1"""
-    nodes: int = Field(default=1, ge=1, exclude=True)
-    """number of machines"""
+    """processes on all machines, one per GPU; null: as many as the launcher started, or 1"""
     gpu_memory: float | None = Field(default=None, gt=0, exclude=True)
     """memory per process in GB (1e9 bytes); null: the GPU's, or this machine's free memory"""
     mfu: float = Field(default=0.4, gt=0, le=1, exclude=True)
-    """model FLOP/s utilization to assume if no rate is given or recorded, as a fraction of the GPUs' peak"""
+    """model FLOP/s utilization to assume if no rate is given, as a fraction of the GPUs' peak"""
     tokens_per_second: float | None = Field(default=None, gt=0, exclude=True)
-    """tokens per second of all processes, without evaluations and checkpoints; null: as recorded in the run folder on
-    equal devices, or by the MFU"""
+    """tokens per second of all processes, without evaluations and checkpoints; null: by the MFU"""
     price: float | None = Field(default=None, ge=0, exclude=True)
     """price of one GPU per hour, in any currency; null: no price is printed"""
-    json: bool = Field(default=False, exclude=True)  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
-    """print JSON instead of text"""
 
     @property
     def training(self) -> TrainingConfig:

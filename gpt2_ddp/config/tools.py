@@ -232,8 +232,6 @@ class CompareConfig(Command):
     """approximate time of the run with one process, in seconds; it fixes the number of timed steps of all strategies"""
     steps: int | None = Field(default=None, ge=1)
     """number of timed steps, used instead of seconds; null: by seconds"""
-    epochs: int | None = Field(default=None, ge=1)
-    """passes over the training samples to train and time, used instead of seconds or steps; null: by seconds"""
     threads: int = Field(default=1, ge=1)
     """CPU threads per process, equal for all strategies"""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
@@ -242,10 +240,6 @@ class CompareConfig(Command):
     """device to train on; auto: cuda if available, else cpu"""
     output: str = "runs/compare"
     """folder for compare.md and compare.json"""
-
-    def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        if self.steps and self.epochs:
-            yield "epochs", self.epochs, "should not be combined with steps; remove one of the two"
 
 
 class LabConfig(Command):

@@ -1,25 +1,18 @@
-"""A training's work up to its first step, without its result: its user errors, and the memory of a process."""
+"""A training's work up to its first step, without its result: its user errors."""
 
-import gc
 import sys
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from typing import Any
 
-import psutil
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from torch.nn.parallel import DistributedDataParallel
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, missing_data
 from gpt2_ddp.training.run import Run
@@ -30,10 +23,8 @@ class Seen:
     """Results of a dry run."""
 
     mistakes: list[str] = field(default_factory=list)  # user errors, as the lines printed after `error:`
-    record: dict[str, Any] = field(default_factory=dict)  # of the checkpoint's state; empty for a fresh run
-    task: Pretraining | None = None  # with its data open; None where they could not be opened
+    task: Pretraining | None = None  # with its data open; None for missing data, and after most user errors
     step: int = 0  # of the checkpoint
-    base: float | None = None  # bytes of a process without its model (`base_memory`)
 
 
 def preflight(config: TrainingConfig, processes: int) -> Seen:
@@ -43,7 +34,6 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
     config = config.model_copy(update={"launch": launch.model_copy(update={"replicas": 1})})  # for this process alone
 
     def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
-        seen.record = saved.state.record if saved else {}
         if config.parallel == "fsdp":
             from gpt2_ddp.training.sharded import count_shards
 
@@ -61,11 +51,6 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
                     scan(recipe)
         except UserError as error:
             seen.mistakes = error.mistakes
-            if seen.task is None:
-                with suppress(UserError):  # otherwise the error is in the data
-                    task = Pretraining(config, Accelerator(cpu=not torch.cuda.is_available()), None)
-                    task.open_data()
-                    seen.task = task  # for the figures of its data
     return seen
 
 
@@ -79,18 +64,3 @@ def _look_at(run: Run, seen: Seen) -> None:
         with torch.device("cpu" if task.config.train.init_from else "meta"):  # a real training checks the weights
             task.build_model()
         task.check_hashes(record=False)
-
-
-def base_memory(config: TrainingConfig) -> float:
-    """Bytes of this process with all that a step loads, but without the model. Collective. A step of a tiny model is
-    trained first, since the first step loads libraries and makes kernels."""
-    model = GPT(ModelConfig(n_layer=1, n_head=4, n_embd=128, block_size=128, dropout=config.model.dropout), 1024)
-    optimizer = build_optimizer(model, config.optim)
-    tokens = torch.zeros(4, 128, dtype=torch.int64)
-    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
-    wrapped(tokens, tokens).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    del wrapped, model, optimizer
-    gc.collect()
-    return float(psutil.Process().memory_info().rss)
