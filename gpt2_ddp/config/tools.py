@@ -57,7 +57,7 @@ class PrepareConfig(Command):
     encoding: str = "auto"
     """text, JSON and CSV files: `auto` reads UTF-8, and UTF-16 or UTF-32 with a byte order mark; a codec of Python
     (cp1252, latin-1, shift_jis, ...) is used for all other files"""
-    on_bad_file: Literal["skip", "keep", "stop"] = "skip"
+    on_bad_file: Literal["skip", "stop"] = "skip"
     """files that are no text, damaged, or tables without the column: skip leaves them out and lists them; keep reads
     those that can be read, with U+FFFD for undecodable bytes; stop ends before any work"""
     column: str = "text"

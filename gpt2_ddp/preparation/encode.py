@@ -9,10 +9,12 @@ import base64
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache, partial
+from itertools import islice
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,9 @@ from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.data.tokenizer import GPT2_PATTERN, Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.workers import InlineExecutor, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import fsync_file, sha256_file, write_atomically
+from gpt2_ddp.files import sha256_file, write_atomically
 from gpt2_ddp.preparation.source_files import BLOCK, LARGEST, Part
-from gpt2_ddp.preparation.sources import CorpusStats, DocumentChunk, Source
+from gpt2_ddp.preparation.sources import DocumentChunk, Source, read_documents, read_pieces
 
 EXPECTED_DOCUMENTS = 10
 """Least expected documents of the smaller split, for splits by hash; with fewer, it could be empty."""
@@ -36,117 +38,111 @@ SAMPLE, EVERY = 512, 2**18  # tiktoken also encodes 0.2 % of the characters, in 
 WORD_END = re.compile(r"(?<=\S)(?=[ \n])")
 """Places where GPT-2's pattern divides every text: no token crosses them."""
 
-Encoded = dict[str, np.ndarray]  # an item's tokens, by split
-Item = tuple[list[Part], list[DocumentChunk], CorpusStats | None]
-"""Parts for a worker to read; or pieces that the main process has read; or the statistics of such pieces."""
+Encoded = tuple[dict[str, np.ndarray], Counter[str]]  # an item's tokens, by split, and its counts
+Item = tuple[list[Part], list[DocumentChunk]]
+"""Parts for a worker to read; or pieces that the main process has read."""
 
 
-def encode_item(tokenizer_name: str, fast: bool, config: PrepareConfig, item: Item) -> tuple[Encoded, CorpusStats]:
-    """The tokens and statistics of an item, in any process. `fast`: with gigatoken, if it is installed."""
-    (parts, pieces, stats), reader = item, Source(config)
+def encode_item(tokenizer_name: str, fast: bool, config: PrepareConfig, item: Item) -> Encoded:
+    """The tokens and counts of an item, in any process. `fast`: with gigatoken, if it is installed."""
+    parts, pieces = item
+    counts: Counter[str] = Counter()
     tokenizer = _cached_tokenizer(tokenizer_name)
     quick, unchecked = _cached_fast_encoder(tokenizer) if fast else None, EVERY
     beginning = np.array([tokenizer.eot], token_dtype(tokenizer.vocab_size))
     encoded: dict[str, list[np.ndarray]] = {}
-    for piece in pieces or reader.pieces(parts):
+    for piece in pieces or read_pieces(config, parts, counts):
         tokens = (quick or tokenizer).encode(piece.text)
         if quick and unchecked >= EVERY:
             quick.check(piece.text, tokens)
             unchecked = 0
         unchecked += len(piece.text)
         encoded.setdefault(piece.split, []).extend([beginning, tokens] if piece.first else [tokens])
-    return {split: np.concatenate(parts) for split, parts in encoded.items()}, stats or reader.stats
+    return {split: np.concatenate(parts) for split, parts in encoded.items()}, counts
 
 
 def write_splits(
     folder: Path, source: Source, tokenizer: str, pool: Executor, workers: int, fast: bool
-) -> dict[str, list[Shard]]:
-    """Encodes the source into shards: each document is the end-of-text token, then its own tokens.
+) -> tuple[dict[str, list[Shard]], Counter[str]]:
+    """Encodes the source into shards: each document is the end-of-text token, then its own tokens. Returns the shards
+    of each split, and the counts of `read_pieces`.
 
     A hash of a document's text decides its split, so that it keeps it when documents are added. In a source of few
-    documents, the last `val_fraction` of the tokens is the validation split. `source`: as `scan` returns it; counts
-    what is encoded. `pool` has `workers` processes.
+    documents, the last `val_fraction` of the tokens is the validation split. `pool` has `workers` processes.
     Raises: UserError if the source cannot be read, or gives no tokens for a split."""
     config, vocab_size = source.config, _cached_tokenizer(tokenizer).vocab_size
-    fraction, names = config.val_fraction, ("train", "val") if config.val_fraction else ("train",)
-    by_hash = fraction == 0 or source.has_documents(ceil(EXPECTED_DOCUMENTS / min(fraction, 1 - fraction)))
+    fraction = config.val_fraction
+    names = ("train", "val") if fraction else ("train",)
+    least = ceil(EXPECTED_DOCUMENTS / min(fraction, 1 - fraction)) if fraction else 0
+    by_hash = sum(1 for _ in islice(read_documents(config, source.parts), least)) == least
     config = config if by_hash else config.model_copy(update={"val_fraction": 0.0})
-    splits: dict[str, list[Shard]] = {}
-    for try_fast in (fast, False):
-        writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size, pool) for split in names}
-        encode = partial(encode_item, tokenizer, try_fast, config)
-        try:
-            encoded = _count(source, in_order(encode, make_items(source.parts(), config), pool, workers))
-            if by_hash:
-                for tokens in encoded:
-                    for split, ids in tokens.items():
-                        writers[split].add(ids)
-            else:
-                _divide(folder, (ids for tokens in encoded for ids in tokens.values()), writers, fraction)
-            splits = {split: writer.close() for split, writer in writers.items()}
-            break
-        except EncodersDiffer as error:
-            print(f"note: {error}; tiktoken encodes the whole text", flush=True)
-            for writer in writers.values():
-                writer.close()
-            for file in folder.glob("*.bin"):
-                file.unlink()
+    counts: Counter[str] = Counter()
+    writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size, pool) for split in names}
+    items = make_items(config, source.parts, counts)
+    encoded = _count(in_order(partial(encode_item, tokenizer, fast, config), items, pool, workers), counts)
+    try:
+        if by_hash:
+            for tokens in encoded:
+                for split, ids in tokens.items():
+                    writers[split].add(ids)
+        else:
+            _divide(folder, (ids for tokens in encoded for ids in tokens.values()), writers, fraction)
+    except EncodersDiffer as error:
+        print(f"note: {error}; tiktoken encodes the whole text", flush=True)
+        for file in folder.glob("*.bin"):
+            file.unlink()
+        return write_splits(folder, source, tokenizer, pool, workers, fast=False)
+    splits = {split: writer.close() for split, writer in writers.items()}
     for split, shards in splits.items():
         if not shards:
             hint = f"has too little text for a {split} split; choose another source, or val_fraction 0"
             raise UserError("source", config.source, hint)
-    return splits
+    return splits, counts
 
 
-def _count(source: Source, encoded: Iterator[tuple[Encoded, CorpusStats]]) -> Iterator[Encoded]:
-    source.restart()
-    with tqdm(desc="encoding", unit=" tokens", unit_scale=True, disable=None) as progress:
-        for tokens, stats in encoded:
-            source.stats.add(stats)
-            progress.update(sum(map(len, tokens.values())))
-            yield tokens
+def _count(encoded: Iterable[Encoded], counts: Counter[str]) -> Iterator[dict[str, np.ndarray]]:
+    for tokens, found in tqdm(encoded, "encoding", unit=" MB", disable=None):
+        counts += found
+        yield tokens
 
 
 def _divide(
     folder: Path, encoded: Iterable[np.ndarray], writers: "dict[str, ShardWriter]", val_fraction: float
 ) -> None:
     """Writes the last `val_fraction` of the tokens to `val`, the others to `train`, when their number is known."""
-    dtype = writers["val"].dtype
     with tempfile.TemporaryFile(dir=folder) as file:
         for tokens in encoded:
             file.write(tokens.data)
-        total = file.tell() // dtype.itemsize
-        ends = {"train": total - round(total * val_fraction), "val": total}
-        file.seek(0)
-        for split, end in ends.items():
-            while (left := end - file.tell() // dtype.itemsize) > 0:
-                writers[split].add(np.fromfile(file, dtype, min(left, BLOCK)))
+        if file.tell():
+            tokens = np.memmap(file, writers["val"].dtype, "r")
+            end = len(tokens) - round(len(tokens) * val_fraction)
+            writers["train"].add(tokens[:end])
+            writers["val"].add(tokens[end:])
 
 
-def make_items(parts: Iterator[Part], config: PrepareConfig) -> Iterator[Item]:
-    """The items of all parts, in order. Parts above `LARGEST`, and all with `max_documents`, are read here."""
+def make_items(config: PrepareConfig, parts: Iterable[Part], counts: Counter[str]) -> Iterator[Item]:
+    """The items of parts, in order. Those above `LARGEST`, and all with `max_documents`, are read and counted here."""
     for batch in batches(parts, lambda part: part.bytes, inf if config.max_documents else BLOCK):
         if batch[-1].bytes <= LARGEST and not config.max_documents:
-            yield batch, [], None
+            yield batch, []
         else:
-            reader = Source(config)
-            pieces = batches(reader.pieces(batch), lambda piece: len(piece.text), BLOCK)
-            yield from (([], read, None) for read in pieces)
-            yield [], [], reader.stats
+            read = read_pieces(config, batch, counts)
+            yield from (([], pieces) for pieces in batches(read, lambda piece: len(piece.text), BLOCK))
 
 
 class EncodersDiffer(Exception):
     """gigatoken's ids differ from tiktoken's, or gigatoken panicked."""
 
 
+@dataclass
 class FastEncoder:
     """Encodes like `Tokenizer.encode`, for text without lone surrogates and a byte-level BPE with GPT-2's pattern. Ids,
-    except those of special tokens, have no gap. `encoder`: gigatoken's, with ids from 0 on. It has no special tokens,
-    since it would find them in the text."""
+    except those of special tokens, go from `first` on without a gap. `encoder`: gigatoken's, with ids from 0 on. It has
+    no special tokens, since it would find them in the text."""
 
-    def __init__(self, tokenizer: Tokenizer, encoder: Any):
-        self.tokenizer, self.encoder = tokenizer, encoder
-        self.first, self.dtype = first_id(tokenizer), token_dtype(tokenizer.vocab_size)
+    tokenizer: Tokenizer
+    encoder: Any
+    first: int
 
     def encode(self, text: str) -> np.ndarray:
         """Ids [n], uint16, or uint32 for more than 65,536 ids. Raises: EncodersDiffer: gigatoken has panicked."""
@@ -156,7 +152,7 @@ class FastEncoder:
             if type(error).__module__ != "pyo3_runtime":
                 raise
             raise EncodersDiffer(f"gigatoken panicked ({error}) at {truncate(text, 60)!r}") from None
-        return (ids + np.uint32(self.first)).astype(self.dtype)
+        return (ids + np.uint32(self.first)).astype(token_dtype(self.tokenizer.vocab_size))
 
     def check(self, text: str, ids: np.ndarray) -> None:
         """Compares `ids`, the result of `encode`, with tiktoken's of the beginning, up to the first end of a word after
@@ -168,14 +164,10 @@ class FastEncoder:
             raise EncodersDiffer(f"gigatoken and tiktoken encode {truncate(text, 60)!r} differently")
 
 
-def first_id(tokenizer: Tokenizer) -> int:
-    """The smallest id of a token that is not special."""
-    return min(tokenizer.encoding._mergeable_ranks.values())
-
-
 def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
     """None if gigatoken is not installed, or does not support the tokenizer."""
-    ranks, first = tokenizer.encoding._mergeable_ranks, first_id(tokenizer)
+    ranks = tokenizer.encoding._mergeable_ranks
+    first = min(ranks.values())
     if tokenizer.encoding._pat_str != GPT2_PATTERN or max(ranks.values()) - first + 1 != len(ranks):
         return None
     try:
@@ -186,7 +178,7 @@ def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
         for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
             file.write(b"%b %d\n" % (base64.b64encode(token), rank - first))
         file.flush()
-        return FastEncoder(tokenizer, BPETokenizer.from_tiktoken(file.name, "gpt2", {}))
+        return FastEncoder(tokenizer, BPETokenizer.from_tiktoken(file.name, "gpt2", {}), first)
 
 
 _cached_tokenizer = cache(load_tokenizer)
@@ -194,8 +186,8 @@ _cached_fast_encoder = cache(lambda tokenizer: fast_encoder(tokenizer))
 
 
 class ShardWriter:
-    """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter. `pool` syncs and
-    hashes them in the background; None: in this process."""
+    """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter. `pool` hashes them
+    in the background; None: in this process."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int, pool: Executor | None = None):
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
@@ -210,8 +202,7 @@ class ShardWriter:
         tokens = np.ascontiguousarray(tokens, self.dtype)
         while len(tokens):
             if self._file is None:
-                path = self.folder / f"{self.split}_{len(self._shards):06d}.bin"
-                self._file = path.open("wb")
+                self._file = (self.folder / f"{self.split}_{len(self._shards):06d}.bin").open("wb")
                 self._file.write(bytes(HEADER_BYTES))
             part, tokens = np.split(tokens, [self.shard_tokens - self._tokens])
             self._file.write(part.data)
@@ -227,19 +218,16 @@ class ShardWriter:
     def _finish(self) -> None:
         if self._file is None:
             return
-        header = np.zeros(HEADER_BYTES // 4, "<i4")
-        header[:3] = *MAGIC_AND_VERSION[self.dtype.itemsize], self._tokens
+        header = np.array([*MAGIC_AND_VERSION[self.dtype.itemsize], self._tokens], "<i4")
         with self._file as file:
             file.seek(0)
             file.write(header.data)
-        size = HEADER_BYTES + self._tokens * self.dtype.itemsize
-        self._shards.append(self._pool.submit(_sync_and_hash, Path(self._file.name), self._tokens, size))
+        self._shards.append(self._pool.submit(_describe, Path(self._file.name), self._tokens))
         self._file, self._tokens = None, 0
 
 
-def _sync_and_hash(path: Path, tokens: int, size: int) -> Shard:
-    fsync_file(path)
-    return Shard(path.name, tokens, size, sha256_file(path))
+def _describe(path: Path, tokens: int) -> Shard:
+    return Shard(path.name, tokens, path.stat().st_size, sha256_file(path))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

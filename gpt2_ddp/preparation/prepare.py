@@ -4,10 +4,10 @@ written last and makes the folder usable; after a kill, a preparation starts ove
 Shards of other programs (llm.c, modded-nanogpt) are indexed in place: all are read, then a manifest is written.
 """
 
-import errno
 import glob
 import hashlib
 import heapq
+import json
 import math
 import os
 import random
@@ -15,16 +15,16 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
@@ -41,18 +41,17 @@ from gpt2_ddp.data.tokenizer import (
 from gpt2_ddp.data.tokenizer_file import CHARACTER
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.workers import InlineExecutor, run_in_worker, worker_pool
-from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_can_make, write_atomically
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.encode import write_manifest, write_splits
 from gpt2_ddp.preparation.row_sources import row_source
-from gpt2_ddp.preparation.rows import fault_of
-from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, describe, record_source
-from gpt2_ddp.preparation.sources import CorpusStats, Source, scan
+from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, describe, fingerprint
+from gpt2_ddp.preparation.sources import MOST_NAMED, Source, read_pieces, scan
 
-ACCOUNT = "account"  # statistics of the source, in the manifest's recipe, which is not part of the data's identity
 LEFT = ("train_*.bin", "val_*.bin", TOKENIZER_FILE)  # beside RECORD, of a preparation that was killed at its end
 BLOCK_BYTES = 2**24  # bytes of an indexed shard to read at a time
+NAMED = 3  # files that the summary names of those that are left out
 BPE_CHARACTERS = 10**8
 """Most characters of the source to train a BPE on. Of 500 MB of program files, a BPE of 32,768 tokens that was trained
 on 0.5e8, 1e8 and 2e8 characters encoded 3.62, 3.65 and 3.67 bytes a token."""
@@ -65,32 +64,24 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
     if config.source.startswith("bin:"):
         return index_shards(config)
     folder = Path(config.folder)
-    source = "" if config.source == "stdlib" else os.path.expanduser(config.source)
-    if os.path.isdir(source) and os.path.isdir(folder) and os.path.samefile(source, folder):
-        raise UserError("output", folder, "is the source; choose another folder (one inside it works)")
     config = config.model_copy(update={"output": str(folder)})
-    manifest = _finished(folder, config)  # first without the lock, since the folder may be read-only
-    if manifest is None:
-        try:
-            check_can_make(folder)
-        except OSError as error:
-            raise UserError("output", folder, f"cannot be written ({error.strerror}); choose another folder") from error
+    if manifest := _finished(folder, config):  # first without the lock, since the folder may be read-only
+        return manifest
+    try:
         with locked_output(folder, f"another process is preparing {folder}; waiting for it") as aside:
-            manifest = _finished(folder, config)
-            if manifest is None:
-                _clear(folder)
-                workers = config.workers or usable_cores(hyperthreads=True)
-                with worker_pool(workers) if workers > 1 else nullcontext(InlineExecutor()) as pool:
-                    return _prepare(aside, config, pool, workers, fast)
-    else:
-        check_unchanged(folder, config, manifest.recipe["fingerprint"], manifest.source)
-    print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it again")
-    _print_account(manifest)
-    return manifest
+            if manifest := _finished(folder, config):
+                return manifest
+            _clear(folder)
+            workers = config.workers or usable_cores(hyperthreads=True)
+            with worker_pool(workers) if workers > 1 else nullcontext(InlineExecutor()) as pool:
+                return _prepare(aside, config, pool, workers, fast)
+    except OSError as error:
+        raise UserError("output", folder, f"cannot be prepared ({error})") from error
 
 
 def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
-    """The manifest of a folder with this recipe; None if it is not prepared. Raises: UserError for another recipe."""
+    """The manifest of a folder with this recipe; None if it is not prepared. Raises: UserError for another recipe, or a
+    source that has changed; a deleted one may have."""
     if not os.path.exists(folder / MANIFEST):
         return None
     manifest = read_manifest(folder)
@@ -103,6 +94,9 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
         raise UserError("output", folder, hint)
     for shard in (shard for shards in manifest.splits.values() for shard in shards):
         check_shard(folder, shard, token_dtype(manifest.vocab_size))
+    if config.source == "stdlib" or row_source(config) or glob.glob(os.path.expanduser(config.source)):
+        check_unchanged(folder, config, made_with["fingerprint"])
+    print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it again")
     return manifest
 
 
@@ -125,91 +119,45 @@ def _clear(folder: Path) -> None:
 def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, fast: bool) -> Manifest:
     """Fills the folder `aside`, which then becomes the output."""
     folder, start = Path(config.folder), time.perf_counter()
-    fingerprint: dict[str, Any] = {}
-    try:
-        source = scan(config, pool, workers, hashed=True)
-        _check_text(source)  # no further requests to the Hub if the first one fails
-        fingerprint = record_source(aside, config, source.entries)
-        source.entries.clear()
-        name = _place_tokenizer(aside, source)
-        tokenizer = load_tokenizer(name)
-        splits = write_splits(aside, source, name, pool, workers, fast)
-        check_unchanged(aside, config, fingerprint)
-        recipe = _recipe(config) | {"fingerprint": fingerprint, ACCOUNT: asdict(source.stats)}
-        identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
-        manifest = Manifest(2, *identity, describe(config), splits, recipe)
-        write_manifest(aside, manifest)
-        publish(aside, folder, last=MANIFEST)
-    except (OSError, UserError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError("output", folder, f"{error.strerror}; free disk space, or choose another folder") from error
-        check_unchanged(aside, config, fingerprint)  # this may be the cause
-        raise
+    source = scan(config, pool, workers)
+    write_atomically(aside / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in source.entries))
+    was = fingerprint(config, source.entries)
+    source.entries.clear()
+    name = config.tokenizer
+    if name not in encoding_names():
+        name = str(aside / TOKENIZER_FILE)
+        make_tokenizer(source, Path(name))
+    splits, counts = write_splits(aside, source, name, pool, workers, fast)
+    check_unchanged(aside, config, was)
+    account = counts | {"left_out": source.left_out[:MOST_NAMED]}
+    recipe = _recipe(config) | {"fingerprint": was, "account": account}
+    manifest = make_manifest(load_tokenizer(name), describe(config), splits, recipe)
+    write_manifest(aside, manifest)
+    publish(aside, folder, last=MANIFEST)
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
-    _print_account(manifest)
+    print(*_account_lines(source, counts), sep="\n")
     return manifest
 
 
-def _check_text(source: Source) -> None:
-    """Raises: UserError if the first rows of a source of rows, which `scan` does not read, lack the column; or if the
-    source has no text."""
-    config = source.config
-    rows = row_source(config)
-    if rows and (fault := fault_of(rows.rows(config), config.column)):
-        raise UserError("column", config.column, f"{config.source} {fault}")
-    if next(source.pieces(), None) is None:
-        if source.stats.rows:
-            raise UserError("column", config.column, f"has no text in {source.stats.without_text.of('rows')}")
-        raise UserError("source", config.source, "has no text for a train split; name files with text")
+def make_manifest(
+    tokenizer: Tokenizer, source: str, splits: dict[str, list[Shard]], recipe: dict[str, Any]
+) -> Manifest:
+    """The manifest of shards of this tokenizer's ids."""
+    return Manifest(2, tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot, source, splits, recipe)
 
 
-def _place_tokenizer(folder: Path, source: Source) -> str:
-    """An encoding's name; or the path, inside the folder, of the tokenizer that is trained or copied there."""
-    own, name = folder / TOKENIZER_FILE, source.config.tokenizer
-    file = Path(name, TOKENIZER_FILE) if os.path.isdir(name) else Path(name)
-    if name in ("bpe", "chars", *encoding_names()) and os.path.isfile(file):
-        print(f"note: {name} means the tokenizer of that name; write ./{name} for the file", flush=True)
-    if name in encoding_names():
-        return name
-    if name in ("bpe", "chars"):
-        make_tokenizer(source, own)
-    else:
-        load_tokenizer(name)  # refuses what is not one
-        write_atomically(own, file.read_bytes())
-    return str(own)
-
-
-def _summary(manifest: Manifest, with_tokenizer: bool = True) -> str:
+def _summary(manifest: Manifest) -> str:
     tokens = [f"{manifest.tokens(split):,} {split} tokens" for split in manifest.splits]
-    more = [f"vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"] * with_tokenizer
-    return ", ".join(tokens + more)
+    return ", ".join([*tokens, f"vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"])
 
 
-def _print_account(manifest: Manifest) -> None:
-    """Prints the statistics of the source."""
-    stats = TypeAdapter(CorpusStats).validate_python(manifest.recipe[ACCOUNT])
-    print(*account_lines(stats, {split: manifest.tokens(split) for split in manifest.splits}), sep="\n")
-
-
-def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
-    """Lines of text: counts of read, omitted and replaced input, and the tokens of each split."""
-    if stats.encodings:
-        kinds = ", ".join(f"{count:,} {name}" for name, count in stats.encodings.items())
-        yield f"  files         {sum(stats.encodings.values()):,} ({kinds})"
-        yield f"  left out      {stats.left_out.of('files')}"
-        yield f"  undecodable   {stats.undecodable.of('bytes')}"
-    yield f"  documents     {stats.documents:,}"
-    if stats.rows:
-        yield f"  without text  {stats.without_text.of('rows')} of {stats.rows:,}"
-    yield f"  text          {stats.bytes:,} bytes in UTF-8"
-    each = ", ".join(f"{count:,} {split}" for split, count in tokens.items())
-    yield f"  tokens        {each}; {stats.bytes / max(1, sum(tokens.values())):.2f} bytes per token"
-    if stats.end_of_text:
-        times = f"{stats.end_of_text:,} time{'s' * (stats.end_of_text > 1)}"
-        yield (
-            f"  note: {END_OF_TEXT} is in the text {times}, encoded as plain text; to split documents there, add "
-            f"--document_separator '{END_OF_TEXT}'"
-        )
+def _account_lines(source: Source, counts: Counter[str]) -> Iterator[str]:
+    """Lines of text: counts of read, omitted and replaced input."""
+    yield f"  {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['replaced']:,} U+FFFD"
+    yield f"  left out: {len(source.left_out):,} files"
+    yield from (f"    {truncate(file)}" for file in source.left_out[:NAMED])
+    if counts["end_of_text"]:
+        yield f"  note: the text has {END_OF_TEXT} as plain text; if it ends documents, set --document_separator"
 
 
 def index_shards(config: PrepareConfig) -> Manifest:
@@ -218,44 +166,35 @@ def index_shards(config: PrepareConfig) -> Manifest:
     Raises: UserError for no such files, or in several folders, and for the manifest of other shards. Also for a file
     that is not whole, has ids outside the vocabulary, or is in both splits."""
     files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
-    if not files:
-        raise UserError("source", config.source, "no such files; write bin:FOLDER/*.bin")
-    folder, name = files[0].parent, config.tokenizer
-    if any(path.parent != folder for path in files):
-        raise UserError("source", config.source, "the files are in several folders; index each folder by itself")
-    if config.output is not None and os.path.realpath(config.output) != os.path.realpath(folder):
-        raise UserError("output", config.output, f"shards are indexed in place; set it to {folder}, or remove it")
-    if name in ("bpe", "chars"):
-        raise UserError("tokenizer", name, "name the shards' tokenizer, such as gpt2")
+    folders = {path.parent for path in files}
+    if len(folders) != 1:
+        raise UserError("source", config.source, "name the files of one folder, like bin:FOLDER/*.bin")
+    folder, name = folders.pop(), config.tokenizer
     if name not in encoding_names() and os.path.realpath(Path(name).parent) != os.path.realpath(folder):
-        raise UserError("tokenizer", name, f"copy the file into {folder}, next to the shards, and name the copy")
+        raise UserError(
+            "tokenizer", name, f"name the shards' tokenizer, such as gpt2, or a copy of its file in {folder}"
+        )
     tokenizer = load_tokenizer(name)
     recipe = {"files": [path.name for path in files], "tokenizer_sha256": tokenizer.sha256}
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if manifest.recipe != recipe:
             raise UserError("output", folder, f"has a {MANIFEST} of other shards; delete it to index these")
-        print(f"{folder} is already indexed: {_summary(manifest, with_tokenizer=False)}")
+        print(f"{folder} is already indexed: {_summary(manifest)}")
         return manifest
 
     splits: dict[str, list[Shard]] = {_split(path): [] for path in files}
     with ThreadPoolExecutor(config.workers or usable_cores(hyperthreads=True)) as pool:  # hashing runs outside the GIL
         for path, shard in zip(files, pool.map(partial(_index, tokenizer=tokenizer), files), strict=True):
             splits[_split(path)].append(shard)
-    identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
-    manifest = Manifest(2, *identity, config.source, splits, recipe)
-    try:
-        write_manifest(folder, manifest)
-    except OSError as error:
-        hint = f"{MANIFEST} cannot be written into it ({error.strerror}); make it writable, or link its files elsewhere"
-        raise UserError("output", folder, hint) from error
-    print(f"{folder} is indexed: {_summary(manifest, with_tokenizer=False)}")
+    manifest = make_manifest(tokenizer, config.source, splits, recipe)
+    write_manifest(folder, manifest)
+    print(f"{folder} is indexed: {_summary(manifest)}")
     return manifest
 
 
 def _split(path: Path) -> str:
-    names = [split for split in ("val", "train") if split in path.name]
-    names = [split for split in names if split in re.split("[^a-z]", path.name)] or names  # not for its `interval`
+    names = [split for split in ("val", "train") if re.search(f"(?<![a-z]){split}", path.name)]  # not for `interval`
     if len(names) != 1:
         raise UserError("shard", path, "its name should contain either train or val; rename it, or narrow the glob")
     return names[0]
@@ -276,25 +215,29 @@ def _index(path: Path, tokenizer: Tokenizer) -> Shard:
 
 
 def make_tokenizer(source: Source, path: Path) -> None:
-    """Trains the source's own tokenizer, `bpe` or `chars`, and writes it to `path`."""
-    if source.config.tokenizer == "bpe":
+    """Trains the source's own tokenizer, `bpe` or `chars`, or copies one, to `path`."""
+    name = source.config.tokenizer
+    if name == "bpe":
         run_in_worker(_train_bpe, source, path)  # merging blocks signals
+    elif name == "chars":
+        write_characters((piece.text for piece in read_pieces(source.config, source.parts, Counter())), path)
     else:
-        print("collecting the characters", flush=True)
-        write_characters(_texts(source), path)
+        load_tokenizer(name)  # refuses what is not one
+        file = Path(name)
+        path.write_bytes((file / TOKENIZER_FILE if file.is_dir() else file).read_bytes())
 
 
 def _train_bpe(source: Source, path: Path) -> None:
     """Trains a BPE on a sample of the source."""
     tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
+    counts: Counter[str] = Counter()
     first = BPE_CHARACTERS if row_source(source.config) else math.inf  # rows would be fetched
-    texts = random_sample(_texts(source, first), BPE_CHARACTERS)
-    size = source.config.vocab_size or suitable_vocab_size(source.stats.bytes)
-    characters = sum(map(len, texts))
-    print(f"training a BPE of {size:,} tokens on {characters:,} characters", flush=True)
-    made = train_bpe(texts, size, path)
-    if made < size:
-        print(f"the BPE has {made:,} tokens, not {size:,}: the text has no further pairs to merge", flush=True)
+    pieces = tqdm(read_pieces(source.config, source.parts, counts), "reading", unit=" pieces", disable=None)
+    read = takewhile(lambda text: counts["bytes"] - len(text) < first, (piece.text for piece in pieces))
+    texts = random_sample(read, BPE_CHARACTERS)
+    size = source.config.vocab_size or suitable_vocab_size(counts["bytes"])
+    print(f"training a BPE of {size:,} tokens on {sum(map(len, texts)):,} characters", flush=True)
+    train_bpe(texts, size, path)
 
 
 def random_sample(texts: Iterable[str], most: int) -> list[str]:
@@ -314,8 +257,8 @@ def suitable_vocab_size(size: int) -> int:
     return 2 ** min(max(round(math.log2(3 * math.sqrt(size))), 9), 15)
 
 
-def train_bpe(texts: Sequence[str], vocab_size: int, path: Path) -> int:
-    """Trains a byte-level BPE with GPT-2's pre-tokenizer on texts and saves it in `path`. Returns its number of ids.
+def train_bpe(texts: Sequence[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE with GPT-2's pre-tokenizer on texts and saves it in `path`.
     `vocab_size`: ids in all, at least 257: end-of-text, 256 bytes, merges. Little text gives fewer merges."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -327,7 +270,6 @@ def train_bpe(texts: Sequence[str], vocab_size: int, path: Path) -> int:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=sys.stderr.isatty(), **options)
     tokenizer.train_from_iterator(texts, trainer, len(texts))
     tokenizer.save(str(path))
-    return tokenizer.get_vocab_size()
 
 
 def write_characters(texts: Iterable[str], path: Path) -> None:
@@ -342,14 +284,3 @@ def write_characters(texts: Iterable[str], path: Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.save(str(path))
-
-
-def _texts(source: Source, most: float = math.inf) -> Iterator[str]:
-    """About `most` characters of the source, counted by a bar."""
-    with tqdm(desc="reading", unit=" characters", unit_scale=True, disable=None) as progress:
-        for piece in source.pieces():
-            yield piece.text
-            progress.update(len(piece.text))
-            most -= len(piece.text)
-            if most <= 0:
-                return

@@ -1,5 +1,6 @@
-"""Sources of rows that are no files of text, by their prefix."""
+"""Sources of rows that `datasets` reads: the Hub, and folders that it saved."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -9,52 +10,64 @@ from gpt2_ddp.errors import UserError
 
 
 class RowSource(NamedTuple):
-    """One row of ROW_SOURCES.
+    """A kind of source.
 
     Args:
-        rows: name of each row, like `owner/name, row 5`, and its values by column. The source is read up to three
-            times, in the same order. Raises: UserError if it cannot be read.
+        rows: the values by column of each row. The source is read up to three times, in the same order.
         version: identity of the content, such as a commit; None: unknown.
     """
 
-    rows: Callable[[PrepareConfig], Iterator[tuple[str, dict[str, Any]]]]
+    rows: Callable[[PrepareConfig], Iterator[dict[str, Any]]]
     version: Callable[[PrepareConfig], str | None]
 
 
-def hub_rows(config: PrepareConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A dataset on the Hub, as it arrives."""
-    import datasets
+def _hub_info(config: PrepareConfig) -> Any:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-    name = config.source.removeprefix("hub:")
     try:
-        HfApi().dataset_info(name, revision=config.revision, timeout=10)  # load_dataset alone retries for long
-        rows: Any = datasets.load_dataset(
-            name, config.subset, split=config.split, revision=config.revision, streaming=True
-        )
-        for number, row in enumerate(rows):
-            yield f"{name}, row {number}", row
+        return HfApi().dataset_info(config.source.removeprefix("hub:"), revision=config.revision, timeout=10)
     except (OSError, ValueError, HTTPError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        hint = f"cannot be read from the Hub ({reason}); local files, or stdlib, need no network"
+        hint = f"cannot be read from the Hub ({error}); local files, or stdlib, need no network"
         raise UserError("source", config.source, hint) from error
+
+
+def hub_rows(config: PrepareConfig) -> Iterator[dict[str, Any]]:
+    """A dataset on the Hub, as it arrives."""
+    import datasets
+
+    _hub_info(config)  # load_dataset alone retries for long
+    name = config.source.removeprefix("hub:")
+    yield from datasets.load_dataset(name, config.subset, split=config.split, revision=config.revision, streaming=True)
 
 
 def hub_commit(config: PrepareConfig) -> str | None:
     """The dataset's commit; None without an answer from the Hub."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    with suppress(OSError, ValueError, HTTPError):
-        return HfApi().dataset_info(config.source.removeprefix("hub:"), revision=config.revision, timeout=10).sha
+    with suppress(UserError):
+        return _hub_info(config).sha
     return None
 
 
+def _saved(config: PrepareConfig) -> Any:
+    import datasets
+
+    saved = datasets.load_from_disk(os.path.expanduser(config.source))
+    return saved[config.split] if isinstance(saved, dict) else saved
+
+
+def saved_rows(config: PrepareConfig) -> Iterator[dict[str, Any]]:
+    """A folder that `save_to_disk` wrote; of several splits, one."""
+    yield from _saved(config)
+
+
+SAVED = RowSource(saved_rows, lambda config: _saved(config)._fingerprint)
 ROW_SOURCES = {"hub": RowSource(hub_rows, hub_commit)}
 
 
 def row_source(config: PrepareConfig) -> RowSource | None:
-    """The source of rows that `config.source` names by a prefix; None for files."""
+    """The source of rows that `config.source` names by a prefix, or a folder of `save_to_disk`; None for files."""
+    files = (os.path.join(os.path.expanduser(config.source), name) for name in ("dataset_dict.json", "state.json"))
+    if any(map(os.path.isfile, files)):
+        return SAVED
     prefix, colon, _ = config.source.partition(":")
     return ROW_SOURCES.get(prefix) if colon else None

@@ -1,7 +1,6 @@
 """Files of a source: their list and order, their encoding, and changes since they were read."""
 
 import codecs
-import fnmatch
 import glob
 import hashlib
 import io
@@ -12,17 +11,15 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache
-from itertools import takewhile
+from functools import partial
+from itertools import chain, takewhile
 from math import inf
 from pathlib import Path
-from typing import IO, Any, NamedTuple
-
-from tqdm import tqdm
+from typing import Any, NamedTuple
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import regular, sha256_file, write_atomically
+from gpt2_ddp.files import regular, sha256_file
 from gpt2_ddp.preparation.row_sources import row_source
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
@@ -42,51 +39,54 @@ KINDS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-NOT_TEXT = {
-    re.compile(rb"%PDF-"): "a PDF",
-    re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+)?html\b", re.I | re.S): "HTML; extract its text",
-}
-"""Beginnings of files whose characters are no text to train on."""
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 BLOCK = 2**20  # bytes or characters to read at a time
 LARGEST = 2**24  # bytes of a part that a worker reads
-TRACE = 10_000  # in a text file, at most one byte in so many is undecodable
+TRACE = 10_000  # in a text file, at most one character in so many bytes is undecodable
 CONTROLS = bytes({*range(32), 127} - {*b"\a\b\t\n\v\f\r\x1b"})
 """Control characters except those of texts and terminal logs. A text file has at most one in 100 bytes."""
-MARKS = {  # UTF-32's first: UTF-16's mark is a prefix of it
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
 RECORD = ".source.jsonl"  # next to the shards, a line per file of the source: [name, bytes, time in ns, SHA-256]
-NAMED_CHANGES = 2
-"""Most names in a message, per kind of change."""
+NAMED_CHANGES = 5  # most names of changed files in a message
 
 
-def find_files(source: str, without: str | None = None, split: str = "train") -> Iterator[Path]:
+def find_files(source: str, without: str | None = None) -> list[Path]:
     """The files of `stdlib` or of a path or glob, sorted by the parts of their names; hidden ones are left out, and the
-    folder `without`. Of a dataset that `datasets` saved, these are the tables of its `split`.
-
-    Each folder is listed once, by whatever link, so that loops end; a million files need the memory of one folder's
-    names. A folder that cannot be listed, a dangling link and a special file are given like files: reading them fails.
-    Raises: UserError if there is none."""
+    folder `without`. A glob has at most one `**`. A dangling link and a special file count as files: reading them
+    fails. Raises: UserError if there is none, or if a folder cannot be listed."""
     if source == "stdlib":
-        yield from library_files()
-        return
-    path = os.path.expanduser(source)
-    seen = {_identity(without)} if without and os.path.isdir(without) else set()
-    if os.path.isdir(path):
-        found = _below(path, seen, split)
-    else:
-        found = [path] if os.path.lexists(path) else _matching(path, seen, split)
-    files = map(Path, found)
-    first = next(files, None)
-    if first is None:
-        hint = "no such file or folder; name text, jsonl or parquet files, a folder, a glob, hub:OWNER/NAME, or stdlib"
+        return library_files()
+    name = os.path.join(".", os.path.expanduser(source))
+    start, deep, pattern = f"{name}/".partition("/**/")
+    deep = deep or os.path.isdir(name)
+    seen = {os.path.realpath(without)} if without else set()
+    files = []
+    try:
+        for place in [Path(name)] if os.path.lexists(name) else sorted(map(Path, glob.glob(start.rstrip("/")))):
+            if deep and place.is_dir():
+                files += (file for file in files_below(place, seen) if file.relative_to(place).match(pattern or "*"))
+            elif not (deep or place.is_dir()):
+                files.append(place)
+    except OSError as error:
+        raise UserError("source", error.filename, f"cannot be listed ({error.strerror}); allow it") from error
+    if not files:
+        hint = "no such files; name text, jsonl or parquet files, a folder, a glob, hub:OWNER/NAME, or stdlib"
         raise UserError("source", source, hint)
-    yield first
-    yield from files
+    return files
+
+
+def files_below(folder: Path, seen: set[str]) -> Iterator[Path]:
+    """The files of a folder, and of those in it that are not `seen` yet, by whatever link. Raises: OSError."""
+    place = os.path.realpath(folder)
+    if place in seen:
+        return
+    seen.add(place)
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from files_below(path, seen)
+        else:
+            yield path
 
 
 def library_files() -> list[Path]:
@@ -95,12 +95,10 @@ def library_files() -> list[Path]:
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = set(folders) - NOT_LIBRARY  # these are not listed: a machine's packages may have 100,000 files
         found += (Path(folder, name) for name in names if name.endswith(".py"))
-    return sorted(path for path in found if not _is_table(path, path.stat().st_mtime_ns))
+    return sorted(path for path in found if not _is_table(path.read_bytes()))
 
 
-@cache
-def _is_table(path: Path, _: int) -> bool:
-    code = path.read_bytes()
+def _is_table(code: bytes) -> bool:
     return len(code) > SMALL_TABLE and len(ENTRY.findall(code)) > TABLE * len(LINE.findall(code))
 
 
@@ -109,77 +107,13 @@ def describe(config: PrepareConfig) -> str:
     return f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
 
 
-def _below(folder: str, seen: set[tuple[int, int]], split: str) -> Iterator[str]:
-    """The files of a folder, and of those in it that are not `seen` yet."""
-    try:
-        identity = _identity(folder)
-        if identity in seen:
-            return
-        seen.add(identity)
-        with os.scandir(folder) as entries:
-            found = sorted((entry.name, os.path.isdir(entry)) for entry in entries if entry.name[0] != ".")
-        found = _saved(folder, dict(found), split) or found
-    except OSError:
-        yield folder
-        return
-    for name, is_folder in found:
-        path = os.path.join(folder, name)
-        if is_folder:
-            yield from _below(path, seen, split)
-        else:
-            yield path
-
-
-def _saved(folder: str, found: dict[str, bool], split: str) -> list[tuple[str, bool]]:
-    """What holds the rows in a folder of `save_to_disk`: one split's folder, or tables. Empty for other folders."""
-    if "dataset_dict.json" in found:
-        return [(split, True)]
-    if not {"state.json", "dataset_info.json"} <= found.keys():
-        return []
-    with suppress(ValueError, LookupError, TypeError):
-        state = json.loads(Path(folder, "state.json").read_bytes())
-        return [(file["filename"], False) for file in state["_data_files"]]
-    return []
-
-
-def _identity(folder: str) -> tuple[int, int]:
-    status = os.stat(folder)
-    return status.st_dev, status.st_ino
-
-
-def _matching(pattern: str, seen: set[tuple[int, int]], split: str) -> Iterator[str]:
-    """The files of a glob. `glob` itself would follow `**` along links for ever."""
-    parts = Path(pattern).parts
-    if "**" not in parts:
-        yield from (name for name in sorted(glob.iglob(pattern), key=_parts) if not os.path.isdir(name))
-        return
-    at = parts.index("**")
-    base, below = os.path.join(".", *parts[:at]), parts[at:]
-    for folder in sorted(filter(os.path.isdir, glob.iglob(base)), key=_parts):
-        for path in _below(folder, seen, split):
-            if _fits(_parts(path[len(folder) :].strip(os.sep)), below) or os.path.isdir(path):
-                yield path
-
-
-def _parts(path: str) -> list[str]:
-    return path.split(os.sep)
-
-
-def _fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    if patterns[0] == "**":
-        return any(_fits(names[skipped:], patterns[1:] or ("*",)) for skipped in range(len(names)))
-    here = bool(names) and fnmatch.fnmatchcase(names[0], patterns[0])
-    return here and (_fits(names[1:], patterns[1:]) if patterns[1:] else not names[1:])
-
-
 class Part(NamedTuple):
     """A file, or its bytes or row groups from `start` to `end`."""
 
     path: str
-    encoding: str = "utf-8"
+    encoding: str = "utf-8-sig"
     start: int = 0
     end: int = 0  # 0: of the file
-    lines: int = 0  # or rows, of the file above the part
     bytes: float = inf  # to be read, about
 
 
@@ -192,45 +126,22 @@ class Entry(NamedTuple):
     sha256: str
 
 
-class DetectedEncoding(NamedTuple):
-    """Result of scanning a whole file."""
-
-    encoding: str  # Python's name of the codec to read the file with; empty if it cannot be read
-    size: int  # bytes, decompressed
-    undecodable: int = 0  # bytes that the codec cannot decode
-    line: int = 0  # where the first of them is, from 1
-    fault: str = ""  # why the file is no text, or damaged; empty for text
-    parts: Sequence[tuple[int, int, int, int]] = ()  # last fields of each `Part`
-
-
 def kind_of(path: str | Path) -> str:
     """`text`, `json`, `csv`, `parquet` or `arrow`, by the suffix before that of a compression."""
-    suffixes = (suffix.lower() for suffix in reversed(Path(path).suffixes))
-    return KINDS.get(next((suffix for suffix in suffixes if suffix not in COMPRESSED), ""), "text")
+    path = Path(str(path).lower())
+    return KINDS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix, "text")
 
 
-def detect_encoding(path: Path, named: str, end: bytes = b"") -> DetectedEncoding:
-    """The encoding of a file, which is read as a whole, in little memory. `named`: the codec of files that are neither
-    UTF-8 nor marked as UTF-16 or UTF-32; `auto`: there are none. A file with twice as many bytes that continue a
-    character of UTF-8 as undecodable ones is UTF-8 with damage; texts in 23 other encodings had 0.43 times as many.
-    `end`: pattern of the end of a document, where a file in UTF-8 may be cut.
-    Raises: OSError or ValueError if the file cannot be read, or its content and suffix differ."""
+def text_parts(path: Path, named: str, end: bytes) -> list[Part]:
+    """The parts of a file, which is read as a whole, in little memory. `named`: the codec of files that are neither
+    UTF-8 nor UTF-16 with a byte order mark; `auto`: there are none. `end`: pattern of the end of a document, where a
+    file in UTF-8 may be cut. Raises: OSError or ValueError if the file is no text, or cannot be read."""
     with open_bytes(path) as file:
-        head = file.read(BLOCK)
-        marked = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
-        found, continuing, ascii_only = _scan(head, file, marked or "utf-8", end)
-    kind = next((kind for beginning, kind in NOT_TEXT.items() if beginning.match(head)), None)
-    if kind:
-        found = found._replace(fault=f"is not text ({kind})")
-    is_utf8 = 2 * found.undecodable < continuing or not (found.undecodable or ascii_only)
-    if marked is None and is_utf8 and found.undecodable * TRACE > found.size:
-        damage = f"is UTF-8 with {found.undecodable:,} undecodable bytes, the first in line {found.line}"
-        return found._replace(fault=found.fault or damage)
-    if marked or named == "auto" or is_utf8 or codecs.lookup(named).name == "utf-8":
-        return found
-    with open_bytes(path) as file:  # again: only the end of a file can show that it is not UTF-8
-        other, _, is_ascii = _scan(file.read(BLOCK), file, named)
-    return found if is_ascii else other
+        marked = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    usual = "utf-16" if marked else "utf-8-sig"
+    with suppress(UnicodeError):
+        return _scan(path, usual, end)
+    return _scan(path, usual if named == "auto" else named, end)
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
@@ -244,107 +155,62 @@ def open_bytes(path: Path) -> io.BufferedReader:
 
 
 def open_text(part: Part, newline: str | None = "") -> io.TextIOWrapper:
-    """Text of a part without a byte order mark, line ends as they are; what cannot be decoded becomes U+FFFD."""
-    name = "utf-8-sig" if codecs.lookup(part.encoding).name == "utf-8" and not part.start else part.encoding
+    """Text of a part, line ends as they are; what cannot be decoded becomes U+FFFD."""
     file = open_bytes(Path(part.path))
     if part.start:
         file.seek(part.start)
     if part.end:
         with file:
             file = io.BytesIO(file.read(part.end - part.start))
-    return io.TextIOWrapper(file, encoding=name, errors="replace", newline=newline)
+    return io.TextIOWrapper(file, encoding=part.encoding, errors="replace", newline=newline)
 
 
-def _scan(head: bytes, file: IO[bytes], encoding: str, end: bytes = b"") -> tuple[DetectedEncoding, int, bool]:
-    """Findings about a file in this encoding, bytes less characters, and whether it is ASCII without escapes."""
-    decoder = codecs.getincrementaldecoder(encoding)(_note.__name__)
-    size = undecodable = bad_line = lines = characters = controls = 0
-    ascii_only, block, parts, start, above = True, head, [], 0, 0
-    while True:
-        _noted.clear()
-        text = decoder.decode(block, final=not block)
-        characters += len(text)
-        if _noted:
-            bad_line = bad_line or 1 + lines + block.count(b"\n", 0, _noted[0][0])
-            undecodable += sum(end - start for start, end in _noted)
-        if not block:
-            break
-        plain = block if encoding == "utf-8" else text.encode("utf-8", "surrogatepass")
-        controls += len(plain) - len(plain.translate(None, CONTROLS))
-        place = re.compile(end).search(block, BLOCK // 2) if end and plain is block else None
-        if place and size - start < LARGEST:
-            parts.append((start, size + place.end(), above, size + place.end() - start))
-            start, above = size + place.end(), lines + block.count(b"\n", 0, place.end())
-        ascii_only = ascii_only and plain == block and block.isascii()
-        size += len(block)
-        lines += plain.count(b"\n")
-        block = file.read(BLOCK)
-    parts.append((start, 0, above, size - start))
-    fault = f"is not text (has {controls:,} control characters)" * (controls * 100 > size)
-    found = DetectedEncoding(encoding, size, undecodable, bad_line, fault, parts)
-    return found, size - characters, ascii_only
+def _scan(path: Path, encoding: str, end: bytes) -> list[Part]:
+    """As `text_parts`, in this encoding. Raises: UnicodeError if it is another one."""
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    parts = []
+    start = size = undecodable = controls = 0
+    with open_bytes(path) as file:
+        for block in chain(iter(partial(file.read, BLOCK), b""), [b""]):
+            text = decoder.decode(block, final=not block)
+            undecodable += text.count("\ufffd") - block.count("\ufffd".encode())
+            plain = block if encoding == "utf-8-sig" else text.encode("utf-8", "replace")
+            controls += len(plain) - len(plain.translate(None, CONTROLS))
+            place = re.compile(end).search(block, BLOCK // 2) if end and encoding == "utf-8-sig" else None
+            if place and size - start < LARGEST:
+                cut = size + place.end()
+                parts.append(Part(str(path), encoding, start, cut, cut - start))
+                start = cut
+            size += len(block)
+    if controls * 100 > size:
+        raise ValueError(f"is not text (has {controls:,} control characters)")
+    if undecodable * TRACE > size:
+        raise UnicodeError(f"is not {encoding} (cannot decode {undecodable:,} characters); set --encoding")
+    return [*parts, Part(str(path), encoding, start, 0, size - start)]
 
 
-_noted: list[tuple[int, int]] = []
-
-
-def _note(error: UnicodeError) -> tuple[str, int]:
-    """Replaces like `replace` and notes which bytes."""
-    assert isinstance(error, UnicodeDecodeError)
-    _noted.append((error.start, error.end))
-    return "\ufffd", error.end
-
-
-codecs.register_error(_note.__name__, _note)
-
-
-def record_source(folder: Path, config: PrepareConfig, entries: Sequence[Entry] = ()) -> dict[str, Any]:
-    """Writes `RECORD` of the files, durably. Returns what the manifest's recipe keeps. That is the digest of all names
-    and hashes, which shows a change even without the record; or the version of a source of rows, {} if unknown."""
-    write_atomically(folder / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in entries))
+def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, Any]:
+    """What the manifest's recipe keeps of a source: the digest of all names and hashes, which shows a change even
+    without the record; or the version of a source of rows, None if unknown."""
     if rows := row_source(config):
-        commit = rows.version(config)
-        return {"commit": commit} if commit else {}
-    return {"files": len(entries), "bytes": sum(entry.bytes for entry in entries), "sha256": _digest(entries)}
+        return {"commit": rows.version(config)}
+    names = "".join(json.dumps([entry.name, entry.sha256]) for entry in entries)
+    sha256 = hashlib.sha256(names.encode()).hexdigest()
+    return {"files": len(entries), "bytes": sum(entry.bytes for entry in entries), "sha256": sha256}
 
 
-def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], then: str | None = None) -> None:
-    """Compares the source with its record. Files of equal size and time count as equal. Unknown states pass: deleted
-    files, no answer from the Hub. `was`: returned by `record_source`. `then`: the source's description when its tokens
-    were made; None: they are being made. Raises: UserError, with the changes."""
-    changes = ""
-    if "commit" in was:
-        rows = row_source(config)
-        commit = (rows and rows.version(config)) or was["commit"]
-        changes = f"commit {was['commit'][:12]} then, {commit[:12]} now" if commit != was["commit"] else ""
-    elif "sha256" in was:
-        before: list[Entry] = []
-        with suppress(OSError, ValueError, TypeError):
-            before = [Entry(*json.loads(line)) for line in (folder / RECORD).read_text().splitlines()]
-        before = before if _digest(before) == was["sha256"] else []
-        try:
-            paths = tqdm(
-                find_files(config.source, config.output, config.split),
-                desc="looking at files",
-                unit=" files",
-                disable=None,
-            )
-            now = list(file_entries(config, paths, before))
-        except UserError:
-            if then is None:
-                raise
-            print(f"note: {config.source} no longer exists, so changes to it were not checked")
-            return
-        if _digest(now) != was["sha256"]:
-            size = sum(entry.bytes for entry in now)
-            sizes = f"{was['bytes']:,} bytes in {was['files']:,} files then, {size:,} in {len(now):,} now"
-            changes = _difference(before, now) if before else sizes
-            if then and then != describe(config):  # of another Python
-                changes += f"; {then} then, {describe(config)} now"
-    if changes:
-        hint = f"has changed since it was prepared ({changes}); choose another output, or delete that folder"
-        if then is None:
-            hint = f"has changed while it was read ({changes}); run the command again once no program writes to it"
+def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any]) -> None:
+    """Compares the source with its record. Files of equal size and time count as equal. `was`: its `fingerprint`.
+    Raises: UserError, with the changes."""
+    before: list[Entry] = []
+    with suppress(OSError):
+        before = [Entry(*json.loads(line)) for line in (folder / RECORD).read_text().splitlines()]
+    entries = [] if row_source(config) else list(file_entries(config, find_files(config.source, config.output), before))
+    now = fingerprint(config, entries)
+    if now != was and None not in now.values():
+        old, new = ({(entry.name, entry.sha256) for entry in of} for of in (before, entries))
+        names = sorted({truncate(name, 30) for name, _ in old ^ new})[:NAMED_CHANGES]
+        hint = f"has changed since it was read: {', '.join(names) or now}; choose another output, or delete {folder}"
         raise UserError("source", config.source, hint)
 
 
@@ -368,22 +234,3 @@ def _root(source: str) -> Path:
     if os.path.exists(path):
         return path if os.path.isdir(path) else path.parent
     return Path(*takewhile(lambda part: not set(part) & set("*?["), path.parts))
-
-
-def _digest(entries: Iterable[Entry]) -> str:
-    return hashlib.sha256("".join(json.dumps([entry.name, entry.sha256]) for entry in entries).encode()).hexdigest()
-
-
-def _difference(then: list[Entry], now: list[Entry]) -> str:
-    before, after = ({entry.name: entry.sha256 for entry in entries} for entries in (then, now))
-    changes = {
-        "added": [name for name in after if name not in before],
-        "edited": [name for name in after if before.get(name, after[name]) != after[name]],
-        "removed": [name for name in before if name not in after],
-    }
-    return "; ".join(f"{len(names):,} {kind}: {_first(names)}" for kind, names in changes.items() if names)
-
-
-def _first(names: list[str]) -> str:
-    first = [truncate(name, 30) for name in names[:NAMED_CHANGES]]
-    return ", ".join(first + ["..."] * (len(names) > NAMED_CHANGES))

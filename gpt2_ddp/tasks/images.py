@@ -12,11 +12,9 @@ import os
 import pickle
 import re
 import sys
-import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,27 +33,26 @@ from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
-from gpt2_ddp.preparation.source_files import find_files
+from gpt2_ddp.preparation.source_files import files_below
 from gpt2_ddp.tasks.supervised import as_batches, hash_of
 
 SCANNED = 64  # images that are decoded at a time before training
 TEST = ("test", "validation", "val")  # splits that can be the one to test on; the first that is there is
 COLUMNS = {"image": ("img", "image"), "label": ("label", "fine_label", "labels", "class")}
-SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tga", ".tif", ".tiff", ".webp"}
-SUFFIXES |= {".pbm", ".pgm", ".pnm", ".ppm"}
 HINT = (
-    "name a folder with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, "
-    "or of the unpacked archive of CIFAR or MNIST"
+    "name a folder with train/CLASS/*.png and test/CLASS/*.png, all equally deep, with train and test parquet files, "
+    "of save_to_disk, or of the unpacked archive of CIFAR or MNIST; without a network, download such files"
 )
 ERRORS = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError, SyntaxError)
 ERRORS += (pickle.UnpicklingError, zlib.error, Image.DecompressionBombError)
 """Errors of reading a damaged pickle, gzip, JSON, parquet file or image."""
 CIFAR = {
-    "batches.meta": ("label", {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}),
-    "meta": ("fine_label", {"train": ["train"], "test": ["test"]}),
+    "batches.meta": {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]},
+    "meta": {"train": ["train"], "test": ["test"]},
 }
-"""Labels and files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
-Rows = Iterable[dict[str, Any]]
+"""Files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
+MNIST = {"train": "train", "test": "t10k"}
+Rows = Iterator[dict[str, Any]]
 """Rows of a table: images, as files or their content, and their labels."""
 
 
@@ -102,10 +99,9 @@ class StoredImages:
         for item, stored in zip(items, self.table[self.rows[items]]["image"], strict=True):
             try:
                 image = decode_image(stored, self.config.image_size)
-                height, width, _ = image.shape
-                self.shape = self.shape or (3, height, width)
-                if self.shape != (3, height, width):
-                    raise ValueError(f"{width} x {height} pixels, unlike others; scale all by --data.image_size")
+                self.shape = self.shape or (3, *image.shape[:2])
+                if self.shape != (3, *image.shape[:2]):
+                    raise ValueError(f"its size differs from {self.shape[2]} x {self.shape[1]}; set data.image_size")
             except ERRORS as error:
                 reason = str(error).partition(" <")[0]  # without an address in memory
                 raise UserError(self.field, self.where(item), f"cannot be read as an image ({reason})") from error
@@ -116,23 +112,20 @@ class StoredImages:
         assert self.digest, "load_images decodes all images once"
         return self.digest
 
-    def scan(self, keep: bool) -> list[int]:
-        """Decodes all images once, in order, and may keep them. Returns a hash of each, valid in this process."""
-        digests: list[int] = []
+    def scan(self, keep: bool) -> None:
+        """Decodes all images once, in order, and may keep them."""
         inputs = torch.empty(len(self) if keep else 0, *self.shape, dtype=torch.uint8)
         self.workers = 0 if keep else self.workers
         loader = make_loader(as_batches(self), BatchSampler(range(len(self)), SCANNED, drop_last=False), self.workers)
 
         def batches() -> Iterator[Tensor]:
             for images, _, items in map(unwrap, loader):
-                digests.extend(hash(image.numpy().tobytes()) for image in images)
                 if keep:
                     inputs[items] = images
                 yield images
 
         self.digest = hash_of((torch.uint8, (len(self), *self.shape), batches()), self.targets)
         self.inputs = inputs if keep else None
-        return digests
 
 
 def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequence[int], field: str) -> StoredImages:
@@ -141,8 +134,11 @@ def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequen
     from datasets import Dataset
 
     files = []
-    for name in names:
-        files += _images_of(name, _files_in(name, field), field) if os.path.isdir(name) else [Path(name)]
+    try:
+        for name in names:
+            files += _images_of(_files_in(name)) if os.path.isdir(name) else [Path(name)]
+    except OSError as error:
+        raise UserError(field, error.filename, f"cannot be read ({error.strerror})") from error
     n = len(files)
     table = Dataset.from_list([{"image": {"path": str(file), "bytes": None}} for file in files])
     images = StoredImages("", table, np.arange(n), torch.zeros(n).long(), config, tuple(shape), field=field)
@@ -171,8 +167,7 @@ def read_images(
 ) -> Images:
     """As `load_images`, in one process. `look`: also decode images that are not kept, which finds broken ones."""
     facts = facts or {}
-    tables = read_source(config)
-    classes, numbers = number_classes(tables, config, facts.get("classes"))
+    tables, classes, numbers = read_source(config, facts.get("classes"))
     parts = [(name, np.arange(len(of_split))) for name, of_split in numbers.items()]
     if len(parts) == 1:
         parts = [("train", rows) for rows in _hold_out(numbers["train"], config, seed)]
@@ -180,17 +175,17 @@ def read_images(
     splits = []
     for name, rows in parts:
         targets = torch.from_numpy(numbers[name][rows])
-        images = StoredImages(_place(config, name), tables[name], rows, targets, config, shape, config.workers)
+        images = StoredImages(
+            f"{config.path or config.name}, split {name}", tables[name], rows, targets, config, shape, config.workers
+        )
         images.read(np.zeros(1, int))
         shape = images.shape
         splits.append(images)
     keep = sum(map(len, splits)) * math.prod(shape) <= config.memory_gb * 1e9
-    trained, tested = (images.scan(keep) if keep or look else [] for images in splits)
+    for images in splits:
+        if keep or look:
+            images.scan(keep)
     train, test = splits
-    item_of = {digest: item for item, digest in enumerate(trained)}
-    if twice := [item for item, digest in enumerate(tested) if digest in item_of]:
-        pair = f"{test.where(twice[0])} = {train.where(item_of[tested[twice[0]]])}"
-        note(f"{len(twice):,} of {len(test):,} test images are training images, too, such as {pair}")
     return Images(train, test, {"classes": classes, "image_shape": [*shape]})
 
 
@@ -211,90 +206,65 @@ def number_classes(
     tables: Mapping[str, Any], config: ClassifierDataConfig, known: Sequence[str] | None
 ) -> tuple[list[str], dict[str, np.ndarray]]:
     """The names of the classes of all splits, and the number of each image's class. `known`: those of a run, which
-    allows no others; None: those of the data. Raises: UserError for other labels, and for less than two classes."""
-    labels = {split: table["label"][:] for split, table in tables.items()}
-    names = getattr(tables["train"].features["label"], "names", None)
-    used = {label for of_split in labels.values() for label in of_split}
-    if names is None:
-        integers = sorted(label for label in used if type(label) is int and label >= 0)
-        if integers and config.name in CIFAR_CLASSES:
-            integers = range(CIFAR_CLASSES[config.name])
-        name_of = {number: str(number) for number in integers}
-        names = [*name_of.values(), *sorted(label for label in used if isinstance(label, str))]
-    else:
-        name_of = dict(enumerate(names))
-    classes = [*(known or names)]
-    number_of = {name: number for number, name in enumerate(classes)}
-    numbers = {}
-    for split, of_split in labels.items():
-        own = dict(enumerate(getattr(tables[split].features["label"], "names", ())))
-        found = [number_of.get(own.get(label) or name_of.get(label, label)) for label in of_split]
-        if None in found:
-            row = found.index(None)
-            hint = f"has the label {of_split[row]}; labels are {', '.join(classes[:8]) or 'text, or whole numbers'}"
-            raise UserError("data.path", f"{_place(config, split)}, row {row}", hint)
-        numbers[split] = np.array(found)
-    if len(classes) < 2 or len(numbers["train"]) < 2:
-        raise UserError("data.path", config.path, "has less than two classes, or less than two images")
-    return classes, numbers
+    allows no others; None: those of the data. Raises: one of `ERRORS` for other labels."""
+    names, labels = None, {}
+    for split, table in tables.items():
+        own = getattr(table.features["label"], "names", None)
+        column = table["label"][:]
+        labels[split] = [*map(dict(enumerate(own)).get, column)] if own else column
+        names = names or own
+    if config.name in CIFAR_CLASSES and isinstance(labels["train"][0], int):
+        names = names or range(CIFAR_CLASSES[config.name])
+    names = known or names or sorted({label for of_split in labels.values() for label in of_split})
+    number_of = {str(name): number for number, name in enumerate(names)}
+    numbers = {split: np.array([number_of[str(label)] for label in of_split]) for split, of_split in labels.items()}
+    if len(number_of) < 2 or len(numbers["train"]) < 2:
+        raise ValueError("less than two classes, or less than two images")
+    return [*number_of], numbers
 
 
 def decode_image(stored: Any, size: int | None) -> np.ndarray:
-    """uint8 [H, W, 3] of the first frame of an image, upright by its EXIF orientation. Transparency becomes white; of
-    16 bits of grey the upper 8 count.
+    """uint8 [H, W, 3] of the first frame of an image, upright by its EXIF orientation, without transparency.
 
     `stored`: a row of `datasets`. `size`: pixels each way, to which the largest centred square is scaled.
     Raises: one of `ERRORS` for others."""
-    content = stored["bytes"]
-    if content is None:
-        content = regular(Path(stored["path"])).read_bytes()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Pillow, of a size that is allowed yet
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-        if image.mode.startswith("I;16"):
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        if image.mode in ("I", "F"):
-            raise ValueError(f"Pillow's mode {image.mode}; save it as 8-bit RGB")
-        image = image.convert("RGB")
-        if size and image.size != (size, size):
-            side = min(image.size)
-            left, top = ((length - side) // 2 for length in image.size)
-            # cropped first: `ImageOps.fit` would mix in pixels outside the square
-            image = image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
-        return np.asarray(image)
+    content = stored["bytes"] or regular(Path(stored["path"])).read_bytes()
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    if image.mode[0] in "IF":
+        raise ValueError(f"Pillow's mode {image.mode}; save it as 8-bit RGB")
+    image = image.convert("RGB")
+    if size and image.size != (size, size):
+        side = min(image.size)
+        left, top = ((length - side) // 2 for length in image.size)
+        # cropped first: `ImageOps.fit` would mix in pixels outside the square
+        image = image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
+    return np.asarray(image)
 
 
-def read_source(config: ClassifierDataConfig) -> dict[str, Any]:
+def read_source(
+    config: ClassifierDataConfig, known: Sequence[str] | None
+) -> tuple[dict[str, Any], list[str], dict[str, np.ndarray]]:
     """The split `train` and, if there is one, the first of `TEST`: tables of `datasets` with the columns image and
-    label. Raises: UserError."""
+    label, and the result of `number_classes`. Raises: UserError."""
     import datasets.exceptions
     import pyarrow as pa
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the message below has the reason
-    field = "data.path" if config.path else "data.name"
-    source = config.path or config.name
-    hint = "replace damaged files, and free space for HF_DATASETS_CACHE; "
-    hint += "without a network, download the parquet files elsewhere, and name their folder in --data.path"
     found = {}
     try:
-        splits = _open_folder(config.path, config.label_column) if config.path else _open_hub(config.name)
+        splits = _open_folder(Path(config.path)) if config.path else _open_hub(config.name)
         for name in ("train", *TEST):
             if name in splits and len(found) < 2:
-                table = _with_columns(config, name, splits[name])
-                if table.unique("label") != [-1]:  # unlabelled
+                table = _with_columns(config, splits[name])
+                if table.unique("label") not in ([], [-1]):  # unlabelled
                     found[name] = table
+        return found, *number_classes(found, config, known)
     except (*ERRORS, pa.ArrowException, HTTPError, datasets.exceptions.DatasetsError) as error:
-        reason = truncate(error.__cause__ or error, 150)
-        raise UserError(field, source, f"cannot be read ({reason}); {hint}") from error
-    if "train" not in found:
-        raise UserError(field, source, f"has no split train ({', '.join(sorted(splits))}); {HINT}")
-    if rest := sorted({*splits} - {*found}):
-        note(f"{source}: {', '.join(rest)} not used; {' and '.join(found)} used")
-    return found
+        reason = truncate(repr(error.__cause__ or error), 150)
+        field = "data.path" if config.path else "data.name"
+        place = getattr(error, "filename", None) or config.path or config.name
+        raise UserError(field, place, f"cannot be read ({reason}); {HINT}") from error
 
 
 def note(text: str) -> None:
@@ -303,39 +273,29 @@ def note(text: str) -> None:
         print(f"note: {truncate(text, 600)}", file=sys.stderr)
 
 
-def _place(config: ClassifierDataConfig, split: str) -> str:
-    return f"{config.path or config.name}, split {split}"
-
-
-def _with_columns(config: ClassifierDataConfig, split: str, rows: Any) -> Any:
-    """The table with its columns named image and label. Raises: UserError where it has none, or no rows."""
+def _with_columns(config: ClassifierDataConfig, rows: Any) -> Any:
+    """The table with its columns named image and label. Raises: LookupError where it has none."""
     import datasets
 
-    if not len(rows):
-        raise UserError("data.path", config.path, f"split {split} is empty")
     names = {}
     for kind, usual in COLUMNS.items():
         given = getattr(config, f"{kind}_column")
-        allowed = [given] if given else usual
-        found = [name for name in allowed if name in rows.features]
+        found = [name for name in ([given] if given else usual) if name in rows.features]
         if not found:
-            hint = f"split {split} has no column {' or '.join(allowed)} (found: {', '.join(rows.features)}); name it"
-            raise UserError(f"data.{kind}_column", given, hint)
+            raise LookupError(f"set data.{kind}_column to one of {', '.join(rows.features)}")
         names[found[0]] = kind
     rows = rows.with_format(None).select_columns([*names]).rename_columns(names)
     return rows.cast_column("image", datasets.Image(decode=False))
 
 
-def _open_folder(folder: str, label_column: str | None) -> Any:
+def _open_folder(folder: Path) -> Any:
     import datasets
 
-    if not os.path.isdir(folder):
-        raise UserError("data.path", folder, f"no such folder; {HINT}")
-    files = _files_in(folder, "data.path")
+    files = _files_in(folder)
     if {"dataset_dict.json", "state.json"} & {*os.listdir(folder)}:
-        saved = datasets.load_from_disk(folder)
+        saved = datasets.load_from_disk(str(folder))
         return saved if isinstance(saved, dict) else {"train": saved}
-    rows = _archive_rows(Path(folder), label_column)
+    rows = _archive_rows(folder)
     tables: dict[str, list[str]] = defaultdict(list)
     for file in files:
         if file.suffix == ".parquet":
@@ -343,82 +303,66 @@ def _open_folder(folder: str, label_column: str | None) -> Any:
             tables[word].append(glob.escape(str(file.absolute())))
     if tables and not rows:
         return {name: datasets.load_dataset("parquet", data_files=of, split="train") for name, of in tables.items()}
-    rows = rows or _class_folder_rows(folder, files)
+    rows = rows or _class_folder_rows(folder, _images_of(files))
     return {name: datasets.Dataset.from_list([*of_split]) for name, of_split in rows.items()}
 
 
-def _class_folder_rows(folder: str, files: Sequence[Path]) -> Mapping[str, Rows]:
-    """The images of SPLIT/CLASS/FILE; or those of CLASS/FILE, which are for training."""
-    images = _images_of(folder, files, "data.path")
-    depths = {len(image.relative_to(folder).parts) for image in images}
-    if depths not in ({2}, {3}):
-        hint = f"has images {min(depths)} to {max(depths)} levels deep; put all into CLASS/, or all into SPLIT/CLASS/"
-        raise UserError("data.path", folder, hint)
+def _class_folder_rows(folder: Path, images: Sequence[Path]) -> Mapping[str, Iterable[dict[str, Any]]]:
+    """The images of SPLIT/CLASS/FILE; or those of CLASS/FILE, which are for training. Raises: ValueError for both."""
+    [depth] = {len(image.relative_to(folder).parts) for image in images}
     rows = defaultdict(list)
     for image in images:
-        split = image.parts[-3].lower() if depths == {3} else "train"
+        split = image.parts[-3].lower() if depth > 2 else "train"
         rows[split].append({"image": str(image), "label": image.parent.name})
     return rows
 
 
-def _images_of(folder: str, files: Sequence[Path], field: str) -> list[Path]:
-    """The images among the files of a folder. A note counts others. Raises: UserError for no images."""
-    images = [file for file in files if file.suffix.lower() in SUFFIXES]
-    if not images:
-        raise UserError(field, folder, f"has no images; {HINT}")
-    if others := sorted({*files} - {*images}):
-        note(f"{folder}: {len(others):,} files not used, like {others[0].name}; save images as .png or .jpg")
+def _files_in(folder: str | Path) -> list[Path]:
+    """All files in a folder, in order. Raises: OSError."""
+    return sorted(files_below(Path(folder), set()), key=str)
+
+
+def _images_of(files: Sequence[Path]) -> list[Path]:
+    """The images among files. A note counts others."""
+    images = [file for file in files if file.suffix.lower() in Image.registered_extensions()]
+    if len(images) < len(files):
+        note(f"{len(files) - len(images):,} files of other types not used; save images as .png or .jpg")
     return images
 
 
-def _files_in(folder: str, field: str) -> list[Path]:
-    """All files in a folder, in order. Raises: UserError for one that cannot be reached."""
-    files = []
-    with suppress(UserError):  # of an empty folder
-        files = sorted(find_files(folder), key=str)
-    for file in files:
-        if not os.path.isfile(file):
-            raise UserError(field, file, "cannot be read; allow it (permissions r and x of all folders)")
-    return files
-
-
-def _archive_rows(folder: Path, label_column: str | None) -> Mapping[str, Rows]:
+def _archive_rows(folder: Path) -> Mapping[str, Rows]:
     """The rows of CIFAR's archive, or of MNIST's files; {} for a folder of others."""
     rows = {}
-    for name, (label, splits) in CIFAR.items():
-        if (folder / name).is_file():
-            for split, files in splits.items():
-                rows[split] = _cifar_rows(folder / name, files, label_column or label)
-    for split, word in (("train", "train"), ("test", "t10k")):
-        images = min(folder.glob(f"{word}-images*ubyte*"), default=None)
-        labels = min(folder.glob(f"{word}-labels*ubyte*"), default=None)
-        if images and labels:
-            rows[split] = _mnist_rows(images, labels)
+    for names, splits in CIFAR.items():
+        if (folder / names).is_file():
+            rows = {split: _cifar_rows(folder / names, files) for split, files in splits.items()}
+    for split, word in MNIST.items():
+        if files := sorted(folder.glob(f"{word}-*ubyte*")):
+            rows[split] = _mnist_rows(*files)
     return rows
 
 
 def _mnist_rows(*files: Path) -> Rows:
     """Images and their numbers, of two idx files, plain or compressed by gzip."""
-    contents = []
-    for path in files:
-        content = regular(path).read_bytes()
-        contents.append(gzip.decompress(content) if path.suffix == ".gz" else content)
-    images, labels = contents
+    images, labels = (
+        gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes() for path in files
+    )
     _, n, height, width = np.frombuffer(images, ">u4", count=4).tolist()
     pixels = np.frombuffer(images, np.uint8, offset=16).reshape(n, height * width)
     for image, label in zip(pixels, labels[8:], strict=True):
         yield {"image": b"P5 %d %d 255\n" % (width, height) + image.tobytes(), "label": label}
 
 
-def _cifar_rows(names: Path, files: Sequence[str], label: str) -> Rows:
-    """Images of 32 x 32 and the names of their classes. `names`: the file of those, beside the others. `label`: label,
-    fine_label or coarse_label."""
-    classes = _unpickle(names)[f"{label}_names"]
+def _cifar_rows(meta: Path, files: Sequence[str]) -> Rows:
+    """Images of 32 x 32 and the names of their classes: label, or fine_label and coarse_label."""
+    names = _unpickle(meta)
     for name in files:
-        batch = _unpickle(names.with_name(name))
+        batch = _unpickle(meta.with_name(name))
+        kinds = [kind for kind in ("label", "fine_label", "coarse_label") if f"{kind}s" in batch]
         pixels = batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        for image, number in zip(pixels, batch[f"{label}s"], strict=True):
-            yield {"image": b"P6 32 32 255\n" + image.tobytes(), label: classes[number]}
+        for row, image in enumerate(pixels):
+            labels = {kind: names[f"{kind}_names"][batch[f"{kind}s"][row]] for kind in kinds}
+            yield {"image": b"P6 32 32 255\n" + image.tobytes(), **labels}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -430,7 +374,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(path: Path) -> dict[str, Any]:
-    return _Unpickler(io.BytesIO(regular(path).read_bytes()), encoding="latin1").load()
+    return _Unpickler(io.BytesIO(path.read_bytes()), encoding="latin1").load()
 
 
 def _open_hub(name: str) -> Any:
