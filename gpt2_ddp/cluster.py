@@ -6,7 +6,6 @@ its timeout, prints its stack in C++ each time, and reports a timeout whatever t
 """
 
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -16,12 +15,10 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import accelerate
-import psutil
 import torch
 import torch.cuda.nccl
 import torch.distributed as dist
@@ -66,14 +63,13 @@ def check_cluster(config: CheckClusterConfig) -> None:
         _report(config, ranks, results)
     wrong = [f"{row['bytes']} bytes on ranks {row['wrong_ranks']}" for row in results if row["wrong_ranks"]]
     if wrong:
-        raise UserError("all-reduce", "; ".join(wrong), "wrong sums: suspect the network or the device of these ranks")
+        raise UserError("all-reduce", "; ".join(wrong), "wrong sums")
 
 
 class RankEnv(NamedTuple):
     """A process of the world, from its launcher's environment."""
 
     rank: int
-    local_rank: int
     world_size: int
     address: str
     port: int
@@ -82,12 +78,9 @@ class RankEnv(NamedTuple):
     def from_environment(cls) -> "RankEnv":
         """Raises: UserError when WORLD_SIZE is set without the variables that belong to it."""
         env = os.environ
-        absent = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
-        if absent:
-            hint = f"is set without {', '.join(absent)}; " + USE_TORCHRUN.format(n=env["WORLD_SIZE"])
-            raise UserError("WORLD_SIZE", env["WORLD_SIZE"], hint)
-        rank, world_size, port = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["MASTER_PORT"])
-        return cls(rank, int(env["LOCAL_RANK"]), world_size, env["MASTER_ADDR"], port)
+        if absent := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]:
+            raise UserError("WORLD_SIZE", env["WORLD_SIZE"], f"is set without {', '.join(absent)}")
+        return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), env["MASTER_ADDR"], int(env["MASTER_PORT"]))
 
 
 def connect(place: RankEnv, timeout: float) -> Store:
@@ -97,8 +90,7 @@ def connect(place: RankEnv, timeout: float) -> Store:
         try:
             socket.create_server(("", place.port)).close()
         except OSError as error:
-            hint = f"rank 0 cannot open this port ({error.strerror}); another program may be using it: choose another"
-            raise UserError("MASTER_PORT", place.port, hint) from error
+            raise UserError("MASTER_PORT", place.port, f"rank 0 cannot open this port ({error.strerror})") from error
     else:
         _await_answer(place, timeout)
     address = "localhost" if serves else place.address
@@ -118,74 +110,47 @@ def _await_answer(place: RankEnv, timeout: float) -> None:
             return socket.create_connection((place.address, place.port), max(left, 0.1)).close()
         except OSError as error:
             if left <= 0.1:
-                where = f"{place.address}:{place.port}"
-                raise UserError("MASTER_ADDR", where, _reason(place, timeout, error)) from error
+                here = f"rank {place.rank} on {socket.gethostname()}"
+                reason = f"{here} cannot connect to it within {timeout:g} s ({error.strerror or error})"
+                raise UserError("MASTER_ADDR", f"{place.address}:{place.port}", reason) from error
         time.sleep(0.1)  # the name may be resolvable, or rank 0 start, a moment later
 
 
-def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
-    here = f"rank {place.rank} on {socket.gethostname()}"
-    if isinstance(error, socket.gaierror):
-        where = "give rank 0's IP address, or put its name into DNS or /etc/hosts"
-        return f"{here} cannot resolve this name ({error.strerror}); {where}"
-    if place.rank:
-        where = "is rank 0 started, and can this machine reach the port?"
-        return f"{here} got no answer from rank 0 there within {timeout:g} s; {where}"
-    addresses = [(one, name) for name, ones in psutil.net_if_addrs().items() for one in ones if name != "lo"]
-    own = [f"{one.address} ({name})" for one, name in addresses if one.family == socket.AF_INET]
-    where = f"{', '.join(own) or 'only 127.0.0.1'}; give one of these to all ranks, or start rank 0 on that machine"
-    return f"{here} serves this port, but this address does not reach it; is the address its own? It has {where}"
-
-
 def gather_facts(place: RankEnv, device: torch.device) -> Facts:
-    """The facts about this process, which uses `device`. Raises: UserError if it has no CUDA device."""
-    interface, ip = _route(place.address, place.port)
-    host, name, nccl = socket.gethostname(), platform.machine(), "-"
+    """The facts about this process, which uses `device`."""
     sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py")))
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if place.local_rank >= count:
-            hint = f"{host} has {count} CUDA devices; start {count} processes there"
-            raise UserError("LOCAL_RANK", place.local_rank, hint)
-        name = torch.cuda.get_device_name(place.local_rank)
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    on_gpu = device.type == "cuda"
     return {
         "rank": place.rank,
-        "local_rank": place.local_rank,
-        "host": host,
-        "device": name,
+        "host": socket.gethostname(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
         "device_type": device.type,
-        "interface": interface,  # of the route to MASTER_ADDR, as `ip`
-        "ip": ip,
+        "ip": _own_ip(place),
         "world_size": place.world_size,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
         "gpt2_ddp": hashlib.sha256(sources).hexdigest()[:12],  # of this package's code
         "cuda": torch.version.cuda or "-",
-        "nccl": nccl,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "-",
     }
 
 
-def _route(address: str, port: int) -> tuple[str, str]:
-    """Interface and IP of the route to an address."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((address, port))  # of a datagram socket: sends nothing, picks the route
-            ip = sock.getsockname()[0]
-    except OSError:
-        return "?", "?"
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if ip in [a.address for a in addresses]), "?"), ip
+def _own_ip(place: RankEnv) -> str:
+    """This machine's address on the route to rank 0."""
+    family, kind, *_, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as sock:
+        sock.connect(address)  # of a datagram socket: sends nothing, picks the route
+        return sock.getsockname()[0]
 
 
 def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> list[Facts]:
     """Waits until all ranks have connected; returns their facts by rank. Rank 0 waits `timeout` seconds for the
     others. They wait as long for rank 0, and then for its result. Raises UserError if ranks are missing, two have the
     same rank, or they differ in SAME_EVERYWHERE; SystemExit with 2 on other ranks, as rank 0 prints the error."""
+    here = f"rank {place.rank} on {facts['host']}"
     if store.add(f"seats/{place.rank}", 1) > 1:
-        hint = f"a second process (on {facts['host']}) has this rank; give each its own (--machine_rank, --node_rank)"
-        raise UserError("RANK", place.rank, hint)
+        raise UserError("RANK", place.rank, f"a second process (on {facts['host']}) has this rank")
     store.set(f"facts/{place.rank}", json.dumps(facts))
     if place.rank == 0:
         try:
@@ -196,10 +161,8 @@ def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> li
             raise
         store.set("arrivals", "[]")
         return found
-    if not wait_until(lambda: store.check(["facts/0"]), timeout):
-        raise UserError("rank", 0, f"did not connect within {timeout:g} s; rank {place.rank} ({facts['host']}) did")
     if not wait_until(lambda: store.check(["arrivals"]), timeout + AFTERMATH):
-        raise UserError("rank", 0, f"connected, then sent no heartbeat; rank {place.rank} ({facts['host']}) does")
+        raise UserError("rank", 0, f"did not connect or finish within {timeout + AFTERMATH:g} s; {here} did")
     if json.loads(store.get("arrivals")):
         sys.exit(2)
     return _read_facts(store, range(place.world_size))
@@ -210,11 +173,9 @@ def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[Facts]:
     keys = [f"facts/{rank}" for rank in range(world_size)]
     if not wait_until(lambda: store.check(keys), timeout):
         here = [rank for rank in range(world_size) if store.check([f"facts/{rank}"])]
-        missing = [rank for rank in range(world_size) if rank not in here]
+        missing = [str(rank) for rank in range(world_size) if rank not in here]
         arrived = by_value(_read_facts(store, here), "host")
-        hint = f"did not connect within {timeout:g} s (connected: {arrived}); each needs the same MASTER_ADDR and "
-        hint += "MASTER_PORT, and each machine its own --machine_rank or --node_rank"
-        raise UserError("rank" if len(missing) == 1 else "ranks", format_ranks(missing), hint)
+        raise UserError("ranks", ", ".join(missing), f"did not connect within {timeout:g} s (connected: {arrived})")
     found = _read_facts(store, range(world_size))
     differing = [name for name in SAME_EVERYWHERE if len({facts[name] for facts in found}) > 1]
     if differing:
@@ -228,21 +189,13 @@ def _read_facts(store: Store, ranks: range | list[int]) -> list[Facts]:
 
 
 def by_value(found: list[Facts], name: str) -> str:
-    """Like `2.13.0 on ranks 0-7 (host a), 2.11.0 on rank 8 (host b)`."""
+    """Like `2.13.0 on ranks 0, 1 (a), 2.11.0 on ranks 2, 3 (b)`."""
     parts = []
     for value in dict.fromkeys(facts[name] for facts in found):
         members = [facts for facts in found if facts[name] == value]
-        hosts = "" if name == "host" else f" ({', '.join(dict.fromkeys(facts['host'] for facts in members))})"
-        ranks = [facts["rank"] for facts in members]
-        parts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}{hosts}")
+        hosts = ", ".join(dict.fromkeys(facts["host"] for facts in members))
+        parts.append(f"{value} on ranks {', '.join(str(facts['rank']) for facts in members)} ({hosts})")
     return ", ".join(parts)
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """Ranks in ascending order, like `0-7, 9`."""
-    place = itertools.count()
-    runs = [list(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank - next(place))]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
@@ -258,7 +211,7 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
 def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
     """All-reduces every size, with a watchdog; returns the rows of the table, the same on all ranks."""
     watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store)
-    watchdog.end_with(partial(explain_verdict, ranks), exit_code=2)
+    watchdog.end_with(explain_verdict, exit_code=2)
     watchdog.heartbeat("connecting to the other ranks")
     patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watchdog's error comes first: it names ranks
     mine = []
@@ -278,15 +231,10 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
     return [_row(size, [found[i] for found in everyone]) for i, size in enumerate(config.sizes)]
 
 
-def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
-    """The hint for live ranks that do not finish a collective, without their stacks."""
-    lines = [line for line in verdict.reason.splitlines() if line[:1] != " "]
-    if not verdict.living:
-        return "\n".join(lines)
-    ways = ", ".join(dict.fromkeys(f"{facts['host']}: {facts['interface']} {facts['ip']}" for facts in ranks))
-    cause = f"all are alive, but not connected ({lines[0]}); open all ports between the machines"
-    names = f"in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (routes to rank 0: {ways})"
-    return f"ranks = {format_ranks(verdict.living)}: {cause}, and name the interface that joins them {names}"
+def explain_verdict(verdict: Verdict) -> str:
+    """The ranks at fault, without their stacks."""
+    alive = "; all are alive, but not connected" if verdict.living else ""
+    return "\n".join(line for line in verdict.reason.splitlines() if line[:1] != " ") + alive
 
 
 def time_all_reduce(
@@ -324,7 +272,7 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
 
 
 def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict]) -> None:
-    shown = ("rank", "host", "device", "interface", "ip", "python", "torch", "accelerate", "cuda", "nccl")
+    shown = ("rank", "host", "device", "ip", "python", "torch", "accelerate", "cuda", "nccl")
     print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]))
     backend = "nccl" if ranks[0]["device_type"] == "cuda" else "gloo"
     cells = [("all-reduce", "median us", "algorithm GB/s", "bus GB/s", "sums")]

@@ -149,7 +149,7 @@ def no_machine(monkeypatch):
         return runs(0.01 * steps)[0]
 
     monkeypatch.setattr(module, "run_way", run_way)
-    monkeypatch.setattr(module, "difference", lambda one, other: 0.0)
+    monkeypatch.setattr(module, "difference", lambda one, other: 0.5)
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(3, 300), (0.01, 5), (1000, 5000)])
@@ -173,6 +173,7 @@ def test_what_was_measured_stays_when_a_later_job_fails(tmp_path, no_machine, mo
         compare(config)
     found = json.loads((tmp_path / "compare.json").read_text())
     assert {row["job"] for row in found["rows"]} == {"regression"}
+    assert [row.get("difference") for row in found["rows"]] == [0.5, None, 0.5]
     assert "regression" in (tmp_path / "compare.md").read_text()
 
 

@@ -21,7 +21,6 @@ from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.distributed.signals import INTERRUPTED
-from gpt2_ddp.lab.lab import NOT_MEASURED
 from gpt2_ddp.scoring import METRICS
 from gpt2_ddp.state import FeedState, GPTData, JobData, Parent, Section, Setup, State
 
@@ -162,5 +161,5 @@ def test_files_names_the_keys_of_the_other_files():
 
 
 def test_files_names_the_exit_codes():
-    codes = {DIVERGED, STOPPED, INTERRUPTED, NOT_MEASURED, 128 + signal.SIGPIPE, 0, 1, 2}
+    codes = {DIVERGED, STOPPED, INTERRUPTED, 128 + signal.SIGPIPE, 0, 1, 2}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", section("Exit codes"), re.MULTILINE)} == codes
