@@ -4,6 +4,8 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -287,6 +289,34 @@ def collective_on_one_rank(accelerator: Accelerator, seed: int):
 
 
 @experiment(
+    claim="Where every rank saves to the same file, one truncates what another has finished and goes on to read",
+    wrong="torch.save(state, path) on every rank",
+    right="if accelerator.is_main_process: save; then accelerator.wait_for_everyone()",
+    measured="saved by {every:.0f} ranks, and read by rank 0 while rank 1 still writes: {every_read:.0f} of 4 tensors, "
+    "`{error}`; saved by {one:.0f}: {one_read:.0f} of 4",
+    holds=lambda m: (m.every, m.every_read, m.one, m.one_read) == (2, 0, 1, 4),
+)
+def every_rank_saves(accelerator: Accelerator, seed: int):
+    is_first = accelerator.process_index == 0
+    yield {"error": "no error"}
+    with TemporaryDirectory(prefix="ddp_lab") as own:
+        folder = Path(gather_object([own])[0])
+        for way, saves in (("every", True), ("one", accelerator.is_main_process)):
+            path, read = folder / way, 0
+            if saves and is_first:
+                torch.save(make_model(seed).state_dict(), path)
+            accelerator.wait_for_everyone()
+            if saves and not is_first:
+                path.write_bytes(path.read_bytes()[:1000])  # the beginning of its save
+            accelerator.wait_for_everyone()
+            try:
+                read = len(torch.load(path)) if is_first else 0
+            except RuntimeError as error:
+                yield {"error": str(error).partition(". ")[0]}
+            yield {way: sum(gather_object([saves])), f"{way}_read": read}
+
+
+@experiment(
     claim="DDP's mean over ranks gives each rank the same weight, however few rows it has",
     wrong="each rank's mean over its own rows",
     right="each rank's sum, times the number of ranks, over the rows of all",
@@ -322,3 +352,22 @@ def scheduler_steps(accelerator: Accelerator, seed: int):
             optimizer.step()
             stepped.step()
         yield {way: plain.param_groups[0]["lr"]}
+
+
+@experiment(
+    claim="Spreading a batch over ranks changes nothing that the learning rate has to follow: gradients are averaged",
+    wrong="multiply the learning rate by the number of processes, the global batch being the same",
+    right="the same learning rate (a larger global batch is another question)",
+    measured="loss after 30 steps: {one:.3f} on one process, {same:.3f} on two, {multiplied:.2e} with twice the rate",
+    holds=lambda m: abs(m.same / m.one - 1) < 1e-3 and m.multiplied > 10 * m.one,
+)
+def multiplied_learning_rate(accelerator: Accelerator, seed: int):
+    rows = make_rows(seed, 32)
+    # 1.2 / curvature: gradient descent on a quadratic converges below 2 / curvature and diverges above (1.2 x 2)
+    curvature = torch.linalg.eigvalsh(2 * rows[0].T @ rows[0] / len(rows[0]))[-1].item()
+    for way, times in (("one", 1), ("same", 1), ("multiplied", accelerator.num_processes)):
+        torch.manual_seed(seed)
+        model = nn.Linear(8, 1, bias=False)
+        own = rows if way == "one" else share(rows, accelerator)
+        train(model if way == "one" else DDP(model), own, steps=30, lr=1.2 * times / curvature)
+        yield {way: mse(model, *rows).item()}
