@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache, partial
@@ -24,7 +25,7 @@ from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.encode import fast_encoder
 from gpt2_ddp.preparation.prepare import prepare
-from gpt2_ddp.preparation.sources import Source
+from gpt2_ddp.preparation.sources import read_pieces, scan
 
 UNITS = ("M tokens/s", "M tokens/CPU s")
 TEXT_BYTES = 40_000_000  # of the text without `--text`
@@ -65,7 +66,8 @@ def timed(run: Callable[[Path], int]) -> tuple[float, float]:
 
 def write_library(path: Path) -> Path:
     """Writes the standard library's source as JSON lines, repeatedly up to TEXT_BYTES."""
-    pieces = cycle(Source(PrepareConfig()).pieces())
+    source = scan(PrepareConfig())
+    pieces = cycle(read_pieces(source.config, source.parts, Counter()))
     with path.open("w") as file:
         while file.tell() < TEXT_BYTES:
             file.write(json.dumps({"text": next(pieces).text}) + "\n")

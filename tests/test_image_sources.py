@@ -329,7 +329,10 @@ MISTAKES = [
     (cells([IMAGE, IMAGE], [0, -1]), ""),
     (cells([IMAGE], [0], ("image", [IMAGE]), ("kind", [0])), ""),
     (cells([IMAGE], [0], ("image", [IMAGE]), ("label", [0]), ("label", [1])), ""),
-    *((broken(archive("cifar10"), "data_batch_2", content), "/data_batch_2" * (content is None)) for content in PICKLES),
+    *(
+        (broken(archive("cifar10"), "data_batch_2", content), "/data_batch_2" * (content is None))
+        for content in PICKLES
+    ),
     *((broken(archive("cifar100"), "test", content), "/test" * (content is None)) for content in PICKLES),
     *((broken(write_saved, file, content), "") for file, content in SAVED.items()),
     (digits(cut=-1), ""),
