@@ -25,7 +25,6 @@ DECODABLE = {
     "bom.txt": (PROSE.encode("utf-8-sig"), PROSE),
     "utf16.txt": (RUSSIAN.encode("utf-16"), RUSSIAN),
     "utf16be.txt": (b"\xfe\xff" + RUSSIAN.encode("utf-16-be"), RUSSIAN),
-    "utf32.txt": (PROSE.encode("utf-32"), PROSE),
     "crlf.txt": (b"one\r\ntwo\r\n\r\nthree\rfour\n", "one\r\ntwo\r\n\r\nthree\rfour\n"),
     "emoji.txt": (EMOJI.encode(), EMOJI),
     "long-line.txt": (LONG_LINE.encode(), LONG_LINE),
@@ -38,7 +37,7 @@ DECODABLE = {
 NOT_TEXT = {
     "image.txt": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + NOISE,
     "program.txt": b"\x7fELF\x02\x01\x01" + bytes(9) + NOISE,
-    "paper.txt": b"%PDF-1.4\n1 0 obj << /Type /Catalog >> endobj\ntrailer << /Root 1 0 R >>\n%%EOF\n",
+    "utf32.txt": PROSE.encode("utf-32"),
     "archive.txt": b"PK\x03\x04\x14\0\0\0\x08\0" + NOISE,
     "utf16-unmarked.txt": PROSE.encode("utf-16-le"),
     "late.txt": b"text at first\n" * 1000 + NOISE,

@@ -128,7 +128,7 @@ def source(folder: Path, corpus: Path) -> None:
         assert len(b"".join(one.values())) > 2 * 100 * 30
         database.execute("delete from articles where rowid = 7")
         database.commit()
-    with pytest.raises(UserError, match=r"has changed since it was prepared"):
+    with pytest.raises(UserError, match=r"source = sqlite:.*has changed"):
         prepare(configs[0])
     with pytest.raises(UserError, match=r"no such table: b\); write sqlite:FILE:TABLE"):
         prepare(configs[0].model_copy(update={"source": f"sqlite:{folder}/mine.db:b", "output": f"{folder}/c"}))

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,8 +47,7 @@ def test_what_changed_is_named_and_nothing_is_lost(texts):
     (texts / "d/f.txt").unlink()
     for name in ("1", "2", "3"):
         (texts / f"{name}.txt").write_text("new\n")
-    changes = "3 added: 1.txt, 2.txt, ...; 1 edited: a.txt; 1 removed: d/f.txt"
-    expect_error(rf"source = texts: has changed .*\({changes}\); choose", prepare, config())
+    expect_error(r"source = texts: has changed .*: 1\.txt, 2\.txt, 3\.txt, a\.txt, d/f\.txt;", prepare, config())
     assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
     assert read_manifest(Path("out")) == made
     assert prepare(config(output="other")).hash != made.hash
@@ -77,19 +75,18 @@ def test_without_its_record_a_change_is_noticed_too(texts):
     record = Path("out") / RECORD
     entries = [json.loads(line) for line in record.read_text().splitlines()]
     assert [entry[0] for entry in entries] == ["a.txt", "b.txt", "c.txt", "d/e.txt", "d/f.txt", "ü\n.txt"]
-    for damage in (record.unlink, lambda: record.write_text("{"), lambda: record.write_text('["a.txt", 10, 1, "x"]\n')):
+    for damage in (record.unlink, lambda: record.write_text('["a.txt", 10, 1, "x"]\n')):
         damage()
         prepare(config())
         (texts / "c.txt").write_text("this is another\n")
-        expect_error(r"\(66 bytes in 6 files then, 72 in 6 now\)", prepare, config())
+        expect_error("source = texts: has changed", prepare, config())
         (texts / "c.txt").write_text("this is c\n")
 
 
-def test_sources_that_cannot_be_compared_are_taken_as_they_were(texts, capsys):
+def test_sources_that_cannot_be_compared_are_taken_as_they_were(texts):
     made = prepare(config())
     texts.rename("elsewhere")
     assert prepare(config()) == made
-    assert "note: texts no longer exists" in capsys.readouterr().out
     expect_error("made with column text; choose another", prepare, config(column="body"))
 
 
@@ -104,10 +101,7 @@ def test_another_python_has_another_library(texts, monkeypatch):
     (texts / "json.py").write_text("import this\n")
     prepare(config("stdlib"))
     (texts / "tomllib.py").write_text("import that\n")
-    monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
-    then = sys.version.split()[0]
-    versions = rf"stdlib \(Python {then}\) then, stdlib \(Python 3.99.0\) now"
-    expect_error(rf"\(1 added: tomllib.py; {versions}\)", prepare, config("stdlib"))
+    expect_error("source = stdlib: has changed .*: tomllib.py;", prepare, config("stdlib"))
 
 
 def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):
@@ -115,10 +109,8 @@ def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):
     hub = row_sources.RowSource(row_sources.hub_rows, lambda _: next(commits))
     monkeypatch.setitem(row_sources.ROW_SOURCES, "hub", hub)
     here = config("hub:owner/name")
-    (tmp_path / "out").mkdir()
-    was = source_files.record_source(tmp_path / "out", here)
+    was = source_files.fingerprint(here, [])
     assert was == {"commit": "a" * 40}
-    source_files.check_unchanged(tmp_path, here, was, "words")
-    source_files.check_unchanged(tmp_path, here, was, "words")  # nobody answers
-    message = r"hub:owner/name: has changed .*\(commit aaaaaaaaaaaa then, bbbbbbbbbbbb now\)"
-    expect_error(message, source_files.check_unchanged, tmp_path, here, was, "words")
+    source_files.check_unchanged(tmp_path, here, was)
+    source_files.check_unchanged(tmp_path, here, was)  # nobody answers
+    expect_error("source = hub:owner/name: has changed", source_files.check_unchanged, tmp_path, here, was)

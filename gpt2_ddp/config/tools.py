@@ -55,11 +55,11 @@ class PrepareConfig(Command):
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
     """most tokens per shard"""
     encoding: str = "auto"
-    """text, JSON and CSV files: `auto` reads UTF-8, and UTF-16 or UTF-32 with a byte order mark; a codec of Python
-    (cp1252, latin-1, shift_jis, ...) is used for all other files"""
+    """text, JSON and CSV files: UTF-8, or UTF-16 with a byte order mark; a codec of Python (cp1252, shift_jis, ...)
+    reads the others, `auto` leaves them out"""
     on_bad_file: Literal["skip", "stop"] = "skip"
-    """files that are no text, damaged, or tables without the column: skip leaves them out and lists them; keep reads
-    those that can be read, with U+FFFD for undecodable bytes; stop ends before any work"""
+    """files that are no text, damaged, or tables without text in the column: skip leaves them out and lists them; stop
+    ends before any work"""
     column: str = "text"
     """column of the text, in tables and Hub sources; `meta.text`: the field text of column meta"""
     split: str = "train"

@@ -60,8 +60,8 @@ def saved_rows(config: PrepareConfig) -> Iterator[dict[str, Any]]:
     yield from _saved(config)
 
 
-SAVED = RowSource(saved_rows, lambda config: _saved(config)._fingerprint)
 ROW_SOURCES = {"hub": RowSource(hub_rows, hub_commit)}
+SAVED = RowSource(saved_rows, lambda config: _saved(config)._fingerprint)
 
 
 def row_source(config: PrepareConfig) -> RowSource | None:
