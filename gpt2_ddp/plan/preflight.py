@@ -47,7 +47,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
                 seen.step = run.step
                 if not (file := missing_data(config)):
                     _look_at(run, seen)
-                elif not (recipe := load(PrepareConfig, ["--config", file])).source.startswith("bin:"):
+                elif not (recipe := load(PrepareConfig, ["--config", file])).source.startswith(("bin:", "hub:")):
                     scan(recipe)
         except UserError as error:
             seen.mistakes = error.mistakes

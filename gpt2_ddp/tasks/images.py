@@ -140,6 +140,8 @@ def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequen
     except OSError as error:
         raise UserError(field, error.filename, f"cannot be read ({error.strerror})") from error
     n = len(files)
+    if not n:
+        raise UserError(field, " ".join(names), "has no images")
     table = Dataset.from_list([{"image": {"path": str(file), "bytes": None}} for file in files])
     images = StoredImages("", table, np.arange(n), torch.zeros(n).long(), config, tuple(shape), field=field)
     images.scan(keep=False)
@@ -217,6 +219,8 @@ def number_classes(
         names = names or range(CIFAR_CLASSES[config.name])
     names = known or names or sorted({label for of_split in labels.values() for label in of_split})
     number_of = {str(name): number for number, name in enumerate(names)}
+    for label in {str(label) for of_split in labels.values() for label in of_split} - number_of.keys():
+        raise ValueError(f"the label {label} is none of {', '.join(number_of)}")
     numbers = {split: np.array([number_of[str(label)] for label in of_split]) for split, of_split in labels.items()}
     if len(number_of) < 2 or len(numbers["train"]) < 2:
         raise ValueError("less than two classes, or less than two images")
