@@ -172,7 +172,7 @@ def test_mistakes_of_the_user(run: Path, corpus: Path, tmp_path: Path, capsys) -
 # Tampering
 
 
-def rewrite(run: Path, file: str, old: str, new: str | Callable[[Tensor], Tensor] | None) -> None:
+def rewrite(run: Path, file: str, old: str, new: Any) -> None:
     """Replaces what matches `old` in a file of a run, or all of it; with None, deletes the file. A function is of each
     tensor. The manifest of the newest checkpoint fits again."""
     path = run / file
