@@ -49,7 +49,7 @@ def runs(tmp_path: Path) -> Runs:
 
 @pytest.mark.parametrize(("other", "shared"), [
     (TWO, [1, 2, 3]), ({2: 3.2, 3: 3.5, 9: 1.0}, [2, 3]),  # a loss of another seed does not count
-    ({3: 3.1, 4: 3.5, 5: 3.3, 6: 3.6}, []), ({7: 3.5, 8: 3.3}, []),
+    ({3: 3.1, 4: 3.5, 5: 3.3, 6: 3.6}, []), ({7: 3.45, 8: 3.47}, []),
 ])  # fmt: skip
 def test_differences_are_scipys(other: dict, shared: list) -> None:
     stats = pytest.importorskip("scipy.stats")
@@ -137,7 +137,7 @@ def test_headings_are_the_fields_that_differ(runs: Runs) -> None:
 def test_json_has_no_nan(runs: Runs) -> None:
     runs.add(ONE)
     runs.add({5: math.nan, 6: math.inf}, lr=2e-3, state="diverged")
-    for path in runs.paths:
+    for path in runs.paths[3:]:
         with (path / "config.yaml").open("a") as file:
             file.write("extra: .nan\n")
     output = runs.folder / "x.json"
