@@ -181,7 +181,7 @@ def rewrite(run: Path, file: str, old: str, new: Any) -> None:
     elif new is None:
         path.unlink()
         return
-    elif callable(new):
+    elif not isinstance(new, str):
         save_file({name: new(value) for name, value in load_file(path).items()}, path)
     elif old:
         text, count = re.subn(old, new, path.read_text())
