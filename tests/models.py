@@ -8,10 +8,10 @@ from gpt2_ddp.model.gpt import GPT
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 
 
-def tiny(vocab_size: int = 65, **changes) -> GPT:
+def tiny(vocab_size: int = 65, eot: int | None = None, **changes) -> GPT:
     """A small model whose every weight differs from its initial value, LayerNorms and biases included."""
     torch.manual_seed(0)
-    model = GPT(TINY.model_copy(update=changes), vocab_size)
+    model = GPT(TINY.model_copy(update=changes), vocab_size, eot)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model

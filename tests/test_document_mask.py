@@ -8,16 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close, float64
+from models import tiny
 from ranks import in_turn, run_ranks
 from runs import rows, train, training_config
-from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
-from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model import documents
-from gpt2_ddp.model.documents import within_documents
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.tasks.trained_model import load_model
@@ -39,15 +37,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(document_mask: bool = True, block_size: int = T, kind: str = "gpt2") -> GPT:
-    """A small model whose every weight differs from its initial value."""
-    torch.manual_seed(0)
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": block_size}
-    config = ModelConfig(**shape, **KINDS[kind], document_mask=document_mask)
-    model = GPT(config, VOCAB, EOT)
-    for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return model
+def masked(document_mask: bool = True, kind: str = "gpt2", **changes: Any) -> GPT:
+    return tiny(VOCAB, EOT, document_mask=document_mask, **KINDS[kind], **changes)
 
 
 def pieces(window: list[int], eot: int = EOT) -> list[list[int]]:
@@ -56,26 +47,23 @@ def pieces(window: list[int], eot: int = EOT) -> list[list[int]]:
     return [window[a:b] for a, b in zip(begins, [*begins[1:], len(window)], strict=True)]
 
 
-def test_positions_and_what_they_see():
-    positions, mask = within_documents(torch.tensor([[5, 9, EOT, 1, 2, EOT, EOT, 3]]), EOT)
-    assert positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1]]
-    assert isinstance(mask, Tensor)
-    seen = [[key for key in range(8) if mask[0, 0, query, key]] for query in range(8)]
-    assert seen == [[0], [0, 1], [2], [2, 3], [2, 3, 4], [5], [6], [6, 7]]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @float64()
-def test_each_document_is_computed_as_if_alone(kind: str, name: str):
-    """By the model with the mask, and by the same weights without one."""
-    model, plain, window = tiny(kind=kind), tiny(document_mask=False, kind=kind), WINDOWS[name]
-    logits = model(torch.tensor([window, WINDOWS["no end-of-text"]]))[0]
+def test_each_document_is_computed_as_if_alone(kind: str, name: str, monkeypatch: pytest.MonkeyPatch):
+    """By the model with the mask, and by the same weights without one; by flex_attention in its reference
+    implementation, as its kernels need a GPU."""
+    model, plain, window = masked(kind=kind), masked(document_mask=False, kind=kind), WINDOWS[name]
+    windows = torch.tensor([window, WINDOWS["no end-of-text"]])
+    logits = model(windows)[0]
     for one in (model, plain):
         alone = torch.cat([one(torch.tensor([piece]))[0] for piece in pieces(window)])
         assert_close(logits, alone)
     assert torch.equal(model(torch.tensor([window])), plain(torch.tensor([window]))) == (len(pieces(window)) == 1)
+    monkeypatch.setattr(documents, "flex_is_there", lambda *_: True)
+    assert_close(model(windows)[0], logits)
 
 
 def check_gradients(model: GPT, run: Any, autocast: bool = False) -> None:
@@ -99,29 +87,17 @@ WAYS += [("llama", "plain"), ("nanochat", "plain")]
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)
 def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind: str, way: str):
-    model = tiny(kind=kind)
+    model = masked(kind=kind)
     model.activation_checkpointing = way == "recomputed"
     run = torch.compile(model, dynamic=False, backend="aot_eager") if way == "traced" else model
     check_gradients(model, run, autocast=way == "autocast")
 
 
 @torch.no_grad()
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kind", KINDS)
-@float64()
-def test_flex_attention_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """In its reference implementation: its kernels need a GPU."""
-    model, tokens = tiny(kind=kind), torch.tensor([*WINDOWS.values()])
-    expected = model(tokens)
-    monkeypatch.setattr(documents, "flex_is_there", lambda *_: True)
-    assert_close(model(tokens), expected)
-
-
-@torch.no_grad()
 def test_generation_sees_what_the_plain_forward_sees():
     """Rows of several documents, prompts longer than the context, and rows that begin a document on their way."""
-    model = tiny(block_size=24).eval()
-    model.ln_f.bias.data += 0.35 * model.wte.weight[EOT]  # makes end-of-text likelier
+    model = masked(block_size=24).eval()
+    model.ln_f.bias.data += 2 * model.wte.weight[EOT]  # makes end-of-text likelier
     prompts = [[*range(1, 40), EOT, 5], [3, EOT, 4, 5, EOT, 9, 2], [EOT, 7, EOT], [8], [EOT, *range(1, 30)]]
     expected = []
     for prompt in prompts:
@@ -140,9 +116,9 @@ def test_generation_sees_what_the_plain_forward_sees():
 @torch.no_grad()
 def loss_of_documents_alone(run: Path, data: Path) -> float:
     """The mean over the validation split's windows, each document of which is run alone, without a mask."""
-    masked, tokenizer = load_model(find_checkpoint(run))
-    model = GPT(masked.config.model_copy(update={"document_mask": False}), masked.vocab_size)
-    model.load_state_dict(masked.state_dict())
+    trained, tokenizer = load_model(find_checkpoint(run))
+    model = GPT(trained.config.model_copy(update={"document_mask": False}), trained.vocab_size)
+    model.load_state_dict(trained.state_dict())
     stream, total = TokenStream(data, read_manifest(data), "val"), 0.0
     tokens = stream.read(np.array([0]), len(stream))[0].tolist()
     for begin in range(0, len(tokens) - 1, model.config.block_size):

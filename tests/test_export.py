@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
@@ -102,24 +103,21 @@ def test_transformers_does_with_it_what_the_model_does(name, bias, kind, corpus,
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     card = (tmp_path / "made" / "README.md").read_text()
     assert not bias or f"of {theirs.num_parameters():,} parameters" in card, "biases that are zeros do not count"
-    llama = ("(`LlamaForCausalLM`)", "tags: [llama]", "2 heads (1 of keys and values), width 32, MLP 48 |")
-    assert all(said in card for said in llama) == (kind == "llama")
     dropouts = ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
     assert {getattr(theirs.config, name) for name in dropouts} == {0.1}
     assert (theirs.config.vocab_size, theirs.dtype) == (tokenizer.vocab_size, torch.float32)
-    assert theirs.config.max_position_embeddings == getattr(theirs.config, "n_ctx", 48) == 48
-    their_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
-    assert their_tokenizer.is_fast
-    text = "abc(a, b):\n    (a<|endoftext|>)" if name != "chars" else "abc(a, b):\n    (a)"
-    ids = tokenizer.encode(text).tolist()
-    assert their_tokenizer.convert_tokens_to_ids("<|endoftext|>") == their_tokenizer.eos_token_id == tokenizer.eot
-    (ours,) = generate(model, [ids], tokenizer.eot, Sampling(10, temperature=0))
+    assert theirs.config.max_position_embeddings == 48
+    encoder = AutoTokenizer.from_pretrained(tmp_path / "made")
+    prompts = ["abc(a, b):\n    (a", "abc("]  # which are padded to one length
+    prompts[0] += ")" if name == "chars" else "<|endoftext|>)"
+    assert encoder.is_fast
+    assert encoder.eos_token_id == tokenizer.eot
+    assert encoder(prompts, padding=True)["input_ids"][1][0] == tokenizer.eot
     settings = {"max_new_tokens": 10, "do_sample": False, "return_full_text": False, "add_special_tokens": False}
-    prompts = [text, text[:4]]  # which are padded to one length
     said = pipeline("text-generation", model=str(tmp_path / "made"))(prompts, batch_size=2, **settings)
-    other = generate(model, [tokenizer.encode(prompts[1]).tolist()], tokenizer.eot, Sampling(10, temperature=0))
-    assert [one[0]["generated_text"] for one in said] == [tokenizer.decode(each) for each in (ours, *other)]
-    assert their_tokenizer(prompts, padding=True)["input_ids"][1][0] == their_tokenizer.pad_token_id == tokenizer.eot
+    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    ours = [generate(model, [each], tokenizer.eot, Sampling(10, temperature=0))[0] for each in ids]
+    assert [one[0]["generated_text"] for one in said] == [*map(tokenizer.decode, ours)]
 
 
 def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
@@ -129,34 +127,23 @@ def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
     assert {*files} == {*names.split(), "training.yaml"}
     assert len({file.stat().st_mode for file in files.values()}) == 1
     assert files["tokenizer.json"].read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
-    assert b'"__metadata__":{"format":"pt"}' in files["model.safetensors"].read_bytes()[:2000]
-    assert load_file(files["model.safetensors"])["transformer.wte.weight"].shape == (512, 32)
     assert load(TrainingConfig, ["--config", str(files["training.yaml"])]).model.n_embd == 32
-    card = files["README.md"].read_text()
-    _, front, body = card.split("---\n", 2)
+    _, front, body = files["README.md"].read_text().split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
-    parameters = sum(value.numel() for value in tiny(512, bias=False).parameters())
-    for said in (
-        *(f"of {parameters:,} parameters", "480 tokens in 7 steps, 2.5 epochs", "3.2500", "0f" * 32, "1,000"),
-        *("append the id:\n`tokenizer(text)[", "+ [tokenizer.eos_token_id]`", "Padding is end-of-text too, on the"),
-    ):
+    for said in ("480 tokens in 7 steps, 2.5 epochs", "3.2500", "0f" * 32, "1,000"):
         assert said in body
-    assert "loss.png" not in body
 
 
 def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(tmp_path, little_text, monkeypatch):
     (tmp_path / "tests").symlink_to(GOLDEN.parent)  # with the corpus
     monkeypatch.chdir(tmp_path)
-    run, made = GOLDEN / "gpt2_run", tmp_path / "exports/gpt2_run-step-00000010"
-    assert export_hf(load(ExportConfig, [str(run)])) == 0
-    card = (made / "README.md").read_text()
+    for place, flags in (("gpt2_run", []), ("gpt2_run/checkpoints/step-00000005", ["--gguf", "true"])):
+        assert export_hf(load(ExportConfig, [str(GOLDEN / place), *flags])) == 0
+    made, other = Path("exports/gpt2_run-step-00000010"), Path("exports/gpt2_run-step-00000005")
     assert (made / "loss.png").read_bytes()[:4] == b"\x89PNG"
     parameters = sum(value.numel() for value in load_file(made / "model.safetensors").values())
     # of 384 rows the 84 that pad the 300 ids are not counted
-    for said in ("](loss.png)", "training tokens", f"of {parameters:,} parameters"):
-        assert said in card
-    assert export_hf(load(ExportConfig, [str(run / "checkpoints/step-00000005"), "--gguf", "true"])) == 0
-    (other,) = {*made.parent.iterdir()} - {made}
+    assert f"of {parameters:,} parameters" in (made / "README.md").read_text()
     assert (other / "model.gguf").is_file()
 
 
@@ -224,27 +211,22 @@ def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, mo
         export.export(find_checkpoint(checkpoint), tmp_path / "made")
 
 
-def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "load_model", None)  # reading weights would fail
-    expect_error(r"name one of a gpt2 run", exported, GOLDEN / "regression_run", tmp_path / "made")
-    (tmp_path / "file").write_text("mine")
-    expect_error(r"file: exists, and nothing is overwritten", exported, checkpoint, tmp_path / "file")
-    inside = GOLDEN / "gpt2_run/checkpoints/new/made"
-    expect_error("made: is among the run's checkpoints; name another folder", exported, GOLDEN / "gpt2_run", inside)
-    assert not inside.parent.exists()
-    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
-    expect_error(r"transformers: is not installed", exported, checkpoint, tmp_path / "made")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
-
-
-@pytest.mark.parametrize(("checkpoint", "flags", "hint"), [
-    ("speedrun", [], "gpt2, llama, qwen3, nanochat can be exported for transformers"),
-    ("nanochat", ["--gguf", "true"], "gpt2, llama, qwen3 can be exported for llama.cpp; leave --gguf away"),
+@pytest.mark.parametrize(("checkpoint", "source", "output", "flags", "field"), [
+    ("gpt2", GOLDEN / "regression_run", "made", [], "checkpoint = "),
+    ("gpt2", "run", "file", [], "output = .*file"),
+    ("gpt2", GOLDEN / "gpt2_run", GOLDEN / "gpt2_run/checkpoints/new/made", [], "output = .*made"),
+    ("speedrun", "run", "made", [], "model.architecture = speedrun"),
+    ("nanochat", "run", "made", ["--gguf", "true"], "model.architecture = nanochat"),
+    ("llama", "run", "made", [], "transformers"),
 ], indirect=["checkpoint"])  # fmt: skip
-def test_an_architecture_that_a_program_does_not_have_is_refused(checkpoint, tmp_path, monkeypatch, flags, hint):
+def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch, source, output, flags, field):
     monkeypatch.setattr(export, "load_model", None)  # reading weights would fail
-    expect_error(f"model.architecture = .*: only {hint}", exported, checkpoint, tmp_path / "made", *flags)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    if field == "transformers":
+        monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "file").write_text("mine")
+    expect_error(field, exported, tmp_path / source, tmp_path / output, *flags)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+    assert not (GOLDEN / "gpt2_run/checkpoints/new").exists()
 
 
 def test_a_checkpoint_that_its_run_prunes_meanwhile(checkpoint, tmp_path, little_text, monkeypatch):
@@ -275,12 +257,10 @@ def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_full(corpus, tmp_path, capsys):
-    model, (tokenizer, file) = tiny(512, bias=False, block_size=256).eval(), tokenizer_of("bpe", corpus, tmp_path)
-    assert exported(checkpoint_of(model, tokenizer, file, tmp_path), tmp_path / "made") == 0
-    said = capsys.readouterr().out
-    characters = int(said.split(" token ids of ")[1].split()[0].replace(",", ""))
-    assert characters >= 1_000_000
+def test_a_checkpoint_in_full(checkpoint, tmp_path, capsys):
+    assert exported(checkpoint, tmp_path / "made") == 0
+    characters = capsys.readouterr().out.partition(" token ids of ")[2].split()[0]
+    assert int(characters.replace(",", "")) >= 1_000_000
 
 
 FILES = {"a": "one", "b": "two"}
@@ -302,35 +282,26 @@ def test_what_is_there_stays(tmp_path, monkeypatch):
     (tmp_path / "full" / "mine").write_text("x")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     monkeypatch.chdir(tmp_path / "full")
-    for name in (tmp_path / "full", tmp_path / "full" / "mine", tmp_path / "dangling", Path("."), Path("/")):
-        with pytest.raises(UserError, match="nothing is overwritten"):
-            make(name)
+    for name in ("../full", "mine", "../dangling", ".", "/"):
+        with pytest.raises(UserError):
+            make(Path(name))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "full"]
     assert content(tmp_path / "full") == {"mine": "x"}
 
 
-def test_an_empty_folder_is_filled_and_what_a_killed_process_left_is_not_taken(tmp_path):
-    (tmp_path / "made").mkdir()
+def test_an_empty_folder_is_filled_by_one_process(tmp_path):
+    """What a killed process left is not taken. A second process is refused, and the first is not disturbed."""
+    made = tmp_path / "made"
+    made.mkdir()
     (tmp_path / ".made.tmp" / "half").mkdir(parents=True)
-    (tmp_path / ".made.tmp" / "torn").write_text("t")
-    make(tmp_path / "made")
-    assert content(tmp_path / "made") == FILES
-    assert [path.name for path in tmp_path.iterdir()] == ["made"]
-    assert sorted(os.listdir(tmp_path / "made")) == ["a", "b"]
-
-
-def test_two_at_once(tmp_path):
-    """The second is refused, and the first is not disturbed; nor by one who comes when it has just ended."""
-    with atomic_directory(tmp_path / "made") as folder:
+    with atomic_directory(made) as folder:
         (folder / "a").write_text("first")
-        with pytest.raises(UserError, match="another process is writing it"):
-            make(tmp_path / "made")
-    assert content(tmp_path / "made") == {"a": "first"}
-    with pytest.raises(UserError, match="exists, and nothing is overwritten"):
-        make(tmp_path / "made")
+        expect_error("another process", make, made)
+    assert content(made) == {"a": "first"}
+    assert [*tmp_path.iterdir()] == [made]
 
 
-def at_every_operation(output: Path, kill: bool) -> list[str]:
+def at_every_operation(output: Path, kill: bool) -> list:
     """Lets the k-th operation that changes a file refuse, or kills there, for all k; returns what was wrong then."""
     count = 0
 
@@ -341,33 +312,31 @@ def at_every_operation(output: Path, kill: bool) -> list[str]:
             os._exit(9) if kill else refuse()
 
     interpose(output.parent, tell)
-    found, at = [], 0
-    while True:
-        at += 1
+    found = []
+    for at in count_from(1):
         if (child := os.fork()) == 0:
             count = at
             try:
                 make(output)
-            except UserError as error:
-                os._exit(2 if "free space on that disk" in str(error) else 3)
+            except UserError:
+                os._exit(2)
             os._exit(0 if count > 0 else 4)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if ended == 0:
-            return [*found, f"{at - 1} operations"]
+            return [*found, at]
         left = content(output) if output.exists() else None
         if ended != (9 if kill else 2) or left not in (None, FILES):
-            found.append(f"{at}: ended with {ended}, left {left}")
+            found.append((at, ended, left))
         if left:
-            for path in output.iterdir():
-                path.unlink()
-            output.rmdir()
+            shutil.rmtree(output)
         elif not kill and os.listdir(output.parent):
-            found.append(f"{at}: left {os.listdir(output.parent)}")
+            found.append((at, os.listdir(output.parent)))
+    raise AssertionError
 
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_refused_or_killed_anywhere(kill, tmp_path):
     (tmp_path / "exports").mkdir()
-    (left,) = run_ranks(at_every_operation, 1, tmp_path / "exports" / "made", kill)
-    assert left[:-1] == []
-    assert int(left[-1].split()[0]) > 10
+    ((*wrong, operations),) = run_ranks(at_every_operation, 1, tmp_path / "exports" / "made", kill)
+    assert wrong == []
+    assert operations > 11

@@ -30,11 +30,8 @@ LINEAR = {
 """What llama.cpp calls the layers of a block."""
 
 
-SHAPES = {
-    "gpt2": {"n_inner": 48},
-    "llama": {"architecture": "llama", "n_kv_head": 2, "n_inner": 48, "rope_theta": 500.0},
-    "qwen3": {"architecture": "qwen3", "n_kv_head": 2, "n_inner": 48, "rope_theta": 500.0},
-}
+OTHERS = {"n_kv_head": 2, "n_inner": 48, "rope_theta": 500.0}
+SHAPES = {"gpt2": {"n_inner": 48}} | {kind: {"architecture": kind, **OTHERS} for kind in ("llama", "qwen3")}
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16}
 
 
@@ -141,7 +138,6 @@ def test_its_tables_encode_as_the_tokenizer_does(tmp_path, name):
     assert found["tokenizer.ggml.add_bos_token"] is False
     types, tokens = found["tokenizer.ggml.token_type"], found["tokenizer.ggml.tokens"]
     assert [rank for rank, kind in enumerate(types) if kind == gguf.TokenType.CONTROL] == [tokenizer.eot]
-    assert {*types} == {gguf.TokenType.CONTROL, gguf.TokenType.NORMAL}
     assert tokens[tokenizer.eot] == "<|endoftext|>"
     assert encoded(tokens, found["tokenizer.ggml.merges"]) == tokenizer.encode(TEXT).tolist()
 
@@ -150,8 +146,8 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
     write_characters([TEXT], tmp_path / "tokenizer.json")
     for name in ("bytes", str(tmp_path)):
         tokenizer = load_tokenizer(name)
-        model, message = made(vocab_size=tokenizer.vocab_size), "not a byte-level BPE like GPT-2's.*remove --gguf"
-        expect_error(f"tokenizer = .*{message}", write_gguf, model, tokenizer, tmp_path / "model.gguf")
+        model = made(vocab_size=tokenizer.vocab_size)
+        expect_error("tokenizer = ", write_gguf, model, tokenizer, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
 
 
@@ -161,16 +157,7 @@ def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_pat
     write_tokenizer(TOKENIZER, DEFINITION.read_bytes(), 16, tmp_path)
     write_model(made(**SHAPES[kind]), TOKENIZER, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    shape = {
-        "n_ctx": 16, "n_embd": 32, "n_head": 4, "n_layer": 2, "layer_norm_epsilon": 1e-5,
-        "vocab_size": TOKENIZER.vocab_size,
-    } if kind == "gpt2" else {
-        "max_position_embeddings": 16, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 500.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "vocab_size": TOKENIZER.vocab_size,
-    }  # fmt: skip
-    assert {name: config[name] for name in shape} == shape
-    assert config["architectures"] == [CLASSES[kind]]
+    assert (config["vocab_size"], config["architectures"]) == (TOKENIZER.vocab_size, [CLASSES[kind]])
     special = gguf.SpecialVocab(tmp_path, load_merges=True, n_vocab=TOKENIZER.vocab_size)
     assert special.special_token_ids == dict.fromkeys(("bos", "eos", "pad"), TOKENIZER.eot)
     definition = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

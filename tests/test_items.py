@@ -42,43 +42,38 @@ def test_items_of_a_file(tmp_path):
     ]
 
 
-WRONG_LINES = [
+@pytest.mark.parametrize("wrong", [
     *("{", "[1]", "{}"),
-    *(json.dumps(CHOICE | wrong) for wrong in ({"label": 2}, {"label": -1}, {"context": None}, {"choices": ["Paris"]})),
-    *(json.dumps(SWAG | wrong) for wrong in ({"endings": ["[step]", "b"]}, {"ctx_a": 1}, {"label": "7"})),
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG_LINES)
+    *(CHOICE | wrong for wrong in ({"label": 2}, {"label": -1}, {"context": None}, {"choices": ["Paris"]})),
+    *(SWAG | wrong for wrong in ({"endings": ["[step]", "b"]}, {"ctx_a": 1}, {"label": "7"})),
+])  # fmt: skip
 def test_what_is_no_item_is_refused_by_its_line(tmp_path, wrong):
     file = tmp_path / "x.jsonl"
-    file.write_text(f"{json.dumps(CHOICE)}\n{wrong}\nnot reached")
+    file.write_text(f"{json.dumps(CHOICE)}\n{wrong if isinstance(wrong, str) else json.dumps(wrong)}\nnot reached")
     expect_error(r"^eval.tasks = .*x.jsonl: line 2: ", load_sets, "eval.tasks", [str(file)], None, GPT2, 64)
 
 
 def test_tasks_that_cannot_be_scored_are_refused(tmp_path):
-    same = write(tmp_path / "x.txt", [CHOICE])
-    longer = write(tmp_path / "longer.jsonl", [CHOICE | {"choices": ["a", "b " * 9]}])
+    for name, choices in (("x.txt", ["a", "b"]), ("x.jsonl", ["a", "b"]), ("longer.jsonl", ["a", "b " * 9])):
+        write(tmp_path / name, [CHOICE | {"choices": choices}])
     (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "latin.jsonl").write_bytes(b"\xff")
     load = lambda *names: load_sets("tasks", [str(tmp_path / name) for name in names], None, GPT2, 8)  # noqa: E731
-    assert [found.name for found in load("x.txt")] == ["x"]
-    (tmp_path / "x.jsonl").write_bytes(same.read_bytes())
-    for names in (["x.txt", "x.jsonl"], [longer.name], ["empty.jsonl"], ["latin.jsonl"], ["missing.jsonl"]):
+    assert load("x.txt")[0].name == "x"
+    for names in (["x.txt", "x.jsonl"], ["longer.jsonl"], ["empty.jsonl"], ["latin.jsonl"], ["missing.jsonl"]):
         expect_error(f"^tasks = .*{names[-1]}", load, *names)
 
 
 def test_blanks_move_and_end_of_text_stands_for_no_context():
     """By hand: lm-eval's `_encode_pair`."""
 
-    def pair(context: str, continuation: str) -> list[str | int]:
-        before, behind = encode_pair(context, continuation, GPT2)
-        return [GPT2.decode(before), GPT2.decode(behind), len(before)]
-
-    assert pair("The cat", " sat") == ["The cat", " sat", 2]
-    assert pair("The cat ", "sat") == ["The cat", " sat", 2]
-    assert pair("def f():\n    ", "return") == ["def f():", "\n    return", 3]
-    assert pair(" \n", "sat") == ["<|endoftext|>", " \nsat", 1]
+    for context, continuation, before, behind in (
+        ("The cat", " sat", "The cat", " sat"),
+        ("The cat ", "sat", "The cat", " sat"),
+        ("def f():\n    ", "return", "def f():", "\n    return"),
+        (" \n", "sat", "<|endoftext|>", " \nsat"),
+    ):
+        assert [GPT2.decode(part) for part in encode_pair(context, continuation, GPT2)] == [before, behind]
     before, behind = encode_pair("per", "haps not", GPT2)  # what the two have behind the context's own tokens
     assert (before, behind) == (GPT2.encode("per").tolist(), GPT2.encode("perhaps not").tolist()[1:])
     assert GPT2.eot not in encode_pair("a <|endoftext|>", " b", GPT2)[0]
@@ -109,8 +104,8 @@ def test_hellaswag_is_what_lm_eval_takes_from_the_hub(tmp_path, monkeypatch, onl
     hub = SimpleNamespace(load_dataset=lambda name, split: kept[name, split], config=config)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    monkeypatch.setitem(sys.modules, "datasets.config", config)
+    for name, module in (("datasets", hub), ("datasets.config", config)):
+        monkeypatch.setitem(sys.modules, name, module)
     file = write(tmp_path / "mine.jsonl", made_items(5))
     found, mine = load_sets("tasks", ["hellaswag", str(file)], 3, GPT2, 64)
     assert (found.name, found.items, found.sha256) == ("hellaswag", mine.items, mine.sha256)
@@ -128,7 +123,7 @@ def test_accuracies_standard_errors_and_what_is_saved(tmp_path):
     save(tmp_path / "t", made, result, {"step": 7})
     assert read_items(tmp_path / "t.jsonl") == made.items
     scores = json.loads((tmp_path / "t.json").read_text())
-    assert (scores["acc"], scores["chance"], scores["items_sha256"], scores["step"]) == (0.5, 0.5, made.sha256, 7)
+    assert scores.items() >= {"acc": 0.5, "chance": 0.5, "items_sha256": made.sha256, "step": 7}.items()
     likelihoods[3] = math.nan
     assert all(map(math.isnan, judge(made, likelihoods).metrics["acc"]))
 

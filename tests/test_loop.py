@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -129,10 +130,9 @@ def test_processes_times_accumulation(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(("dropout", "processes", "differ"), [(0.1, 1, 0), (0.1, 2, 0), (0.1, 4, 1), (0.0, 4, 0)])
-def test_a_resume_notes_that_dropout_masks_differ(dropout, processes, differ):
+def test_a_resume_notes_that_dropout_masks_differ(tmp_path, dropout, processes, differ):
     """12 windows on 4 processes are 3 each: no micro-batches of 2, which the run had."""
-    train = {"steps": 1, "global_batch_tokens": 12 * 32, "micro_batch_size": 2}
-    config = TrainingConfig.model_validate({"model": {"block_size": 32, "dropout": dropout}, "train": train})
+    config = training_config(tmp_path, tmp_path, {"model.dropout": dropout, "train.micro_batch_size": 2})
     here: Any = SimpleNamespace(num_processes=processes, device=torch.device("cpu"))
     before: Any = SimpleNamespace(task=SimpleNamespace(micro_batch=2))
     model: Any = None
@@ -196,44 +196,45 @@ def test_time_budget_stops_with_a_checkpoint(corpus, tmp_path):
 
 
 def test_init_from_starts_with_the_weights_of_another_run(corpus, tmp_path, trained):
-    changes = {"train.init_from": str(trained), "train.steps": 1}
-    run_ranks(train, 1, training_config(corpus, tmp_path, changes))
-    assert_close(rows(tmp_path / "run")[0]["val_loss"], rows(trained)[-1]["val_loss"], 1e-6)
-    assert rows(tmp_path / "run")[1]["step"] == 1
+    run_ranks(train, 1, training_config(corpus, tmp_path, {"train.init_from": str(trained), "train.steps": 1}))
+    first, second = rows(tmp_path / "run")
+    assert_close(first["val_loss"], rows(trained)[-1]["val_loss"], 1e-6)
+    assert second["step"] == 1
 
 
 def test_data_are_prepared_on_first_use(tmp_path):
     """One process of the node prepares, the others wait; the second run finds the folder ready. Where the recipe is
     wrong, all ranks end."""
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
-    configs = []
-    for name in ("nothing/*", "a"):
-        recipe = tmp_path / f"{name[0]}.yaml"
-        recipe.write_text(
-            f"source: {tmp_path}/{name}.txt\noutput: {tmp_path}/shards\nvocab_size: 300\nval_fraction: 0.2\n"
-        )
+    manifest = tmp_path / "shards/manifest.json"
+    recipe = tmp_path / "recipe.yaml"
+    settings = f"output: {manifest.parent}\nvocab_size: 300\nval_fraction: 0.2\nsource: {tmp_path}/"
+    calls = []
+    for source in ("nothing/*.txt", "a.txt"):
+        calls += [(recipe.write_text, f"{settings}{source}\n")]
         changes = {"data.prepare": str(recipe), "train.steps": 1, "optim.decay_steps": 9}
-        configs.append(training_config(tmp_path / "shards", tmp_path / "runs", changes))
-    for refused, outcome in run_ranks(in_turn, 2, *[(train, config) for config in configs]):
-        assert (refused[: refused.index(":")], outcome) == (f"source = {tmp_path}/nothing/*.txt", "completed")
+        calls += [(train, training_config(manifest.parent, tmp_path / "runs", changes))]
+    for _, refused, _, outcome in run_ranks(in_turn, 2, *calls):
+        assert refused.startswith(f"source = {tmp_path}/nothing")
+        assert outcome == "completed"
     assert rows(tmp_path / "runs/run")[-1]["val_tokens"] > 0
-    made = (tmp_path / "shards/manifest.json").stat().st_mtime_ns
-    run_ranks(train, 1, training_config(tmp_path / "shards", tmp_path / "runs", changes | {"train.steps": 2}))
-    assert (tmp_path / "shards/manifest.json").stat().st_mtime_ns == made
+    made = manifest.stat().st_mtime_ns
+    run_ranks(train, 1, training_config(manifest.parent, tmp_path / "runs", changes | {"train.steps": 2}))
+    assert manifest.stat().st_mtime_ns == made
 
 
 @pytest.mark.slow
 def test_compiled_training_equals_eager(short_documents, tmp_path):
     """Compiled, in bf16, with masked documents: the same losses to bf16's precision; checkpoints with plain names."""
     changes = {"train.mixed_precision": "bf16", "train.steps": 4, "model.document_mask": True, "model.n_layer": 1}
-    compiled = {**changes, "train.compile": True}
-    run_ranks(train, 1, training_config(short_documents, tmp_path / "eager", changes))
-    run_ranks(train, 1, training_config(short_documents, tmp_path / "compiled", compiled), timeout=400)
-    eager, compiled = (rows(tmp_path / name / "run") for name in ("eager", "compiled"))
-    for a, b in zip(eager, compiled, strict=True):
+    runs = [tmp_path / name / "run" for name in ("eager", "compiled")]
+    for run in runs:
+        compile = {"train.compile": run == runs[1]}
+        run_ranks(train, 1, training_config(short_documents, run.parent, changes | compile), timeout=400)
+    for a, b in zip(*map(rows, runs), strict=True):
         for name in a.keys() & {"loss", "val_loss"}:
             assert_close(a[name], b[name], 0.05)
-    assert weights(tmp_path / "compiled/run").keys() == weights(tmp_path / "eager/run").keys()
+    assert weights(runs[0]).keys() == weights(runs[1]).keys()
 
 
 # Settings take effect
@@ -241,8 +242,6 @@ def test_compiled_training_equals_eager(short_documents, tmp_path):
 
 def what_a_step_does(config: TrainingConfig) -> dict[str, object]:
     """Trains; what autocast, determinism and activation checkpointing were inside, and where gradients are."""
-    import torch
-
     from gpt2_ddp.model.gpt import Block
 
     found: dict[str, object] = {"blocks": 0, "dtypes": set(), "places": []}
@@ -299,16 +298,13 @@ def test_the_newest_checkpoint_of_a_result(tmp_path):
 def test_a_run_begins_with_a_row_only_where_there_are_scores():
     logged, synced = [], []
     for step, scores in ((0, {}), (0, {"val_loss": 1.0}), (5, {})):
-        run: Any = SimpleNamespace(
-            metrics=SimpleNamespace(log=logged.append),
-            stop=SimpleNamespace(poll=None, is_agreed=False, sync=lambda: synced.append("sync")),
-            progress=Progress(step=step, pending=Pending(row={"step": step}, evaluate=True)),
-            step=step,
-            early_end="",
-            is_complete=False,
-            evaluate=lambda poll, s=scores: s,
-        )
+        run: Any = MagicMock(step=step, early_end="", is_complete=False)
+        run.stop.is_agreed = False
+        run.progress = Progress(step=step, pending=Pending(row={"step": step}, evaluate=True))
+        run.evaluate.return_value = scores
         assert finish_pending(run) is None
         assert not run.progress.pending
+        logged += [call.args[0] for call in run.metrics.log.mock_calls]
+        synced.append(run.stop.sync.call_count)
     assert logged == [{"step": 0, "val_loss": 1.0}, {"step": 5}]
-    assert synced == ["sync"] * 3  # a stop that came during the evaluation is agreed on at once
+    assert synced == [1] * 3  # a stop that came during the evaluation is agreed on at once

@@ -4,8 +4,6 @@ Loss, mean loss, validation loss, perplexity, bits per byte, learning rate, grad
 the time left; in metrics.jsonl, in the lines of the terminal and in evaluate.py's. The run has two processes.
 """
 
-import contextlib
-import io
 import json
 import math
 import re
@@ -18,13 +16,15 @@ import torch.nn.functional as F
 import yaml
 from close import assert_close, distance
 from ranks import run_ranks
-from runs import by_definition, training_config
+from runs import by_definition, said, train, training_config
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.store import CheckpointStore
+from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 CHANGES = {
     "train.steps": 12,
@@ -54,18 +54,7 @@ def train_by_the_clock(config: TrainingConfig) -> str:
 
     loop.train_step, pretraining.evaluate = train_step, evaluate_slowly
     CheckpointStore._delete_except = lambda self, keep: None  # the first checkpoint is read below
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        loop.train(config, pretraining.Pretraining)
-    return said.getvalue()
-
-
-def evaluate_again(run: Path) -> str:
-    from gpt2_ddp.config.tools import EvaluateConfig
-    from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
-
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), device="cpu", mixed_precision="no"))
-    return said.getvalue()
+    return said(train, config)[1]
 
 
 # ---- By hand
@@ -114,19 +103,21 @@ def numbers(line: str) -> dict[str, float]:
 
 def test_every_printed_figure(corpus, tmp_path):
     text, _ = run_ranks(train_by_the_clock, 2, training_config(corpus, tmp_path, CHANGES))
-    run, said = tmp_path / "run", text.splitlines()
+    run = tmp_path / "run"
     rows = {row["step"]: row for row in map(json.loads, (run / "metrics.jsonl").open()) if "event" not in row}
-    shown = {int(line[4:].split("/")[0]): numbers(line) for line in said if re.match(r"step +\d+/12  ", line)}
+    shown = {
+        int(line[4:].split("/")[0]): numbers(line) for line in text.splitlines() if re.match(r"step +\d+/12  ", line)
+    }
     assert list(rows) == list(shown) == [0, 3, 6, 9, 12]
     weights = [load_file(run / f"checkpoints/step-{step:08d}/model.safetensors") for step in range(13)]
     T, G = 32, 12
-    train, val = read_tokens(corpus, "train"), read_tokens(corpus, "val")
+    tokens, val = (read_tokens(corpus, split) for split in ("train", "val"))
 
     by_step, norms = [math.nan], [math.nan]
     for step in range(1, 13):
-        windows = [by_definition(1337, (len(train) - 1) // T, p) for p in range((step - 1) * G, step * G)]
+        windows = [by_definition(1337, (len(tokens) - 1) // T, p) for p in range((step - 1) * G, step * G)]
         leaves = {name: value.requires_grad_() for name, value in weights[step - 1].items()}
-        loss = losses(leaves, torch.stack([train[w * T : w * T + T + 1] for w in windows])).mean()
+        loss = losses(leaves, torch.stack([tokens[w * T : w * T + T + 1] for w in windows])).mean()
         loss.backward()
         by_step.append(loss.item())
         norms.append(math.sqrt(sum(leaf.grad.double().pow(2).sum().item() for leaf in leaves.values())))
@@ -166,7 +157,8 @@ def test_every_printed_figure(corpus, tmp_path):
         assert distance(line["mfu"], 100 * speed * flops / (2 * PEAK), 1) < 0.06
         assert line.get("s left", 0) == (12 - step) * STEP_SECONDS
 
-    line = numbers(run_ranks(evaluate_again, 1, run)[0])
+    again = EvaluateConfig(checkpoint=str(run), device="cpu", mixed_precision="no")
+    line = numbers(run_ranks(said, 1, evaluate_checkpoint, again)[0][1])
     tail = len(val) - 1 - n_windows * T
     whole = torch.stack([val[w * T : w * T + T + 1] for w in range(n_windows)])
     nll = losses(weights[12], whole).double().sum() + losses(weights[12], val[None, -tail - 1 :]).double().sum()

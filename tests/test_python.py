@@ -62,30 +62,28 @@ def in_a_cell() -> Any:
     return cell
 
 
-@pytest.mark.parametrize(("mistaken", "told"), [
-    (lambda: TrainingConfig(train=TrainConfig(steps=3), seed=-1), "seed = -1: should be greater"),
-    (lambda: load_config(optim={"lr": -1}, train={"stps": 5}), "train.stps = 5: unknown key"),
-    (lambda: load_config(train={"steps": {"x": 3}}), "train.steps = {'x': 3}: "),
-    (lambda: load_config("nowhere.yaml"), "--config = nowhere.yaml: cannot be read"),
-    (lambda: prepare("nowhere.txt"), "source = nowhere.txt: no such file"),
-    (lambda: prepare(vocab_sise=512), "did you mean vocab_size?"),
-    (lambda: load_rows("nowhere"), "no such folder"),
-    (lambda: gpt2_ddp.load_model("nowhere"), "holds no intact checkpoint"),
-    (lambda: gpt2_ddp.load_model("nowhere", "best"), "no checkpoint with a val_loss"),
-    (lambda: gpt2_ddp.load_model("nowhere", "latest"), "checkpoint = latest: should be newest, best, or"),
-    (lambda: gpt2_ddp.load_model("nowhere", device="nix"), "device = nix: is not available"),
+@pytest.mark.parametrize(("mistaken", "field"), [
+    (lambda: TrainingConfig(train=TrainConfig(steps=3), seed=-1), "seed = -1"),
+    (lambda: load_config(optim={"lr": -1}, train={"stps": 5}), "train.stps = 5"),
+    (lambda: load_config(train={"steps": {"x": 3}}), "train.steps = {'x': 3}"),
+    (lambda: load_config("nowhere.yaml"), "--config = nowhere.yaml"),
+    (lambda: prepare("nowhere.txt"), "source = nowhere.txt"),
+    (lambda: prepare(vocab_sise=512), "vocab_sise = 512"),
+    (lambda: load_rows("nowhere"), "runs = "),
+    *((lambda which=which: gpt2_ddp.load_model("nowhere", which), "checkpoint = ") for which in ("best", "latest", 5)),
+    (lambda: gpt2_ddp.load_model("nowhere", device="nix"), "device = nix"),
     (lambda: gpt2_ddp.generate(None, None, temperature=-1), "temperature = -1"),
     (lambda: gpt2_ddp.evaluate(None, None, "nowhere", batch_size=-1), "batch_size = -1"),
-    (lambda: gpt2_ddp.train(load_config(), processes=0), "processes = 0: should be at least 1"),
-    (lambda: gpt2_ddp.train(load_config(), None, 2, lambda row: None), "on_row = <lambda>: other processes cannot"),
-    (lambda: gpt2_ddp.train(load_config(), in_a_cell(), 2), "task = Cell: other processes cannot import it;"),
+    (lambda: gpt2_ddp.train(load_config(), processes=0), "processes = 0"),
+    (lambda: gpt2_ddp.train(load_config(), None, 2, lambda row: None), "on_row = <lambda>"),
+    (lambda: gpt2_ddp.train(load_config(), in_a_cell(), 2), "task = Cell"),
 ])  # fmt: skip
-def test_a_mistake_is_a_user_error_with_field_value_and_cure(mistaken, told, tmp_path, monkeypatch):
+def test_a_mistake_is_a_user_error_with_field_and_value(mistaken, field, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # restores it
     with pytest.raises(UserError) as caught:
         mistaken()
-    assert told in str(caught.value)
+    assert field in str(caught.value)
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
@@ -97,58 +95,41 @@ def train_again_and_again(corpus: Path, place: Path) -> dict:
     from gpt2_ddp.training import loop
 
     found: dict = {"rows": []}
+    train_step = loop.train_step
 
-    def run(name: str, **changes):
-        config = training_config(corpus, place, {"run_name": name, "train.steps": 6, **changes})
-        return gpt2_ddp.train(config, on_row=found["rows"].append if name == "one" else None)
+    def run(name: str, on_row=None, **changes):
+        return gpt2_ddp.train(
+            training_config(corpus, place, {"run_name": name, "train.steps": 6, **changes}), on_row=on_row
+        )
 
-    found |= {"first": run("one"), "second": run("two", **{"train.mixed_precision": "bf16"})}
-    in_thread: list = []
-    thread = threading.Thread(target=lambda: in_thread.append(run("three")))
+    def refused(name: str) -> None:
+        with pytest.raises(UserError, match="train ="):
+            run(name)
+
+    found["first"] = run("one", found["rows"].append)
+    found["second"] = run("two", **{"train.mixed_precision": "bf16"})
+    thread = threading.Thread(target=lambda: found.update(thread=run("three")))
     thread.start()
     thread.join()
-    found["thread"], train_step = in_thread[0], loop.train_step
-
-    def interrupted(run):
-        if run.step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return train_step(run)
-
-    handler, loop.train_step = signal.getsignal(signal.SIGINT), interrupted
-    found["stopped"], found["handler"] = run("four"), signal.getsignal(signal.SIGINT) == handler
+    handler = signal.getsignal(signal.SIGINT)
+    loop.train_step = lambda run: (run.step == 2 and os.kill(os.getpid(), signal.SIGINT), train_step(run))[1]
+    found["stopped"] = run("four")
+    assert signal.getsignal(signal.SIGINT) == handler, "signals are again whose they were"
     loop.train_step = train_step
     found["after"] = run("four")
-
-    def beside(run):
-        try:
-            gpt2_ddp.train(training_config(corpus, place, {"run_name": "five"}))
-        except UserError as error:
-            found["beside"] = str(error)
-        return train_step(run)
-
-    loop.train_step = beside
+    loop.train_step = lambda run: (refused("five"), train_step(run))[1]
     run("six")
-    loop.train_step = train_step
-    found["clean"] = not PartialState._shared_state
+    assert not PartialState._shared_state, "Accelerate's state is gone"
     Accelerator(cpu=True)
-    try:
-        run("seven")
-    except UserError as error:
-        found["accelerate"] = str(error)
+    refused("seven")
     return found
 
 
 def test_training_again_in_one_process(corpus, tmp_path, monkeypatch):
     (found,) = run_ranks(train_again_and_again, 1, corpus, tmp_path)
     assert [found[name].outcome for name in ("first", "second", "thread", "after")] == ["completed"] * 4
-    assert found["first"].metrics == found["thread"].metrics != found["second"].metrics
+    assert found["first"].metrics == found["thread"].metrics == found["after"].metrics != found["second"].metrics
     assert (found["stopped"].outcome, found["stopped"].step) == ("stopped", 3)
-    assert found["after"].metrics == found["first"].metrics, "it went on bitwise"
-    assert found["handler"], "signals are again whose they were"
-    assert found["clean"], "Accelerate's state is gone"
-    assert found["beside"].startswith("train = Accelerate is in use in this process: by another training")
-    assert found["accelerate"] == found["beside"]
-
     assert found["rows"] == rows_of(tmp_path / "one")
     rows = load_rows(tmp_path / "one")
     with monkeypatch.context() as without:
@@ -158,37 +139,34 @@ def test_training_again_in_one_process(corpus, tmp_path, monkeypatch):
     assert (rows["val_loss"].notna() == [True, *[False] * 5, True]).all()
     assert not {"chain", "event"} & set(rows)
     assert gpt2_ddp.load_model(tmp_path / "one", 5)[0].training is False
+
     best, tokenizer = gpt2_ddp.load_model(tmp_path / "one", "best", "cpu")
     assert_close(gpt2_ddp.evaluate(best, tokenizer, corpus, tokens=500).loss, rows["val_loss"].min())
     text = "def f(self):\n    return None\n" * 9  # longer than the context
-    whole, size = [tokenizer.eot, *tokenizer.encode(text).tolist()], best.config.block_size
-    expected, scored = 0.0, gpt2_ddp.score(best, tokenizer, text)
-    for begin in range(0, len(whole) - 1, size):
-        x = torch.tensor(whole[begin : begin + size + 1])
+    whole = torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()])
+    scored = gpt2_ddp.score(best, tokenizer, text)
+    expected = 0.0
+    for x in (whole[begin : begin + 33] for begin in range(0, len(whole) - 1, 32)):
         expected += torch.nn.functional.cross_entropy(best(x[None, :-1])[0].double(), x[1:], reduction="sum").item()
     assert (scored.tokens, scored.bytes) == (len(whole) - 1, len(text))
     assert_close(scored.loss, expected / scored.tokens, 1e-6)
-    assert repr(scored).startswith(f"Evaluation(loss={scored.loss:.6f}, perplexity=")
-    with pytest.raises(UserError, match="text = : has no tokens"):
+    with pytest.raises(UserError, match="text ="):
         gpt2_ddp.score(best, tokenizer, "")
-    assert repr(tokenizer) == f"Tokenizer('tokenizer.json', vocab_size=512, eot={tokenizer.eot})"
     one, two = gpt2_ddp.generate(best, tokenizer, ["def ", "import "], 5)
     assert ((one[:4], two[:7]), gpt2_ddp.generate(best, tokenizer, "def ", 5)) == (("def ", "import "), [one])
 
 
-def train_twice(corpus: Path, place: Path) -> tuple[str, str]:
+def train_twice(corpus: Path, place: Path) -> str:
     config = lambda name: training_config(corpus, place, {"run_name": name, "train.steps": 3})  # noqa: E731
     outcome = gpt2_ddp.train(config("one")).outcome
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="train ="):
         gpt2_ddp.train(config("two"))
-    return outcome, str(caught.value)
+    return outcome
 
 
 @pytest.mark.slow
 def test_ranks_of_a_launcher_train_once(corpus, tmp_path):
-    for outcome, told in run_ranks(train_twice, 2, corpus, tmp_path):
-        assert outcome == "completed"
-        assert told.startswith("train = the ranks have trained already")
+    assert run_ranks(train_twice, 2, corpus, tmp_path) == ["completed"] * 2
 
 
 SCRIPT = """
@@ -218,12 +196,11 @@ def write_texts(folder: Path) -> None:
 def test_the_page_runs_block_by_block(tmp_path):
     """As a notebook runs it, and nothing on the page is left out."""
     write_texts(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == PAGE.read_text(encoding="utf-8").count("```python")
+    page = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == page.count("```python")
     found = forked(["-c", "".join(blocks)], tmp_path)
     assert found.returncode == 0, found.stderr
-    assert "completed 10" in found.stdout
-    assert found.stdout.rstrip().endswith("completed")
-    assert "did you mean train.steps?" in found.stdout
+    for said in ("completed 10", "did you mean train.steps?", "\nstopped 5 "):
+        assert said in found.stdout
     assert {place.name for place in (tmp_path / "runs").iterdir()} == {"first", "early", "lr-0.001", "lr-0.01", "two"}
-    assert "\nstopped 5 " in found.stdout, "by on_row"

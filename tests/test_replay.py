@@ -2,12 +2,12 @@
 run folder is touched."""
 
 import fcntl
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import expect_error
 from ranks import in_turn, run_ranks
 from runs import change, edit_manifest, forge, reseal, rows, said, train_with_faults, training_config
 from safetensors.torch import load_file, save_file
@@ -15,10 +15,8 @@ from safetensors.torch import load_file, save_file
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, STATE
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST as DATA_MANIFEST
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports import replay as replay_module
 from gpt2_ddp.reports.replay import compare_rows, plan
@@ -30,12 +28,8 @@ INTACT = (
 )
 
 
-def verify(run: Path, replay: str, data: Path | None = None) -> tuple[int, list[str]]:
-    """Exit code of verify_run.py, and its lines from the one of the order on."""
-    return run_ranks(replayed, 1, run, replay, data)[0]
-
-
 def replayed(run: Path, replay: str, data: Path | None = None) -> tuple[int, list[str]]:
+    """Exit code of verify_run.py, and its lines from the one of the order on."""
     code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay=replay, data=(str(data),) if data else ()))
     lines = text.splitlines()
     return code, lines[next(n for n, line in enumerate(lines) if "learning rates, steps of rows" in line) :]
@@ -83,27 +77,30 @@ def replayed_by_three_threads(run: Path) -> tuple[tuple[int, list[str]], int]:
     return replayed(run, "4:10"), torch.get_num_threads()
 
 
-def test_another_device_is_compared_to_a_tolerance(corpus: Path, tmp_path: Path) -> None:
-    config, state = training_config(corpus, tmp_path), {"device": "NVIDIA H200", "processes": 1, "versions": {}}
-    assert replay_module._how_exactly(config, state) == (1, ["the run was on NVIDIA H200, this machine has cpu"])
-    assert replay_module._how_exactly(config, state | {"device": "cpu"}) == (1, [])
-    with pytest.raises(UserError, match="its dropout depends on its 1 processes and on NVIDIA H200"):
-        replay_module._how_exactly(training_config(corpus, tmp_path, {"model.dropout": 0.1}), state)
+def test_another_device_or_torch_is_compared_to_a_tolerance(corpus: Path, tmp_path: Path) -> None:
+    config = training_config(corpus, tmp_path)
+    state: dict = {"device": "cpu", "processes": 1, "versions": {}}
+    for changes, exact in (({}, True), ({"device": "NVIDIA H200"}, False), ({"versions": {"torch": "2.0.0"}}, False)):
+        processes, reasons = replay_module._how_exactly(config, state | changes)
+        assert (processes, reasons == []) == (1, exact)
+    dropout = training_config(corpus, tmp_path, {"model.dropout": 0.1})
+    expect_error("dropout", replay_module._how_exactly, dropout, state | {"device": "NVIDIA H200"})
 
 
-def test_what_auto_came_to_is_what_the_run_says(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("setting", "state", "settled"), [
+    (("auto", "auto"), {"compile": "model", "micro_batch": 2}, ("model", 2)),
+    (("auto", "auto"), {"compile": "model", "micro_batch": 64, "device": "NVIDIA H200"}, ("auto", "auto")),
+    (("off", 4), {"compile": "model", "micro_batch": 2}, ("off", 4)),  # it says so itself
+])  # fmt: skip
+def test_what_auto_came_to_is_what_the_run_says(corpus: Path, tmp_path: Path, setting, state, settled) -> None:
     """A span's few steps could make it come to something else; on another device it is settled for that one."""
-    config = training_config(corpus, tmp_path, {"train.compile": "auto", "train.micro_batch_size": "auto"})
-    own = training_config(corpus, tmp_path, {"train.compile": "off", "train.micro_batch_size": 4})
-
-    def settled(config: TrainingConfig = config, **state: object) -> list[object]:
-        saved = config.model_dump(mode="json")
-        train = replay_module._config("gpt2", saved, str(tmp_path), (), {"device": "cpu", **state}).train
-        return [train.compile, vars(train)["micro_batch_size"]]
-
-    assert settled(compile="model", micro_batch=2) == ["model", 2]
-    assert settled(compile="model", micro_batch=64, device="NVIDIA H200") == ["auto", "auto"]
-    assert settled(own, compile="model", micro_batch=2) == ["off", 4], "it says so itself"
+    names = ("compile", "micro_batch_size")
+    config = training_config(
+        corpus, tmp_path, {f"train.{name}": value for name, value in zip(names, setting, strict=True)}
+    )
+    saved = config.model_dump(mode="json")
+    found = replay_module._config("gpt2", saved, str(tmp_path), (), {"device": "cpu"} | state)
+    assert tuple(vars(found.train)[name] for name in names) == settled
 
 
 def alter_tensor(place: Path, step: int, file_name: str, name: str, factor: float) -> None:
@@ -173,40 +170,18 @@ def test_what_was_altered_is_found(recorded: Path, tmp_path: Path) -> None:
     assert not any(line.startswith("defect") for line in later)
 
 
-def test_another_torch_is_compared_to_a_tolerance(place: Path) -> None:
-    state = checkpoint(place / "run", 8) / STATE
-    version = json.loads(state.read_text())["setup"]["versions"]["torch"]
-    change(state, version, "2.0.0")
-    reseal(state)
-    alter_row(place, "loss", 1 + 1e-6)
-    lines = verify(place / "run", "4:8", place / "data")[1]
-    what = "replay from step 4 to 8, processes: 1, rows: 4, to 5e-06 (the run had torch 2.0.0), weights not compared"
-    assert lines[1] == f"ok      {what}"
-
-
 def test_what_is_not_there_cannot_be_replayed(recorded: Path, tmp_path: Path) -> None:
-    for steps, wrong in {
-        "5:8": "no checkpoint of step 5",
-        "8:8": "should end after its first step",
-        "8:4": "should end after its first step",
-        "8:13": "the run's last step is 12",
-    }.items():
-        with pytest.raises(UserError) as mistake:
-            plan(recorded / "run", steps)
-        there = "begin at a checkpoint (existing: 4, 8, 12) and end at a step up to 12"
-        assert str(mistake.value) == f"replay = {steps}: {wrong}; {there}"
-    with pytest.raises(UserError, match=r"no checkpoint of step 1; begin at a checkpoint \(existing: none\)"):
-        plan(tmp_path, "1:2")
+    for steps in ("5:8", "8:8", "8:4", "8:13"):
+        expect_error(f"^replay = {steps}: .*4, 8, 12", plan, recorded / "run", steps)
+    expect_error("^replay = 1:2", plan, tmp_path, "1:2")
     for text in ("8", "8:", "a:b", "-4:8", "4:8:12"):
-        with pytest.raises(UserError, match="should be the step of a checkpoint"):
-            load(VerifyConfig, ["--replay", text] if text[0] != "-" else [f"--replay={text}"])
+        expect_error("replay = ", load, VerifyConfig, [f"--replay={text}"])
 
 
 def test_steps_of_which_nothing_was_recorded(place: Path) -> None:
     file = place / "run" / "metrics.jsonl"
     file.write_text("".join(line for line in file.open() if '"val_loss"' in line))
-    with pytest.raises(UserError, match="the run recorded nothing to compare"):
-        plan(place / "run", "4:5")
+    expect_error("^replay = 4:5", plan, place / "run", "4:5")
 
 
 def test_a_small_job_ends_where_it_is_told_to(trained_job: Path) -> None:
@@ -218,24 +193,16 @@ def test_a_small_job_ends_where_it_is_told_to(trained_job: Path) -> None:
     ]
 
 
-def test_sums_may_differ_in_their_last_digits_and_nothing_else_may() -> None:
+@pytest.mark.parametrize(("changes", "exact", "near"), [
+    ({}, 0, 0), ({"loss": 2.0 + 9e-6}, 1, 0), ({"loss": 2.0 + 2e-5}, 1, 1), ({"loss": None}, 1, 1),
+    ({"grad_norm": 1.0}, 1, 1), ({"lr": 0.1 + 1e-9}, 1, 1), ({"tokens": 8, "skipped": 1}, 2, 2),
+    ({"order_digest": "b"}, 1, 1), ({"train_loss": 2.0 + 9e-6}, 1, 0), ({"mfu": 3.0, "val_loss": 1.0}, 0, 0),
+])  # fmt: skip
+def test_sums_may_differ_in_their_last_digits_and_nothing_else_may(changes: dict, exact: int, near: int) -> None:
     row = {"step": 1, "loss": 2.0, "train_loss": 2.0, "grad_norm": None, "lr": 0.1, "tokens": 7, "skipped": 0}
-    row |= {"order_digest": "a"}
-    for changes, exact, near in [
-        ({}, 0, 0),
-        ({"loss": 2.0 + 9e-6}, 1, 0),
-        ({"loss": 2.0 + 2e-5}, 1, 1),
-        ({"loss": None}, 1, 1),
-        ({"grad_norm": 1.0}, 1, 1),
-        ({"lr": 0.1 + 1e-9}, 1, 1),
-        ({"tokens": 8, "skipped": 1}, 2, 2),
-        ({"order_digest": "b"}, 1, 1),
-        ({"train_loss": 2.0 + 9e-6}, 1, 0),
-        ({"tokens_per_second": 3.0, "val_loss": 1.0}, 0, 0),
-    ]:
-        again = {1: row | changes}
-        assert len(compare_rows({1: row}, again, exact=True)) == exact, changes
-        assert len(compare_rows({1: row}, again, exact=False)) == near, changes
+    row["order_digest"] = "a"
+    again = {1: row | changes}
+    assert [len(compare_rows({1: row}, again, exact=way)) for way in (True, False)] == [exact, near]
     assert len(compare_rows({1: row}, {}, exact=True)) == 6, "what each row has"
 
 
@@ -249,6 +216,6 @@ def test_a_rollback_that_its_checkpoint_cannot_have_is_not_replayed(place: Path)
 
 @pytest.mark.slow
 def test_each_stretch_has_the_processes_that_it_had(trained: Path) -> None:
-    code, lines = verify(trained, "5:10")
+    ((code, lines),) = run_ranks(replayed, 1, trained, "5:10")
     words = "ok      replay from step 5 to 10, processes: 2, rows: 5, and all tensors, bit for bit"
     assert (code, lines[1]) == (0, words)

@@ -102,19 +102,20 @@ def test_the_sampler_makes_one_range_per_rank_and_micro_batch():
 class CountingStore:
     """Stands for the store by which the ranks have met."""
 
-    def __init__(self, *_: object):
-        self.requests, self.bytes, self.values = 0, 0, {}
+    def __init__(self, values: dict[str, str]):
+        self.values = values
+        self.sent: list[int] = []
 
     def clone(self) -> "CountingStore":
         return self
 
     def set(self, key: str, value: str) -> None:
-        self.requests, self.bytes = self.requests + 1, self.bytes + len(value)
+        self.sent.append(len(value))
         self.values[key] = value
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         found = [self.values.get(key, "").encode() for key in keys]
-        self.requests, self.bytes = self.requests + 1, self.bytes + sum(map(len, found))
+        self.sent.append(sum(map(len, found)))
         return found
 
     def compare_set(self, key: str, old: str, new: str) -> bytes:
@@ -127,13 +128,13 @@ def test_signs_of_life_are_two_requests_a_turn(number, most, monkeypatch):
     twice a second."""
     monkeypatch.setattr(watching.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(watching, "PrefixStore", lambda _, store: store)
-    store = CountingStore()
-    watch = Watchdog(number, WORLD, None, store=store)  # pyright: ignore[reportArgumentType]
     sign = json.dumps(Heartbeat(this_process(), 10**6, "forward/backward", LATE, 9, 9 * LATE, 0.5, 1800.0))
-    store.values = {f"signs/{other}": sign for other in range(WORLD)}
+    store = CountingStore({f"signs/{other}": sign for other in range(WORLD)})
+    watch = Watchdog(number, WORLD, None, store=store)  # pyright: ignore[reportArgumentType]
+    store.sent.clear()
     watch._link._exchange(watch._observer.outgoing())
-    assert store.requests == 2
-    assert store.bytes < most
+    assert len(store.sent) == 2
+    assert sum(store.sent) < most
     assert all(seen.turn == 10**6 for seen in watch._link.beats.values())
     assert len(watch._link.beats) == (WORLD - 1 if number == 0 else 1)
     assert watch._observer._judge() is None

