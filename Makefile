@@ -3,9 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-WORKERS := --numprocesses auto --maxprocesses 4  # of pytest: one per core
-# one more, as most of the slow tests wait for others now and then
-MORE = --numprocesses $(shell $(PYTHON) -c "import os; print(min(4, 1 + os.cpu_count()))")
+# of pytest: one more than cores, as many tests wait for others now and then
+WORKERS = --numprocesses $(shell $(PYTHON) -c "import os; print(min(4, 1 + os.cpu_count()))")
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -44,7 +43,7 @@ test: $(VENV)/.installed-dev  ## run the fast tests (about three minutes on 2 co
 	$(BIN)/pytest $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## run the tests with real launches and timings (about ten minutes more)
-	$(BIN)/pytest $(MORE) -m 'slow and not soak and not timed and not cluster' $(ARGS)
+	$(BIN)/pytest $(WORKERS) -m 'slow and not soak and not timed and not cluster' $(ARGS)
 	$(BIN)/pytest -m timed --reruns 4 $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS selected no test
 
 # pytest and the references of tests are newer; torch is the pinned one, which a machine has already
