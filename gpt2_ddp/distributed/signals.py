@@ -56,9 +56,9 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
     the signal, and ends a process with nothing to save after `PATIENCE_SECONDS`. Raises SystemExit with the exit code
     of a stopped command.
 
-    A rank ends as soon as its exit handlers have run. Threads of gloo and of the watchdog may wait for Python's lock,
-    and one that gets it while the interpreter shuts down aborts the process ("terminate called without an active
-    exception").
+    A rank ends as soon as its exit handlers have run. Threads of gloo and of the watchdog may wait for Python's lock.
+    One that gets it while the interpreter shuts down aborts the process: "terminate called without an active
+    exception".
     """
     atexit.register(_end_rank)  # before all others, so that it is called last
     reader, writer = os.pipe()
