@@ -27,7 +27,7 @@ CANNOT = {
         *("pip install -r requirements.txt", "source .venv/bin/activate"),
     ),
     "minutes or hours; other tests have its parts": (
-        *("make speedrun", "make faults", "make soak", "python -m benchmarks ", "--run_name nodrop", "runs/nodrop/"),
+        *("make speedrun", "make faults", "make soak", "python -m benchmarks", "--run_name nodrop", "runs/nodrop/"),
         *("--output runs/compare_again", "scripts/compare_parallel.py$", "runs/stdlib-muon"),
         *("--config configs/jobs/cifar100_resnet18.yaml", "--config configs/data_stdlib.yaml"),
     ),
