@@ -190,8 +190,8 @@ def _scan(path: Path, encoding: str, end: bytes) -> list[Part]:
 
 
 def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, Any]:
-    """What the manifest's recipe keeps of a source: the digest of all names and hashes, which shows a change even
-    without the record; or the version of a source of rows, None if unknown."""
+    """What the manifest's recipe keeps of a source: the digest of all names and hashes, or the version of a source of
+    rows, None if unknown. The digest shows a change even without the record."""
     if rows := row_source(config):
         return {"commit": rows.version(config)}
     names = "".join(json.dumps([entry.name, entry.sha256]) for entry in entries)
