@@ -142,35 +142,54 @@ def test_the_default_file_stands_in_only_when_no_file_is_named(write, tmp_path, 
 
 
 VALUES = """
---train.compile | model
---train.compile blocks | blocks
---train.compile true | model
---train.compile no | off
---model.bias false | False
---optim.lr 1e-3 | 0.001
+model | train.compile | 'model'
+blocks | train.compile | 'blocks'
+true | train.compile | 'model'
+no | train.compile | 'off'
+off | train.compile | 'off'
+no | train.mixed_precision | 'no'
+false | model.bias | False
+yes | model.bias | True
+010 | model.n_layer | 10
+1_000 | model.n_layer | 1000
+5 | seed | 5
+1e-3 | optim.lr | 0.001
++.5E-3 | optim.lr | 0.0005
+[0.8,0.99] | optim.betas | (0.8, 0.99)
+"0.8, 0.99" | optim.betas | (0.8, 0.99)
+500 | eval.tokens | 500
+null | eval.tokens | None
+none | data.prepare | None
+none | tracking.log_with | ()
+[] | tracking.log_with | ()
+wandb | tracking.log_with | ('wandb',)
+"wandb,trackio" | tracking.log_with | ('wandb', 'trackio')
+'a, b' | tracking.sample_prompt | ('a, b',)
+'' | tracking.sample_prompt | ('',)
+2026-01-02 | run_name | '2026-01-02'
+007 | run_name | '007'
+yes | run_name | 'yes'
+"""
+LISTS = """
 --optim.betas 0.8 0.99 | (0.8, 0.99)
---optim.betas [0.8,0.99] | (0.8, 0.99)
---eval.tokens 500 | 500
---eval.tokens null | None
---data.prepare none | None
---tracking.log_with none | ()
---tracking.log_with wandb,trackio | ('wandb', 'trackio')
---tracking.log_with trackio wandb trackio | ('trackio', 'wandb')
+--tracking.log_with trackio wandb | ('trackio', 'wandb')
 --tracking.sample_prompt 'a, b' '' | ('a, b', '')
---prompts 'def f(' 'a, b' | ('def f(', 'a, b')
---top_k null | None
---model.hidden [] | ()
---model.hidden '[30, 20]' | (30, 20)
+--data.path a b | ('a', 'b')
 """
 
 
-@pytest.mark.parametrize("case", VALUES.strip().splitlines())
-def test_values_of_every_kind(case):
-    flags, value = case.split(" | ")
-    name, *_ = argv = shlex.split(flags)
-    command = {"--prompts": GenerateConfig, "--top_k": GenerateConfig, "--model.hidden": ClassifierConfig}.get(name)
-    config = load(command, argv) if command else train(*argv)
-    assert str(flat(config.model_dump())[name.lstrip("-")]) == value
+def test_a_value_in_yaml_is_that_of_the_same_flag(write):
+    for text, name, value in (line.split(" | ") for line in VALUES.strip().splitlines()):
+        nested, (word,) = text, shlex.split(text)
+        for key in reversed(name.split(".")):
+            nested = f"{key}: {nested}" if nested == text else f"{key}: {{{nested}}}"
+        for argv in ([f"--{name}", word], [f"--{name}={word}"], ["--config", write(nested)]):
+            assert repr(flat(train(*argv).model_dump())[name]) == value, argv
+    for text, value in (line.split(" | ") for line in LISTS.strip().splitlines()):
+        name, *_ = argv = shlex.split(text)
+        assert repr(flat(train(*argv).model_dump())[name[2:]]) == value
+    assert train("--config", write("eval: {tokens: }\noptim.lr: 1e-3")).optim.lr == 0.001
+    assert load(ClassifierConfig, ["--model.hidden", "30", "20"]).model.hidden == (30, 20)
 
 
 def test_what_a_command_sets_in_a_section_stays_when_another_key_of_it_is_set(write, capsys):
@@ -198,9 +217,9 @@ def test_complete_fills_in_what_has_come_since_and_lists_what_is_there_no_more()
 
 def test_all_mistakes_at_once(write):
     file = write("optim: {lr: fast}\nmodel: {n_layers: 3}\ntrian: {}\n")
-    found = mistakes("--config", file, "--train.steps", "many", "--eval.evry", "3", "--model.dropout", "1.5", "stray")
-    parts = ("optim.lr = fast", "model.n_layers", "trian", "train.steps = many", "--eval.evry", "model.dropout = 1.5")
-    assert all(part in "\n".join(found) for part in (*parts, "stray"))
+    found = mistakes("stray", "--config", file, "--train.steps", "many", "--eval.evry", "3", "--model.dropout", "1.5")
+    parts = ("optim.lr = fast", "model.n_layers", "trian", "train.steps = many", "eval.evry = 3", "model.dropout = 1.5")
+    assert all(part in "\n".join(found) for part in (*parts, "command line = stray"))
     assert len(found) == 7
     wrong = ["--model.n_embd", "100", "--train.global_batch_tokens", "1000", "--optim.min_lr", "1"]
     text = "\n".join(mistakes(*wrong, "--optim.decay_steps", "5"))
@@ -250,7 +269,7 @@ for file, argument, code in {cases!r}:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("usage: ") == len(COMMANDS)
-    assert done.stderr.count("error: --nothing: unknown flag") == len(COMMANDS)
+    assert done.stderr.count("error: nothing = True: unknown key") == len(COMMANDS)
 
 
 @pytest.mark.parametrize(("main", "code"), [("print(1)", 141), ("(_ for _ in ()).throw(BrokenPipeError)", 1)])
@@ -275,41 +294,8 @@ def test_help_has_the_defaults_of_a_run_without_flags(command, default):
         assert shown == expected or float(shown) == float(expected), name
 
 
-WORDS = """
-model: {n_layer: 010} | model.n_layer | 10
-model: {n_layer: 1_000} | model.n_layer | 1000
-train: {mixed_precision: no} | train.mixed_precision | 'no'
-seed: 5 | seed | 5
-model: {bias: yes} | model.bias | True
-model: {bias: off} | model.bias | False
-model: {bias: False} | model.bias | False
-run_name: 2026-01-02 | run_name | '2026-01-02'
-run_name: 007 | run_name | '007'
-run_name: yes | run_name | 'yes'
-optim: {lr: 1e-3} | optim.lr | 0.001
-optim.lr: 1e-3 | optim.lr | 0.001
-optim: {lr: +.5E-3} | optim.lr | 0.0005
-train: {compile: off} | train.compile | 'off'
-eval: {tokens: ~} | eval.tokens | None
-eval: {tokens: } | eval.tokens | None
-tracking: {log_with: none} | tracking.log_with | ()
-tracking: {log_with: ''} | tracking.log_with | ()
-tracking: {log_with: []} | tracking.log_with | ()
-tracking: {log_with: null} | tracking.log_with | ()
-tracking: {log_with: wandb} | tracking.log_with | ('wandb',)
-tracking: {sample_prompt: 'def '} | tracking.sample_prompt | ('def ',)
-tracking: {sample_prompt: ['def ', '']} | tracking.sample_prompt | ('def ', '')
-"""
-
-
-@pytest.mark.parametrize("case", WORDS.strip().splitlines())
-def test_a_word_of_yaml_is_what_the_same_flag_would_be(write, case):
-    text, name, value = case.split(" | ")
-    assert repr(flat(train("--config", write(text)).model_dump())[name]) == value
-
-
 def test_one_error_for_an_unknown_flag_that_leaves_other_fields_empty():
-    assert mistakes("--bogus", "1", command=TrainingConfig) == ["--bogus: unknown flag; --help lists all names"]
+    assert mistakes("--bogus", "1", command=TrainingConfig) == ["bogus = 1: unknown key; --help lists all names"]
     assert mistakes("--seed", "1", command=TrainingConfig) == ["train.steps = None: set train.steps or train.epochs"]
 
 

@@ -73,7 +73,7 @@ def test_one_process_is_launched_quietly():
     quiet = ["-q", "--config_file", str(ROOT / "configs/accelerate/one_process.yaml")]
     found = launch([*ACCELERATE, *quiet, SCRIPT, "--train.stps", "3"])
     assert found.returncode == 1, "the launcher's own code"
-    assert found.stderr == "error: --train.stps: unknown flag; did you mean --train.steps?\n"
+    assert found.stderr == "error: train.stps = 3: unknown key; did you mean train.steps?\n"
 
 
 @pytest.mark.slow

@@ -88,13 +88,12 @@ train_gpt2 --config PLACE | --config
 train_gpt2 --config LONG | --config
 train_gpt2 --config=-- | --config
 train_gpt2 --config PLACE/binary.yaml | --config
-train_gpt2 --optim 3 | --optim
-train_gpt2 --model.n_layers 3 | --model.n_layers | --model.n_layer
-train_gpt2 --lr 3 | --lr | --optim.lr
-train_gpt2 --train.lr 3 | --train.lr | --optim.lr
+train_gpt2 --optim 3 | optim
+train_gpt2 --model.n_layers 3 | model.n_layers | model.n_layer
+train_gpt2 --lr 3 | lr | optim.lr
+train_gpt2 --train.lr 3 | train.lr | optim.lr
 train_gpt2 --train.loss_chunk 99999999999999999999 | train.loss_chunk
 train_gpt2 --train.steps 99999999999999999999 | train.steps
-train_gpt2 --print-config 3 | --print-config | --print_config
 train_gpt2 --data.path a b c --data.weights 1 2 | data.weights
 train_gpt2 --data.path a b c --data.weights 1 -1 2 | data.weights
 train_gpt2 --data.path a b c --data.weights 0 0 0 | data.weights
@@ -102,7 +101,7 @@ train_gpt2 --data.path a b c --data.weights 1 1 nan | data.weights
 train_gpt2 --data.path a b c --eval.weights 1e308 1e308 1e308 | eval.weights
 train_gpt2 --data.path a b c --eval.weights 1 | eval.weights
 train_gpt2 --data.path a b c --data.phases 32000:1:1 | data.phases, number 1
-train_gpt2 --data.path a b c --data.phases 32000 | data.phases
+train_gpt2 --data.path a b c --data.phases 32000 | data.phases, number 1
 train_gpt2 --data.path a b c --data.phases 0:1:1:1 | data.phases.at_tokens
 train_gpt2 --data.path a b c --data.phases 32000:1:1:1 31000:1:1:1 | data.phases
 train_gpt2 --data.path a b a/ | data.path
@@ -135,7 +134,7 @@ train_transformer --model.n_embd 13 | model.n_embd
 train_regression --train.global_batch_size 0 | train.global_batch_size
 train_regression --launch.backend nccl | launch.backend
 train_regression --train.mixed_precision fp16 | train.mixed_precision
-train_regression --bogus 1 | --bogus
+train_regression --bogus 1 | bogus
 """
 """Variables and a command, the field of its error, and what the hint has to name."""
 
@@ -170,7 +169,7 @@ train: {compile: !!bool x} | --config
 ? [1, 2]\n: 3 | --config
 seed: !!python/object/apply:os.getpid [] | --config
 model: !!map [1] | --config
-1: 2 | 
+1: 2 | 1
 model: {2: 3} | model
 optim.lrs: 0.1 | optim.lrs
 model: {n_layer: 1:30} | model.n_layer

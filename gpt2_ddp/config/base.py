@@ -3,8 +3,9 @@
 import copy
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self, get_args, get_origin
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
@@ -13,12 +14,7 @@ from pydantic.fields import FieldInfo
 from gpt2_ddp.errors import UserError
 
 MOST = 20
-"""Most user errors that one command prints. An unquoted `*.txt` on the command line causes one per file."""
-
-
-def join_errors(mistakes: Sequence[str]) -> UserError:
-    """One error that lists the first MOST of several."""
-    return UserError.join([*mistakes[:MOST], *["and more errors like these"] * (len(mistakes) > MOST)])
+"""Most user errors that one command prints."""
 
 
 def sections(model: type[BaseModel]) -> dict[str, BaseModel]:
@@ -40,9 +36,17 @@ def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None =
     return found
 
 
+def is_list(field: FieldInfo) -> bool:
+    """Whether a field accepts several values."""
+    return tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
+
+
 class Section(BaseModel):
-    """A frozen group of fields. Unknown keys, NaN, booleans as numbers, and NUL in text are user errors. A text, where
-    texts are expected, is a list of one."""
+    """A frozen group of fields. Unknown keys, NaN, booleans as numbers, and NUL in text are user errors.
+
+    A text has the meaning that it has on the command line. Where texts are expected, it is a list of one. Where other
+    lists are expected, commas separate the items. `none` and `null` are null, or the empty list.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
@@ -50,12 +54,16 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_kind(cls, value: object, info: pydantic.ValidationInfo) -> object:
-        annotation = cls.model_fields[info.field_name or ""].annotation
+    def _check_kind(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        kinds = {field.annotation, *get_args(field.annotation)}
+        takes_list = get_origin(field.annotation) is tuple
+        if str(value).lower() in ("none", "null") and (takes_list or type(None) in kinds):
+            return () if takes_list else None
+        if takes_list and isinstance(value, str):
+            value = [value] if str in kinds else re.findall(r"[^\s,]+", value.strip("[]"))
         items = value if isinstance(value, list | tuple) else [value]
-        if annotation == tuple[str, ...] and isinstance(value, str):
-            value = items
-        if {int, float} & {annotation, *get_args(annotation)} and any(isinstance(item, bool) for item in items):
+        if {int, float} & kinds and any(isinstance(item, bool) for item in items):
             raise ValueError("should be a number, not true or false")
         if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):  # half a surrogate raises, too
             raise ValueError("should not contain a NUL character")
@@ -87,8 +95,8 @@ class Command(Section):
         try:
             config = handler(values)
         except ValidationError as error:
-            mistakes = dict.fromkeys(describe(cls, details) for details in error.errors()[: MOST + 1])
-            raise join_errors([*mistakes]) from error
+            mistakes = dict.fromkeys(describe(cls, details) for details in error.errors()[:MOST])
+            raise UserError.join([*mistakes]) from error
         found = [UserError(*mistake).mistakes[0] for mistake in config.mistakes()]
         if found:
             raise UserError.join(found)
@@ -101,19 +109,18 @@ def describe(command: type[BaseModel], details: Any) -> str:
     name = ".".join(part for part in details["loc"] if isinstance(part, str))
     field = known.get(name)
     hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if details["type"] in ("extra_forbidden", "invalid_key"):
+    if details["type"] == "extra_forbidden":
         hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
     elif field is not None and field.default not in (None, ()):
         hint += f"; the default is {field.default}"
     return UserError(name, details["input"], hint).mistakes[0]
 
 
-def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
     """The hint for an unknown name: the nearest of the `known`, or --help."""
     tails = {key.rpartition(".")[2]: key for key in reversed(known)}
-    tail = name.rpartition(".")[2]  # `lr` finds optim.lr
-    near = [tail] if tail in tails else difflib.get_close_matches(tail, tails, n=1)
-    return f"; did you mean {prefix}{tails[near[0]]}?" if near else "; --help lists all names"
+    near = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1)  # `lr` finds optim.lr
+    return f"; did you mean {tails[near[0]]}?" if near else "; --help lists all names"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

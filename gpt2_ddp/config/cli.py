@@ -13,13 +13,13 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, NoReturn, TypeVar, get_args
 
 import yaml
 from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
-from gpt2_ddp.config.base import Command, flat, join_errors, leaves, nearest, sections
+from gpt2_ddp.config.base import Command, flat, is_list, leaves, sections
 from gpt2_ddp.distributed.environment import (
     is_main_process,
     record_exit,
@@ -28,7 +28,7 @@ from gpt2_ddp.distributed.environment import (
 )
 from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_limits, read_small
 from gpt2_ddp.project import PROJECT
 
@@ -94,38 +94,31 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         whole = "all" in argv[argv.index(wanted.pop()) + 1 :][:1]
         print(help_text(command, preset, () if whole else command.first))
         sys.exit(0)
-    given, mistakes = split_flags(command, argv)
-    files = given.pop("config")
-    prints = given.pop("print_config", None) is not None
-    known = dict(leaves(command))
-    config = resolve(
-        command, files, {name: _value(known[name], words) for name, words in given.items()}, default, mistakes
-    )
-    if prints:
+    files, flags = split_flags(command, [word for word in argv if word != "--print_config"])
+    config = resolve(command, files, flags, default)
+    if "--print_config" in argv:
         print(dump(config), end="")
         sys.exit(0)
     return config
 
 
-def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The words of each flag of a command line, by its name, and user errors. `--NAME=WORD` has one word. `--NAME` has
-    the words up to the next flag if the field is a list or unknown, otherwise at most the next word."""
+def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The files of `--config`, and the value of each flag by its name, for pydantic: a text, the list of several words,
+    or true without a word. A flag takes all words up to the next one, and a single word if other words may be values
+    of the field `command.positional`. `--NAME=WORD` takes that word only."""
     fields = dict(leaves(command))
-    known = [*fields, "config", "print_config"]
-    given: dict[str, list[str]] = {"config": []}
-    stray: list[str] = []
-    room = 0  # for words of the current flag
-    words = stray
+    files: list[str] = []
+    others: list[str] = []
+    given: dict[str, list[str]] = {}
+    words, room = others, len(argv)
     for word in argv:
         if re.match(r"-(?!\.?\d|$)", word):  # neither a number nor a lone -
             name, is_whole, value = word.removeprefix("--").partition("=")
-            words = given[name] if name == "config" else []
-            given[name] = words
-            room = (
-                len(argv)
-                if name not in known or (name in fields and _is_list(fields[name]))
-                else int(name != "print_config")
-            )
+            words = files if name == "config" else given.setdefault(name, [])
+            if name != "config":
+                words.clear()
+            takes_many = not command.positional or (name in fields and is_list(fields[name]))
+            room = len(argv) if takes_many and name != "config" else 1
             if is_whole:
                 words.append(value)
                 room = 0
@@ -133,63 +126,17 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[dict[str, 
             words.append(word)
             room -= 1
         else:
-            stray.append(word)
-    place = command.positional
-    if stray and place and place not in given and (len(stray) == 1 or _is_list(fields[place])):
-        given[place], stray = stray, []
-    unknown = [name for name in given if name not in known]
-    mistakes = [f"{_flag(name)}: unknown flag{nearest(name.lstrip('-'), known, '--')}" for name in unknown]
-    empty = [name for name, words in given.items() if not words and name in fields and str in _kinds(fields[name])]
-    mistakes += [f"{_flag(name)}: should be followed by a value" for name in empty]
-    if stray:
-        hint = "values without a flag; write --FIELD VALUE, and quote patterns, like '*.txt'"
-        mistakes += UserError("command line", " ".join(stray), hint).mistakes
-    return {name: words for name, words in given.items() if name in known and name not in empty}, mistakes
+            others.append(word)
+    if others:
+        free = command.positional and command.positional not in given
+        given[command.positional if free else "command line"] = others
+    values = {name: words if len(words) > 1 else words[0] if words else True for name, words in given.items()}
+    return files, values
 
 
-def _flag(name: str) -> str:
-    return truncate(name if name.startswith("-") else f"--{name}")
-
-
-def _kinds(field: FieldInfo) -> list[Any]:
-    """The types that a field's values may have, and the values of a Literal."""
-    kinds = [field.annotation]
-    for kind in kinds:
-        kinds += get_args(kind)
-    return [kind for kind in kinds if isinstance(kind, type | str) and not get_args(kind)]
-
-
-def _is_list(field: FieldInfo) -> bool:
-    return tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
-
-
-def _value(field: FieldInfo, words: list[str]) -> Any:
-    """The value of a flag, for pydantic. No word: true. One word: YAML, except where the field takes any text."""
-    if not words:
-        return True
-    if len(words) > 1:
-        return words
-    word = words[0]
-    kinds = _kinds(field)
-    if type(None) in kinds and word.lower() in ("null", "none"):
-        return None
-    if str in kinds:
-        return word
-    try:
-        return parse_yaml(f"[{word}]" if _is_list(field) and not word.startswith("[") else word)
-    except ValueError:
-        return word  # pydantic reports it
-
-
-def resolve(
-    command: type[C],
-    files: Sequence[str],
-    changes: Mapping[str, Any],
-    default: Default = None,
-    mistakes: Sequence[str] = (),
-) -> C:
+def resolve(command: type[C], files: Sequence[str], changes: Mapping[str, Any], default: Default = None) -> C:
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
-    `mistakes`: user errors of the command line, to report with those found here. Raises: UserError, as `load`."""
+    Raises: UserError, as `load`."""
     note = ""
     if not files and default:
         file, note = (default, "") if isinstance(default, str) else default(changes)
@@ -197,13 +144,7 @@ def resolve(
     values = {name: section.model_dump(exclude_unset=True) for name, section in sections(command).items()}
     for content in (*map(read_yaml, files), changes):
         _merge(values, content)
-    try:
-        config = command.model_validate(values)
-    except UserError as error:
-        follows = mistakes and not error.__cause__  # an error between fields, one of which has an unknown name
-        raise join_errors([*mistakes, *([] if follows else error.mistakes)]) from error
-    if mistakes:
-        raise join_errors(mistakes)
+    config = command.model_validate(values)
     if note:
         _print_line(note)
     return config
@@ -271,13 +212,16 @@ def help_text(command: type[Command], preset: str | None = None, only: Sequence[
     """The text of `--help`: all flags of a command, or those in `only`, with the values of the file `preset`."""
     defaults = flat(read_yaml(preset)) if preset else {}
     fields = leaves(command)
-    words = [f"[{command.positional.upper()}]"] if command.positional else []
-    usage = " ".join(["usage:", Path(sys.argv[0]).name, *words, "[--config FILE ...] [--FIELD VALUE ...]"])
-    parts = [usage, "", str(command.__doc__), ""]
-    parts += _flag_help(
-        "config FILE", "YAML file; repeatable, later files win" + f" (default: {preset})" * bool(preset)
-    )
-    parts += _flag_help("print_config", "print the configuration and exit")
+    words = f"[{command.positional.upper()}] " if command.positional else ""
+    preset_text = f" (default: {preset})" if preset else ""
+    parts = [
+        f"usage: {Path(sys.argv[0]).name} {words}[--config FILE ...] [--FIELD VALUE ...]",
+        "",
+        str(command.__doc__),
+        "",
+        _flag_help("config FILE", f"YAML file; repeatable, later files win{preset_text}"),
+        _flag_help("print_config", "print the configuration and exit"),
+    ]
     before = ""
     for name, field in fields:
         if only and name not in only:
@@ -286,36 +230,43 @@ def help_text(command: type[Command], preset: str | None = None, only: Sequence[
         if section != before:
             parts += ["", f"{section}: {sections(command)[section].__doc__}"]
             before = section
-        shown = defaults.get(name, field.default)
-        shown = json.dumps(shown).strip('"') if not isinstance(shown, tuple | list) else " ".join(map(str, shown))
-        parts += _flag_help(f"{name} {_metavar(field)}", f"{field.description or ''} (default: {shown or 'none'})")
-    return "\n".join([*parts, *["", f"--help all lists all {len(fields)} flags"] * bool(only)])
+        value = defaults.get(name, field.default)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else json.dumps(value).strip('"')
+        parts.append(_flag_help(f"{name} {_metavar(field)}", f"{field.description or ''} (default: {shown or 'none'})"))
+    if only:
+        parts += ["", f"--help all lists all {len(fields)} flags"]
+    return "\n".join(parts)
 
 
-def _flag_help(flag: str, text: str) -> list[str]:
-    indent = " " * 8
-    return [f"  --{flag}", *textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent)]
+def _flag_help(flag: str, text: str) -> str:
+    return f"  --{flag}\n" + textwrap.fill(text, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
 def _metavar(field: FieldInfo) -> str:
     """The kinds of values that a flag takes, like `INT` or `{auto,true,false}`."""
+    kinds = [field.annotation]
+    for kind in kinds:
+        kinds += get_args(kind)
     words = {str: "TEXT", bool: "true,false", type(None): "null"}
-    names = [kind if isinstance(kind, str) else words.get(kind) or kind.__name__.upper() for kind in _kinds(field)]
+    names = [
+        kind if isinstance(kind, str) else words.get(kind) or kind.__name__.upper()
+        for kind in kinds
+        if isinstance(kind, type | str) and not get_args(kind)
+    ]
     text = ",".join(dict.fromkeys(names))
     return f"{{{text}}}" if "," in text else text
 
 
-def _merge(into: dict[str, Any], new: Mapping[str, Any], prefix: str = "") -> None:
-    """Sets the keys of `new`, `optim.lr` as well as `optim: {lr: ...}`. Raises: UserError for a value of a section."""
+def _merge(into: dict[str, Any], new: Mapping[Any, Any]) -> None:
+    """Sets the keys of `new`, `optim.lr` as well as `optim: {lr: ...}`."""
     for key, value in new.items():
         section, dot, field = str(key).partition(".")
         if dot:
-            key = section
             value = {field: value}
-        before = into.get(key)
-        if isinstance(before, dict) and isinstance(value, dict):
-            _merge(before, value, f"{prefix}{key}.")
-        elif isinstance(before, dict) and value is not None:
-            raise UserError(f"{prefix}{key}", value, f"should be a section with keys, like `{key}: {{key: value}}`")
-        elif not isinstance(before, dict):
-            into[key] = value
+        before = into.get(section)
+        if not isinstance(before, dict):
+            into[section] = value
+        elif isinstance(value, dict):
+            _merge(before, value)
+        elif value is not None:
+            into[section] = value

@@ -45,17 +45,18 @@ def mixture_mistakes(config: "TrainingConfig") -> Iterator[tuple[str, object, st
 
 def describe_missing(manifest: Path) -> str:
     """The hint for a folder of `data.path` without the file `manifest`, with a command that makes one."""
-    folder, text = manifest.parent, manifest.parent.absolute()
+    folder = manifest.parent
     if not folder.exists():
-        near = sorted(str(found.parent) for found in folder.parent.glob(f"*/{manifest.name}"))[:3]
-        return "no such folder; " + (f"there is {', '.join(near)}" if near else "create it with prepare_data.py")
+        return "no such folder; create it with prepare_data.py"
+    name = folder.absolute().stem
     if any(folder.glob("*.bin")):
-        indexing = f"index shards from other programs with prepare_data.py --source 'bin:{folder}/*.bin'"
-        return f"has shards but no {manifest.name}: run its prepare_data.py command again, or {indexing}"
-    output = f"data/{text.stem}"
-    output += "-tokens" * (Path(output).absolute() == text)
-    command = f"`{command_for('prepare_data')} --source '{folder}' --output {output}`"
-    return f"has no {manifest.name}; if it is text, {command} makes token shards"
+        source, output = f"bin:{folder}/*.bin", folder
+    else:
+        source, output = folder, Path(f"data/{name}")
+        if output.absolute() == folder.absolute():
+            output = Path(f"data/{name}-tokens")
+    command = f"{command_for('prepare_data')} --source '{source}' --output {output}"
+    return f"has no {manifest.name}; if it holds text or shards of another program: `{command}`"
 
 
 def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -97,11 +98,10 @@ def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step:
     mistakes = []
     for name, now, before in differences(config, saved, config.kept):
         if not config.may_change(name, before, step):
-            own = Path(config.output_dir, config.run_name, "config.yaml")
-            hint = f"the run was started with {before}; restore it (--config {own}), or choose another run_name"
-            if name.startswith("optim.") and hasattr(config.train, "branch_from"):
-                way, what = ("init_from", "weights") if name == "optim.name" else ("branch_from", "training state")
-                hint += f" (train.{way} starts a new run from this run's {what})"
+            file = Path(config.output_dir, config.run_name, "config.yaml")
+            hint = f"the run was started with {before}; restore it (--config {file}), or choose another run_name"
+            if config.kind == "gpt2":
+                hint += " (train.init_from or train.branch_from starts a new run from this run)"
             mistakes += UserError(name, now, hint).mistakes
     if mistakes:
         raise UserError.join(mistakes)

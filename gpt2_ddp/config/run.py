@@ -103,12 +103,6 @@ class TrackingConfig(Section):
     peak_flops: float | None = Field(default=None, gt=0)
     """peak of one device in dense bf16 FLOP/s, for the MFU; null: the data sheet's value, for known devices"""
 
-    @field_validator("log_with", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: object) -> object:
-        names = value if isinstance(value, list | tuple) else [value]
-        return [name for name in dict.fromkeys(map(str, names)) if name not in ("none", "null", "None", "")]
-
 
 PER_MACHINE = ("output_dir", "data.path", "data.prepare", "train.init_from", "train.branch_from")
 """Paths that may differ between machines."""

@@ -92,7 +92,7 @@ def test_absurd_command_lines(tmp_path, seed, cases):
 def test_many_mistakes_are_told_in_part():
     with pytest.raises(UserError) as caught:
         load(PrepareConfig, [f"--{number}" for number in range(1000)])
-    assert (len(caught.value.mistakes), caught.value.mistakes[-1]) == (MOST + 1, "and more errors like these")
+    assert len(caught.value.mistakes) == MOST
 
 
 def test_messages_are_short_lines():
