@@ -223,7 +223,7 @@ def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsy
 def test_test_images_that_have_changed_are_not_scored(runs):
     image = runs / "images/test/cat/0.png"
     before = image.read_bytes()
-    image.write_bytes((runs / "images/test/owl/0.png").read_bytes())
+    image.write_bytes((runs / "images/test/owl/3.png").read_bytes())
     message = r"images: has other test samples than the run was started"
     try:
         expect_error(message, evaluate, runs / "scaled/run")
