@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, Checkpoint, check_weights, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, Checkpoint, check_weights, find_checkpoint, fit_weights
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import GenerateConfig
@@ -36,6 +36,7 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     config = read_settings(checkpoint)
     assert isinstance(config, TrainingConfig), "a GPT's"
     with still_there(checkpoint):
+        weights = load_file(checkpoint.path / MODEL)
         vocab_size, name = checkpoint.state.record["vocab_size"], checkpoint.state.record["tokenizer"]
     file = checkpoint.path / name
     tokenizer = load_tokenizer(str(file) if file.is_file() else name)
@@ -43,7 +44,8 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
         raise UserError("checkpoint", file, "is not the tokenizer of the run; name another checkpoint")
     with torch.device("meta"), without_init():  # a stranger's configuration may claim any size
         model = GPT(config.model, vocab_size, tokenizer.eot)
-    load_weights(checkpoint, model)
+    check_weights(weights, model, checkpoint.path)
+    model.load_state_dict(weights, assign=True)
     return model.eval(), tokenizer
 
 
@@ -53,12 +55,11 @@ def read_settings(checkpoint: Checkpoint) -> RunConfig:
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Replaces the weights of the plain module by a checkpoint's.
+    """Copies a checkpoint's weights into the plain module.
     Raises: UserError if names or shapes differ, or the checkpoint was removed since it was verified."""
     with still_there(checkpoint):
         weights = load_file(checkpoint.path / MODEL)
-    check_weights(weights, model, checkpoint.path)
-    model.load_state_dict(weights, assign=True)
+    fit_weights(weights, model, checkpoint.path)
 
 
 @contextmanager
