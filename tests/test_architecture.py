@@ -177,7 +177,7 @@ def test_a_run_keeps_what_runs_promise(short_documents, tmp_path, kind):
     number of processes it has the same order and losses; it replays."""
     changes = {"model.architecture": kind, "model.n_kv_head": 1, "model.dropout": 0.1, "model.document_mask": True}
     changes |= {"train.micro_batch_size": 2, "guard.patience": 2, "optim.decay_steps": 8, "checkpoint.every": 2}
-    changes |= {"model.n_layer": 1, "eval.every": 10}
+    changes |= {"model.n_layer": 1, "eval.every": 2}
 
     def config(name: str, steps: int) -> TrainingConfig:
         return training_config(short_documents, tmp_path / name, changes | {"train.steps": steps})
