@@ -1,9 +1,6 @@
 """Evaluation: every target once, whatever the ranks and the batch."""
 
-import io
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,19 +87,6 @@ def test_every_target_once_for_all_ranks_and_batches(corpus):
 ])  # fmt: skip
 def test_a_part_is_spread_over_the_split(length, tokens, windows):
     assert _chosen_windows(length, 10, tokens).tolist() == windows
-
-
-@pytest.mark.parametrize(("shown", "terminal", "seconds"), [(1, True, 1.0), (0, False, 1.0), (0, True, 0.01)])
-def test_a_long_evaluation_has_a_progress_bar(corpus, monkeypatch, shown, terminal, seconds):
-    """On a terminal, once it has taken two seconds; `seconds` pass with every batch."""
-    screen, now = io.StringIO(), iter(np.arange(1000) * seconds)
-    monkeypatch.setattr(screen, "isatty", lambda: terminal)
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr("tqdm.std.time", lambda: float(next(now)))
-    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
-    evaluate(accelerator, model(), EvalSet(TokenStream(corpus, read_manifest(corpus), "val"), 48, 48 * 80), 8)
-    assert ("evaluating" in screen.getvalue()) == shown
-    assert not shown or not screen.getvalue().rsplit("\r", 2)[1].strip(), "cleared at the end"
 
 
 # How many tokens
