@@ -24,6 +24,7 @@ from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import parse_json, read_small, write_atomically
 from gpt2_ddp.model.evaluate import IGNORED
+from gpt2_ddp.preparation.row_sources import load_from_hub
 
 METRICS = ("acc", "acc_norm")
 LONGEST = 2**30  # bytes of a file of items
@@ -95,7 +96,11 @@ def load_sets(
         if name in sets:
             raise UserError(field, task, f"two tasks have the name {name}; rename a file, or remove one")
         try:
-            items = _fetch_hellaswag() if task == "hellaswag" else read_items(Path(task))
+            items = (
+                [*map(_item, load_from_hub(HELLASWAG, split="validation"))]
+                if task == "hellaswag"
+                else read_items(Path(task))
+            )
             sets[name] = make_set(name, items, most, tokenizer, block_size)
         except (OSError, ValueError) as error:
             hint = f"{error}; a task is hellaswag or a jsonl file of items (docs/evaluation.md)"
@@ -109,20 +114,6 @@ def notes_on(sets: Iterable[ItemSet], saved: Mapping[str, str]) -> Iterator[str]
         yield f"{items.name} is scored on {len(items.items):,} items; guessing gets {items.chance:.1%} right"
         if saved.get(items.name, items.sha256) != items.sha256:
             yield f"the items of {items.name} have changed; scores are not comparable with earlier rows"
-
-
-def _fetch_hellaswag() -> list[Item]:
-    """HellaSwag from the Hub; without an answer in four seconds, from the cache of `datasets`. Raises: OSError,
-    ValueError."""
-    import datasets.config
-    import huggingface_hub.constants
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    try:
-        huggingface_hub.HfApi().dataset_info(HELLASWAG, timeout=4)  # load_dataset retries for 40 s
-    except (OSError, HTTPError):
-        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    return [_item(row) for row in datasets.load_dataset(HELLASWAG, split="validation")]
 
 
 def read_items(path: Path) -> list[Item]:

@@ -4,6 +4,7 @@ import gzip
 import io
 import pickle
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +44,11 @@ def write_parquet(
     )
 
 
-def write_class_folders(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
-    """`folder/<split>/class_07/3.png`."""
-    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        place = folder / split / f"class_{label:02d}"
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"{number}.png").write_bytes(png(image))
+def write_folders(folder: Path, images: np.ndarray, names: Iterable[object]) -> None:
+    """`folder/<name of its class>/<number of the image>.png`."""
+    for number, (image, name) in enumerate(zip(images, names, strict=True)):
+        (folder / str(name)).mkdir(parents=True, exist_ok=True)
+        (folder / str(name) / f"{number}.png").write_bytes(png(image))
 
 
 def write_cifar(folder: Path, n_train: int, n_test: int, classes: int = 100) -> Path:
@@ -59,12 +59,9 @@ def write_cifar(folder: Path, n_train: int, n_test: int, classes: int = 100) -> 
 
 
 def write_images(folder: Path, classes: dict[str, int], seed: int, size: int = 16) -> None:
-    """`folder/<class>/<number>.png`, so many of each class, no two alike."""
-    rng = np.random.default_rng(seed)
-    for name, count in classes.items():
-        (folder / name).mkdir(parents=True)
-        for number in range(count):
-            (folder / name / f"{number}.png").write_bytes(png(rng.integers(0, 256, (size, size, 3), np.uint8)))
+    """Class folders with so many images of each class, no two alike."""
+    names = [name for name, count in classes.items() for _ in range(count)]
+    write_folders(folder, np.random.default_rng(seed).integers(0, 256, (len(names), size, size, 3), np.uint8), names)
 
 
 def write_idx(folder: Path, split: str, images: np.ndarray, labels: np.ndarray, compressed: bool) -> None:
@@ -77,28 +74,26 @@ def write_idx(folder: Path, split: str, images: np.ndarray, labels: np.ndarray, 
         (folder / f"{name}{'.gz' * compressed}").write_bytes(gzip.compress(content) if compressed else content)
 
 
-def write_archive(folder: Path, kind: str, images: np.ndarray, labels: np.ndarray) -> None:
-    """cifar-10-batches-py or cifar-100-python, whose first five sixths are for training."""
-    folder.mkdir(parents=True, exist_ok=True)
-    n = len(labels) // 6
-    parts = [slice(number * n, (number + 1) * n) for number in range(6)]
-    rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+def write_archive(folder: Path, kind: str, split: str, images: np.ndarray, labels: np.ndarray) -> None:
+    """A split of cifar-10-batches-py or cifar-100-python, and the names of the classes."""
+    files = [split]
+    if kind == "cifar10":
+        files = [f"data_batch_{number}" for number in range(1, 6)] if split == "train" else ["test_batch"]
 
     def dump(name: str, content: dict) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(pickle.dumps(content, protocol=2))
 
+    for name, part in zip(files, np.array_split(np.arange(len(labels)), len(files)), strict=True):
+        rows, fine = images[part].transpose(0, 3, 1, 2).reshape(len(part), -1), labels[part].tolist()
+        coarse = [label // 5 for label in fine]
+        columns = {"labels": fine} if kind == "cifar10" else {"fine_labels": fine, "coarse_labels": coarse}
+        dump(name, {"data": rows, **columns})
+    names = [f"class {number}" for number in range(100)]
     if kind == "cifar10":
-        for number, part in enumerate(parts, 1):
-            name = f"data_batch_{number}" if number < 6 else "test_batch"
-            dump(name, {"data": rows[part], "labels": labels[part].tolist()})
-        dump("batches.meta", {"label_names": [f"class_{number}" for number in range(10)]})
+        dump("batches.meta", {"label_names": names[:10]})
     else:
-        for name, part in (("train", slice(0, 5 * n)), ("test", parts[5])):
-            coarse = (labels[part] // 5).tolist()
-            content = {"data": rows[part], "fine_labels": labels[part].tolist(), "coarse_labels": coarse}
-            dump(name, content)
-        names = {"fine_label_names": [f"f{i}" for i in range(100)], "coarse_label_names": [f"c{i}" for i in range(20)]}
-        dump("meta", names)
+        dump("meta", {"fine_label_names": names, "coarse_label_names": names[:20]})
 
 
 def write_sets_of_images(folder: Path) -> None:
@@ -106,5 +101,6 @@ def write_sets_of_images(folder: Path) -> None:
     write_idx(folder / "digits", "train", pixels[:60, :, :, 0], labels[:60], compressed=True)
     write_idx(folder / "digits", "t10k", pixels[60:, :, :, 0], labels[60:], compressed=True)
     for split, n in (("train", 41), ("val", 13)):
-        write_class_folders(folder / "photos", split, *pictures(n, 3, n, size=64))
+        images, labels = pictures(n, 3, n, size=64)
+        write_folders(folder / "photos" / split, images, [f"class_{label:02d}" for label in labels])
         write_parquet(folder / "tables", split, *pictures(n, 7, n, size=24), names=("photo", "kind"))

@@ -8,19 +8,18 @@ import torch.nn.functional as F
 from close import assert_close, float64
 from models import random_tokens
 from ranks import in_turn, run_ranks
-from runs import rows, said, same, train, train_with_faults, training_config, untimed, weights
+from runs import assert_same, rows, said, train, train_with_faults, training_config
 from torch import nn
 
-from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
+from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.model import architecture
 from gpt2_ddp.model.architecture import causal_attention
-from gpt2_ddp.model.generate import KVCache, Sampling, decode, generate
+from gpt2_ddp.model.generate import KVCache, decode
 from gpt2_ddp.model.gpt import GPT, count_parameters
-from gpt2_ddp.model.optim import EPSILON, build_optimizer, muon_matrices
-from gpt2_ddp.model.transformers_layout import CLASSES, from_transformers, to_transformers, transformers_config
+from gpt2_ddp.model.optim import build_optimizer, muon_matrices
+from gpt2_ddp.model.transformers_layout import CLASSES, to_transformers, transformers_config
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 VOCABULARY = 300
 KINDS = [("gpt2", None), ("llama", None), ("llama", 2), ("qwen3", 2), ("nanochat", 2), ("nanochat", None)]
@@ -74,44 +73,6 @@ def test_logits_and_gradients_are_those_of_transformers(kind, key_heads, shape, 
     model(tokens, targets).backward()
     their_loss(theirs, tokens, targets).backward()
     assert_close(to_transformers(gradients(model), model.config, VOCABULARY), gradients(theirs))
-
-
-@each
-@float64()
-def test_ten_steps_end_where_those_of_transformers_do(kind, key_heads):
-    model = make(kind, key_heads, scale=1.0)
-    theirs = reference(model).train()
-    config = OptimConfig(lr=5e-3, weight_decay=0.0)
-    other = torch.optim.AdamW(theirs.parameters(), lr=5e-3, betas=config.betas, eps=EPSILON, weight_decay=0.0)
-    optimizers, generator = (build_optimizer(model, config), other), torch.Generator().manual_seed(1)
-    for _ in range(10):
-        tokens = torch.randint(0, VOCABULARY // 8, (4, 33), generator=generator)
-        losses = model(tokens[:, :-1], tokens[:, 1:]), their_loss(theirs, tokens[:, :-1], tokens[:, 1:])
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        assert_close(*losses)
-    assert losses[0] < 4, "the model learns that an eighth of the vocabulary occurs"
-
-
-@each
-def test_there_and_back_is_bitwise(kind, key_heads):
-    model = make(kind, key_heads)
-    state = model.state_dict()
-    back = from_transformers(to_transformers(state, model.config, VOCABULARY), model.config, state)
-    assert back.keys() == state.keys()
-    assert all(torch.equal(back[name], weight) for name, weight in state.items())
-
-
-@each
-def test_generation_with_a_cache_writes_what_transformers_writes(kind, key_heads):
-    model = make(kind, key_heads)
-    prompt, new = [1, 2, 3], 20
-    rows = generate(model, [prompt, [7]], VOCABULARY - 1, Sampling(new, temperature=0.0))
-    settings = {"do_sample": False, "max_new_tokens": new, "suppress_tokens": [VOCABULARY - 1], "pad_token_id": 0}
-    written = reference(model).generate(torch.tensor([prompt]), **settings)  # pyright: ignore[reportCallIssue]
-    assert rows[0] == written[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
@@ -179,47 +140,36 @@ def test_cached_logits_are_those_of_the_whole_forward(kind, key_heads, dtype):
     assert_close(model.head(torch.cat(cut, dim=1))[..., :VOCABULARY], whole, near)
 
 
-POISON = (12 * 6, 12 * 9)
-"""Positions of steps 7 to 9: on them, the last rank's gradient is not finite."""
-
-
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "nanochat")), "speedrun"]
 )
 def test_a_run_keeps_what_runs_promise(short_documents, tmp_path, kind):
-    """With dropout and masked documents, bad steps and a rollback: resumed, it is the same to the bit; on 1, 2 and
-    3 processes it has the same order and losses; it replays, and is evaluated to its val_loss.
-    """
+    """With dropout and masked documents, bad steps and a rollback: resumed, it is the same to the bit; on another
+    number of processes it has the same order and losses; it replays."""
     changes = {"model.architecture": kind, "model.n_kv_head": 1, "model.dropout": 0.1, "model.document_mask": True}
-    changes |= {"train.micro_batch_size": 2, "guard.patience": 2, "optim.decay_steps": 12, "checkpoint.every": 3}
-    changes |= {"model.n_layer": 1, "eval.every": 3, "eval.tokens": None}
+    changes |= {"train.micro_batch_size": 2, "guard.patience": 2, "optim.decay_steps": 8, "checkpoint.every": 2}
+    changes |= {"model.n_layer": 1, "eval.every": 2}
 
     def config(name: str, steps: int) -> TrainingConfig:
         return training_config(short_documents, tmp_path / name, changes | {"train.steps": steps})
 
-    whole, begun, single, parts = (tmp_path / name / "run" for name in ("whole", "begun", "single", "parts"))
-    found, _, _, _, single_end, replay, evaluation = run_ranks(
+    whole, begun, parts = (tmp_path / name / "run" for name in ("whole", "begun", "parts"))
+    bad = (12 * 2, 12 * 5)  # the positions of steps 3 to 5
+    found, _, _, resumed, replay = run_ranks(
         in_turn,
         1,
-        (train_with_faults, config("whole", 12), POISON),
-        (train, config("begun", 3)),
-        (shutil.copytree, begun, single),
+        (train_with_faults, config("whole", 8), bad),
+        (train, config("begun", 2)),
         (shutil.copytree, begun, parts),
-        (train_with_faults, config("single", 12), POISON),
-        (said, verify_run, VerifyConfig(run=str(whole), replay="6:9")),
-        (said, evaluate_checkpoint, EvaluateConfig(checkpoint=str(whole), device="cpu", mixed_precision="no")),
+        (train_with_faults, config("begun", 8), bad),
+        (said, verify_run, VerifyConfig(run=str(whole), replay="4:6")),
     )[0]
-    assert found == single_end == "completed"
-    assert [(row["step"], row["from"], row["skipped_range"]) for row in rows(whole) if "event" in row] == [
-        (6, 10, [72, 120])
-    ]
-    assert untimed(single) == untimed(whole)
-    assert same(weights(single), weights(whole))
-    run_ranks(train, 2, config("parts", 6))
-    run_ranks(train_with_faults, 3, config("parts", 12), POISON)
+    assert found == resumed == "completed"
+    assert [row["event"] for row in rows(whole) if "event" in row] == ["rollback"]
+    assert_same(begun, whole)
+    assert replay[0] == 0, replay
+    run_ranks(train_with_faults, 2, config("parts", 8), bad)
     for a, b in zip(rows(whole), rows(parts), strict=True):
         assert (a["step"], a.get("order_digest"), a.get("event")) == (b["step"], b.get("order_digest"), b.get("event"))
         if "loss" in a:
             assert_close(a["loss"], b["loss"], 1e-5)
-    assert replay[0] == 0, replay
-    assert f"val loss {rows(whole)[-1]['val_loss']:.6f}" in evaluation[1]

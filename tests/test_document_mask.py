@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_close, float64
 from models import tiny
-from ranks import in_turn, run_ranks
+from ranks import run_ranks
 from runs import rows, train, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
@@ -18,6 +18,7 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model import documents
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.tasks.initial_weights import find_initial_weights
 from gpt2_ddp.tasks.trained_model import load_model
 
 EOT, VOCAB, T = 0, 65, 16
@@ -30,11 +31,7 @@ WINDOWS = {
 }
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "llama": {"architecture": "llama", "n_kv_head": 1},
-    "nanochat": {"architecture": "nanochat"},
-}
+KINDS: dict[str, dict[str, Any]] = {"gpt2": {}, "nanochat": {"architecture": "nanochat", "n_kv_head": 1}}
 
 
 def masked(document_mask: bool = True, kind: str = "gpt2", **changes: Any) -> GPT:
@@ -66,31 +63,25 @@ def test_each_document_is_computed_as_if_alone(kind: str, name: str, monkeypatch
     assert_close(model(windows)[0], logits)
 
 
-def check_gradients(model: GPT, run: Any, autocast: bool = False) -> None:
+WAYS = [*(("gpt2", way) for way in ("plain", "autocast", "recomputed", "traced")), ("nanochat", "plain")]
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind: str, way: str):
     """The loss at t moves with the embeddings of its own document up to t, and of nothing else: exactly."""
-    tokens = torch.tensor([*WINDOWS.values()])
+    model, tokens = masked(kind=kind), torch.tensor([*WINDOWS.values()])
+    model.activation_checkpointing = way == "recomputed"
+    run = torch.compile(model, dynamic=False, backend="aot_eager") if way == "traced" else model
     added = torch.zeros(*tokens.shape, 32, requires_grad=True)
     model.wte.register_forward_hook(lambda *passed: passed[2] + added)
     document = (tokens == EOT).cumsum(dim=1)
     targets = torch.randint(VOCAB, tokens.shape, generator=torch.Generator().manual_seed(1))
     for t in range(T):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
             loss = run(tokens, targets, reduction="none")[:, t].sum()
         (gradient,) = torch.autograd.grad(loss, added)
         seen = (document == document[:, t : t + 1]) & (torch.arange(T) <= t)
         assert torch.equal(gradient.any(dim=2), seen), t
-
-
-WAYS = [("gpt2", way) for way in ("plain", "autocast", "recomputed", "traced")]
-WAYS += [("llama", "plain"), ("nanochat", "plain")]
-
-
-@pytest.mark.parametrize(("kind", "way"), WAYS)
-def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind: str, way: str):
-    model = masked(kind=kind)
-    model.activation_checkpointing = way == "recomputed"
-    run = torch.compile(model, dynamic=False, backend="aot_eager") if way == "traced" else model
-    check_gradients(model, run, autocast=way == "autocast")
 
 
 @torch.no_grad()
@@ -130,9 +121,10 @@ def loss_of_documents_alone(run: Path, data: Path) -> float:
 
 def test_trained_and_evaluated(short_documents: Path, tmp_path: Path):
     """The recorded val_loss is that of documents run alone. Another run may begin with its weights, without a mask."""
-    changes: dict[str, Any] = {"model.document_mask": True, "eval.tokens": None, "train.steps": 6}
-    begun = {"model.document_mask": False, "run_name": "begun", "train.init_from": str(tmp_path / "run")}
-    configs = [training_config(short_documents, tmp_path, values) for values in (changes, changes | begun)]
-    assert run_ranks(in_turn, 1, *[(train, config) for config in configs]) == [["completed"] * 2]
+    changes: dict[str, Any] = {"model.document_mask": True, "eval.tokens": None, "train.steps": 3}
+    changes |= {"model.n_layer": 1, "eval.every": 5, "eval.batch_size": 64}
+    run_ranks(train, 1, training_config(short_documents, tmp_path, changes))
+    begun = {"model.document_mask": False, "train.init_from": str(tmp_path / "run")}
+    assert find_initial_weights(training_config(short_documents, tmp_path, changes | begun))
     last = rows(tmp_path / "run")[-1]
     assert_close(last["val_loss"], loss_of_documents_alone(tmp_path / "run", short_documents), 1e-5, 1)

@@ -1,10 +1,6 @@
 """Evaluation: every target once, whatever the ranks and the batch."""
 
-import io
-import math
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +15,7 @@ from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate
+from gpt2_ddp.model.evaluate import EvalSet, _chosen_windows, evaluate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.tasks.pretraining import resolve
 
@@ -35,7 +31,6 @@ def score(corpus, cases: list[tuple[int, int | None, int | None]]) -> list[tuple
     """Evaluates on this rank by each batch size, number of tokens, and limit, which cuts the stream's length: for
     splits with fewer batches than ranks."""
     from gpt2_ddp.distributed.launch import build_accelerator
-    from gpt2_ddp.model.evaluate import evaluate
 
     class Cut(TokenStream):
         limit = None
@@ -87,35 +82,11 @@ def test_every_target_once_for_all_ranks_and_batches(corpus):
     assert [tokens for _, tokens, _ in ranks[0][2:]] == [480, *[limit - 1 for limit in limits]]
 
 
-def test_a_part_is_spread_over_the_split():
-    from gpt2_ddp.model.evaluate import _chosen_windows
-
-    assert _chosen_windows(1000 * 10 + 1, 10, 100).tolist() == [0, 100, 200, 300, 400, 500, 600, 700, 800, 900]
-    assert _chosen_windows(25, 10, None).tolist() == [0, 1, 2]
-    assert _chosen_windows(25, 10, 24).tolist() == [0, 1, 2]
-    assert _chosen_windows(25, 10, 11).tolist() == [0, 1]
-    assert _chosen_windows(5, 10, 2).tolist() == [0]
-
-
-def test_derived_numbers():
-    result = Evaluation(nll=200.0, tokens=100, bytes=300)
-    assert result.loss == 2.0
-    assert_close(result.perplexity, math.e**2)
-    assert_close(result.bits_per_byte, 200 / math.log(2) / 300)
-    assert math.isnan(Evaluation(1.0, 1, 0).bits_per_byte)
-
-
-@pytest.mark.parametrize(("shown", "terminal", "seconds"), [(1, True, 1.0), (0, False, 1.0), (0, True, 0.01)])
-def test_a_long_evaluation_has_a_progress_bar(corpus, monkeypatch, shown, terminal, seconds):
-    """On a terminal, once it has taken two seconds; `seconds` pass with every batch."""
-    screen, now = io.StringIO(), iter(np.arange(1000) * seconds)
-    monkeypatch.setattr(screen, "isatty", lambda: terminal)
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr("tqdm.std.time", lambda: float(next(now)))
-    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
-    evaluate(accelerator, model(), EvalSet(TokenStream(corpus, read_manifest(corpus), "val"), 48, 48 * 80), 8)
-    assert ("evaluating" in screen.getvalue()) == shown
-    assert not shown or not screen.getvalue().rsplit("\r", 2)[1].strip(), "cleared at the end"
+@pytest.mark.parametrize(("length", "tokens", "windows"), [
+    (10_001, 100, [*range(0, 1000, 100)]), (25, None, [0, 1, 2]), (25, 24, [0, 1, 2]), (25, 11, [0, 1]), (5, 2, [0]),
+])  # fmt: skip
+def test_a_part_is_spread_over_the_split(length, tokens, windows):
+    assert _chosen_windows(length, 10, tokens).tolist() == windows
 
 
 # How many tokens

@@ -4,13 +4,12 @@ import io
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from close import assert_close, float64
 from commands import expect_error
 from runs import gpt_state, open_store
 
@@ -19,12 +18,10 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, Sampling, decode, generate, next_logits, sample
+from gpt2_ddp.model.generate import BATCH_ROWS, Sampling, generate, sample
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.tasks.trained_model import TextStream, generate_text, load_model, load_weights
-
-ROOT = Path(__file__).parents[1]
 
 EOT = 0
 VOCAB = 65
@@ -51,24 +48,6 @@ def plain_greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
     return result
 
 
-@torch.no_grad()
-@float64()
-def test_cached_logits_equal_the_plain_forward_at_every_position():
-    model = tiny()
-    rows = [torch.randint(VOCAB, (length,)).tolist() for length in (64, 60, 33, 1 + 28)]
-    plain = [model(torch.tensor([row]))[0] for row in rows]
-    seen = [36, 32, 5, 1]  # each row's prompt; the rest is decoded one token at a time
-    cache = KVCache(model, rows=4, length=64)
-    logits = next_logits(model, [row[:n] for row, n in zip(rows, seen, strict=True)], cache, refill=True)
-    for step in range(29):
-        for row in range(4):
-            expected = plain[row][seen[row] + step - 1]
-            assert_close(logits[row, :VOCAB], expected)
-        if step < 28:
-            windows = [row[: n + step + 1] for row, n in zip(rows, seen, strict=True)]
-            logits = next_logits(model, windows, cache, refill=False)
-
-
 @pytest.mark.parametrize("block_size", [64, 16])
 def test_greedy_continues_as_the_plain_forward_says(block_size):
     """Beyond the block, the last half of the context is kept."""
@@ -80,22 +59,21 @@ def test_greedy_continues_as_the_plain_forward_says(block_size):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_does_not_depend_on_the_others(temperature):
-    model = tiny(block_size=16)  # rows outgrow the context at different steps
-    together = generate(model, PROMPTS, -1, Sampling(50, temperature=temperature, top_k=None))
-    for row in range(len(PROMPTS)):
+    model, sampling = tiny(block_size=16), Sampling(50, temperature=temperature, top_k=None)
+    together = generate(model, PROMPTS, -1, sampling)  # rows outgrow the context at different steps
+    for row, prompt in enumerate(PROMPTS):
         others = [[1], [2, 3], [4] * 12, [5] * 30]
-        others[row] = PROMPTS[row]
-        assert generate(model, others, -1, Sampling(50, temperature=temperature, top_k=None))[row] == together[row]
-    assert generate(model, PROMPTS[:1], -1, Sampling(50, temperature=temperature, top_k=None))[0] == together[0]
+        others[row] = prompt
+        assert generate(model, others, -1, sampling)[row] == together[row]
 
 
-def test_more_rows_than_a_batch():
-    model = tiny()
+def test_more_rows_than_a_batch_each_heard_as_it_comes():
+    model, heard = tiny(), {}
+    hear = lambda row, token: heard.setdefault(row, []).append(token)  # noqa: E731
     prompts = [[1 + index] for index in range(BATCH_ROWS + 3)]
-    results = generate(model, prompts, -1, Sampling(5, seed=4))
-    assert len(results) == len(prompts)
-    prompts[0] = [60]
-    assert generate(model, prompts, -1, Sampling(5, seed=4))[1:] == results[1:]
+    results = generate(model, prompts, 7, Sampling(5, seed=4), heard=hear)
+    assert [heard.get(row, []) for row in range(len(prompts))] == results
+    assert generate(model, [[60], *prompts[1:]], 7, Sampling(5, seed=4))[1:] == results[1:]
     same = generate(model, [[1]] * (2 * BATCH_ROWS), -1, Sampling(20, top_k=None))
     assert len({tuple(result) for result in same}) == len(same)  # no two rows share their random numbers
 
@@ -186,26 +164,6 @@ def test_the_edges_of_sampling():
         assert sample(logits, torch.tensor([0.9, 0.5]), Sampling(top_k=None, **options)).tolist() == [1, 0], options
 
 
-def test_each_token_passes_the_model_once_until_all_rows_have_ended(monkeypatch):
-    model, lengths = tiny(), []
-    monkeypatch.setattr(
-        "gpt2_ddp.model.generate.decode",
-        lambda model, tokens, *rest: lengths.append(tokens.size(1)) or decode(model, tokens, *rest),
-    )
-    first, second = generate(model, PROMPTS[:1], -1, Sampling(20, temperature=0))[0][:2]
-    assert lengths == [3, *[1] * 19]
-    assert first != second
-    assert generate(model, PROMPTS[:1], second, Sampling(1000, temperature=0)) == [[first]]
-    assert lengths[20:] == [3, 1]
-
-
-def test_new_tokens_are_heard_as_they_come():
-    model, heard = tiny(), {}
-    hear = lambda row, token: heard.setdefault(row, []).append(token)  # noqa: E731
-    results = generate(model, [[1]] * (BATCH_ROWS + 2), 7, Sampling(5), heard=hear)
-    assert [heard.get(row, []) for row in range(BATCH_ROWS + 2)] == results
-
-
 def test_a_stream_writes_no_half_of_a_character():
     tokenizer, pieces = load_tokenizer("gpt2"), []
     text = "año 日本 🙂🙃 \N{REPLACEMENT CHARACTER} x"
@@ -229,9 +187,8 @@ def checkpoint(tmp_path_factory):
     file = folder / "tokenizer.json"
     train_bpe(["def main(argument):\n    return argument + 1\n"] * 10, 300, file)
     tokenizer = load_tokenizer(str(file))
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}
-    config = TrainingConfig.model_validate({"model": shape, "train": {"steps": 1}})
-    model = GPT(config.model, tokenizer.vocab_size)
+    model = tiny(tokenizer.vocab_size)
+    config = TrainingConfig.model_validate({"model": model.config.model_dump(), "train": {"steps": 1}})
     task = {"tokenizer": file.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
     for step in (1, 2):
         state = gpt_state(progress={"step": step, "best": {"step": 1, "val_loss": 2.5, "tokens": 100, "since": 1}})
@@ -307,13 +264,12 @@ def test_a_stop_leaves_what_was_written(checkpoint, monkeypatch, capsys, samples
     config = GenerateConfig(checkpoint=str(checkpoint), prompts=("def",), num_samples=samples, device="cpu")
     generate_text(config.model_copy(update={"max_new_tokens": 5}))
     whole = capsys.readouterr().out
-    draws = []
+    draws = count()
 
     def stop_after_five(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(draws) == 5:
+        if next(draws) == 5:
             raise KeyboardInterrupt
-        draws.append(sample(*args, **kwargs))
-        return draws[-1]
+        return sample(*args, **kwargs)
 
     monkeypatch.setattr("gpt2_ddp.model.generate.sample", stop_after_five)
     with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,6 @@ from commands import expect_error
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
-from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.preparation.prepare import write_characters
@@ -109,23 +108,6 @@ def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, kind, bias):
         shape["attention.layer_norm_rms_epsilon"] = np.float32(1e-6)
     assert {name.removeprefix(f"{kind}."): value for name, value in found.items() if name.startswith(kind)} == shape
     assert found["general.architecture"] == kind
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_llama_cpp_itself_writes_what_the_model_writes(tmp_path, kind):
-    xllamacpp = pytest.importorskip("xllamacpp")
-    torch.manual_seed(0)
-    shape = {"n_embd": 128, "n_inner": 96, "block_size": 64}  # fewer tokens of a wide model are near to each other
-    model = made(**SHAPES[kind] | shape).eval()
-    write_gguf(model, TOKENIZER, tmp_path / "model.gguf")
-    params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel = str(tmp_path / "model.gguf"), 64, 1
-    ids = TOKENIZER.encode("def main(").tolist()
-    (ours,) = generate(model, [ids], TOKENIZER.eot, Sampling(8, temperature=0.0))
-    request = {"prompt": "def main(", "n_predict": 8, "temperature": 0, "logit_bias": [[TOKENIZER.eot, False]]}
-    answer = xllamacpp.Server(params).handle_completions(request)
-    assert answer["choices"][0]["text"] == TOKENIZER.decode(ours)
-    assert answer["usage"]["prompt_tokens"] == len(ids)
 
 
 @pytest.mark.parametrize("name", ["a trained BPE", pytest.param("gpt2", marks=pytest.mark.slow)])

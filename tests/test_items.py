@@ -3,8 +3,6 @@ whatever the ranks, the batch and the padding."""
 
 import json
 import math
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,23 +91,22 @@ def test_a_part_is_spread_and_long_contexts_lose_their_beginning():
 @pytest.mark.parametrize("online", [True, False])
 def test_hellaswag_is_what_lm_eval_takes_from_the_hub(tmp_path, monkeypatch, online):
     """Without a network, the Hub gets four seconds; `datasets` does not retry, and may have kept the rows."""
-    config = SimpleNamespace(HF_HUB_OFFLINE=False)
-    kept = {("Rowan/hellaswag", "validation"): made_items(5)}
+    import datasets
 
     def info(self, name, timeout):
         assert timeout <= 4
         if not online:
             raise ConnectionError("no network")
 
-    hub = SimpleNamespace(load_dataset=lambda name, split: kept[name, split], config=config)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    kept = {("Rowan/hellaswag", "validation"): made_items(5)}
+    for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
+        monkeypatch.setattr(name, False)
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
-    for name, module in (("datasets", hub), ("datasets.config", config)):
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: kept[name, split])
     file = write(tmp_path / "mine.jsonl", made_items(5))
     found, mine = load_sets("tasks", ["hellaswag", str(file)], 3, GPT2, 64)
     assert (found.name, found.items, found.sha256) == ("hellaswag", mine.items, mine.sha256)
-    assert config.HF_HUB_OFFLINE is not online
+    assert datasets.config.HF_HUB_OFFLINE is not online
 
 
 def test_accuracies_standard_errors_and_what_is_saved(tmp_path):
@@ -137,14 +134,11 @@ def model() -> GPT:
 
 
 def made_requests(count: int) -> list[Request]:
-    """Of many lengths, the longest of T + 1 tokens; every third is a copy of the one before."""
+    """Of many lengths, the longest of T + 1 tokens; the last is a copy of the first."""
     draw = np.random.default_rng(3)
-    requests = []
-    for number in range(count):
-        length = int(draw.integers(2, 50)) if number else 49
-        tokens = draw.integers(1, 500, length).tolist()
-        requests.append(requests[-1] if number % 3 == 2 else Request(tokens, int(draw.integers(1, length))))
-    return requests
+    lengths = [49, *draw.integers(2, 50, count - 1).tolist()]
+    requests = [Request(draw.integers(1, 500, length).tolist(), int(draw.integers(1, length))) for length in lengths]
+    return [*requests[:-1], requests[0]]
 
 
 CASES = [(37, 4, None), (37, 5, None), (37, 4, SHAPE.block_size), (1, 2, None)]

@@ -80,18 +80,10 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
     assert_close([told[name]["chance"] for name in told], [1 / 2, 1 / 3])
     assert re.search(r"my_items: \d+ of 21 texts are longer than the model's 16 tokens", notes)
     assert sorted(file.name for file in (tmp_path / "other").iterdir()) == ["my_items-3.json", "my_items-3.jsonl"]
-    assert [item.context for item in read_items(tmp_path / "other/my_items-3.jsonl")] == [
-        item.context for item in (read_items(items)[place] for place in (0, 2, 4))
-    ]
+    assert read_items(tmp_path / "other/my_items-3.jsonl") == read_items(items)[:6:2]
     assert not (found / "broken.json").exists()
-    refusals = [notes for _, notes in results[2:]]
-    expected = (
-        "broken.jsonl: line 8",
-        "longer.jsonl: choice",
-        "my items.jsonl: cannot be written",
-        "is for GPT-2 runs",
-    )
-    for refusal, words in zip(refusals, expected, strict=True):
+    expected = ("broken.jsonl: line 8", "longer.jsonl: choice", f"output = {items}", "tasks = ")
+    for (_, refusal), words in zip(results[2:], expected, strict=True):
         assert words in refusal
 
 

@@ -376,8 +376,8 @@ def test_an_anchor_is_a_file_or_the_chain_of_a_row(run: Path, trained: Path, tmp
 
 
 @pytest.mark.parametrize(("name", "value", "field"), [
-    ("model.n_layer", 10**4, "n_layer"), ("model.n_embd", 10**6, "n_embd"), ("model.n_inner", 10**7, "n_inner"),
-    ("model.block_size", 10**8, "block_size"), ("model.n_layer", 3, "h.2.attn.c_attn.bias"),
+    ("model.n_embd", 10**6, "model section"), ("model.n_inner", 10**7, "model section"),
+    ("model.block_size", 10**8, "wpe.weight"), ("model.n_layer", 3, "h.2.attn.c_attn.bias"),
     ("model.n_head", [1], "model.n_head = "), ("data.path", 5, "data.path = 5"), ("seed", 2, ""),
 ])  # fmt: skip
 def test_a_checkpoint_of_a_stranger(run: Path, tmp_path: Path, monkeypatch, name: str, value: Any, field: str) -> None:

@@ -3,7 +3,6 @@
 The page is one HTML document that links to nothing, fetches nothing and runs no script.
 """
 
-import base64
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -129,9 +128,6 @@ def _classes(run: RunRecord) -> list[str]:
     parts = [f"<h2>{escape(run.name)}: classes at step {run.classes.step:,}</h2>", _table(rows)]
     if len(names) > LISTED:
         parts.append(f"<p>The {LISTED:,} with the lowest accuracy, of {len(names):,}.</p>")
-    if run.wrong:
-        source = f"data:image/png;base64,{base64.b64encode(run.wrong).decode()}"
-        parts.append(f'<img alt="misclassified test images" src="{source}">')
     return parts
 
 

@@ -18,13 +18,12 @@ from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, is_e
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_json, read_small
+from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.status import health, no_run
 
 NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]
 Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
-LARGEST_PICTURE = 2**23  # most bytes of a picture; 24 images take 300,000
 LAST_STEP, LARGEST, SMALLEST = 2**53, 3.4e38, 1.2e-38  # limit of steps; largest and smallest normal number in fp32
 T = TypeVar("T")
 
@@ -65,7 +64,6 @@ class RunRecord:
     samples: list[Row]
     notes: list[str]  # omitted parts
     classes: Classes | None  # of a classifier, from evaluate.py
-    wrong: bytes  # PNG of misclassified test images; or empty
 
     @cached_property
     def fields(self) -> list[str]:
@@ -175,12 +173,10 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         found = health(folder)
         status |= {"state": found.state, "reason": found.detail}
     samples = [row for row in _read_rows(folder / SAMPLES, notes)[0] if isinstance(row.get("text"), str)]
-    classes, wrong = None, b""
+    classes = None
     if newest := max(folder.glob("evaluations/step-*/classes.json"), default=None):
-        classes, picture = _read(newest, _read_classes, notes), newest.with_name("wrong.png")
-        if classes and picture.exists():
-            wrong = _read(picture, lambda file: read_small(file, LARGEST_PICTURE), notes) or b""
-    return RunRecord(name, rows, events, flat(config), status, samples, notes, classes, wrong)
+        classes = _read(newest, _read_classes, notes)
+    return RunRecord(name, rows, events, flat(config), status, samples, notes, classes)
 
 
 def _read_rows(file: Path, notes: list[str]) -> tuple[PackedRows, list[Row]]:

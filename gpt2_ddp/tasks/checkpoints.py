@@ -1,6 +1,5 @@
 """Evaluation of a checkpoint: its scores, and the predictions of a small job."""
 
-import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,12 +23,12 @@ from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import write_atomically, writing
+from gpt2_ddp.files import write_atomically
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.output import make_output_folder, text_table
 from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, judge, load_sets, save
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
-from gpt2_ddp.tasks.supervised import SampleSet, means, score_each
+from gpt2_ddp.tasks.supervised import means, score_each
 from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best, read_settings
 
 Counts = list[dict[int, int]]
@@ -38,7 +37,6 @@ LONGEST_NAME = 4096  # characters of a file's, as systems allow them
 WORST = 10  # most classes to print
 NO_IMAGES = "is for runs of classifiers of images; name such a run, or remove it"
 SHOWN, LIKELIEST = 3, 10  # most classes of an image to print and to write, likeliest first
-PICTURES, COLUMNS = 24, 6  # most wrongly classified images to draw, and images per row and class
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:
@@ -165,16 +163,14 @@ def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:
     """The configuration of a small job's run; `data` may name another folder of images. Raises: UserError for flags of
     GPT-2 runs."""
     own = checkpoint.config.get("data", {})
-    given = {"tokens": config.tokens, "split": config.split if config.split != "val" else None}
-    given |= {"data": None if own.get("path") else " ".join(config.data) or None}
-    given |= {"tasks": ", ".join(config.tasks) or None}
-    for field, value in given.items():
-        if value is not None:
+    folder = " ".join(config.data)
+    refused = {"tokens": config.tokens, "tasks": ", ".join(config.tasks)}
+    refused |= {"split": config.split.removeprefix("val"), "data": "" if own.get("path") else folder}
+    for field, value in refused.items():
+        if value:
             hint = f"is for GPT-2 runs; this {checkpoint.kind} run is scored on all of its test samples: remove it"
             raise UserError(field, value, hint)
-    if len(config.data) > 1:
-        raise UserError("data", " ".join(config.data), "should be one folder with folders of classes")
-    saved = {**checkpoint.config, "data": {**own, "path": config.data[0]}} if config.data else checkpoint.config
+    saved = {**checkpoint.config, "data": {**own, "path": folder}} if folder else checkpoint.config
     settings = read_config(checkpoint.kind, saved, checkpoint.path / CONFIG)
     assert isinstance(settings, JobConfig), "the other kinds"
     return settings
@@ -202,15 +198,15 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     count = scores.pop("val_samples")
     line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
     names, found = job.facts.get("classes"), values[:, plain:].T.numpy()
-    taken = found[[0, 1, 1 + len(found) // 2]] if names else found  # classes, predictions and their probabilities
-    counts = confusion(taken, len(names)) if names else []
+    counts = confusion(found[:2].astype(int), len(names)) if names else []
 
     folder = Path(config.output or _evaluations(checkpoint))
 
     def save_all() -> None:
         write_predictions(folder, format_predictions(found[1:], names, job.test.where, found[0]))
         if names:
-            save_classes(folder, checkpoint.step, taken, counts, names, job.test)
+            content = {"step": checkpoint.step, "classes": [*names], "confusion": counts}
+            write_atomically(folder / "classes.json", json.dumps(content))
 
     if len(found) and (config.output or not config.data):  # without `output`, only the run's own samples are saved
         try:
@@ -283,67 +279,21 @@ def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def confusion(found: np.ndarray, classes: int) -> Counts:
-    """Number of samples of class i predicted as class j. `found`: fp64 [3, N], classes, predictions, and probabilities
-    of the predictions."""
+    """Number of samples of class i predicted as class j. `found`: int [2, N], classes and predictions."""
     counts: Counts = [{} for _ in range(classes)]
-    for one, other in sorted(found[:2].astype(int).T.tolist()):
+    for one, other in sorted(found.T.tolist()):
         counts[one][other] = counts[one].get(other, 0) + 1
     return counts
 
 
-def worst_classes(counts: Counts) -> list[int]:
-    """The classes with errors, the one with the highest error rate first."""
-    shares = {k: row.get(k, 0) / sum(row.values()) for k, row in enumerate(counts) if row}
-    return sorted((k for k, share in shares.items() if share < 1), key=lambda k: shares[k])
-
-
-def worst_mistakes(found: np.ndarray, counts: Counts) -> np.ndarray:
-    """int64 [PICTURES] or fewer: of each of the worst classes, the COLUMNS mistakes with the highest probability."""
-    labels, taken, probability = found
-    items = np.argsort(-probability, kind="stable")
-    items = items[labels[items] != taken[items]]
-    rows = [items[labels[items] == k][:COLUMNS] for k in worst_classes(counts)[:PICTURES]]
-    return np.concatenate([items[:0], *rows])[:PICTURES]
-
-
 def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
     """Lines on the classes with the highest error rates, worst first."""
-    worst, lines = worst_classes(counts), []
+    shares = {k: row.get(k, 0) / sum(row.values()) for k, row in enumerate(counts) if row}
+    worst, lines = sorted((k for k, share in shares.items() if share < 1), key=shares.__getitem__), []
     for k in worst[:WORST]:
-        total, right = sum(counts[k].values()), counts[k].get(k, 0)
-        other, most = max(((other, n) for other, n in counts[k].items() if other != k), key=lambda pair: pair[1])
-        taken = f"mostly taken for {names[other]} ({most:,})"
-        lines.append(f"  {names[k]}: {right:,} of {total:,} right, {right / total:.2%}; {taken}")
+        others = {other: n for other, n in counts[k].items() if other != k}
+        most = max(others, key=others.__getitem__)
+        right = f"{counts[k].get(k, 0):,} of {sum(counts[k].values()):,} right, {shares[k]:.2%}"
+        lines.append(f"  {names[k]}: {right}; mostly taken for {names[most]} ({others[most]:,})")
     more = len(worst) - WORST
     return lines + [f"  and {more:,} more classes with errors"] * (more > 0)
-
-
-def save_classes(
-    folder: Path, step: int, found: np.ndarray, counts: Counts, names: Sequence[str], test: SampleSet
-) -> None:
-    """Writes classes.json and, if there are errors, wrong.png with the worst; report.py shows both."""
-    wrong, content = worst_mistakes(found, counts), {"step": step, "classes": [*names], "confusion": counts}
-    write_atomically(make_output_folder(folder) / "classes.json", json.dumps(content))
-    if len(wrong):
-        write_atomically(folder / "wrong.png", _draw(wrong, found, names, test))
-        return
-    with writing(folder):
-        (folder / "wrong.png").unlink(missing_ok=True)
-
-
-def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: SampleSet) -> bytes:
-    """A PNG of images, each with its class, the predicted class and its probability."""
-    from matplotlib.figure import Figure
-
-    rows = -(-len(items) // COLUMNS)
-    figure = Figure(figsize=(2 * COLUMNS, 2.4 * rows), layout="constrained")
-    images = test.read(items)[0].permute(0, 2, 3, 1).numpy()
-    for number, (item, image) in enumerate(zip(items, images, strict=True), start=1):
-        place = figure.add_subplot(rows, COLUMNS, number)
-        place.axis("off")
-        place.imshow(image)
-        one, other = (names[int(number)][:24] for number in found[:2, item])
-        place.set_title(f"{one}\ntaken for {other} {found[2, item]:.0%}", fontsize=8, parse_math=False)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=80)
-    return file.getvalue()

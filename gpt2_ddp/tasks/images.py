@@ -12,11 +12,9 @@ import os
 import pickle
 import re
 import sys
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +31,7 @@ from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
+from gpt2_ddp.preparation.row_sources import load_from_hub
 from gpt2_ddp.preparation.source_files import files_below
 from gpt2_ddp.tasks.supervised import as_batches, hash_of
 
@@ -43,17 +42,11 @@ HINT = (
     "name a folder with train/CLASS/*.png and test/CLASS/*.png, all equally deep, with train and test parquet files, "
     "of save_to_disk, or of the unpacked archive of CIFAR or MNIST; without a network, download such files"
 )
-ERRORS = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError, SyntaxError)
-ERRORS += (pickle.UnpicklingError, zlib.error, Image.DecompressionBombError)
-"""Errors of reading a damaged pickle, gzip, JSON, parquet file or image."""
-CIFAR = {
-    "batches.meta": {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]},
-    "meta": {"train": ["train"], "test": ["test"]},
-}
+CIFAR = {"batches.meta": [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"], "meta": ["train", "test"]}
 """Files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
 MNIST = {"train": "train", "test": "t10k"}
-Rows = Iterator[dict[str, Any]]
-"""Rows of a table: images, as files or their content, and their labels."""
+Rows = Iterator[tuple[str, dict[str, Any]]]
+"""Splits, and rows of a table: an image, as a file or its content, and its labels."""
 
 
 class Images(NamedTuple):
@@ -102,7 +95,7 @@ class StoredImages:
                 self.shape = self.shape or (3, *image.shape[:2])
                 if self.shape != (3, *image.shape[:2]):
                     raise ValueError(f"its size differs from {self.shape[2]} x {self.shape[1]}; set data.image_size")
-            except ERRORS as error:
+            except Exception as error:  # Pillow raises any for a damaged file
                 reason = str(error).partition(" <")[0]  # without an address in memory
                 raise UserError(self.field, self.where(item), f"cannot be read as an image ({reason})") from error
             images.append(image)
@@ -134,11 +127,8 @@ def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequen
     from datasets import Dataset
 
     files = []
-    try:
-        for name in names:
-            files += _images_of(_files_in(name)) if os.path.isdir(name) else [Path(name)]
-    except OSError as error:
-        raise UserError(field, error.filename, f"cannot be read ({error.strerror})") from error
+    for name in names:
+        files += _images_of(_files_in(name)) if os.path.isdir(name) else [Path(name)]
     n = len(files)
     if not n:
         raise UserError(field, " ".join(names), "has no images")
@@ -155,9 +145,8 @@ def load_images(
     `seed` decides which images are held out, where there is no test split. `facts`: of the checkpoint that uses them.
     Raises: UserError, on every rank, if they cannot be read or contradict the configuration."""
     first = accelerator.is_local_main_process
-    read = partial(read_images, config, seed, facts, look=first)
-    early = on_every_rank(lambda: read() if first else None)
-    images = on_every_rank(lambda: early or read())
+    early = on_every_rank(lambda: read_images(config, seed, facts) if first else None)
+    images = on_every_rank(lambda: early or read_images(config, seed, facts, look=False))
     for samples in (images.train, images.test):
         of_main = from_main(samples.digest)
         samples.digest = samples.digest or of_main  # a rank that did not decode all of them has none
@@ -208,19 +197,18 @@ def number_classes(
     tables: Mapping[str, Any], config: ClassifierDataConfig, known: Sequence[str] | None
 ) -> tuple[list[str], dict[str, np.ndarray]]:
     """The names of the classes of all splits, and the number of each image's class. `known`: those of a run, which
-    allows no others; None: those of the data. Raises: one of `ERRORS` for other labels."""
-    names, labels = None, {}
+    allows no others; None: those of the data, sorted. Raises: any exception for other labels."""
+    labels = {}
     for split, table in tables.items():
-        own = getattr(table.features["label"], "names", None)
-        column = table["label"][:]
-        labels[split] = [*map(dict(enumerate(own)).get, column)] if own else column
-        names = names or own
+        kind, column = table.features["label"], table["label"][:]
+        labels[split] = kind.int2str(column) if hasattr(kind, "int2str") else column
+    found = {label for of_split in labels.values() for label in of_split}
     if config.name in CIFAR_CLASSES and isinstance(labels["train"][0], int):
-        names = names or range(CIFAR_CLASSES[config.name])
-    names = known or names or sorted({label for of_split in labels.values() for label in of_split})
-    number_of = {str(name): number for number, name in enumerate(names)}
-    for label in {str(label) for of_split in labels.values() for label in of_split} - number_of.keys():
-        raise ValueError(f"the label {label} is none of {', '.join(number_of)}")
+        known = known or [*map(str, range(CIFAR_CLASSES[config.name]))]
+    number_of = {name: number for number, name in enumerate(known or map(str, sorted(found)))}
+    for label in map(str, found):
+        if label not in number_of:
+            raise ValueError(f"the label {label} is none of {', '.join(number_of)}")
     numbers = {split: np.array([number_of[str(label)] for label in of_split]) for split, of_split in labels.items()}
     if len(number_of) < 2 or len(numbers["train"]) < 2:
         raise ValueError("less than two classes, or less than two images")
@@ -231,7 +219,7 @@ def decode_image(stored: Any, size: int | None) -> np.ndarray:
     """uint8 [H, W, 3] of the first frame of an image, upright by its EXIF orientation, without transparency.
 
     `stored`: a row of `datasets`. `size`: pixels each way, to which the largest centred square is scaled.
-    Raises: one of `ERRORS` for others."""
+    Raises: any exception for others."""
     content = stored["bytes"] or regular(Path(stored["path"])).read_bytes()
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
     if image.mode[0] in "IF":
@@ -250,21 +238,20 @@ def read_source(
 ) -> tuple[dict[str, Any], list[str], dict[str, np.ndarray]]:
     """The split `train` and, if there is one, the first of `TEST`: tables of `datasets` with the columns image and
     label, and the result of `number_classes`. Raises: UserError."""
-    import datasets.exceptions
-    import pyarrow as pa
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+    import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the message below has the reason
     found = {}
     try:
-        splits = _open_folder(Path(config.path)) if config.path else _open_hub(config.name)
+        hub = config.name if "/" in config.name else f"uoft-cs/{config.name}"
+        splits = _open_folder(Path(config.path)) if config.path else load_from_hub(hub)
         for name in ("train", *TEST):
             if name in splits and len(found) < 2:
                 table = _with_columns(config, splits[name])
                 if table.unique("label") not in ([], [-1]):  # unlabelled
                     found[name] = table
         return found, *number_classes(found, config, known)
-    except (*ERRORS, pa.ArrowException, HTTPError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # datasets, pyarrow and pickle raise any
         reason = truncate(repr(error.__cause__ or error), 150)
         field = "data.path" if config.path else "data.name"
         place = getattr(error, "filename", None) or config.path or config.name
@@ -295,30 +282,29 @@ def _with_columns(config: ClassifierDataConfig, rows: Any) -> Any:
 def _open_folder(folder: Path) -> Any:
     import datasets
 
-    files = _files_in(folder)
     if {"dataset_dict.json", "state.json"} & {*os.listdir(folder)}:
         saved = datasets.load_from_disk(str(folder))
         return saved if isinstance(saved, dict) else {"train": saved}
-    rows = _archive_rows(folder)
-    tables: dict[str, list[str]] = defaultdict(list)
-    for file in files:
+    rows = [*_cifar(folder), *_mnist(folder)]
+    tables = defaultdict(list)
+    for file in [] if rows else _files_in(folder):
         if file.suffix == ".parquet":
             word = re.split("[^a-z]", file.name.lower())[0]
             tables[word].append(glob.escape(str(file.absolute())))
-    if tables and not rows:
+    if tables:
         return {name: datasets.load_dataset("parquet", data_files=of, split="train") for name, of in tables.items()}
-    rows = rows or _class_folder_rows(folder, _images_of(files))
-    return {name: datasets.Dataset.from_list([*of_split]) for name, of_split in rows.items()}
+    for split, row in rows or _class_folders(folder):
+        tables[split].append(row)
+    return {split: datasets.Dataset.from_list(of) for split, of in tables.items()}
 
 
-def _class_folder_rows(folder: Path, images: Sequence[Path]) -> Mapping[str, Iterable[dict[str, Any]]]:
+def _class_folders(folder: Path) -> Rows:
     """The images of SPLIT/CLASS/FILE; or those of CLASS/FILE, which are for training. Raises: ValueError for both."""
+    images = _images_of(_files_in(folder))
     [depth] = {len(image.relative_to(folder).parts) for image in images}
-    rows = defaultdict(list)
     for image in images:
         split = image.parts[-3].lower() if depth > 2 else "train"
-        rows[split].append({"image": str(image), "label": image.parent.name})
-    return rows
+        yield split, {"image": str(image), "label": image.parent.name}
 
 
 def _files_in(folder: str | Path) -> list[Path]:
@@ -334,39 +320,30 @@ def _images_of(files: Sequence[Path]) -> list[Path]:
     return images
 
 
-def _archive_rows(folder: Path) -> Mapping[str, Rows]:
-    """The rows of CIFAR's archive, or of MNIST's files; {} for a folder of others."""
-    rows = {}
-    for names, splits in CIFAR.items():
-        if (folder / names).is_file():
-            rows = {split: _cifar_rows(folder / names, files) for split, files in splits.items()}
+def _mnist(folder: Path) -> Rows:
+    """Of two idx files for each split, plain or compressed by gzip; nothing for a folder of others."""
     for split, word in MNIST.items():
         if files := sorted(folder.glob(f"{word}-*ubyte*")):
-            rows[split] = _mnist_rows(*files)
-    return rows
+            contents = ((gzip.open if file.suffix == ".gz" else open)(file, "rb").read() for file in files)
+            images, labels = contents
+            _, n, height, width = np.frombuffer(images, ">u4", count=4).tolist()
+            pixels = np.frombuffer(images, np.uint8, offset=16).reshape(n, height * width)
+            for image, label in zip(pixels, labels[8:], strict=True):
+                yield split, {"image": b"P5 %d %d 255\n" % (width, height) + image.tobytes(), "label": label}
 
 
-def _mnist_rows(*files: Path) -> Rows:
-    """Images and their numbers, of two idx files, plain or compressed by gzip."""
-    images, labels = (
-        gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes() for path in files
-    )
-    _, n, height, width = np.frombuffer(images, ">u4", count=4).tolist()
-    pixels = np.frombuffer(images, np.uint8, offset=16).reshape(n, height * width)
-    for image, label in zip(pixels, labels[8:], strict=True):
-        yield {"image": b"P5 %d %d 255\n" % (width, height) + image.tobytes(), "label": label}
-
-
-def _cifar_rows(meta: Path, files: Sequence[str]) -> Rows:
-    """Images of 32 x 32 and the names of their classes: label, or fine_label and coarse_label."""
-    names = _unpickle(meta)
-    for name in files:
-        batch = _unpickle(meta.with_name(name))
-        kinds = [kind for kind in ("label", "fine_label", "coarse_label") if f"{kind}s" in batch]
-        pixels = batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        for row, image in enumerate(pixels):
-            labels = {kind: names[f"{kind}_names"][batch[f"{kind}s"][row]] for kind in kinds}
-            yield {"image": b"P6 32 32 255\n" + image.tobytes(), **labels}
+def _cifar(folder: Path) -> Rows:
+    """Images of 32 x 32 and the names of their classes: label, or fine_label and coarse_label. Or nothing."""
+    for meta, files in CIFAR.items():
+        if (folder / meta).is_file():
+            names = _unpickle(folder / meta)
+            for name in files:
+                batch = _unpickle(folder / name)
+                kinds = [kind for kind in ("label", "fine_label", "coarse_label") if f"{kind}s" in batch]
+                for row, pixels in enumerate(batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)):
+                    labels = {kind: names[f"{kind}_names"][batch[f"{kind}s"][row]] for kind in kinds}
+                    split = "test" if name.startswith("test") else "train"
+                    yield split, {"image": b"P6 32 32 255\n" + pixels.tobytes(), **labels}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -379,17 +356,3 @@ class _Unpickler(pickle.Unpickler):
 
 def _unpickle(path: Path) -> dict[str, Any]:
     return _Unpickler(io.BytesIO(path.read_bytes()), encoding="latin1").load()
-
-
-def _open_hub(name: str) -> Any:
-    """The splits of a dataset on the Hub, or of its copy in the cache."""
-    import datasets.config
-    import huggingface_hub.constants
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    source = name if "/" in name else f"uoft-cs/{name}"
-    try:
-        huggingface_hub.HfApi().dataset_info(source, timeout=10)
-    except (OSError, HTTPError):  # load_dataset would retry for long; the cache may have it
-        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    return datasets.load_dataset(source)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, TRANSFORMERS, find_checkpoint, fit_weights
@@ -30,8 +29,7 @@ from gpt2_ddp.model.transformers_layout import (
 )
 
 FIELD, HUB = "train.init_from", "hub:"
-WEIGHTS = "model*.safetensors"
-NEEDED = [TRANSFORMERS, WEIGHTS, f"{MODEL}.index.json", TOKENIZER_FILE]  # to fetch from the Hub
+NEEDED = [TRANSFORMERS, "model*.safetensors", f"{MODEL}.index.json", TOKENIZER_FILE]  # to fetch from the Hub
 OPTIONAL = ("n_kv_head", "n_inner")  # null: follows from other fields
 SIZES = ("architecture", "n_layer", "n_head", "n_embd", *OPTIONAL)  # decide on names and shapes of the weights
 GPT2_SIZES = ("block_size", "bias")
@@ -160,14 +158,9 @@ def _load(path: Path, name: str) -> Any:
     options |= {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with _reading(path):
         theirs, found = getattr(transformers, name).from_pretrained(path, **options)
-        files = [safe_open(file, "pt") for file in path.glob(WEIGHTS)]
-        dtypes = {name: file.get_slice(name).get_dtype() for file in files for name in file.keys()}  # noqa: SIM118
-    stored = {name: dtype for name, dtype in dtypes.items() if not name.endswith(BUFFERS)}
     unfit = [f"{name} is missing" for name in found["missing_keys"]]
     unfit += [f"{name} is unknown" for name in found["unexpected_keys"] if not name.endswith(BUFFERS)]
     unfit += [f"{name} has shape {[*has]} instead of {[*wants]}" for name, has, wants in found["mismatched_keys"]]
-    unfit += [f"{name} has dtype {dtype}" for name, dtype in stored.items() if dtype not in ("F32", "F16", "BF16")]
-    unfit += [f"{name} has two values" for name in stored if f"{theirs.base_model_prefix}.{name}" in stored]
     unfit += [f"{name} is not finite" for name, value in theirs.state_dict().items() if not value.isfinite().all()]
     if unfit:
         raise UserError(FIELD, path, f"has other weights than its {TRANSFORMERS}: {'; '.join(sorted(unfit))}")

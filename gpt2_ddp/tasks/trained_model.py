@@ -5,22 +5,21 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from operator import add
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, DTYPES, MODEL, Checkpoint, find_checkpoint, fit_weights
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, Checkpoint, check_weights, find_checkpoint, fit_weights
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import GenerateConfig
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError
@@ -29,8 +28,6 @@ from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
 
 LONGEST = 2**28  # bytes of a file of prompts
-LONGEST_CONTEXT = 2**20  # tokens of a model whose context no weight confirms
-TypeAndShape = tuple[str, list[int]]  # of a tensor in a safetensors file
 
 
 def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
@@ -39,53 +36,22 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     config = read_settings(checkpoint)
     assert isinstance(config, TrainingConfig), "a GPT's"
     with still_there(checkpoint):
+        weights = load_file(checkpoint.path / MODEL)
         vocab_size, name = checkpoint.state.record["vocab_size"], checkpoint.state.record["tokenizer"]
-        if defect := shape_defect(config.model, vocab_size, tensor_shapes(checkpoint.path / MODEL)):
-            raise UserError("checkpoint", checkpoint.path / MODEL, f"{defect}; name another checkpoint")
     file = checkpoint.path / name
     tokenizer = load_tokenizer(str(file) if file.is_file() else name)
     if tokenizer.sha256 != checkpoint.state.record["tokenizer_sha256"]:
         raise UserError("checkpoint", file, "is not the tokenizer of the run; name another checkpoint")
-    with without_init():
+    with torch.device("meta"), without_init():  # a stranger's configuration may claim any size
         model = GPT(config.model, vocab_size, tokenizer.eot)
-    load_weights(checkpoint, model)
+    check_weights(weights, model, checkpoint.path)
+    model.load_state_dict(weights, assign=True)
     return model.eval(), tokenizer
 
 
 def read_settings(checkpoint: Checkpoint) -> RunConfig:
     """The validated configuration of a checkpoint. Raises: UserError for a value that no training accepts."""
     return read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
-
-
-def tensor_shapes(file: Path) -> dict[str, TypeAndShape]:
-    """Type and shape of each tensor in a safetensors file, by its header."""
-    with safe_open(file, "pt") as tensors:
-        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118, it is not a dict
-        return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
-
-
-def shape_defect(config: ModelConfig, vocab_size: int, tensors: Mapping[str, TypeAndShape]) -> str:
-    """The first difference between a GPT and the tensors of a file, as text; empty without one. A configuration may
-    claim any size, so nothing is built of which the file has too few numbers."""
-    numbers = sum(prod(shape) for _, shape in tensors.values())
-    width = max(tensors.get("wte.weight", ("", []))[1], default=0)
-    most = {"n_layer": len(tensors), "n_embd": width, "n_inner": numbers, "block_size": max(numbers, LONGEST_CONTEXT)}
-    for name, claimed in [*((name, getattr(config, name) or 0) for name in most), ("vocab_size", vocab_size)]:
-        if claimed > most.get(name, numbers):
-            return f"has too few numbers for {name} = {claimed}"
-    weights = outline(config, vocab_size).state_dict()
-    right = {name: (DTYPES[tensor.dtype], [*tensor.shape]) for name, tensor in weights.items()}
-    for name in sorted(right.keys() | tensors.keys()):
-        if right.get(name) != tensors.get(name):
-            ours, theirs = (" ".join(map(str, found.get(name) or ["none"])) for found in (right, tensors))
-            return f"{name} is {theirs}, by the model section {ours}"
-    return ""
-
-
-def outline(config: ModelConfig, vocab_size: int) -> GPT:
-    """The model without memory for its weights."""
-    with torch.device("meta"), without_init():
-        return GPT(config, vocab_size)
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
