@@ -95,21 +95,6 @@ def test_the_program_and_the_full_job_end_at_the_same_line(tmp_path):
         assert_close(end, ends[0], 1e-5, says=ends)
 
 
-@pytest.mark.slow
-def test_small_batches_train_the_same_on_three_processes(tmp_path):
-    """Batches of 103, which three processes cannot share out equally, and a last one of 9."""
-    smaller = tmp_path / FIRST.name
-    smaller.write_text(FIRST.read_text().replace("BATCH, LR = 40, 10_000, 0.1", "BATCH, LR = 1, 103, 0.01"))
-    ends = []
-    for processes in (1, 3):
-        alone = rank_environment(0, 1, free_port()) if processes == 1 else {}
-        found = forked(["-c", ENDS.format(argv=[str(smaller)])], tmp_path, processes, **alone)
-        assert found.returncode == 0, found.stderr
-        ends.append(saved_line(tmp_path))
-    assert 1.5 < ends[0][0] < 1.7, "far from the end, where another order would not show"
-    assert_close(*ends, 1e-5, says=ends)
-
-
 ENDS = """
 import glob, runpy, sys
 from torch.nn.parallel import DistributedDataParallel as DDP
