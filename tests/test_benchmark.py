@@ -1,7 +1,6 @@
 """benchmarks: tables, turns and user errors on made-up contenders; and, slowly, real ones on a tiny model."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,9 @@ from commands import expect_error
 from ranks import forked_ranks, run_ranks
 from test_gpu import TINY_PRESET
 
-import gpt2_ddp
 from benchmarks import checkpoint, harness, step
 from benchmarks.config import BenchmarkConfig
-from benchmarks.harness import OURS, Case, interleave, run_benchmarks
+from benchmarks.harness import OURS, Case, run_benchmarks
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
 from gpt2_ddp.training.run import Run
@@ -26,16 +24,6 @@ def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
     assert [*rates.lines()][1] == ["a", "tokens/s", "baseline", "2", "2.000 (1.000–3.000)"]
     alone = Case("c", "tokens/s", {"cpu": [1.0]})
     assert [*alone.lines()] == [["c", "tokens/s", "cpu", "1", ""]]
-
-
-def test_contenders_take_turns():
-    seen: list[str] = []
-
-    def contender(name: str):
-        return lambda: seen.append(name) or float(len(seen))
-
-    assert interleave({"a": contender("a"), "b": contender("b")}, repeats=2) == {"a": [1, 3], "b": [2, 4]}
-    assert seen == ["a", "b"] * 2
 
 
 def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch):
@@ -53,12 +41,6 @@ def test_user_errors(tmp_path):
     (tmp_path / "file").touch()
     config = BenchmarkConfig(device="cpu", output=str(tmp_path / "file/o"))
     expect_error(r"output = .*cannot be written", run_benchmarks, config)
-
-
-def test_the_package_does_not_import_the_benchmarks():
-    package = Path(gpt2_ddp.__file__).parent
-    imports = re.compile(r"^\s*(from|import) benchmarks", re.MULTILINE)
-    assert [file for file in package.rglob("*.py") if imports.search(file.read_text(encoding="utf-8"))] == []
 
 
 def checkpoints(folder: Path) -> None:

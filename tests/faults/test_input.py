@@ -12,7 +12,7 @@ from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangl
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config import tools
 from gpt2_ddp.config.base import MOST, Command, leaves
-from gpt2_ddp.config.cli import LARGEST, PROJECT, dump, load
+from gpt2_ddp.config.cli import PROJECT, dump, load
 from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.tools import GenerateConfig, PrepareConfig
@@ -160,9 +160,3 @@ def test_a_nul_is_in_no_text(tmp_path):
         steps = ["--train.steps", "1"] * (command is TrainingConfig)
         with pytest.raises(UserError, match=rf"{field} = .*x\\x00y.*: should not contain a NUL"):
             load(command, ["--config", str(tmp_path / "c.yaml"), *steps])
-
-
-def test_a_configuration_of_a_megabyte_is_not_parsed(tmp_path):
-    (tmp_path / "c.yaml").write_text("# comment\n" * (LARGEST // 10 + 1))
-    with pytest.raises(UserError, match="More than 65,536 bytes"):
-        load(TrainingConfig, ["--config", str(tmp_path / "c.yaml")])
