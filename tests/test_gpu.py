@@ -30,7 +30,6 @@ from benchmarks.step import random_tokens
 from gpt2_ddp.checkpoint.run_files import is_event
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
-from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train
@@ -101,7 +100,7 @@ PARTS: dict[str, list[str]] = {
     # sizes
     **{
         name: [f"{STEP}{name} --repeats 2 --preset configs/gpt2_{name.lower()}.yaml --micro_batch {batches}"]
-        for name, batches in {"350M": "16 32", "774M": "8 16", "1558M": "4 8"}.items()
+        for name, batches in {"350M": "16 32", "1558M": "4 8"}.items()
     },
     "1558M recomputed": [
         f"{LARGE.replace('124m', '1558m')} --run_name recomputed --train.activation_checkpointing"
@@ -112,24 +111,19 @@ PARTS: dict[str, list[str]] = {
     "200 in bf16": [f"{CURVE} --run_name curve_bf16 --train.mixed_precision bf16 --train.compile {{compile}}"],
     "a run": ["scripts/train_gpt2.py --output_dir {out} --run_name whole --train.device {device}{tiny}{steps}"],
     # small jobs
-    "LeNet": [f"scripts/train_classifier.py --config configs/jobs/cifar100_lenet.yaml {JOB} --run_name lenet"],
     "ResNet": [
         f"scripts/train_classifier.py --config configs/jobs/cifar100_resnet18.yaml {JOB} --run_name resnet{{sync}}"
         " --train.mixed_precision {fp16}"
-    ],
-    "compare": [
-        "scripts/compare_parallel.py --jobs regression classifier --seconds 2 --repeats 2"
-        " --device {device} --output {out}/compare"
     ],
 }
 """Name -> what Python runs, one after the other. All but the last may be a training that stops, with exit code 75."""
 LIMITS = {
     **dict.fromkeys(("step", "steps"), 420),
-    **dict.fromkeys(("350M", "774M", "1558M", "1558M recomputed", "a run", "compare"), 300),
+    **dict.fromkeys(("350M", "1558M", "1558M recomputed", "a run"), 300),
     "checkpoint": 180,
 }
 """Seconds of the parts that may take longer than others."""
-GPU_ONLY = ("steps", "350M", "774M", "1558M", "1558M recomputed", "compare")
+GPU_ONLY = ("steps", "350M", "1558M", "1558M recomputed")
 RATES = {
     "logits whole": ("124M", "whole_logits"),
     "guards off": ("124M", "unguarded"),
@@ -270,7 +264,7 @@ def findings() -> Iterator[str]:
         if found := apart(*pair):
             spread = f"{max(found):.2%} apart at most, {mean(found):.2%} on average"
             yield f"loss of the first {len(found)} steps, {what}: {spread}"
-    for run in ("lenet", "resnet"):
+    for run in ("resnet",):
         if rates := [row["samples_per_second"] for row in rows_of(run) if "samples_per_second" in row]:
             yield f"{run}: {median(rates):,.0f} images/s"
 
@@ -330,7 +324,7 @@ def train_with_inf(flags: list[str]) -> None:
 def test_the_commands_are_such_that_a_script_takes_them(device, monkeypatch, tmp_path):
     monkeypatch.setattr(sys.modules[__name__], "OUT", tmp_path)  # a trial with DEVICE=cpu leaves other runs
     kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmarks": BenchmarkConfig}
-    kinds |= {"compare_parallel": CompareConfig, "test_gpu": TrainingConfig}
+    kinds |= {"test_gpu": TrainingConfig}
     for part, commands in PARTS.items():
         for command in (command.format(**words(device)).split() for command in commands):
             script = next(number for number, word in enumerate(command) if word.endswith((".py", "benchmarks")))
