@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import expect_error
 from ranks import forked_ranks, run_ranks
 from test_gpu import TINY_PRESET
 
@@ -34,13 +33,6 @@ def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch)
     assert (found["cases"][0]["figures"], found["settings"]["threads"]) == ({OURS: [1], "b": [2]}, 3)
     assert found["machine"]["torch_version"] in torch.__version__
     assert {"commit", "command"} <= found.keys()
-
-
-def test_user_errors(tmp_path):
-    expect_error("only = steps: should be 'step'", BenchmarkConfig.model_validate, {"only": ["steps"]})
-    (tmp_path / "file").touch()
-    config = BenchmarkConfig(device="cpu", output=str(tmp_path / "file/o"))
-    expect_error(r"output = .*cannot be written", run_benchmarks, config)
 
 
 def checkpoints(folder: Path) -> None:

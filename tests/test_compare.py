@@ -152,16 +152,6 @@ def test_ways_say_why_they_are_missing(gpus, missing):
     assert {name: reason for name, reason in found.items() if reason} == reasons
 
 
-@pytest.mark.parametrize("kind", module.KINDS)
-def test_every_job_is_the_same_for_every_way(tmp_path, kind):
-    name, job = read_job(kind, CompareConfig(), "cpu", tmp_path)
-    assert name == Path(module.KINDS[kind][1]).stem
-    assert (job.train.mixed_precision, job.train.device) == ("no", "cpu")
-    assert job.output_dir == str(tmp_path / "runs")
-    if kind == "gpt2":
-        assert job.global_batch_windows // job.train.micro_batch_size == 8  # 4 on each of two processes
-
-
 def test_mistakes(tmp_path, monkeypatch):
     expect_error("jobs = lenet: ", read_job, "lenet", CompareConfig(), "cpu", tmp_path)
     for wrong in (1,), (65,):

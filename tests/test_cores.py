@@ -54,6 +54,7 @@ QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
 LIMIT, USAGE, LIMITLESS = "memory.limit_in_bytes", "memory.usage_in_bytes", "9223372036854771712"
 GROUPS = {
     "v2, a container's own": ("0::/", {"cpu.max": "300000 100000"}, 3),
+    "v2, its own group": ("0::/user/job", {"user/job/cpu.max": "100000 100000", "user/cpu.max": "400000 100000"}, 1),
     "v2, the group above": ("0::/user/job", {"user/job/cpu.max": "500000 100000", "user/cpu.max": "400000 100000"}, 4),
     "v2, less than one": ("0::/", {"cpu.max": "20000 100000"}, 1),
     "v1": (V1, {f"cpu/job/{QUOTA}": "100000", f"cpu/job/{PERIOD}": "50000"}, 2),

@@ -31,18 +31,6 @@ def test_it_stands_alone_and_is_as_short_as_the_pages_say(script):
         assert text in (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("script", ALL, ids=lambda script: script.stem)
-def test_help_explains_it_and_trains_nothing(script, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda number, action: None)
-    monkeypatch.setattr("sys.argv", [str(script), "--help"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(script), run_name="__main__")
-    assert not end.value.code
-    assert f"torchrun --standalone --nproc_per_node 2 scripts/{script.name}" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
 MORE = [(script, 1, "LOCAL_WORLD_SIZE", "2", "more processes than GPUs; start fewer") for script in ALL]
 UNEQUAL = [
     (TRAINER, 0, "WORLD_SIZE", "5", "these processes cannot share 1200 points equally; start 1, 2, 3, 4"),

@@ -169,10 +169,13 @@ def test_a_measurement_leaves_threads_and_random_numbers(monkeypatch):
     monkeypatch.setattr(precision, "SECONDS", 0)
     monkeypatch.setattr(precision, "WIDEST", 16)
     generator, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(2)
     clock = iter([0, 4e-6, 4e-6, 13e-6, 13e-6, 14e-6, 14e-6, 22e-6, 22e-6, 24e-6, 24e-6, 28e-6])
     assert precision.measure_speeds((8, 32), clock=clock.__next__) == {"no": 196.6, "bf16": 49.2}
+    left = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert left == 2
     assert torch.equal(torch.get_rng_state(), generator)
-    assert torch.get_num_threads() == threads
 
 
 def train_measured(config: TrainingConfig, *speeds: float) -> str:
