@@ -220,15 +220,9 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
 
 def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict]) -> None:
     shown = ("rank", "host", "device", "python", "torch", "accelerate", "cuda", "nccl")
-    print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]))
-    backend = "nccl" if ranks[0]["device_type"] == "cuda" else "gloo"
-    cells = [("all-reduce", "median us", "algorithm GB/s", "bus GB/s", "sums")]
-    for row in results:
-        figures = f"{row['median_us']:.1f}", f"{row['algorithm_gb_per_s']:.3f}", f"{row['bus_gb_per_s']:.3f}"
-        sums = f"wrong on {row['wrong_ranks']}" if row["wrong_ranks"] else "right"
-        cells.append((f"{row['bytes']:,} B", *figures, sums))
-    print(f"\n{text_table(cells)}")
-    print(f"\n{len(ranks)} processes, {backend}; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
+    print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]), end="\n\n")
+    print(text_table([[*results[0]], *([str(value) for value in row.values()] for row in results)]))
+    print(f"\n{len(ranks)} processes; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
     if config.output:
         found = {"processes": len(ranks), "checked_from": socket.gethostname(), "ranks": ranks, "all_reduce": results}
         Path(config.output).write_text(json.dumps(found, indent=1) + "\n")
