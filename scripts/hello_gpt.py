@@ -98,21 +98,13 @@ def lr_at(step: int) -> float:  # in earnest: model/optim.py
     return LR * min(step / WARMUP, (STEPS - step) / (STEPS - WARMUP))
 
 
-def bytes_of_tokens(manifest: dict) -> Tensor:  # in earnest: data/tokenizer.py
-    """Bytes [V] of each token. Each character of a token in the file stands for a byte; end-of-text has no bytes."""
-    vocab = json.loads((DATA / manifest["tokenizer"]).read_text(encoding="utf-8"))["model"]["vocab"]
-    return torch.tensor([len(token) * (vocab[token] != manifest["eot"]) for token in sorted(vocab, key=vocab.get)])
-
-
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, gpt: GPT, val: Tensor, sizes: Tensor) -> str:  # in earnest: model/evaluate.py
+def evaluate(accelerator: Accelerator, gpt: GPT, val: Tensor) -> float:  # in earnest: model/evaluate.py
     """Loss of EVAL_WINDOWS windows, evenly spread. Each process scores its share; then the processes add their sums."""
-    numbers, sums = torch.arange(EVAL_WINDOWS) * len(val) // EVAL_WINDOWS, torch.zeros(2, device=accelerator.device)
+    numbers, total = torch.arange(EVAL_WINDOWS) * len(val) // EVAL_WINDOWS, torch.zeros((), device=accelerator.device)
     for share in numbers.split(MICRO)[accelerator.process_index :: accelerator.num_processes]:
-        windows = val[share].to(accelerator.device)
-        sums += torch.stack([gpt(windows) * len(share) * CONTEXT, sizes[windows[:, 1:]].sum()])
-    nats, size = torch.as_tensor(accelerator.reduce(sums, "sum")).tolist()
-    return f"val_loss {nats / EVAL_WINDOWS / CONTEXT:.6f}  bits/byte {nats / math.log(2) / size:.6f}"
+        total += gpt(val[share].to(accelerator.device)) * len(share)
+    return torch.as_tensor(accelerator.reduce(total, "sum")).item() / EVAL_WINDOWS
 
 
 def save(step: int, parts: dict) -> None:  # in earnest: checkpoint/store.py
@@ -135,7 +127,6 @@ def main() -> None:  # in earnest: training/loop.py
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     manifest = json.loads((DATA / "manifest.json").read_text())
     train, val = (read_windows(manifest, split) for split in ("train", "val"))
-    sizes = bytes_of_tokens(manifest).to(device)
     torch.manual_seed(SEED)  # the same initial weights on every process
     gpt = GPT(manifest["vocab_size"]).to(device)
     adamw = make_optimizer(gpt)
@@ -161,7 +152,7 @@ def main() -> None:  # in earnest: training/loop.py
             mean = torch.as_tensor(accelerator.reduce(mean, "mean"))  # on every process, or the others would wait
             accelerator.print(f"step {step}: loss {mean:.6f}  lr {lr_at(step):.3g}", flush=True)
         if step % EVAL_EVERY == 0 or step == STEPS:
-            accelerator.print(f"step {step}: {evaluate(accelerator, gpt, val, sizes)}", flush=True)
+            accelerator.print(f"step {step}: val_loss {evaluate(accelerator, gpt, val):.6f}", flush=True)
         if accelerator.is_main_process and (step % SAVE_EVERY == 0 or step == STEPS):
             save(step, parts)
     model, optimizer = accelerator.free_memory(model, optimizer)  # gloo may hang if DDP outlives the process group

@@ -1,6 +1,5 @@
 """The contenders of `step` do the same work: from equal weights and equal tokens comes an equal loss."""
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -73,54 +72,3 @@ def test_the_first_losses_are_equal(tmp_path, monkeypatch):
     targets_within = model(tokens[:, :-1], tokens[:, 1:])  # theirs has no target for a window's last token
     assert_close(found.loss, targets_within, 1e-4)
     assert bare > 6, "ln 257 is 5.5: what the weights make of it is in it"
-
-
-MODEL = """
-from dataclasses import dataclass
-import torch
-from torch import nn
-
-@dataclass
-class GPTConfig:
-    block_size: int = 1024
-    vocab_size: int = 50304
-    n_embd: int = 768
-    bias: bool = True
-
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
-
-    def forward(self, tokens, targets):
-        logits = self.embedding(tokens)
-        return logits, logits.square().mean()
-
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        assert device_type == "cpu"
-        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
-"""
-
-
-def test_a_checkout_of_nanogpt_trains_in_the_bare_loop(tmp_path, monkeypatch):
-    """With our shape, and a vocabulary padded as in its train.py."""
-    (tmp_path / "model.py").write_text(MODEL)
-    run, _ = a_run_of_one_window(tmp_path)
-    seen, losses = [], []
-
-    def done() -> None:
-        losses.append(seen[0].embedding.weight.square().mean().item())
-        if len(losses) == 3:
-            raise SystemExit
-
-    loop = step.loop
-    monkeypatch.setattr(step, "loop", lambda *args: (seen.append(args[3]), loop(*args)))
-    monkeypatch.setattr("sys.path", [*sys.path])
-    with suppress(SystemExit):
-        step.nanogpt(done, run, CPU, str(tmp_path))
-    sys.modules.pop("model")
-    config = seen[0].config
-    assert (config.block_size, config.n_embd, config.vocab_size) == (32, 32, 320)
-    assert losses == sorted(losses, reverse=True), "it learns"
-    assert losses[0] > losses[-1]

@@ -1,19 +1,16 @@
 """benchmarks: tables, turns and user errors on made-up contenders; and, slowly, real ones on a tiny model."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from commands import expect_error
 from ranks import forked_ranks, run_ranks
 from test_gpu import TINY_PRESET
 
-import gpt2_ddp
 from benchmarks import checkpoint, harness, step
 from benchmarks.config import BenchmarkConfig
-from benchmarks.harness import OURS, Case, interleave, run_benchmarks
+from benchmarks.harness import OURS, Case, run_benchmarks
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
 from gpt2_ddp.training.run import Run
@@ -28,16 +25,6 @@ def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
     assert [*alone.lines()] == [["c", "tokens/s", "cpu", "1", ""]]
 
 
-def test_contenders_take_turns():
-    seen: list[str] = []
-
-    def contender(name: str):
-        return lambda: seen.append(name) or float(len(seen))
-
-    assert interleave({"a": contender("a"), "b": contender("b")}, repeats=2) == {"a": [1, 3], "b": [2, 4]}
-    assert seen == ["a", "b"] * 2
-
-
 def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch):
     cases = [Case("a", "s", {OURS: [1.0], "b": [2.0]}, False)]
     monkeypatch.setattr(checkpoint, "measure", lambda config: cases)
@@ -46,19 +33,6 @@ def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch)
     assert (found["cases"][0]["figures"], found["settings"]["threads"]) == ({OURS: [1], "b": [2]}, 3)
     assert found["machine"]["torch_version"] in torch.__version__
     assert {"commit", "command"} <= found.keys()
-
-
-def test_user_errors(tmp_path):
-    expect_error("only = steps: should be 'step'", BenchmarkConfig.model_validate, {"only": ["steps"]})
-    (tmp_path / "file").touch()
-    config = BenchmarkConfig(device="cpu", output=str(tmp_path / "file/o"))
-    expect_error(r"output = .*cannot be written", run_benchmarks, config)
-
-
-def test_the_package_does_not_import_the_benchmarks():
-    package = Path(gpt2_ddp.__file__).parent
-    imports = re.compile(r"^\s*(from|import) benchmarks", re.MULTILINE)
-    assert [file for file in package.rglob("*.py") if imports.search(file.read_text(encoding="utf-8"))] == []
 
 
 def checkpoints(folder: Path) -> None:

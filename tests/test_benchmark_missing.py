@@ -1,18 +1,15 @@
 """What a GPU machine must be able to run has no use for the packages that such machines lack."""
 
 import io
-import json
 import runpy
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-import pytest
 from commands import ROOT
-from ranks import forked_ranks, run_ranks
+from ranks import run_ranks
 from runs import training_config
-from test_gpu import TINY_PRESET
 
 from gpt2_ddp.config.cli import dump
 
@@ -34,17 +31,9 @@ def lack() -> None:
     assert not any(map(find_spec, LACKING))
 
 
-def lacking(function, arguments: tuple) -> None:
-    lack()
-    function(*arguments)
-
-
 def run_without(commands: list[list[str]]) -> list[str]:
-    """What each script prints in a process that lacks these packages, and whose own processes lack them."""
-    from benchmarks import harness
-
+    """What each script prints in a process that lacks these packages."""
     lack()
-    harness.start_ranks = lambda function, arguments: forked_ranks(lacking, [(function, own) for own in arguments])
     printed = []
     for name, *flags in commands:
         sys.argv, output = [name, *flags], io.StringIO()
@@ -73,14 +62,3 @@ def test_a_training_a_sample_and_an_evaluation_lack_nothing(corpus, tmp_path):
     assert "evaluate.py" in trained.partition("what next:")[2]
     assert "prepare_data" not in trained, "it is own text"
     assert "perplexity" in evaluated
-
-
-@pytest.mark.slow
-def test_a_step_lacks_nothing_but_transformers(tmp_path):
-    (tmp_path / "tiny.yaml").write_text(TINY_PRESET)
-    flags = "step --block_size 32 --micro_batch 1 --precision no --repeats 1 --steps 1 --device cpu"
-    words = f"benchmarks/__main__.py {flags} --preset {tmp_path}/tiny.yaml --output {tmp_path}/out".split()
-    ((printed,),) = run_ranks(run_without, 1, [words])
-    assert "transformers, Accelerate: not measured (No module named 'transformers')" in printed
-    found = json.loads((tmp_path / "out/step.json").read_text())["cases"][0]["figures"]
-    assert list(found) == ["ours", "bare PyTorch loop"]

@@ -83,15 +83,6 @@ def test_each_manifest_fits_its_schema(name, rdma):
         assert kinds[document["kind"]].from_dict(document).to_dict() == document
 
 
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubeflow.yaml"])
-def test_rdma_adds_the_device_and_the_capability(name):
-    """By the command that the file names."""
-    plain, rdma = (yaml.safe_dump_all(documents(name, rdma)).splitlines() for rdma in (False, True))
-    added = [line.strip() for line in rdma if line not in plain]
-    assert {"rdma/rdma_shared_device_a: 1", "- IPC_LOCK"} < set(added)
-    assert "sed 's/# rdma: //'" in (CLOUD / "kubernetes.yaml").read_text()
-
-
 def test_the_data_of_the_pods_are_prepared_by_the_job_before(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (container,) = (prepare := one("prepare.yaml", "Job")["spec"]["template"]["spec"])["containers"]
@@ -153,19 +144,6 @@ def check_launch(words: list[str], folder: Path) -> str:
 def _loaded(script: list[str]) -> tuple[Any, list[str], Any]:
     command, default = load_docs("reference").command_of(ROOT / script[0])
     return command, script[1:], default
-
-
-def test_a_pod_has_the_tokens_of_the_hub_and_of_wandb_if_there_are_some():
-    """The page creates the secret with the same keys."""
-    (source,) = job_machine().container["envFrom"]
-    own = [entry for entry in train_job_machine().container["env"] if "valueFrom" in entry]
-    keys = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in own}
-    assert all(key == source["secretRef"] | {"key": name} for name, key in keys.items())
-    assert source["secretRef"]["optional"]
-    command = re.search(r"kubectl create secret generic (\S+) (.+)", (ROOT / "docs/cloud.md").read_text())
-    assert command
-    assert command[1] == source["secretRef"]["name"]
-    assert set(re.findall(r"--from-literal=(\w+)=", command[2])) == set(keys)
 
 
 def test_pods_and_the_sky_task_run_what_there_is(tmp_path, monkeypatch):

@@ -5,142 +5,78 @@ import os
 import re
 import runpy
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from close import distance
 from commands import ROOT, forked
-from ranks import CONTEXT, free_port, rank_environment, write_to
+from ranks import CONTEXT, free_port, rank_environment, wait_until, write_to
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
-BOUND = 3.0  # seconds that the ranks wait; they add five for what others find, and the machine may be busy
+BOUND = 3.0  # seconds that the ranks wait; rank 0 serves the store for five more, and the machine may be busy
 PATIENT = ["--timeout_seconds", "60"]  # where nobody is missing, so that no rank has to wait for so long
 SIGNS = "check_cluster/0/watch/0/signs"  # heartbeats of the ranks
 HOST = os.uname().nodename
+Ended = tuple[int | None, str]  # exit code and output of a rank
 
 
-class Ranks:
-    """Ranks started one by one by hand, each with its stdout and stderr in a file."""
-
-    def __init__(self, folder: Path, world: int):
-        self.folder, self.world, self.port = folder, world, free_port()
-        self.processes: dict[str, BaseProcess] = {}
-
-    def start(self, rank: int, *flags: str, before: Callable[[], None] | None = None, name: str = "") -> None:
-        env = rank_environment(rank, self.world, self.port) | {"OMP_NUM_THREADS": "1"}
-        name = name or str(rank)
-        arguments = [SCRIPT, "--timeout_seconds", str(BOUND), "--device", "cpu", *flags]
-        process = CONTEXT.Process(target=_command, args=(self.folder / name, env, arguments, before), daemon=True)
-        process.start()
-        self.processes[name] = process
-
-    def ended(self, within: float, but: str = "") -> dict[str, tuple[int | None, str]]:
-        """Exit code and output of each rank `but` one; None for the code of those still running."""
-        deadline = time.monotonic() + within
-        expected = {name: process for name, process in self.processes.items() if name != but}
-        for process in expected.values():
-            process.join(max(deadline - time.monotonic(), 0))
-        return {name: (p.exitcode, (self.folder / name).read_text()) for name, p in expected.items()}
-
-    def wait_for_all_reduces(self) -> None:
-        """Until every rank is at them, and knows it of every other."""
-        options = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=30)}
-        signs = dist.PrefixStore(SIGNS, dist.TCPStore("127.0.0.1", self.port, **options))
-
-        def turn(rank: int) -> int:
-            return json.loads(signs.get(str(rank)))[1]
-
-        for rank in range(self.world):
-            while b"all-reduce" not in signs.get(str(rank)):
-                time.sleep(0.05)
-        # a rank reads the others' signs right after it has left its own: when the next but one is there, it has done so
-        for rank, after in enumerate([turn(rank) for rank in range(self.world)]):
-            while turn(rank) < after + 2:
-                time.sleep(0.05)
-
-
-def _command(output: Path, env: dict[str, str], arguments: list[str], before: Callable[[], None] | None) -> None:
+def _command(output: Path, env: dict[str, str], flags: list[str], before: Callable[[], None] | None) -> None:
     write_to([str(output)] * 2)
-    os.environ.update(env)
-    sys.argv = arguments
+    os.environ.update(env, OMP_NUM_THREADS="1")
+    sys.argv = [SCRIPT, "--device", "cpu", *flags]
     if before:
         before()
     runpy.run_path(SCRIPT, run_name="__main__")
 
 
 @pytest.fixture
-def ranks(tmp_path: Path):
-    made = []
+def check(tmp_path: Path):
+    """Starts ranks of a world by hand, and returns how each ended. The last one calls `before` first. `meanwhile` is
+    called here, with the processes and the port; what it returns is not waited for."""
+    processes = []
 
-    def make(world: int) -> Ranks:
-        made.append(Ranks(tmp_path, world))
-        return made[-1]
+    def run(ranks: list[int], world: int, *flags: str, before=None, meanwhile=None, **env: str) -> list[Ended]:
+        port = free_port()
+        for number, rank in enumerate(ranks):
+            own = rank_environment(rank, world, port) | env
+            words = ["--timeout_seconds", str(BOUND), *flags]
+            first = before if number == len(ranks) - 1 else None
+            args = (tmp_path / str(number), own, words, first)
+            processes.append(CONTEXT.Process(target=_command, args=args, daemon=True))
+            processes[-1].start()
+        lost = meanwhile(processes, port) if meanwhile else None
+        deadline, ended = time.monotonic() + 60, []
+        for number, process in enumerate(processes):
+            if number != lost:
+                process.join(max(deadline - time.monotonic(), 0))
+                ended.append((process.exitcode, (tmp_path / str(number)).read_text()))
+        return ended
 
-    yield make
-    for process in (process for group in made for process in group.processes.values()):
+    yield run
+    for process in processes:
         process.kill()
         process.join()
 
 
-def test_ranks_that_all_work(ranks, tmp_path):
-    world = 3
-    group = ranks(world)
-    for rank in range(world):
-        group.start(rank, *PATIENT, "--sizes", "8", "4096", "1048576", "--output", str(tmp_path / "found.json"))
-    ended = group.ended(60)
-    assert [code for code, _ in ended.values()] == [0] * world, ended
-    assert "all-reduce" in ended["0"][1]
-    assert "all-reduce" not in ended["1"][1]
+def test_ranks_that_all_work(check, tmp_path):
+    world, sizes = 3, [8, 4096, 1048576]
+    flags = [*PATIENT, "--sizes", *map(str, sizes), "--output", str(tmp_path / "found.json")]
+    ended = check([0, 1, 2], world, *flags)
+    assert [code for code, _ in ended] == [0] * world, ended
+    assert ["bus_gb_per_s" in said for _, said in ended] == [True, False, False]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [facts["rank"] for facts in found["ranks"]] == list(range(world))
-    assert found["ranks"][0]["ip"] == "127.0.0.1"
-    assert [row["bytes"] for row in found["all_reduce"]] == [8, 4096, 1048576]
+    assert [facts["rank"] for facts in found["ranks"]] == [0, 1, 2]
+    assert [row["bytes"] for row in found["all_reduce"]] == sizes
     for row in found["all_reduce"]:
         assert row["wrong_ranks"] == []
         assert distance(row["algorithm_gb_per_s"], row["bytes"] / row["median_us"] / 1e3, 1) < 2e-4
         assert distance(row["bus_gb_per_s"], row["algorithm_gb_per_s"] * 2 * (world - 1) / world, 1) < 2e-4
-
-
-def test_a_rank_that_never_starts_is_named(ranks):
-    group = ranks(3)
-    group.start(0)
-    group.start(2)
-    ended = group.ended(BOUND + 15)
-    assert [code for code, _ in ended.values()] == [2, 2], ended
-    assert f"error: ranks = 1: did not connect within 3 s (connected: {HOST} on ranks 0, 2" in ended["0"][1]
-    assert not any("Traceback" in text for _, text in ended.values())
-    assert "error:" not in ended["2"][1], "rank 0 has said it"
-
-
-def test_an_output_that_cannot_be_written_is_said_before_anybody_is_waited_for(ranks, tmp_path):
-    group = ranks(2)
-    group.start(0, *PATIENT, "--output", str(tmp_path / "none/found.json"))
-    ((code, said),) = group.ended(30).values()
-    assert (code, said.startswith(f"error: output = {tmp_path}/none/found.json: ")) == (2, True)
-
-
-ENDLESS = ["--repeats", "100000000", "--sizes", "4096"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 2)])
-def test_a_rank_lost_in_the_middle_is_named(ranks, number, victim):
-    group = ranks(3)
-    for rank in range(3):
-        group.start(rank, *ENDLESS)
-    group.wait_for_all_reduces()
-    os.kill(group.processes[str(victim)].pid, number)
-    ended = group.ended(BOUND + 30, but=str(victim))
-    assert [code for code, _ in ended.values()] == [2, 2], ended
-    speakers = [text for text in ended.values() if f"error: rank {victim} on {HOST}: " in text[1]]
-    assert len(speakers) >= 1, ended
-    assert all("last stage: all-reduce of 4,096 bytes" in text for _, text in speakers)
 
 
 def _other_version() -> None:
@@ -159,51 +95,61 @@ def _wrong_sums() -> None:
     dist.all_reduce = all_reduce
 
 
-@pytest.mark.parametrize(("before", "line"), [
-    (_other_version, rf"accelerate = \S+ on ranks 0 \({HOST}\), 0.34.2 on ranks 1"),
-    (_wrong_sums, r"all-reduce = 4096 bytes on ranks \[1\]: wrong sums"),
-])  # fmt: skip
-def test_a_rank_that_differs_is_named(ranks, before, line):
-    group = ranks(2)
-    group.start(0, *PATIENT, "--sizes", "4096")
-    group.start(1, *PATIENT, "--sizes", "4096", before=before)
-    ended = group.ended(60)
-    assert [code for code, _ in ended.values()] == [2, 2], ended
-    assert len(re.findall(f"error: {line}", ended["0"][1])) == ended["0"][1].count("error:") == 1, ended
-
-
-@pytest.mark.slow
-def test_two_processes_with_one_rank(ranks):
-    group = ranks(3)
-    group.start(0)
-    group.start(1)
-    group.start(1, name="second")
-    ended = group.ended(2 * BOUND + 20)
-    assert all(code == 2 for code, _ in ended.values()), ended
-    assert any("error: RANK = 1: a second process" in text for _, text in ended.values())
-    assert "error: ranks = 2: did not connect" in ended["0"][1]
-
-
 def _no_connection() -> None:
     dist.all_reduce = lambda tensor: time.sleep(100)
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("ranks", "world", "options", "expected"), [
+    ([0, 2], 3, {}, [rf"ranks = 1: .* 3 s \(connected: 0 \({HOST}\), 2 \({HOST}\)\)"]),
+    ([1], 2, {"MASTER_ADDR": "no.such.host"}, [r"MASTER_ADDR = no\.such\.host:\d+: rank 1 .* within 3 s"]),
+    ([0, 1], 2, {"before": _other_version}, [rf"accelerate = \S+ on ranks 0 \({HOST}\); 0\.34\.2 on ranks 1 "]),
+    ([0, 1], 2, {"before": _wrong_sums}, [r"all-reduce = 4096 bytes on ranks \[1\]"]),
+    pytest.param([0, 1, 1], 3, {}, ["ranks = 2: ", "RANK = 1: a second process"], marks=SLOW),
+    pytest.param([0, 1], 2, {"before": _no_connection}, [f"rank 1 on {HOST}: .* at all-reduce of 4,096"], marks=SLOW),
+])  # fmt: skip
+def test_the_error_names_the_rank(check, ranks, world, options, expected):
+    ended = check(ranks, world, "--sizes", "4096", **options)
+    assert [code for code, _ in ended] == [2] * len(ranks), ended
+    errors = [line for _, said in ended for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(expected), errors
+    assert all(any(re.match(f"error: {part}", line) for line in errors) for part in expected), errors
+    assert not any("Traceback" in said for _, said in ended)
+
+
+def test_a_port_that_another_program_has(check):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ((code, said),) = check([0], 2, MASTER_PORT=str(other.getsockname()[1]))
+    assert (code, "error: MASTER_PORT = " in said) == (2, True)
+
+
 @pytest.mark.slow
-def test_ranks_that_live_but_are_not_connected(ranks):
-    group = ranks(2)
-    group.start(0)
-    group.start(1, before=_no_connection)
-    ended = group.ended(BOUND + 20)
-    assert [code for code, _ in ended.values()] == [2, 2], ended
-    (line,) = [line for _, text in ended.values() for line in text.splitlines() if line.startswith("error: ")]
-    assert line.startswith(f"error: rank 1 on {HOST}: ")
-    assert " s at all-reduce of 8 bytes" in line
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 2)])
+def test_a_rank_lost_in_the_middle_is_named(check, number, victim):
+    def lose(processes, port: int) -> int:
+        options = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=30)}
+        signs = dist.PrefixStore(SIGNS, dist.TCPStore("127.0.0.1", port, **options))
+        turn = lambda rank: json.loads(signs.get(str(rank)))[1]  # noqa: E731
+        for rank in range(3):
+            wait_until(lambda rank=rank: b"all-reduce" in signs.get(str(rank)))
+        # a rank reads the others' signs right after it has left its own: when the next but one is there, it has
+        for rank, after in enumerate([turn(rank) for rank in range(3)]):
+            wait_until(lambda rank=rank, after=after: turn(rank) >= after + 2)
+        os.kill(processes[victim].pid, number)
+        return victim
+
+    ended = check([0, 1, 2], 3, "--repeats", "100000000", "--sizes", "4096", meanwhile=lose)
+    assert [code for code, _ in ended] == [2, 2], ended
+    speakers = [said for _, said in ended if f"error: rank {victim} on {HOST}: " in said]
+    assert speakers
+    assert all("last stage: all-reduce of 4,096 bytes" in said for said in speakers), ended
 
 
-def test_one_process_says_what_to_type():
-    found = forked([SCRIPT, "--device", "cpu"], ROOT)
-    assert found.returncode == 0, found.stderr
-    assert all(part in found.stdout for part in ("only one process", "torchrun --nproc_per_node 2"))
-    found = forked([SCRIPT, "--device", "cpu"], ROOT, SLURM_STEP_NUM_TASKS="2")
-    assert found.returncode == 2
-    assert "error: processes = 2: only 1 started" in found.stderr
+@pytest.mark.parametrize(("env", "code", "said"), [
+    ({}, 0, "torchrun --nproc_per_node 2"), ({"SLURM_STEP_NUM_TASKS": "2"}, 2, "error: processes = 2: only 1 started"),
+])  # fmt: skip
+def test_one_process_says_what_to_type(env, code, said):
+    found = forked([SCRIPT, "--device", "cpu"], ROOT, **env)
+    assert (found.returncode, said in found.stdout + found.stderr) == (code, True)

@@ -4,7 +4,6 @@ import json
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from runs import job_config, training_config
 
 from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.compare import COLUMNS, Strategy, as_markdown, compare, difference, numbers, read_job, ways
-from gpt2_ddp.compare.run import WARM_UP, RunResult, communication_share, measure, peak_memory
+from gpt2_ddp.compare.run import RunResult, communication_share, measure
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
 
@@ -42,26 +41,6 @@ def test_ddp_and_data_parallel_end_with_the_parameters_of_one_process(tmp_path, 
     assert 50e6 < ddp.peak_memory < 2e9
 
 
-def test_only_the_timed_steps_count(tmp_path, corpus):
-    run = run_ranks(timed_by_hand, 1, tiny(corpus, tmp_path), tmp_path / "weights")[0]
-    assert run.samples == 4 * 12
-    assert_close(run.seconds, 4 * 0.05)  # the clock stands still but in steps: 1 s in those of the warm-up
-
-
-def timed_by_hand(config, weights) -> RunResult:
-    from gpt2_ddp.compare import run as module
-
-    train_step, clock, taken = module.train_step, [0.0], []
-
-    def slow(run):
-        taken.append(run)
-        clock[0] += 1 if len(taken) <= WARM_UP else 0.05
-        return train_step(run)
-
-    module.train_step, module.time = slow, SimpleNamespace(perf_counter=lambda: clock[0])
-    return measure(config, False, 1, 4, weights)
-
-
 def test_difference(tmp_path):
     from safetensors.torch import save_file
 
@@ -70,18 +49,6 @@ def test_difference(tmp_path):
     save_file({"a": one["a"] + torch.tensor([0.03, 0.0]), "b": one["b"] - 0.04}, tmp_path / "other")
     assert_close(difference(tmp_path / "other", tmp_path / "one"), 0.05 / 5, 1e-4)
     assert difference(tmp_path / "one", tmp_path / "one") == 0
-
-
-def test_peak_memory_keeps_what_was_freed():
-    before, after = run_ranks(peaks_around_an_allocation, 1)[0]
-    assert 250e6 < after - before < 350e6
-
-
-def peaks_around_an_allocation() -> tuple[int, int]:
-    device = torch.device("cpu")
-    before = peak_memory(device)
-    torch.ones(75_000_000)
-    return before, peak_memory(device)
 
 
 @pytest.mark.timed
@@ -155,8 +122,8 @@ def no_machine(monkeypatch):
 @pytest.mark.parametrize(("seconds", "steps"), [(3, 300), (0.01, 5), (1000, 5000)])
 def test_the_steps_take_the_seconds(tmp_path, no_machine, seconds, steps):
     _, job = read_job("regression", CompareConfig(), "cpu", tmp_path)
-    config = CompareConfig(seconds=seconds)
-    assert module.steps_for("line", job, config, Strategy("single", 1, 1), tmp_path) == steps
+    single = Strategy("single", 1, 1)
+    assert module.steps_for("line", job, CompareConfig(seconds=seconds), single, tmp_path) == steps
 
 
 def test_what_was_measured_stays_when_a_later_job_fails(tmp_path, no_machine, monkeypatch):
@@ -183,16 +150,6 @@ def test_ways_say_why_they_are_missing(gpus, missing):
     assert list(found) == ["single", "DataParallel", "DDP-2", "DDP-4"]
     reasons = {name: f"needs {needed} GPUs, this comparison has {n}" for name, (needed, n) in missing.items()}
     assert {name: reason for name, reason in found.items() if reason} == reasons
-
-
-@pytest.mark.parametrize("kind", module.KINDS)
-def test_every_job_is_the_same_for_every_way(tmp_path, kind):
-    name, job = read_job(kind, CompareConfig(), "cpu", tmp_path)
-    assert name == Path(module.KINDS[kind][1]).stem
-    assert (job.train.mixed_precision, job.train.device) == ("no", "cpu")
-    assert job.output_dir == str(tmp_path / "runs")
-    if kind == "gpt2":
-        assert job.global_batch_windows // job.train.micro_batch_size == 8  # 4 on each of two processes
 
 
 def test_mistakes(tmp_path, monkeypatch):

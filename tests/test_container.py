@@ -145,12 +145,6 @@ def test_nccl_finds_the_library_and_the_drivers_of_infiniband(image, tmp_path):
 
 
 @pytest.mark.image
-def test_a_user_error_in_a_container_ends_it_with_2(image, tmp_path):
-    found = run(image, tmp_path, "torchrun", "scripts/train_gpt2.py", "--optim.nonsense", "3")
-    assert (found.returncode, found.stderr.count("error: --optim.nonsense")) == (2, 1)
-
-
-@pytest.mark.image
 def test_nothing_of_the_builder_s_pip_is_left(image, tmp_path):
     history = manage("history", "--no-trunc", image)
     assert "index-url" not in history

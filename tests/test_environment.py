@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from commands import expect_error
-from ranks import free_port
 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
@@ -31,15 +30,6 @@ def alone(monkeypatch):
     for name in NAMES:
         monkeypatch.setenv(name, "")  # so that what a test leaves behind is undone
         monkeypatch.delenv(name)
-
-
-def test_numbers(monkeypatch):
-    assert world_size() == 1
-    values = ("8", " 4", "0", "3", str(free_port()), "8", "8", "1:2", "gpu")
-    for name, value in zip(NAMES, values, strict=True):
-        monkeypatch.setenv(name, value)
-    assert world_size() == 8
-    assert os.environ["PET_NNODES"] == "1:2"
 
 
 def test_exit_codes_tell_how_a_run_ended(monkeypatch, tmp_path):

@@ -45,14 +45,6 @@ def test_what_a_disk_refuses_leaves_the_old_file(tmp_path, monkeypatch):
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
-@pytest.mark.parametrize(("number", "hint"), [
-    (errno.EDQUOT, "quota"), (errno.EIO, "check"), (errno.EROFS, "writable"), (errno.EFBIG, "ulimit -f"),
-])  # fmt: skip
-def test_every_refusal_names_its_cure(number, hint):
-    with pytest.raises(UserError, match=f"file = place: cannot be written .*{hint}"), writing(Path("place")):
-        raise OSError(number, os.strerror(number))
-
-
 def test_what_is_no_disk_s_crashes():
     with pytest.raises(KeyError), writing(Path("place")):
         raise KeyError

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import count, product
@@ -31,7 +30,6 @@ from benchmarks.step import random_tokens
 from gpt2_ddp.checkpoint.run_files import is_event
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
-from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train
@@ -91,16 +89,9 @@ PARTS: dict[str, list[str]] = {
     ],
     # the step
     "step": [f"{STEP}step --repeats 3 --compile model --micro_batch 32{{nanogpt}}{{short}}"],
-    "step of 64": [f"{STEP}step_64 --repeats 3 --compile model --micro_batch 64"],
-    "step eager": [f"{STEP}step_eager --repeats 3 --compile off --micro_batch 32{{nanogpt}}"],
-    "step in blocks": [f"{STEP}step_blocks --repeats 3 --compile blocks --micro_batch 32"],
-    "step of 16": [f"{STEP}step_16 --repeats 3 --compile model --micro_batch 16"],
+    "steps": [f"{STEP}steps --repeats 2 --compile off blocks model --micro_batch 16 64"],
     "124M": [f"{LARGE} --run_name 124M"],
-    "cuDNN": [f"{LARGE} --run_name cuDNN"],
-    "flash": [f"{LARGE} --run_name flash"],
     "logits whole": [f"{LARGE} --run_name whole_logits --train.loss_chunk null"],
-    # where the time goes
-    "trace": [f"{LARGE} --run_name trace --train.profile_steps 5"],
     # what the guarantees cost
     "guards off": [f"{LARGE} --run_name unguarded --guard.norm_sigmas null --guard.loss_sigmas null"],
     "saves in the background": [f"{LARGE} --run_name background --checkpoint.every 10 --checkpoint.background yes"],
@@ -109,47 +100,33 @@ PARTS: dict[str, list[str]] = {
     # sizes
     **{
         name: [f"{STEP}{name} --repeats 2 --preset configs/gpt2_{name.lower()}.yaml --micro_batch {batches}"]
-        for name, batches in {"350M": "16 32", "774M": "8 16", "1558M": "4 8"}.items()
+        for name, batches in {"350M": "16 32", "1558M": "4 8"}.items()
     },
     "1558M recomputed": [
         f"{LARGE.replace('124m', '1558m')} --run_name recomputed --train.activation_checkpointing"
         " --train.micro_batch_size 16"
     ],
-    # real runs; the default training has Muon, at another rate
+    # real runs
     "200 in fp32": [f"{CURVE} --run_name curve_fp32 --train.mixed_precision no --train.compile off"],
     "200 in bf16": [f"{CURVE} --run_name curve_bf16 --train.mixed_precision bf16 --train.compile {{compile}}"],
-    "AdamW": [
-        f"{CURVE} --run_name curve_adamw --train.mixed_precision bf16 --train.compile {{compile}}"
-        " --optim.name adamw --optim.lr 2e-3 --optim.muon_lr 0.01"
-    ],
     "a run": ["scripts/train_gpt2.py --output_dir {out} --run_name whole --train.device {device}{tiny}{steps}"],
     # small jobs
-    "LeNet": [f"scripts/train_classifier.py --config configs/jobs/cifar100_lenet.yaml {JOB} --run_name lenet"],
     "ResNet": [
         f"scripts/train_classifier.py --config configs/jobs/cifar100_resnet18.yaml {JOB} --run_name resnet{{sync}}"
         " --train.mixed_precision {fp16}"
     ],
-    "compare": [
-        "scripts/compare_parallel.py --jobs regression classifier --seconds 2 --repeats 2"
-        " --device {device} --output {out}/compare"
-    ],
 }
 """Name -> what Python runs, one after the other. All but the last may be a training that stops, with exit code 75."""
-ENVIRONMENT = {"cuDNN": {"TORCH_CUDNN_SDPA_PREFERRED": "1"}, "flash": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}}
-"""Variables that choose PyTorch's attention."""
 LIMITS = {
-    **dict.fromkeys(("step", "step of 64", "step eager", "step in blocks", "step of 16"), 420),
-    **dict.fromkeys(("350M", "774M", "1558M", "1558M recomputed", "a run", "compare"), 300),
+    **dict.fromkeys(("step", "steps"), 420),
+    **dict.fromkeys(("350M", "1558M", "1558M recomputed", "a run"), 300),
     "checkpoint": 180,
 }
 """Seconds of the parts that may take longer than others."""
-GPU_ONLY = ("step of 64", "step eager", "step in blocks", "step of 16")
-GPU_ONLY += ("350M", "774M", "1558M", "1558M recomputed", "compare")
+GPU_ONLY = ("steps", "350M", "1558M", "1558M recomputed")
 RATES = {
-    "attention by flash": ("cuDNN", "flash"),
     "logits whole": ("124M", "whole_logits"),
     "guards off": ("124M", "unguarded"),
-    "no comparison of replicas": ("replicas", "124M"),
     "saves while training stands still": ("background", "standing"),
 }
 """What the second run does otherwise -> two runs whose tokens/s are compared."""
@@ -219,7 +196,7 @@ def run_part(part: str, limit: float) -> str:
         for number, command in enumerate(commands, 1):
             left = max(end - time.monotonic(), 1)
             timeout = ["timeout", "-k", str(GRACE), str(left), sys.executable]
-            environment = os.environ | {"PYTHONPATH": str(ROOT)} | ENVIRONMENT.get(part, {})
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
             done = subprocess.run([*timeout, *command], cwd=ROOT, env=environment, stdout=file, stderr=file)
             if done.returncode not in ((0,) if number == len(commands) else (0, 75)):
                 last = next(filter(None, reversed(log.read_text(errors="replace").splitlines())), "-")
@@ -287,13 +264,9 @@ def findings() -> Iterator[str]:
         if found := apart(*pair):
             spread = f"{max(found):.2%} apart at most, {mean(found):.2%} on average"
             yield f"loss of the first {len(found)} steps, {what}: {spread}"
-    ends = {run: rows[-1].get("val_loss") for run in ("curve_bf16", "curve_adamw") if (rows := rows_of(run))}
-    if len(ends) == 2:
-        yield f"validation loss after 200 steps: Muon {ends['curve_bf16']}, AdamW {ends['curve_adamw']}"
-    for run in ("lenet", "resnet"):
+    for run in ("resnet",):
         if rates := [row["samples_per_second"] for row in rows_of(run) if "samples_per_second" in row]:
             yield f"{run}: {median(rates):,.0f} images/s"
-    yield from costs(OUT / "trace/trace.json")
 
 
 def rows_of(run: str) -> list[dict[str, Any]]:
@@ -317,26 +290,6 @@ def is_bitwise() -> bool:
     if not all(file.exists() for file in weights):
         return False
     return resumed == straight and weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def costs(trace: Path) -> Iterator[str]:
-    """The three kernels that take most of a profiler's trace, and the time in which none runs."""
-    if not trace.exists():
-        return
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    work = [event for event in events if event.get("cat") in kinds] or [e for e in events if e.get("cat") == "cpu_op"]
-    took: Counter[str] = Counter()
-    busy, end = 0.0, -math.inf
-    for event in sorted(work, key=lambda event: event["ts"]):
-        until = event["ts"] + event["dur"]
-        took[event["name"]] += event["dur"]
-        busy += max(until - max(event["ts"], end), 0)
-        end = max(end, until)
-    whole = end - min(event["ts"] for event in work)
-    for name, micros in took.most_common(3):
-        yield f"trace: {micros / whole:.1%} in {name[:100]}"
-    yield f"trace: nothing runs in {1 - busy / whole:.1%} of {whole / 1000:.1f} ms"
 
 
 def write_pictures(folder: Path) -> None:
@@ -371,7 +324,7 @@ def train_with_inf(flags: list[str]) -> None:
 def test_the_commands_are_such_that_a_script_takes_them(device, monkeypatch, tmp_path):
     monkeypatch.setattr(sys.modules[__name__], "OUT", tmp_path)  # a trial with DEVICE=cpu leaves other runs
     kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmarks": BenchmarkConfig}
-    kinds |= {"compare_parallel": CompareConfig, "test_gpu": TrainingConfig}
+    kinds |= {"test_gpu": TrainingConfig}
     for part, commands in PARTS.items():
         for command in (command.format(**words(device)).split() for command in commands):
             script = next(number for number, word in enumerate(command) if word.endswith((".py", "benchmarks")))
@@ -379,10 +332,8 @@ def test_the_commands_are_such_that_a_script_takes_them(device, monkeypatch, tmp
             if kind := kinds.get(Path(command[script]).stem):
                 default = "configs/gpt2_stdlib.yaml" if kind is TrainingConfig else None
                 config = load(kind, command[script + 1 :], default)
-                if part in ("AdamW", "200 in bf16"):
-                    assert config.optim.name == {"AdamW": "adamw"}.get(part, "muon"), "one is compared with the other"
                 assert part != "ResNet" or config.model.sync_batchnorm == (device == "cuda")
-    assert {*LIMITS, *ENVIRONMENT, *GPU_ONLY} <= {*PARTS}
+    assert {*LIMITS, *GPU_ONLY} <= {*PARTS}
 
 
 def test_a_part_begins_only_if_its_limit_is_left(monkeypatch):

@@ -31,18 +31,6 @@ def test_it_stands_alone_and_is_as_short_as_the_pages_say(script):
         assert text in (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("script", ALL, ids=lambda script: script.stem)
-def test_help_explains_it_and_trains_nothing(script, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda number, action: None)
-    monkeypatch.setattr("sys.argv", [str(script), "--help"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(script), run_name="__main__")
-    assert not end.value.code
-    assert f"torchrun --standalone --nproc_per_node 2 scripts/{script.name}" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
 MORE = [(script, 1, "LOCAL_WORLD_SIZE", "2", "more processes than GPUs; start fewer") for script in ALL]
 UNEQUAL = [
     (TRAINER, 0, "WORLD_SIZE", "5", "these processes cannot share 1200 points equally; start 1, 2, 3, 4"),
@@ -93,21 +81,6 @@ def test_the_program_and_the_full_job_end_at_the_same_line(tmp_path):
         ends.append(torch.stack([saved["linear.weight"][0, 0], saved["linear.bias"][0]]))
     for end in ends:
         assert_close(end, ends[0], 1e-5, says=ends)
-
-
-@pytest.mark.slow
-def test_small_batches_train_the_same_on_three_processes(tmp_path):
-    """Batches of 103, which three processes cannot share out equally, and a last one of 9."""
-    smaller = tmp_path / FIRST.name
-    smaller.write_text(FIRST.read_text().replace("BATCH, LR = 40, 10_000, 0.1", "BATCH, LR = 1, 103, 0.01"))
-    ends = []
-    for processes in (1, 3):
-        alone = rank_environment(0, 1, free_port()) if processes == 1 else {}
-        found = forked(["-c", ENDS.format(argv=[str(smaller)])], tmp_path, processes, **alone)
-        assert found.returncode == 0, found.stderr
-        ends.append(saved_line(tmp_path))
-    assert 1.5 < ends[0][0] < 1.7, "far from the end, where another order would not show"
-    assert_close(*ends, 1e-5, says=ends)
 
 
 ENDS = """

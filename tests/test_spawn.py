@@ -64,32 +64,19 @@ def test_one_fresh_process_has_no_rank_and_is_alone_waited_for():
     left.kill()
 
 
-def test_a_mistake_comes_back_as_one_and_one_that_another_rank_meets_alone_ends_with_2():
-    with pytest.raises(UserError, match="field = value: hint"):
-        run_processes(fail, 2, "0", "mistake")
-    with pytest.raises(SystemExit, match="2"):
-        run_processes(fail, 2, "1", "mistake")
-
-
-@pytest.mark.parametrize(("rank", "how"), [("0", "crash"), ("1", "kill")])
-def test_a_crash_of_one_ends_all(monkeypatch, capfd, rank, how):
-    """The other rank would sleep for ten minutes, like one that waits in a collective."""
-    monkeypatch.setattr("gpt2_ddp.distributed.spawn.GRACE_SECONDS", 0.5)
-    with pytest.raises(SystemExit) as end:
+@pytest.mark.parametrize(("rank", "how", "error", "text"), [
+    ("0", "mistake", UserError, "field = value: hint"), ("1", "mistake", SystemExit, "2"),
+    ("0", "crash", SystemExit, "1"), ("1", "kill", SystemExit, "1"), ("1", "stop", Stopped, "a signal to a rank"),
+])  # fmt: skip
+def test_the_end_of_one_ends_all(monkeypatch, capfd, rank, how, error, text):
+    """The other rank would sleep for ten minutes. After a stop it is signalled, not killed."""
+    monkeypatch.setattr("gpt2_ddp.distributed.spawn.GRACE_SECONDS", 600 if how == "stop" else 0.5)
+    with pytest.raises(error, match=text):
         run_processes(fail, 2, rank, how)
-    assert end.value.code == 1
     errors = capfd.readouterr().err
-    assert "a process crashed (exit codes rank 0: " in errors
+    assert ("a process crashed (exit codes rank 0: " in errors) == (error is SystemExit)
     assert ("a bug" in errors) == (how == "crash")
     assert all("rank" not in str(child.cmdline()) for child in psutil.Process().children())
-
-
-def test_a_rank_that_is_stopped_on_its_own_stops_all(monkeypatch, capfd):
-    """The other rank would sleep for ten minutes, and is told, not killed."""
-    monkeypatch.setattr("gpt2_ddp.distributed.spawn.GRACE_SECONDS", 600)
-    with pytest.raises(Stopped, match="a signal to a rank"):
-        run_processes(fail, 2, "1", "stop")
-    assert not capfd.readouterr().err
 
 
 def wait_to_be_stopped(folder: str) -> None:

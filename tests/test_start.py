@@ -2,24 +2,20 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import WITH_FLAGS, forked
-from ranks import run_ranks
-from runs import job_config, training_config
+from commands import WITH_FLAGS
+from runs import training_config
 
 from gpt2_ddp import __main__ as front_door
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.optim import build_optimizer, without_dynamo
-from gpt2_ddp.tasks.jobs import run_job
 
 ROOT = Path(__file__).parents[1]
 HEAVY = (
@@ -82,17 +78,6 @@ def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
     assert report.stat().st_mtime_ns > rows.stat().st_mtime_ns, "a complete run whose report is older gets one"
 
 
-def test_several_processes_import_no_data_sets(tmp_path):
-    """Accelerate's loaders for several processes do, to find out that these are not theirs."""
-    config = job_config("regression", tmp_path, {"train.epochs": 1, "data.points": 20, "data.test_points": 7})
-    assert run_ranks(imported, 2, config) == [[], []]
-
-
-def imported(config: JobConfig) -> list[str]:
-    run_job(config)
-    return [name for name in ("datasets", "pandas", "pyarrow") if name in sys.modules]
-
-
 def test_a_model_without_init_is_the_same_but_for_its_weights():
     config = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8)
     torch.manual_seed(0)
@@ -131,18 +116,6 @@ def test_a_light_optimizer_computes_the_same():
         results.append([layer.weight.detach().clone(), *(value["exp_avg"] for value in again.state.values())])
     assert all(map(torch.equal, *results))
     assert without_dynamo(torch.optim.SGD).__name__ == "SGD"
-
-
-@pytest.mark.slow
-def test_a_report_that_cannot_be_written_fails_no_training(trained, tmp_path):
-    run = tmp_path / "runs/run"
-    shutil.copytree(trained, run)
-    (run / "report.html").mkdir()
-    os.utime(run / "report.html", ns=(1, 1))
-    words = ["scripts/train_gpt2.py", "--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "runs")]
-    done = forked(words, ROOT)
-    assert done.returncode == 0, done.stderr
-    assert f"report: none: file = {run / 'report.html'}: cannot be written" in done.stdout
 
 
 def test_the_front_door_lists_every_script_once_runs_a_script_and_refuses_other_names(capsys, monkeypatch):

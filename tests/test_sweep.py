@@ -108,11 +108,6 @@ def test_a_refused_run_fails_the_sweep_and_what_it_had_before_is_not_compared(th
     assert sweep.compare(three[:1], {}, tmp_path / "a-sweep.json") == 0
 
 
-def test_the_note_on_the_preset_is_in_the_output_of_the_runs(capsys):
-    members("--data.path", "data/mine", "--seeds", "1", "2")
-    assert capsys.readouterr().err.count("note: ") == 1, "of the sweep's own configuration"
-
-
 def test_a_signal_stops_the_runs_and_begins_no_other(three, monkeypatch, capsys):
     started = []
 

@@ -20,11 +20,6 @@ def run(*words: str, path: Path = ROOT, folder: Path | None = None) -> subproces
     return subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_a_script_has_its_own_flags(tmp_path):
-    found = run(sys.executable, "-m", "gpt2_ddp", "train_gpt2", "--print_config", "--optim.lr", "1", folder=tmp_path)
-    assert "\n  lr: 1.0\n" in found.stdout
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
     """A folder in which the wheel is installed, without what it depends on."""

@@ -192,14 +192,11 @@ def _check_environment(target: torch.device, backend: str) -> None:
         raise UserError("processes", local, hint)
     if backend == "nccl" and target.type != "cuda":
         raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
-    for plugin in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
-        if os.environ.get(plugin, "false").lower() == "true":
-            hint = "only train_gpt2.py shards" if plugin.endswith("FSDP") else "gpt2_ddp trains with DDP or FSDP"
-            raise UserError(plugin, "true", f"{hint}; answer no in `accelerate config`")
-    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    if compiler not in ("no", ""):
-        hint = "would compile the model a second way; answer no in `accelerate config` and use --train.compile"
-        raise UserError("ACCELERATE_DYNAMO_BACKEND", compiler, hint)
+    for plugin in ("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "DYNAMO_BACKEND"):
+        value = os.environ.get(f"ACCELERATE_{plugin}", "").lower()
+        if value not in ("", "no", "false"):
+            hint = "this training does not use it; answer no in `accelerate config`"
+            raise UserError(f"ACCELERATE_{plugin}", value, hint)
 
 
 def pick_precision(name: str, target: torch.device, section: str = "") -> str:
