@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 from ranks import RankError, run_ranks
-from runs import TIMINGS, open_folder, rows, said, state_of, train, training_config
+from runs import open_folder, rows, said, state_of, train, training_config
 
-from gpt2_ddp.checkpoint.run_files import METRICS, valid_rows
+from gpt2_ddp.checkpoint.run_files import METRICS, field_of, valid_rows
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.trackers import START, Running, Trackers
 from gpt2_ddp.config.training import TrainingConfig
@@ -104,7 +104,7 @@ def run_id(run: Path) -> str:
 
 
 def computed(points: Points) -> Points:
-    return {name: values for name, values in points.items() if name not in TIMINGS}
+    return {name: values for name, values in points.items() if field_of(name).kind != "measured"}
 
 
 def steps(points: Points) -> dict[str, list[int]]:

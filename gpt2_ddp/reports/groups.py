@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
+from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
 from gpt2_ddp.reports.runs import Row, RunRecord, is_finite, share_tokens
@@ -14,10 +15,9 @@ from gpt2_ddp.reports.runs import Row, RunRecord, is_finite, share_tokens
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
 SCORES = {
-    "last_val_loss": "last val_loss",
-    "best_val_loss": "best val_loss",
-    "last_val_bits_per_byte": "last bits/byte",
-    "best_val_bits_per_byte": "best bits/byte",
+    f"{kind}_{name}": f"{kind} {FIELDS[name].text.split()[0]}"
+    for name in ("val_loss", "val_bits_per_byte")
+    for kind in ("last", "best")
 }
 """Scores of a run, and their columns in the table."""
 COMPARED = ("last_val_loss", "last_val_bits_per_byte")

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, Formatter, LogFormatter, StrMethodFormatter
 
+from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.runs import RunRecord, share_tokens
@@ -31,14 +32,8 @@ MARKED = 40  # most points of a curve with a marker
 NOT_FINITE = "not a finite number"
 EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
 """Marks below the loss, by event; `not_finite`: losses since the last row that are excluded from the mean."""
-PANELS = {
-    "lr": "Learning rate",
-    "grad_norm": "Gradient norm (before clipping, log scale)",
-    "tokens_per_second": "Throughput ({unit} per second)",
-    "memory": "Memory of the main process (bytes)",
-    "data_share": "Waiting for data (share of the time)",
-}
-"""Titles of the panels beside the loss, by metric; those that no run logs are left out."""
+PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
+"""Titles of the panels beside the loss, by metric."""
 AXES = {"steps": "step", "tokens": "{unit}", "time": "minutes in training steps"}
 """Labels of the x axis."""
 

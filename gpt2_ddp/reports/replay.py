@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from safetensors import safe_open
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.checkpoint.run_files import METRICS, Outcome, is_event, is_own, is_rollback, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import METRICS, Outcome, field_of, is_event, is_rollback, read_lines, valid_rows
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -41,9 +41,6 @@ Rows = dict[int, Record]  # rows of metrics.jsonl by step
 Finding = tuple[str, list[str] | None]  # a check and its defects; or a note and None
 NEARLY = 5e-6
 """Relative difference of sums that another order may cause."""
-EXACT = ("tokens", "samples", "skipped", "order_digest", "lr")
-SUMS = ("loss", "loss_mean", "train_loss", "grad_norm", "val_loss")
-"""Fields of rows that are compared; others are measured, or follow from these."""
 
 
 class Span(NamedTuple):
@@ -151,21 +148,14 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
     tolerance."""
     defects = []
     for step, row in sorted(rows.items()):
-        other = again.get(step, {})
-        for name, old in row.items():
-            kind, _, source = name.partition("/")
-            is_compared = kind in (*EXACT, *SUMS) and not is_own(name)
-            if not is_compared or (source and name not in other):  # a source's folder may have another name here
-                continue
-            new = other.get(name)
-            is_near = (
-                not exact
-                and kind in SUMS
-                and old is not None
-                and new is not None
-                and math.isclose(old, new, rel_tol=NEARLY)
-            )
-            if old != new and not is_near:
+        if step not in again:
+            defects.append(f"{METRICS}: step {step} has no row when trained again")
+        for name, new in again.get(step, {}).items():
+            old = row.get(name, new)  # a source's folder may have another name here
+            kind = field_of(name).kind
+            is_sum = isinstance(old, float) and isinstance(new, float)
+            is_near = not exact and (kind == "counted" or (is_sum and math.isclose(old, new, rel_tol=NEARLY)))
+            if old != new and kind not in ("measured", "own") and not is_near:
                 defects.append(f"{METRICS}: {name} of step {step} is {old}, but {new} when trained again")
     return defects
 

@@ -14,14 +14,13 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 from pydantic import BaseModel, NonNegativeInt
 
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, is_event, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, field_of, is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json, read_small
 from gpt2_ddp.reports.status import health, no_run
 
-NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]
 Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
 LARGEST_PICTURE = 2**23  # most bytes of a picture; 24 images take 300,000
@@ -194,7 +193,7 @@ def _read_rows(file: Path, notes: list[str]) -> tuple[PackedRows, list[Row]]:
         if is_event(row):
             events.append(row)
         row.pop("chain", None)
-        row |= {metric: math.nan for metric in NEVER_UNKNOWN if row.get(metric, 0) is None}
+        row |= {name: math.nan for name, value in row.items() if value is None and not field_of(name).kind}
         if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
             row["loss_mean"] = row["loss"]
         valid_rows([row], rows)
