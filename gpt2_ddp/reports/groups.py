@@ -1,7 +1,6 @@
 """Groups of runs that differ only in their seed: means, standard deviations, and differences to the first group."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev, variance
@@ -157,11 +156,8 @@ def describe(groups: Sequence[Group]) -> list[str]:
 
 def _remarks(group: Group) -> list[str]:
     """What limits the means, and the runs that they leave out."""
-    seeds = Counter(map(_seed, group.scored))
-    found = ["one run: no spread"] if len(seeds) == 1 else []
-    if reason := _unlike(group.scored, "last_val_loss"):
-        found.append(reason)
-    found += [f"seed {seed}: {count} runs count as one" for seed, count in seeds.items() if count > 1]
+    reason = _unlike(group.scored, "last_val_loss")
+    found = [reason] if reason else []
     for run in group.runs:
         if run not in group.scored:
             why = "no finite val_loss" if run in group.completed else _state(run)

@@ -26,7 +26,6 @@ from gpt2_ddp.reports.runs import RunRecord, share_tokens
 STYLE = matplotlib.rc_params_from_file(str(Path(__file__).with_suffix(".mplstyle")), use_default_template=False)
 INK = STYLE["text.color"]
 """Colour of text, axes and grid; in the SVG, that of the text around it."""
-NAME_LENGTH = 64  # most characters of a name in the legend
 POINTS = 600  # of a curve that are drawn; a page stays below 1 MB
 MARKED = 40  # most points of a curve with a marker
 NOT_FINITE = "not a finite number"
@@ -41,7 +40,7 @@ AXES = {"steps": "step", "tokens": "{unit}", "time": "minutes in training steps"
 class Curve(NamedTuple):
     """A run, or the mean of several completed runs of a group."""
 
-    name: str
+    name: str  # in the legend
     color: str
     runs: Sequence[RunRecord]
     style: Literal["-", ":"] = "-"
@@ -81,7 +80,11 @@ def draw(runs: Sequence[RunRecord], axis: str = "auto") -> Figure:
             panel.xaxis.set_major_formatter(_plain(loss.get_xlim()[1]))
             panel.tick_params(labelbottom=True)
         if len(curves) > 1:
-            figure.legend(handles=[_entry(curve) for curve in curves], loc="outside upper center", ncols=2)
+            handles = [
+                Line2D([], [], linewidth=3, linestyle=curve.style, color=curve.color, label=truncate(curve.name, 64))
+                for curve in curves
+            ]
+            figure.legend(handles=handles, loc="outside upper center", ncols=2)
     return figure
 
 
@@ -158,11 +161,6 @@ def _mark(panel: Axes, x: np.ndarray | None, label: str, **look: Any) -> None:
         panel.plot(x, foot, transform=panel.get_xaxis_transform(), linestyle="", label=label, **look)
 
 
-def _entry(curve: Curve) -> Line2D:
-    name = truncate(curve.name, NAME_LENGTH)
-    return Line2D([], [], color=curve.color, linestyle=curve.style, linewidth=3, label=name)
-
-
 def _plain(largest: float) -> Formatter:
     """Writes 0.0005 and 12.5k."""
     return EngFormatter(sep="") if largest >= 10_000 else StrMethodFormatter("{x:.4g}")
@@ -173,8 +171,7 @@ def _make_logarithmic(panel: Axes) -> None:
     if panel.dataLim.y0 > 0:
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter("{x:g}")
-        is_narrow = panel.dataLim.y1 < 10 * panel.dataLim.y0
-        panel.yaxis.set_minor_formatter("{x:g}" if is_narrow else LogFormatter(minor_thresholds=(1.5, 0.6)))
+        panel.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
 
 
 def thin(values: np.ndarray, parts: int) -> np.ndarray:

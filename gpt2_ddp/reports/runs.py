@@ -12,28 +12,18 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, NonNegativeInt
 
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, field_of, is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_json, read_small
+from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.status import health, no_run
 
 Row = dict[str, Any]
 Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
-LARGEST_PICTURE = 2**23  # most bytes of a picture; 24 images take 300,000
 LAST_STEP, LARGEST, SMALLEST = 2**53, 3.4e38, 1.2e-38  # limit of steps; largest and smallest normal number in fp32
 T = TypeVar("T")
-
-
-class Classes(BaseModel):
-    """A classifier's predictions at a step: names of the classes and, for each, the predicted classes' counts."""
-
-    step: NonNegativeInt
-    classes: list[str]
-    confusion: list[dict[NonNegativeInt, NonNegativeInt]]
 
 
 class PackedRows(UserList[Any]):
@@ -63,8 +53,6 @@ class RunRecord:
     status: Row
     samples: list[Row]
     notes: list[str]  # omitted parts
-    classes: Classes | None  # of a classifier, from evaluate.py
-    wrong: bytes  # PNG of misclassified test images; or empty
 
     @cached_property
     def fields(self) -> list[str]:
@@ -174,12 +162,7 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         found = health(folder)
         status |= {"state": found.state, "reason": found.detail}
     samples = [row for row in _read_rows(folder / SAMPLES, notes)[0] if isinstance(row.get("text"), str)]
-    classes, wrong = None, b""
-    if newest := max(folder.glob("evaluations/step-*/classes.json"), default=None):
-        classes, picture = _read(newest, _read_classes, notes), newest.with_name("wrong.png")
-        if classes and picture.exists():
-            wrong = _read(picture, lambda file: read_small(file, LARGEST_PICTURE), notes) or b""
-    return RunRecord(name, rows, events, flat(config), status, samples, notes, classes, wrong)
+    return RunRecord(name, rows, events, flat(config), status, samples, notes)
 
 
 def _read_rows(file: Path, notes: list[str]) -> tuple[PackedRows, list[Row]]:
@@ -208,15 +191,6 @@ def _read(file: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
         return read(file)
     notes.append(f"{file.name}: {'unreadable' if os.path.lexists(file) else 'missing'}")
     return None
-
-
-def _read_classes(file: Path) -> Classes:
-    """Raises: OSError; ValueError for other content than evaluate.py's."""
-    found = Classes.model_validate(read_json(file))
-    number = len(found.classes)
-    if len(found.confusion) != number or any(other >= number for row in found.confusion for other in row):
-        raise ValueError("classes and confusion differ in size")
-    return found
 
 
 def _is_number(value: object) -> TypeGuard[float]:

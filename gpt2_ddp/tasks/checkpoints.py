@@ -321,7 +321,7 @@ def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
 def save_classes(
     folder: Path, step: int, found: np.ndarray, counts: Counts, names: Sequence[str], test: SampleSet
 ) -> None:
-    """Writes classes.json and, if there are errors, wrong.png with the worst; report.py shows both."""
+    """Writes classes.json and, if there are errors, wrong.png with the worst."""
     wrong, content = worst_mistakes(found, counts), {"step": step, "classes": [*names], "confusion": counts}
     write_atomically(make_output_folder(folder) / "classes.json", json.dumps(content))
     if len(wrong):
