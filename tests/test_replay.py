@@ -5,18 +5,14 @@ import fcntl
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from commands import expect_error
 from ranks import in_turn, run_ranks
-from runs import change, edit_manifest, forge, reseal, rows, said, train_with_faults, training_config
+from runs import forge, reseal, rows, said, train_with_faults, training_config
 from safetensors.torch import load_file, save_file
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, STATE
+from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER
 from gpt2_ddp.config.tools import VerifyConfig
-from gpt2_ddp.data.manifest import MANIFEST as DATA_MANIFEST
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports import replay as replay_module
 from gpt2_ddp.reports.replay import compare_rows, plan
 from gpt2_ddp.reports.verify import verify_run
@@ -108,31 +104,11 @@ def alter_row(place: Path, name: str, times: float) -> None:
     forge(place / "run", edit)
 
 
-def alter_shard(place: Path) -> None:
-    """In every place where a hash of it stands."""
-    manifest = read_manifest(place / "data")
-    for shard in manifest.splits["train"]:
-        file, old = place / "data" / shard.file, shard.sha256
-        content = bytearray(file.read_bytes())
-        content[1024:] = content[1024:][::-1]
-        tokens = np.frombuffer(bytes(content[1024:]), ">u2").astype("<u2")
-        file.write_bytes(content[:1024] + tokens.tobytes())
-        change(place / "data" / DATA_MANIFEST, old, sha256_file(file))
-    edit_manifest(place / "data")
-    new = read_manifest(place / "data").hash
-    for step in (4, 8, 12):
-        state = checkpoint(place / "run", step) / STATE
-        change(state, manifest.hash, new)
-        reseal(state)
-    forge(place / "run", lambda rows: [row.update(data_manifest=new) for row in rows if "data_manifest" in row])
-
-
 ALTERED = [
     (lambda place: alter_tensor(place, 4, MODEL, "h.1.mlp.c_fc.weight", 2), "metrics.jsonl: ", None),
     (lambda place: alter_tensor(place, 8, OPTIMIZER, "exp_avg.ln_f.weight", 1.00001),
      f"checkpoints/step-00000008/{OPTIMIZER}: 1 tensors", 1),
     (lambda place: alter_row(place, "loss", 1 + 2**-52), "metrics.jsonl: loss of step 6 is ", 1),
-    (alter_shard, "metrics.jsonl: loss of step 5 is ", None),
     (lambda place: (checkpoint(place / "run", 4) / MODEL).write_bytes(b""),
      "replay from step 4: its checkpoint is damaged, so it cannot be trained again", 1),
 ]  # fmt: skip

@@ -7,8 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from html import escape
-from html.parser import HTMLParser
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from close import assert_close
 from commands import expect_error
 from runs import training_config
 
-from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.reports.groups import compare, content, describe, group_runs
@@ -57,29 +55,17 @@ def make_run(folder: Path, rows: list[dict], state: str = "stopped", **fields: A
     return folder
 
 
-class Page(HTMLParser):
-    """A page's text, tag names, and all rows of its tables by their first cell."""
+class Page:
+    """A page's source, text, and all rows of its tables by their first cell."""
 
     def __init__(self, file: Path):
-        super().__init__()
-        self.rows, self.tags, self.text, self.row = {}, [], "", [""]
         self.source = file.read_text(encoding="utf-8")
-        self.feed(self.source)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag == "tr":
-            self.row = []
-        elif tag in ("th", "td"):
-            self.row.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "tr":
-            self.rows.setdefault(self.row[0], self.row[1:])
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        self.row[-1] += data
+        self.text = unescape(self.source)
+        cells = [
+            re.split(r"</t[hd]><t[hd]>", row)
+            for row in re.findall(r"<tr><th>(.*?)</t[hd]></tr>", self.source, re.DOTALL)
+        ]
+        self.rows = {first: others for first, *others in reversed([[*map(unescape, row)] for row in cells])}
 
 
 def page_of(*runs: Path, axis: str = "auto") -> Page:
@@ -107,7 +93,7 @@ def test_values_are_the_files_own(tmp_path: Path) -> None:
     assert "the last sample" in page.text
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(file.name for file in run.glob("*report*")) == ["report.html", "report.png"]  # no temporary left
-    assert not {"script", "link", "img", "iframe"} & {*page.tags}
+    assert not re.search("<(script|link|img|iframe)", page.source)
     assert not re.search(r"(href=\"|url\()(?!#)|@import", page.source)
     assert page_of(run).source == page.source, "the same metrics give the same bytes"
 
@@ -119,16 +105,10 @@ def test_user_text_is_escaped(tmp_path: Path) -> None:
     (run / "status.json").write_text(json.dumps({"state": "failed", "reason": HOSTILE}))
     (run / "config.yaml").write_text(json.dumps({"seed": HOSTILE, "optim": {"lr": HOSTILE}}))
     page = page_of(run, other, run)
-    assert "script" not in page.tags
+    assert "<script" not in page.source
     assert (page.rows[""], page.rows["optim.lr"]) == ([run.name, "other"], [HOSTILE, "0.5"])
     assert page.rows["state"][0] == f"failed: {HOSTILE}"
     assert escape(HOSTILE) in page.source
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    page = page_of(*(make_run(tmp_path / name / "run", metrics(20)) for name in "ab"))
-    assert page.rows[""] == ["a/run", "b/run"]
-    assert "b/run" in drawn_text(page)
 
 
 @pytest.mark.parametrize(("bad", "shown"), [(None, "nan"), (math.inf, "inf")])
@@ -216,7 +196,9 @@ def test_tokenizers_that_differ(tmp_path: Path) -> None:
     never = make_run(tmp_path / "never", [{"step": 10, "loss": 1.0}])
     loss = draw(read_runs([one, other, never])).axes[0]
     assert {*np.concatenate([line.get_ydata() for line in loss.lines])} == {1.25}
-    assert "nats per token" in drawn_text(page_of(one, same, never)), "what is not known is not another"
+    page = page_of(one, same, never)
+    assert "nats per token" in drawn_text(page), "what is not known is not another"
+    assert page.rows[""] == ["1", "3/1", "never"]
 
 
 def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
@@ -279,11 +261,6 @@ def test_a_report_needs_neither_torch_nor_a_display(tmp_path: Path) -> None:
     words = [sys.executable, "-c", source, make_run(tmp_path / "run", metrics(3))]
     environment = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "MPLBACKEND")}
     subprocess.run(words, env=environment, check=True)
-
-
-def test_many_rollbacks_take_no_long_time() -> None:
-    rows = [{"step": step} for step in range(20_000)] + [{"event": "rollback", "step": 10_000}] * 20_000
-    assert valid_rows(rows) == rows[:10_001]
 
 
 # Groups of seeds
@@ -376,34 +353,27 @@ def test_what_does_not_compare(runs: Runs, first: dict, other: dict, bytes_compa
 
 
 def test_headings_are_the_fields_that_differ(runs: Runs) -> None:
-    runs.add(dict.fromkeys(range(6), 3.0))
-    texts = ["lr: 1\n  y: null", "lr: 1\n  y: null", "lr: 1", "lr: 1.0", None, None]
-    for number, (path, text) in enumerate(zip(runs.paths, texts, strict=True)):
-        config = f"seed: {number}\nrun_name: r{number}\neval:\n  tokens: 5\noptim:\n  {text}\n"
-        (path / "config.yaml").write_text("{" if text is None else config)
+    runs.add(dict.fromkeys(range(5), 3.0))
+    for number, (path, text) in enumerate(zip(runs.paths, ["1, y: null", "1, y: null", "1", "1.0", "{"], strict=True)):
+        (path / "config.yaml").write_text(f"seed: {number}\nrun_name: r{number}\ntokens: 5\noptim: {{lr: {text}}}")
     assert [(group["heading"], group["fields"], len(group["runs"])) for group in runs.content()] == [
         ("optim.lr=1, optim.y=null", {"optim.lr": 1, "optim.y": None}, 2),
         ("optim.lr=1, optim.y missing", {"optim.lr": 1}, 1),
         ("optim.lr=1.0, optim.y missing", {"optim.lr": 1.0}, 1),
         ("run4", {}, 1),
-        ("run5", {}, 1),
     ]
 
 
 def test_json_has_no_nan(runs: Runs) -> None:
-    runs.add(ONE)
+    runs.add({1: 3.25})
     runs.add({5: math.nan, 6: math.inf}, lr=2e-3, state="diverged")
-    for path in runs.paths[3:]:
-        with (path / "config.yaml").open("a") as file:
-            file.write("extra: .nan\n")
     output = runs.folder / "x.json"
     assert report(ReportConfig(runs=tuple(map(str, runs.paths)), output=str(output))) == 0
     assert sorted(file.name for file in runs.folder.glob("x.*")) == ["x.html", "x.json", "x.png"]
     assert "NaN" not in output.read_text()
     found = json.loads(output.read_text())["groups"]
     assert found == runs.content()
-    assert [(group["n"], group["completed"], len(group["runs"])) for group in found] == [(3, 3, 3), (0, 0, 2)]
-    assert found[0]["runs"][0].items() >= {"seed": 1, "state": "completed", METRIC: 3.31}.items()
+    assert [(group["n"], group["completed"], len(group["runs"])) for group in found] == [(1, 1, 1), (0, 0, 2)]
 
 
 def test_picture_and_page_of_groups(runs: Runs, tmp_path: Path) -> None:
@@ -414,7 +384,7 @@ def test_picture_and_page_of_groups(runs: Runs, tmp_path: Path) -> None:
         with (path / "config.yaml").open("a") as file:
             file.write(f"extra: {json.dumps(HOSTILE if path != runs.paths[3] else 'one')}\n")
     page = Page(write_report(runs.paths, tmp_path / "out"))
-    assert "script" not in page.tags
+    assert "<script" not in page.source
     assert f"optim.lr=0.001, extra={HOSTILE}" in page.text
     figure = draw(read_runs(runs.paths))
     looks = [(line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()]
