@@ -109,7 +109,7 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[Curve]:
             yield Curve(group.heading, f"C{number}", group.completed)
         for run in group.runs:
             if run not in group.completed:
-                yield Curve(f"{run.name} ({run.status.get('state', 'unknown state')})", f"C{number}", [run], ":")
+                yield Curve(f"{run.name} ({run.state})", f"C{number}", [run], ":")
 
 
 def _draw_loss(panel: Axes, curves: Sequence[Curve], axis: str, unit: str) -> None:

@@ -98,30 +98,25 @@ def replay(
     ends = [step for step in sorted(checkpoints) if span.start < step < span.stop]
     for start, stop in pairwise([span.start, *ends, span.stop]):
         # the next checkpoint has the settings of this stretch, which may differ from those before a stop
-        later = [step for step in checkpoints if step >= stop]
-        maker = checkpoints[min(later)] if later else None
+        maker = min((other for step, other in checkpoints.items() if step >= stop), key=lambda c: c.step, default=None)
         back = [row for row in rollbacks if row["step"] <= start][-1:]
         skipped = next((row["skipped_range"] for row in back if row["step"] == start), None)
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
-        yield _replay_stretch(run, Span(start, stop, rows, skipped), checkpoints, maker, settings, data)
+        stretch = Span(start, stop, rows, skipped)
+        config = maker.config if maker else settings
+        yield _replay_stretch(run, stretch, checkpoints, (maker or checkpoints[start]).state.record, config, data)
 
 
 def _replay_stretch(
-    run: Path,
-    span: Span,
-    checkpoints: dict[int, Checkpoint],
-    maker: Checkpoint | None,
-    settings: Record,
-    data: Sequence[str],
+    run: Path, span: Span, checkpoints: dict[int, Checkpoint], state: Record, settings: Record, data: Sequence[str]
 ) -> Finding:
     what = f"replay from step {span.start} to {span.stop}"
     begin = checkpoints[span.start]
     end = checkpoints.get(span.stop)
     if not begin.state.has_optimizer_state:  # whether the run continued with zeros is not recorded
         return f"{what}: not possible, its checkpoint has no optimizer state (checkpoint.save_optimizer)", None
-    state = (maker or begin).state.record
     with TemporaryDirectory(prefix="replay-") as folder:
-        config = _config(begin.kind, maker.config if maker else settings, folder, data, state)
+        config = _config(begin.kind, settings, folder, data, state)
         processes, reasons = _how_exactly(config, state)
         again = Path(folder) / config.run_name
         copy = again / "checkpoints" / begin.path.name

@@ -45,7 +45,7 @@ def write_report(runs: list[Path], output: Path, axis: str = "auto", name: str =
     figure = draw(loaded, axis)
     files = {"png": as_png(figure), "html": page(loaded, as_svg(figure)).encode(errors="replace")}
     if output.suffix == ".json" and not output.is_dir():
-        text = json.dumps({"groups": content(group_runs(loaded))}, ensure_ascii=False, allow_nan=False, indent=2)
+        text = json.dumps({"groups": content(group_runs(loaded))}, ensure_ascii=False, default=str, indent=2)
         files["json"] = f"{text}\n".encode(errors="replace")  # a text may hold half a character
         output, name = output.parent, output.stem
     make_output_folder(output)
@@ -75,9 +75,8 @@ def page(runs: Sequence[RunRecord], svg: str) -> str:
 
 def _overview(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
     """A run's column: state, settings, the newest value of each field of the rows, and its newest start."""
-    state, reason = run.status.get("state"), run.status.get("reason")
-    end, best = run.rows[-1]["step"], run.best("val_loss")
-    cells = {"state": f"{state}: {reason}" if reason else _text(state)}
+    reason, end, best = run.status.get("reason"), run.rows[-1]["step"], run.best("val_loss")
+    cells = {"state": f"{run.state}: {reason}" if reason else run.state}
     cells |= {name: _text(run.config[name]) for name in settings if name in run.config}
     for name in run.fields:
         if row := run.last(name):

@@ -16,10 +16,11 @@ import numpy as np
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, field_of, is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.status import health, no_run
 
+SCORED = ("val_loss", "val_bits_per_byte")
 Row = dict[str, Any]
 Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
 LAST_STEP, LARGEST, SMALLEST = 2**53, 3.4e38, 1.2e-38  # limit of steps; largest and smallest normal number in fp32
@@ -96,6 +97,19 @@ class RunRecord:
         """Tokens per optimizer step, 0 when unknown."""
         steps, tokens = self.series("tokens")
         return tokens[-1] / steps[-1] if steps.any() else 0.0
+
+    @property
+    def state(self) -> str:
+        return truncate(self.status.get("state", "unknown state"), 60)
+
+    @cached_property
+    def scores(self) -> dict[str, float | None]:
+        """The last and the best value of each of SCORED; None if it is not finite."""
+        found = {}
+        for name in SCORED:
+            for kind, row in (("last", self.last(name)), ("best", self.best(name))):
+                found[f"{kind}_{name}"] = row[name] if is_finite(row.get(name)) else None
+        return found
 
     @property
     def start(self) -> Row:

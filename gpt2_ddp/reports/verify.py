@@ -296,8 +296,6 @@ def _check_folder(found: Found) -> Iterator[str]:
     # a running training may have deleted them meanwhile, which it records first
     still_kept = _kept(Log(found.run / METRICS, set())) if gone else []
     yield from (f"checkpoints/step-{step:08d}: is missing" for step in gone if step in still_kept)
-    if found.events("checkpoint") and not gone and not list_checkpoints(folder):
-        yield "checkpoints: all are missing, although the run has saved some"
 
 
 def _kept(log: Log) -> list[int]:
