@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from close import assert_close, distance
-from commands import SCRIPTS, expect_error, run_script
+from commands import SCRIPTS, expect_error, held, run_script
 from golden_runs import CORPUS, GOLDEN
 from pages import ROOT
 from ranks import run_ranks
@@ -103,6 +103,15 @@ def test_plan_refuses_what_train_refuses_word_for_word(corpus, tmp_path):
         errors = [[line for line in text.splitlines() if line.startswith("error:")] for _, text in (plan, train)]
         assert (plan[0], train[0], untouched, errors[0]) == (2, 2, True, errors[1])
         assert words in errors[0][0]
+
+
+def test_a_folder_that_another_trainer_holds(corpus, tmp_path):
+    (tmp_path / "config.yaml").write_text(dump(training_config(corpus, tmp_path / "runs")))
+    (tmp_path / "runs/run").mkdir(parents=True)
+    words = ["--config", str(tmp_path / "config.yaml")]
+    with held(tmp_path / "runs/run/.lock"):
+        found = [run_ranks(run_script, 1, script, words)[0] for script in ("plan", "train_gpt2")]
+    assert [(code, "another trainer is running" in errors) for code, errors in found] == [(2, True)] * 2
 
 
 def peak_of_a_run(arguments: list[str], script: str) -> tuple[float, str]:

@@ -14,6 +14,7 @@ from PIL import Image
 from ranks import in_turn, run_ranks
 from runs import job_config, train, weights
 
+from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.tasks.checkpoints import (
@@ -193,3 +194,7 @@ def test_test_images_that_have_changed_are_not_scored(runs):
         expect_error("images: has other test samples", evaluate, runs / "scaled/run")
     finally:
         image.write_bytes(before)
+
+
+def test_scripts_that_take_a_gpt_refuse(runs):
+    expect_error("is of a classifier run", find_checkpoint, runs / "scaled/run", kind="gpt2")

@@ -12,6 +12,7 @@ from runs import forge, reseal, rows, said, train_with_faults, training_config
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.reports import replay as replay_module
 from gpt2_ddp.reports.replay import compare_rows, plan
@@ -137,6 +138,8 @@ def test_what_is_not_there_cannot_be_replayed(recorded: Path, tmp_path: Path) ->
     for steps in ("5:8", "8:8", "8:4", "8:13"):
         expect_error(f"^replay = {steps}: .*4, 8, 12", plan, recorded / "run", steps)
     expect_error("^replay = 1:2", plan, tmp_path, "1:2")
+    for text in ("8", "a:b", "4:8:12"):
+        expect_error("replay = ", load, VerifyConfig, [f"--replay={text}"])
     shutil.copytree(recorded / "run/checkpoints", tmp_path / "checkpoints")  # nothing was recorded
     expect_error("^replay = 4:5", plan, tmp_path, "4:5")
 

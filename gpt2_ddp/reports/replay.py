@@ -64,17 +64,10 @@ def plan(run: Path, steps: str) -> Span:
     end = max([last, *checkpoints])
     near = (row for row in _rows(run) if is_rollback(row) or start < row["step"] <= stop)
     own = {row["step"]: row for row in valid_rows(near)}
-    problems = [
-        (start not in checkpoints, f"no checkpoint of step {start}"),
-        (stop <= start, "should end after its first step"),
-        (stop > end, f"the run's last step is {end}"),
-        (not own and stop not in checkpoints, "the run recorded nothing to compare in these steps"),
-    ]
-    for is_so, problem in problems:
-        if is_so:
-            there = f"existing: {', '.join(map(str, checkpoints)) or 'none'}"
-            hint = f"{problem}; begin at a checkpoint ({there}) and end at a step up to {end}"
-            raise UserError("replay", steps, hint)
+    if start not in checkpoints or not start < stop <= end or not (own or stop in checkpoints):
+        there = ", ".join(map(str, checkpoints)) or "none"
+        hint = f"begin at a checkpoint ({there}), and end at a later step up to {end} that has rows or a checkpoint"
+        raise UserError("replay", steps, hint)
     return Span(start, stop, own)
 
 

@@ -96,7 +96,7 @@ def _samples(run: RunRecord, length: int) -> list[str]:
     for number, (step, rows) in enumerate(steps[: -SAMPLED_STEPS - 1 : -1]):
         parts.append(f"<details{'' if number else ' open'}><summary>step {step:,}</summary>")
         for row in rows[:SAMPLES]:
-            text = row["text"] if len(row["text"]) <= length else row["text"][:length] + " […]"
+            text = row["text"][:length]
             prompt = json.dumps(row["prompt"], ensure_ascii=False) if row.get("prompt") else ""
             parts.append(f"<b>{escape(prompt)}</b><pre>{escape(text)}</pre>")
         parts.append("</details>")

@@ -320,15 +320,15 @@ def _check_settings(found: Found) -> list[str]:
 
 
 def _check_status(found: Found) -> Iterator[str]:
-    event, *end = (found.log.last.get(name) for name in ("event", "outcome", "step"))
+    last = tuple(found.log.last.get(name) for name in ("event", "outcome", "step"))
     if found.status is None:
         if {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
             yield f"{STATUS}: is missing"
         return
     state, step = found.status.get("state"), found.status.get("step")
     is_over = state in get_args(Outcome)
-    if (is_over and event not in ("start", "end")) or (is_over and event == "end" and end != [state, step]):
-        yield f"{STATUS}: has {state} at step {step}, {METRICS} {event} {end}"
+    if is_over and last[0] != "start" and last != ("end", state, step):
+        yield f"{STATUS}: has {state} at step {step}, {METRICS} {last}"
     elif not is_over and state not in ("running", "failed"):
         yield f"{STATUS}: has state {state}"
 
