@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, seal
-from gpt2_ddp.checkpoint.run_files import next_chain
+from gpt2_ddp.checkpoint.run_files import field_of, next_chain
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
@@ -167,12 +167,11 @@ def rows(run: Path, file: str = "metrics.jsonl") -> list[dict]:
     return [{name: value for name, value in row.items() if name != "chain"} for row in found]
 
 
-TIMINGS = {"tokens_per_second", "samples_per_second", "letters_per_second", "mfu", "data_share", "memory"}
-
-
 def untimed(run: Path, file: str = "metrics.jsonl") -> list[dict]:
     """The rows without timings: those of a resumed run are equal to those of the same run left alone."""
-    return [{name: value for name, value in row.items() if name not in TIMINGS} for row in rows(run, file)]
+    return [
+        {name: value for name, value in row.items() if field_of(name).kind != "measured"} for row in rows(run, file)
+    ]
 
 
 def state_of(run: Path) -> dict[str, Any]:

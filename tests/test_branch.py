@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from ranks import in_turn, run_ranks, run_until_killed
-from runs import TIMINGS, gpt_state, said, same, train, train_with_faults, training_config, untimed
+from runs import gpt_state, said, same, train, train_with_faults, training_config, untimed
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint
-from gpt2_ddp.checkpoint.run_files import is_event
+from gpt2_ddp.checkpoint.run_files import field_of, is_event
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -79,9 +79,8 @@ def test_with_the_same_schedule_it_is_the_parent_that_goes_on(tmp_path, branchin
 def untimed_events(run: Path) -> list[dict]:
     """The rows and the event of branching off, without chain and timings."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    left_out = TIMINGS | {"chain"}
     known = [row for row in found if row.get("event", "branch") == "branch"]
-    return [{name: value for name, value in row.items() if name not in left_out} for row in known]
+    return [{name: value for name, value in row.items() if field_of(name).kind != "measured"} for row in known]
 
 
 def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):

@@ -11,7 +11,8 @@ import pytest
 from commands import WITH_FLAGS
 from pages import load_docs
 
-from gpt2_ddp.checkpoint.metrics import SHOWN, Sample
+from gpt2_ddp.checkpoint.metrics import Sample
+from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.config.base import leaves
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, Shard
@@ -75,7 +76,7 @@ def test_files_names_the_keys_of_recorded_rows_and_of_the_terminal():
     named = first_column(section("Rows of steps"))
     recorded = {key for row in ROWS if "event" not in row for key in row}
     more = {f"TASK_{metric}" for metric in METRICS} | {"mfu", "not_finite", "val_tokens"}
-    assert recorded | more | SHOWN.keys() <= named
+    assert recorded | more | FIELDS.keys() <= named
 
 
 def test_files_names_the_events_and_their_keys():

@@ -5,19 +5,15 @@ import fcntl
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from commands import expect_error
 from ranks import in_turn, run_ranks
-from runs import change, edit_manifest, forge, reseal, rows, said, train_with_faults, training_config
+from runs import forge, reseal, rows, said, train_with_faults, training_config
 from safetensors.torch import load_file, save_file
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, STATE
+from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
-from gpt2_ddp.data.manifest import MANIFEST as DATA_MANIFEST
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports import replay as replay_module
 from gpt2_ddp.reports.replay import compare_rows, plan
 from gpt2_ddp.reports.verify import verify_run
@@ -46,12 +42,6 @@ def recorded(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_ranks(train_with_faults, 1, training_config(place / "data", place, changes), (32, 48))
     assert [row["step"] for row in rows(place / "run") if "event" in row] == [8]
     return place
-
-
-@pytest.fixture
-def place(recorded: Path, tmp_path: Path) -> Path:
-    """A copy of it, with shards of its own that --data has to name."""
-    return Path(shutil.copytree(recorded, tmp_path / "copy"))
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -87,20 +77,15 @@ def test_another_device_or_torch_is_compared_to_a_tolerance(corpus: Path, tmp_pa
     expect_error("dropout", replay_module._how_exactly, dropout, state | {"device": "NVIDIA H200"})
 
 
-@pytest.mark.parametrize(("setting", "state", "settled"), [
-    (("auto", "auto"), {"compile": "model", "micro_batch": 2}, ("model", 2)),
-    (("auto", "auto"), {"compile": "model", "micro_batch": 64, "device": "NVIDIA H200"}, ("auto", "auto")),
-    (("off", 4), {"compile": "model", "micro_batch": 2}, ("off", 4)),  # it says so itself
+@pytest.mark.parametrize(("setting", "device", "settled"), [
+    ("auto", "cpu", 2), ("auto", "NVIDIA H200", "auto"), (4, "cpu", 4),  # it says so itself
 ])  # fmt: skip
-def test_what_auto_came_to_is_what_the_run_says(corpus: Path, tmp_path: Path, setting, state, settled) -> None:
+def test_what_auto_came_to_is_what_the_run_says(corpus: Path, tmp_path: Path, setting, device, settled) -> None:
     """A span's few steps could make it come to something else; on another device it is settled for that one."""
-    names = ("compile", "micro_batch_size")
-    config = training_config(
-        corpus, tmp_path, {f"train.{name}": value for name, value in zip(names, setting, strict=True)}
-    )
-    saved = config.model_dump(mode="json")
-    found = replay_module._config("gpt2", saved, str(tmp_path), (), {"device": "cpu"} | state)
-    assert tuple(vars(found.train)[name] for name in names) == settled
+    saved = training_config(corpus, tmp_path, {"train.micro_batch_size": setting}).model_dump(mode="json")
+    state = {"device": device, "compile": "off", "micro_batch": 2}
+    found = replay_module._config("gpt2", saved, str(tmp_path), (), state)
+    assert found.train.micro_batch_size == settled
 
 
 def alter_tensor(place: Path, step: int, file_name: str, name: str, factor: float) -> None:
@@ -120,32 +105,11 @@ def alter_row(place: Path, name: str, times: float) -> None:
     forge(place / "run", edit)
 
 
-def alter_shard(place: Path) -> None:
-    """In every place where a hash of it stands."""
-    manifest = read_manifest(place / "data")
-    for shard in manifest.splits["train"]:
-        file, old = place / "data" / shard.file, shard.sha256
-        content = bytearray(file.read_bytes())
-        content[1024:] = content[1024:][::-1]
-        tokens = np.frombuffer(bytes(content[1024:]), ">u2").astype("<u2")
-        file.write_bytes(content[:1024] + tokens.tobytes())
-        change(place / "data" / DATA_MANIFEST, old, sha256_file(file))
-    edit_manifest(place / "data")
-    new = read_manifest(place / "data").hash
-    for step in (4, 8, 12):
-        state = checkpoint(place / "run", step) / STATE
-        change(state, manifest.hash, new)
-        reseal(state)
-    forge(place / "run", lambda rows: [row.update(data_manifest=new) for row in rows if "data_manifest" in row])
-
-
 ALTERED = [
     (lambda place: alter_tensor(place, 4, MODEL, "h.1.mlp.c_fc.weight", 2), "metrics.jsonl: ", None),
     (lambda place: alter_tensor(place, 8, OPTIMIZER, "exp_avg.ln_f.weight", 1.00001),
      f"checkpoints/step-00000008/{OPTIMIZER}: 1 tensors", 1),
     (lambda place: alter_row(place, "loss", 1 + 2**-52), "metrics.jsonl: loss of step 6 is ", 1),
-    (lambda place: alter_row(place, "val_loss", 0.9), "metrics.jsonl: val_loss of step 6 is ", 1),
-    (alter_shard, "metrics.jsonl: loss of step 5 is ", None),
     (lambda place: (checkpoint(place / "run", 4) / MODEL).write_bytes(b""),
      "replay from step 4: its checkpoint is damaged, so it cannot be trained again", 1),
 ]  # fmt: skip
@@ -174,14 +138,10 @@ def test_what_is_not_there_cannot_be_replayed(recorded: Path, tmp_path: Path) ->
     for steps in ("5:8", "8:8", "8:4", "8:13"):
         expect_error(f"^replay = {steps}: .*4, 8, 12", plan, recorded / "run", steps)
     expect_error("^replay = 1:2", plan, tmp_path, "1:2")
-    for text in ("8", "8:", "a:b", "-4:8", "4:8:12"):
+    for text in ("8", "a:b", "4:8:12"):
         expect_error("replay = ", load, VerifyConfig, [f"--replay={text}"])
-
-
-def test_steps_of_which_nothing_was_recorded(place: Path) -> None:
-    file = place / "run" / "metrics.jsonl"
-    file.write_text("".join(line for line in file.open() if '"val_loss"' in line))
-    expect_error("^replay = 4:5", plan, place / "run", "4:5")
+    shutil.copytree(recorded / "run/checkpoints", tmp_path / "checkpoints")  # nothing was recorded
+    expect_error("^replay = 4:5", plan, tmp_path, "4:5")
 
 
 def test_a_small_job_ends_where_it_is_told_to(trained_job: Path) -> None:
@@ -195,23 +155,24 @@ def test_a_small_job_ends_where_it_is_told_to(trained_job: Path) -> None:
 
 @pytest.mark.parametrize(("changes", "exact", "near"), [
     ({}, 0, 0), ({"loss": 2.0 + 9e-6}, 1, 0), ({"loss": 2.0 + 2e-5}, 1, 1), ({"loss": None}, 1, 1),
-    ({"grad_norm": 1.0}, 1, 1), ({"lr": 0.1 + 1e-9}, 1, 1), ({"tokens": 8, "skipped": 1}, 2, 2),
-    ({"order_digest": "b"}, 1, 1), ({"train_loss": 2.0 + 9e-6}, 1, 0), ({"mfu": 3.0, "val_loss": 1.0}, 0, 0),
+    ({"grad_norm": 1.0}, 1, 1), ({"lr": 0.1001}, 1, 1), ({"tokens": 8, "skipped": 1}, 2, 2),
+    ({"order_digest": "b"}, 1, 1), ({"train_loss": 2.0 + 9e-6}, 1, 0), ({"mfu": 3.0, "own": 1.0, "tokens/x": 1}, 0, 0),
+    ({"val_accuracy": 0.5}, 1, 0),
 ])  # fmt: skip
 def test_sums_may_differ_in_their_last_digits_and_nothing_else_may(changes: dict, exact: int, near: int) -> None:
     row = {"step": 1, "loss": 2.0, "train_loss": 2.0, "grad_norm": None, "lr": 0.1, "tokens": 7, "skipped": 0}
-    row["order_digest"] = "a"
+    row |= {"order_digest": "a", "val_accuracy": 0.25, "mfu": 1.0, "own": 2.0}
     again = {1: row | changes}
     assert [len(compare_rows({1: row}, again, exact=way)) for way in (True, False)] == [exact, near]
-    assert len(compare_rows({1: row}, {}, exact=True)) == 6, "what each row has"
+    assert len(compare_rows({1: row}, {}, exact=True)) == 1
 
 
-def test_a_rollback_that_its_checkpoint_cannot_have_is_not_replayed(place: Path) -> None:
-    run = place / "run"
+def test_a_rollback_that_its_checkpoint_cannot_have_is_not_replayed(recorded: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(recorded / "run", tmp_path / "run"))
     forge(run, lambda rows: [row.update(skipped_range=[1, 2]) for row in rows if row.get("event") == "rollback"])
-    code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="8:12", data=(str(place / "data"),)))
+    code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="8:12"))
     assert (code, "to step 8 does not match the skipped positions [1, 2]" in text) == (1, True)
-    assert "note    replay of 8:12: not possible, since the order of the data is not that of the run" in text
+    assert "note    replay of 8:12: not possible" in text
 
 
 @pytest.mark.slow

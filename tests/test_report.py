@@ -1,4 +1,5 @@
-"""Reports of runs as they are found on disk: complete, torn, strange, several, very short and very long."""
+"""Reports of runs as they are found on disk: torn, strange, several, short and long. Groups of seeds: means and
+differences are scipy's."""
 
 import json
 import math
@@ -6,9 +7,9 @@ import os
 import re
 import subprocess
 import sys
-from html import escape
-from html.parser import HTMLParser
+from html import escape, unescape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from close import assert_close
 from commands import expect_error
 from runs import training_config
 
-from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
+from gpt2_ddp.reports.groups import compare, content, describe, group_runs
 from gpt2_ddp.reports.picture import draw, thin
 from gpt2_ddp.reports.report import report, write_report
 from gpt2_ddp.reports.runs import read_runs
@@ -44,9 +45,9 @@ def write_rows(run: Path, rows: list[dict], file: str = "metrics.jsonl") -> None
     (run / file).write_text("\n".join([*map(json.dumps, rows), ""]))
 
 
-def make_run(folder: Path, rows: list[dict], seed: int = 7, lr: float = 1e-3, state: str = "stopped") -> Path:
+def make_run(folder: Path, rows: list[dict], state: str = "stopped", **fields: Any) -> Path:
     folder.mkdir(parents=True)
-    config = training_config(Path("data"), folder, {"seed": seed, "optim.lr": lr, "train.steps": 300})
+    config = training_config(Path("data"), folder, {"seed": 7, "optim.lr": 1e-3, "train.steps": 300, **fields})
     (folder / "config.yaml").write_text(dump(config))
     (folder / "status.json").write_text(json.dumps({"state": state, "step": 300, "reason": "SIGTERM"}))
     write_rows(folder, [{"step": 300, "text": "the last sample"}], "samples.jsonl")
@@ -54,38 +55,25 @@ def make_run(folder: Path, rows: list[dict], seed: int = 7, lr: float = 1e-3, st
     return folder
 
 
-class Page(HTMLParser):
-    """A page's text, tag names, and all rows of its tables by their first cell."""
+class Page:
+    """A page's source, text, and all rows of its tables by their first cell."""
 
     def __init__(self, file: Path):
-        super().__init__()
-        self.rows, self.tags, self.text, self.row = {}, [], "", [""]
         self.source = file.read_text(encoding="utf-8")
-        self.feed(self.source)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag == "tr":
-            self.row = []
-        elif tag in ("th", "td"):
-            self.row.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "tr":
-            self.rows.setdefault(self.row[0], self.row[1:])
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        self.row[-1] += data
+        self.text = unescape(self.source)
+        cells = [
+            re.split(r"</t[hd]><t[hd]>", row)
+            for row in re.findall(r"<tr><th>(.*?)</t[hd]></tr>", self.source, re.DOTALL)
+        ]
+        self.rows = {first: others for first, *others in reversed([[*map(unescape, row)] for row in cells])}
 
 
 def page_of(*runs: Path, axis: str = "auto") -> Page:
     return Page(write_report([*runs], runs[0], axis))
 
 
-def texts(*runs: Path) -> str:
-    """All that is written in the figure."""
-    return "\n".join(re.findall(r"<text[^>]*>([^<]*)</text>", page_of(*runs).source))
+def drawn_text(page: Page) -> str:
+    return "\n".join(re.findall(r"<text[^>]*>([^<]*)</text>", page.source))
 
 
 def test_values_are_the_files_own(tmp_path: Path) -> None:
@@ -96,37 +84,31 @@ def test_values_are_the_files_own(tmp_path: Path) -> None:
     page = page_of(run)
     wanted = {
         "state": "stopped: SIGTERM", "step": "300", "tokens": f"{300 * BATCH:,}", "loss_mean": "3.2",
-        "val_loss": "3", "val_bits_per_byte": "1.25", "perplexity of val_loss": f"{math.exp(3):.5g}",
-        "best val_loss": "2 at step 200", "tokens_per_second (median)": "256", "mfu (median)": "0.25",
-        "time in training steps": "10 min 00 s", "rhymes": "0.125 at step 250", "optim.lr": "0.001", "seed": "7",
-        "order_digest": f"{30:064x}"[::-1], "command": "train_gpt2.py --seed 7", "versions": "torch 2",
+        "val_loss": "3", "val_bits_per_byte": "1.25", "best val_loss": "2 at step 200",
+        "tokens_per_second (median)": "256", "time in training steps": "10 min 00 s", "rhymes": "0.125 at step 250",
+        "optim.lr": "0.001", "order_digest": f"{30:064x}"[::-1], "command": "train_gpt2.py --seed 7",
+        "versions": "torch 2",
     }  # fmt: skip
     assert {label: page.rows[label] for label in wanted} == {label: [cell] for label, cell in wanted.items()}
     assert "the last sample" in page.text
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(file.name for file in run.glob("*report*")) == ["report.html", "report.png"]  # no temporary left
-    assert not {"script", "link", "img", "iframe"} & {*page.tags}
+    assert not re.search("<(script|link|img|iframe)", page.source)
     assert not re.search(r"(href=\"|url\()(?!#)|@import", page.source)
     assert page_of(run).source == page.source, "the same metrics give the same bytes"
 
 
 def test_user_text_is_escaped(tmp_path: Path) -> None:
-    run, other = make_run(tmp_path / "a<b>&$x$ $\\foo$", metrics(3)), make_run(tmp_path / "other", metrics(3), lr=0.5)
+    run = make_run(tmp_path / "a<b>&$x$ $\\foo$", metrics(3))
+    other = make_run(tmp_path / "other", metrics(3), **{"optim.lr": 0.5})
     write_rows(run, [{"step": 9, "text": HOSTILE + "\ud800", "prompt": HOSTILE}], "samples.jsonl")
     (run / "status.json").write_text(json.dumps({"state": "failed", "reason": HOSTILE}))
     (run / "config.yaml").write_text(json.dumps({"seed": HOSTILE, "optim": {"lr": HOSTILE}}))
     page = page_of(run, other, run)
-    assert "script" not in page.tags
+    assert "<script" not in page.source
     assert (page.rows[""], page.rows["optim.lr"]) == ([run.name, "other"], [HOSTILE, "0.5"])
     assert page.rows["state"][0] == f"failed: {HOSTILE}"
     assert escape(HOSTILE) in page.source
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / name / "run", metrics(20), seed) for name, seed in (("a", 1), ("b", 2))]
-    rows = page_of(*runs).rows
-    assert (rows[""], rows["seed"]) == (["a/run", "b/run"], ["1", "2"])
-    assert "b/run" in texts(*runs)
 
 
 @pytest.mark.parametrize(("bad", "shown"), [(None, "nan"), (math.inf, "inf")])
@@ -134,40 +116,35 @@ def test_numbers_that_are_not_finite(tmp_path: Path, bad: float | None, shown: s
     rows = metrics(30)
     for row in (rows[12], rows[30]):
         row |= {"loss": bad, "grad_norm": bad, "val_loss": bad, "mfu": None}
-    run = make_run(tmp_path / "run", rows)
-    found = page_of(run).rows
-    assert (found["best val_loss"], found["loss_mean"]) == (["2 at step 200"], [shown])
-    assert "not a finite number" in texts(run), "the key of crosses in the figure"
+    page = page_of(make_run(tmp_path / "run", rows))
+    assert (page.rows["best val_loss"], page.rows["loss_mean"]) == (["2 at step 200"], [shown])
+    assert "not a finite number" in drawn_text(page)
 
 
-@pytest.mark.parametrize("rows", [
-    metrics(0), metrics(1), [{"step": i, "loss": 1.0 - i / 10} for i in range(11)], [{"step": 3, "loss": None}],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows", [metrics(0), [{"step": i, "loss": 1.0 - i / 10} for i in range(11)], [{"step": 3, "loss": None}]]
+)
 def test_rows_that_hold_little(tmp_path: Path, rows: list[dict]) -> None:
     assert page_of(make_run(tmp_path / "run", rows)).rows["step"] == [str(rows[-1]["step"])]
 
 
 def test_long_runs_make_small_pages(tmp_path: Path) -> None:
+    """Thinning keeps the extremes."""
+    values = np.random.default_rng(0).lognormal(size=20_001)
     rows = metrics(20_000, every=1)
-    for row, value in zip(rows, np.random.default_rng(0).lognormal(size=20_001).tolist(), strict=True):
+    for row, value in zip(rows, values.tolist(), strict=True):
         row |= {"loss": value, "grad_norm": value, "tokens_per_second": value}
     run = make_run(tmp_path / "run", rows)
-    write_rows(run, [{"step": step, "prompt": "<i>", "text": "x" * 9000} for step in range(50)], "samples.jsonl")
+    write_rows(run, [{"step": step, "text": "x" * 9000} for step in range(50)], "samples.jsonl")
     page = page_of(run)
     assert len(page.source) < 400_000
     assert re.findall(r"<summary>step (\d+)<", page.source) == [str(step) for step in range(49, 37, -1)]
-    assert "<b>&quot;&lt;i&gt;&quot;</b><pre>xx" in page.source
-
-
-def test_thinning_keeps_the_extremes() -> None:
-    values = np.random.default_rng(0).normal(size=20_000)
     values[7000] = np.nan
     kept = {*thin(values, 600).tolist()}
     assert len(kept) <= 1802
-    assert {0, 7000, 19_999} <= kept
-    for part in np.array_split(np.arange(20_000), 600):
+    assert {0, 7000, 20_000} <= kept
+    for part in np.array_split(np.arange(20_001), 600):
         assert {part[np.nanargmin(values[part])], part[np.nanargmax(values[part])]} <= kept
-    assert [*thin(values[:7], 3)] == [*range(7)]
 
 
 def test_mistakes_and_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -185,22 +162,19 @@ def test_mistakes_and_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_small_job_counts_samples(tmp_path: Path) -> None:
     rows = [{"step": step, "samples": 12 * step, "samples_per_second": 500.0, "loss": 2.0 / step} for step in (1, 2, 3)]
-    rows[-1] |= {"val_loss": 0.5, "val_accuracy": 0.75, "val_samples": 31}
     job, gpt = make_run(tmp_path / "job", rows), make_run(tmp_path / "gpt", metrics(3))
     page = page_of(job, gpt)
-    wanted = {"samples": "36", "samples_per_second (median)": "500", "val_accuracy": "0.75"}
-    assert {label: page.rows[label] for label in wanted} == {label: [cell, "–"] for label, cell in wanted.items()}
-    assert "Throughput (samples per second)" in texts(job)
+    assert (page.rows["samples"], page.rows["samples_per_second (median)"]) == (["36", "–"], ["500", "–"])
+    assert "Throughput (samples or tokens per second)" in drawn_text(page)
 
 
-@pytest.mark.parametrize("axis", ["steps", "tokens", "time"])
-def test_curves_are_the_rows(tmp_path: Path, axis: str) -> None:
+@pytest.mark.parametrize(("axis", "along"), [("steps", 1), ("tokens", BATCH), ("time", BATCH / 256 / 60)])
+def test_curves_are_the_rows(tmp_path: Path, axis: str, along: float) -> None:
     rows = metrics(30)
     rows[7] |= {"grad_norm": None}
-    along = {"steps": 1, "tokens": BATCH, "time": BATCH / 256 / 60}[axis]
-    loss, lr, norm, speed = draw(read_runs([make_run(tmp_path / "run", rows)]), axis).axes
-    drawn = {"loss": loss.lines[1], "lr": lr.lines[0], "grad_norm": norm.lines[0], "tokens_per_second": speed.lines[0]}
-    for metric, line in drawn.items():
+    loss, *panels = draw(read_runs([make_run(tmp_path / "run", rows)]), axis).axes
+    lines = [loss.lines[1], *(panel.lines[0] for panel in panels)]
+    for metric, line in zip(("loss", "lr", "grad_norm", "tokens_per_second"), lines, strict=True):
         logged = np.array([(row["step"] * along, row[metric]) for row in rows if metric in row], float)
         assert np.array_equal(np.isnan(line.get_ydata()), np.isnan(logged[:, 1]))
         assert_close(np.nan_to_num(line.get_xydata()), np.nan_to_num(logged))
@@ -222,7 +196,9 @@ def test_tokenizers_that_differ(tmp_path: Path) -> None:
     never = make_run(tmp_path / "never", [{"step": 10, "loss": 1.0}])
     loss = draw(read_runs([one, other, never])).axes[0]
     assert {*np.concatenate([line.get_ydata() for line in loss.lines])} == {1.25}
-    assert "nats per token" in texts(one, same, never), "what is not known is not another"
+    page = page_of(one, same, never)
+    assert "nats per token" in drawn_text(page), "what is not known is not another"
+    assert page.rows[""] == ["1", "3/1", "never"]
 
 
 def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
@@ -248,35 +224,26 @@ def test_events_are_no_rows(tmp_path: Path) -> None:
     assert all(key in legend for key in ("resumed", "rollback to this step", "not a finite number"))
 
 
-HUGE, DEEP = "1" * 400, "[" * 400 + "]" * 400
-CLASSES = '{"step": 30, "classes": ["a", "b"], "confusion": %s}'
+DEEP = "[" * 400 + "]" * 400
 STRANGE = [
     ("metrics.jsonl", '{"step": 40, "loss": 1.2'),
-    *(("metrics.jsonl", f'{{"step": 50, "loss": {value}}}') for value in (HUGE, DEEP)),
+    *(("metrics.jsonl", f'{{"step": 50, "loss": {value}}}') for value in ("1" * 400, DEEP)),
     *(("metrics.jsonl", f'{{"step": {step}, "loss": 1}}') for step in ("NaN", "-1", "1e300", "1e-320")),
     ("samples.jsonl", f'{{"step": 50, "text": "x", "prompt": {DEEP}}}'),
     *(("config.yaml", text) for text in ("model: [", "seed: " + DEEP[300:-300] * 2, "seed: !!timestamp 2024-99-01")),
     ("status.json", f'{{"state": {DEEP}}}'),
-    *(("classes.json", CLASSES % counts)
-      for counts in ('[{"0": 1}, 1.5]', '[{"0": "x"}, {}]', '[{"0": 1}, {"2": 1}]', '[{"0": 1}]')),
 ]  # fmt: skip
 
 
 def test_strange_content_is_left_out_and_said(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", metrics(4))
-    classes = run / "evaluations/step-00000030/classes.json"
-    classes.parent.mkdir(parents=True)
     for name, line in STRANGE:
-        path = classes if name == classes.name else run / name
-        before = path.read_text() if path.exists() else ""
-        path.write_text(f"{before}{line}\n" if path.suffix == ".jsonl" else line)
+        before = (run / name).read_text()
+        (run / name).write_text(f"{before}{line}\n" if name.endswith(".jsonl") else line)
         (note,) = read_runs([run])[0].notes
         assert note.startswith(f"{name}: unreadable"), line
-        path.write_text(before)
-        classes.unlink(missing_ok=True)
-    assert read_runs([run])[0].notes == []
+        (run / name).write_text(before)
     (run / "status.json").unlink()
-    os.mkfifo(classes)
     assert "run: status.json: missing" in page_of(run).text
     (run / "status.json").write_text('{"state": "running", "step": 1e999}')
     with (run / "metrics.jsonl").open("a") as file:
@@ -296,6 +263,134 @@ def test_a_report_needs_neither_torch_nor_a_display(tmp_path: Path) -> None:
     subprocess.run(words, env=environment, check=True)
 
 
-def test_many_rollbacks_take_no_long_time() -> None:
-    rows = [{"step": step} for step in range(20_000)] + [{"event": "rollback", "step": 10_000}] * 20_000
-    assert valid_rows(rows) == rows[:10_001]
+# Groups of seeds
+
+
+ONE, TWO = {1: 3.31, 2: 3.27, 3: 3.42}, {1: 3.22, 2: 3.21, 3: 3.30}
+METRIC = "last_val_loss"
+
+
+class Runs:
+    """Run folders in a folder: `add` makes some, `content` reads all."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.paths = folder, []
+
+    def add(self, losses: dict[int, float | None], lr: float = 1e-3, state: str = "completed", **last) -> None:
+        """Runs with these seeds and last losses; their best loss is 0.5 lower, and a lower one scored other tokens."""
+        for seed, loss in losses.items():
+            rows = [{"step": step, "tokens": step, "loss": 3 + step / 9 * seed} for step in range(0, 201, 10)]
+            if loss is not None:
+                rows[5] |= {"val_loss": 0.1, "val_bits_per_byte": 0.1, "val_tokens": 5}
+                for row, score in ((rows[10], loss - 0.5), (rows[-1], loss)):
+                    row |= {"val_loss": score, "val_bits_per_byte": score / 3, "val_tokens": 999}
+                rows[-1] |= last
+            if "tokenizer" in last:
+                rows.insert(0, START | {"tokenizer_sha256": last["tokenizer"]})
+            self.paths.append(
+                make_run(self.folder / f"run{len(self.paths)}", rows, state, seed=seed, **{"optim.lr": lr})
+            )
+
+    def content(self) -> list[dict]:
+        return content(group_runs(read_runs(self.paths)))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path / "runs")
+
+
+@pytest.mark.parametrize(("other", "shared"), [
+    (TWO, [1, 2, 3]), ({2: 3.2, 3: 3.5, 9: 1.0}, [2, 3]),  # a loss of another seed does not count
+    ({3: 3.1, 4: 3.5, 5: 3.3, 6: 3.6}, []), ({7: 3.45, 8: 3.47}, []),
+])  # fmt: skip
+def test_differences_are_scipys(other: dict, shared: list) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    found = compare(ONE, other)
+    a, b = ([each[seed] for seed in shared or each] for each in (ONE, other))
+    theirs = stats.ttest_rel(b, a) if shared else stats.ttest_ind(b, a, equal_var=False)
+    assert (found.paired, found.n) == (bool(shared), len(shared) or None)
+    assert_close((found.difference, found.difference / found.standard_error), (np.mean(b) - np.mean(a), theirs[0]))
+    assert found.differs == (abs(theirs[0]) > 2)
+
+
+def test_left_out_runs_are_named(runs: Runs) -> None:
+    runs.add(ONE)
+    runs.add(TWO | {4: 3.1}, lr=2e-3)
+    runs.add({1: 3.24}, lr=2e-3)  # equal seeds count as one
+    for state in ("diverged", "failed", "stopped"):
+        runs.add({4: 9.0}, lr=2e-3, state=state)
+    runs.add({5: math.nan}, lr=2e-3)
+    runs.add({6: None, 7: None}, lr=3e-3)
+    runs.add({2: 4.0}, lr=4e-3)
+    first, second, third, single = runs.content()
+    losses = np.array([*ONE.values()])
+    for score, wanted in (("last_val_loss", losses), ("best_val_bits_per_byte", (losses - 0.5) / 3)):
+        assert_close((first["mean"][score], first["sd"][score]), (wanted.mean(), wanted.std(ddof=1)))
+    assert_close(second["mean"][METRIC], np.mean([3.23, 3.21, 3.30, 3.1]))
+    assert (second["completed"], second["n"], second["differences"][METRIC]["n"]) == (6, 4, 3)
+    assert third["differences"][METRIC]["difference"] is None
+    assert (single["sd"][METRIC], single["differences"][METRIC]["standard_error"]) == (None, None)
+    assert_close(single["differences"][METRIC]["difference"], 4 - losses.mean())
+    lines = "\n".join(describe(group_runs(read_runs(runs.paths))))
+    remarks = ("run8: diverged", "run9: failed", "run10: stopped", "run11: no finite", "run12: no finite")
+    assert all(remark in lines for remark in remarks)
+
+
+@pytest.mark.parametrize(("first", "other", "bytes_compare"), [
+    ({}, {"val_tokens": 512}, False), ({"tokenizer": "1"}, {"tokenizer": "2"}, True),
+])  # fmt: skip
+def test_what_does_not_compare(runs: Runs, first: dict, other: dict, bytes_compare: bool) -> None:
+    runs.add(ONE, **first)
+    runs.add(TWO, lr=2e-3, **other)
+    runs.add({1: 3.0}, lr=3e-3, **first)
+    runs.add({2: 3.0}, lr=3e-3, **other)
+    _, second, mixed = runs.content()
+    assert second["differences"][METRIC]["difference"] is None
+    assert (second["differences"]["last_val_bits_per_byte"]["n"] == 3) == bytes_compare
+    assert mixed["mean"][METRIC] is None
+    assert (mixed["mean"]["last_val_bits_per_byte"] is not None) == bytes_compare
+
+
+def test_headings_are_the_fields_that_differ(runs: Runs) -> None:
+    runs.add(dict.fromkeys(range(5), 3.0))
+    for number, (path, text) in enumerate(zip(runs.paths, ["1, y: null", "1, y: null", "1", "1.0", "{"], strict=True)):
+        (path / "config.yaml").write_text(f"seed: {number}\nrun_name: r{number}\ntokens: 5\noptim: {{lr: {text}}}")
+    assert [(group["heading"], group["fields"], len(group["runs"])) for group in runs.content()] == [
+        ("optim.lr=1, optim.y=null", {"optim.lr": 1, "optim.y": None}, 2),
+        ("optim.lr=1, optim.y missing", {"optim.lr": 1}, 1),
+        ("optim.lr=1.0, optim.y missing", {"optim.lr": 1.0}, 1),
+        ("run4", {}, 1),
+    ]
+
+
+def test_json_has_no_nan(runs: Runs) -> None:
+    runs.add({1: 3.25})
+    runs.add({5: math.nan, 6: math.inf}, lr=2e-3, state="diverged")
+    output = runs.folder / "x.json"
+    assert report(ReportConfig(runs=tuple(map(str, runs.paths)), output=str(output))) == 0
+    assert sorted(file.name for file in runs.folder.glob("x.*")) == ["x.html", "x.json", "x.png"]
+    assert "NaN" not in output.read_text()
+    found = json.loads(output.read_text())["groups"]
+    assert found == runs.content()
+    assert [(group["n"], group["completed"], len(group["runs"])) for group in found] == [(1, 1, 1), (0, 0, 2)]
+
+
+def test_picture_and_page_of_groups(runs: Runs, tmp_path: Path) -> None:
+    runs.add(ONE)
+    runs.add({1: 3.0}, lr=2e-3)
+    runs.add({4: 9.0}, state="diverged")
+    for path in runs.paths:
+        with (path / "config.yaml").open("a") as file:
+            file.write(f"extra: {json.dumps(HOSTILE if path != runs.paths[3] else 'one')}\n")
+    page = Page(write_report(runs.paths, tmp_path / "out"))
+    assert "<script" not in page.source
+    assert f"optim.lr=0.001, extra={HOSTILE}" in page.text
+    figure = draw(read_runs(runs.paths))
+    looks = [(line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()]
+    assert looks[1:] == [("C0", ":"), ("C1", "-")], "the run that diverged, and the other group"
+    loss = figure.axes[0]
+    mean = loss.lines[1]  # after the legend's
+    assert_close(mean.get_ydata(), 3 + mean.get_xdata() / 9 * 2)
+    tops = [band.get_paths()[0].vertices[:, 1].max() for band in loss.collections]
+    assert_close(max(tops), 3 + 200 / 9 * 3)

@@ -1,14 +1,13 @@
-"""Runs with any kind of life are intact; each way of tampering with one is found, named, and exits with 1."""
+"""Intact runs are intact; each way of tampering with one is found, named, and exits with 1."""
 
+import hashlib
 import json
-import math
 import random
 import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,8 @@ import pytest
 import yaml
 from commands import expect_error
 from golden_runs import CORPUS, GOLDEN
-from ranks import in_turn, run_ranks, run_until_killed
-from runs import (
-    change,
-    edit_rows,
-    expect_defect,
-    forge,
-    open_folder,
-    open_store,
-    reseal,
-    train,
-    train_with_faults,
-    training_config,
-    verified,
-)
+from ranks import in_turn, run_ranks
+from runs import change, edit_rows, expect_defect, forge, open_folder, reseal, train, training_config, verified
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,14 +24,12 @@ from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE, find
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import HASH, METRICS, SAMPLES, STATUS
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.export import default_output, export
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports import verify
-from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import LogEnd, Progress
 from gpt2_ddp.tasks.trained_model import load_model
 
@@ -54,23 +39,15 @@ RUNNING = '{"state": "running", "step": 4, "reason": ""}'
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "run"))
-
-
-@pytest.fixture(scope="module")
-def eventful(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder `run` of a run with samples that was killed, resumed and rolled back to step 4. Its shards are beside
-    it, in `data`."""
-    place = tmp_path_factory.mktemp("eventful")
-    shutil.copytree(corpus, place / "data")
-    changes = {"train.steps": 12, "checkpoint.every": 4, "guard.patience": 2, "tracking.sample_every": 4}
-    config = training_config(place / "data", place, changes | {"eval.every": 4, "model.n_layer": 1})
-    bad = (12 * 5, 12 * 8)
-    run_until_killed(train_with_faults, 1, config, bad, float("nan"), 6)
-    assert verify_run(VerifyConfig(run=str(place / "run"))) == 0
-    assert run_ranks(train_with_faults, 1, config, bad) == ["completed"]
-    return place / "run"
+def run(trained: Path, corpus: Path, tmp_path: Path) -> Path:
+    """The shared run, with two samples; its shards are beside it, in `data`."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    shutil.copytree(corpus, tmp_path / "data")
+    lines = [f'{{"step": 10, "prompt": "", "text": "{text}"}}\n' for text in "ab"]
+    hashes = [hashlib.sha256("".join(lines[:count]).encode()).hexdigest() for count in (1, 2)]
+    forge(run, lambda rows: rows.__setitem__(slice(-2, -2), [{"event": "sample", "step": 10, HASH: h} for h in hashes]))
+    (run / SAMPLES).write_text("".join(lines))
+    return run
 
 
 def at(rows: list[dict], step: int) -> dict:
@@ -81,14 +58,14 @@ def at(rows: list[dict], step: int) -> dict:
 
 
 @pytest.mark.parametrize(("name", "options", "lines"), [
-    ("trained", {}, 7), ("trained", {"shards": "sampled"}, 7), ("trained", {"shards": "none"}, 6),
+    ("run", {}, 7), ("run", {"shards": "sampled"}, 7), ("run", {"shards": "none"}, 6),
     ("gpt2_run", {"data": [str(CORPUS)]}, 7), ("regression_run", {}, 6),
 ])  # fmt: skip
 def test_a_run_is_intact(run: Path, capsys: pytest.CaptureFixture, name: str, options: dict, lines: int) -> None:
     """One that a kill left with half a row, and those recorded."""
     with (run / METRICS).open("a") as file:
         file.write('{"step": 11, "lo')
-    code, defects, others = verified(run if name == "trained" else GOLDEN / name, capsys, **options)
+    code, defects, others = verified(run if name == "run" else GOLDEN / name, capsys, **options)
     assert (code, defects) == (0, [])
     assert [line.split()[0] for line in others].count("ok") == lines
 
@@ -97,6 +74,8 @@ def test_a_complete_run_says_what_its_killed_session_did_not(
     run: Path, trained: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Its last two rows, of the newest checkpoint and of the end, and its status; it leaves a sound one alone."""
+    shutil.copytree(trained, run, dirs_exist_ok=True)
+    (run / SAMPLES).unlink()
     config = training_config(trained.parent / "data", run.parent, {"optim.decay_steps": 10})
     whole = (run / METRICS).read_bytes()
     rewrite(run, METRICS, r"(.*\n){2}\Z", "")
@@ -105,24 +84,13 @@ def test_a_complete_run_says_what_its_killed_session_did_not(
     assert run_ranks(in_turn, 1, (train, config), (train, config)) == [["completed"] * 2]
     assert (run / METRICS).read_bytes() == whole
     assert verified(run, capsys)[0] == 0
-    edit_rows(run, lambda rows: rows[-1].update(outcome="stopped"))  # of more steps, lowered since
-    assert run_ranks(train, 1, config) == ["completed"]
-    assert (run / METRICS).read_bytes() == whole
 
 
-def test_a_small_job_is_intact_from_its_first_row_on(
-    trained_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """A run of 101 samples in steps of 12; with its last epoch's checkpoint, and before it had any."""
+def test_a_small_job(trained_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A run of 101 samples in steps of 12."""
     run = Path(shutil.copytree(trained_job, tmp_path / "run"))
-    sound = (run / METRICS).read_text()
     forge(run, lambda rows: at(rows, 4).update(order_digest="f" * 64, lr=0.02))
     expect_defect(run, capsys, f"{METRICS}, line 6: order_digest", f"{METRICS}, line 6: lr")
-    (run / METRICS).write_text(sound)
-    rewrite(run, METRICS, r"\A((.*\n){5})[^$]*", r"\1")
-    rewrite(run, "checkpoints", "", None)
-    (run / STATUS).write_text(RUNNING)
-    assert verified(run, capsys)[:2] == (0, [])
 
 
 def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys) -> None:
@@ -131,7 +99,8 @@ def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys) -> None:
     def read(*args: Any) -> verify.Log:
         found = Log(*args)
         shutil.rmtree(run / FIVE, ignore_errors=True)
-        (run / SAMPLES).write_text('{"step": 10, "prompt": "", "text": "x"}\n')
+        with (run / SAMPLES).open("a") as file:
+            file.write('{"step": 10, "prompt": "", "text": "x"}\n')
         edit_rows(run, lambda rows: rows.append({"step": 10, "event": "room", "kept": [10]}))
         return found
 
@@ -142,142 +111,101 @@ def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys) -> None:
     assert verified(run, capsys)[:2] == (0, [])
 
 
-def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.CaptureFixture) -> None:
-    """Its chain is behind the row of the first save; one that is not behind it was altered."""
-    rows = [json.loads(line) for line in (run / METRICS).open()]
-    saved = {name: rows[-2][name] for name in ("step", "sha256")}
-    resumed = rows[8] | {"step": 10, "checkpoint": saved, "kept": [5, 10]}
-    edit_rows(run, lambda rows: rows.__setitem__(-1, resumed))
-    before, newest = (json.loads(line)["chain"] for line in [*(run / METRICS).open()][-2:])
-    (run / STATUS).write_text(RUNNING)
-    for old, new, defects in ((rows[-3]["chain"], newest, 0), (newest, before, 1)):
-        rewrite(run, NEW_STATE, old, new)
-        assert len(verified(run, capsys)[1]) == defects
-
-
-def test_mistakes_of_the_user(run: Path, corpus: Path, tmp_path: Path, capsys) -> None:
+def test_mistakes_of_the_user(run: Path, trained: Path, tmp_path: Path, capsys) -> None:
+    """Data that are others, by their manifest: a mistake in --data, and a defect of the run's own folder."""
     expect_error("run = .*/nothing", verified, tmp_path / "nothing", capsys)
-    other, moved = (shutil.copytree(corpus, tmp_path / name) for name in ("other", "moved"))
-    manifest = read_manifest(other)
-    write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"][:-1]}))
-    for data in (tmp_path / "absent", other):
-        expect_error(f"data = {data}", verified, run, capsys, data=[str(data)])
-    assert verified(run, capsys, data=[str(moved)])[0] == 0
-    (run / CONFIG).write_text("")
-    expect_error("run = ", verified, run, capsys)
+    own, data = str(trained.parent / "data"), str(tmp_path / "data")
+    manifest = read_manifest(tmp_path / "data")
+    write_manifest(tmp_path / "data", replace(manifest, splits={"train": manifest.splits["train"][:-1]}))
+    for name in (str(tmp_path / "absent"), data):
+        expect_error(f"data = {name}", verified, run, capsys, data=[name])
+    change(run / CONFIG, own, data)
+    edit_rows(run, lambda rows: [row["config"]["data"].update(path=data) for row in rows if "config" in row])
+    expect_defect(run, capsys, f"{data}: has other tokens")
 
 
 # Tampering
 
 
 def rewrite(run: Path, file: str, old: str, new: Any) -> None:
-    """Replaces what matches `old` in a file of a run, or all of it; with None, deletes the file. A function is of each
+    """Replaces what matches `old` in a file of a run, or all of it; with None, deletes it. A function is of each
     tensor. The manifest of the newest checkpoint fits again."""
     path = run / file
-    if path.is_dir():
-        shutil.rmtree(path)
-        if new:
-            shutil.copytree(run / new, path)
-    elif new is None:
-        path.unlink()
+    if new is None:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
         return
-    elif not isinstance(new, str):
+    if not isinstance(new, str):
         save_file({name: new(value) for name, value in load_file(path).items()}, path)
-    elif old:
-        text, count = re.subn(old, new, path.read_text())
+    else:
+        text, count = re.subn(old or r"(?s)\A.*\Z", new, path.read_text() if old else "")
         assert count
         path.write_text(text)
-    else:
-        path.write_text(new)
     if path.parent == run / TEN:
         reseal(path)
 
 
+FAKE = json.dumps({"state": "\x1b[2K\rx\nok      everything", "step": 1})
 OTHER = f"{TEN}: its manifest"
-CUT = f"{TEN}: its chain"
-FAKE = "\x1b[2K\rx\nok      everything"
 REWRITTEN: list[tuple[str, str, Any, str]] = [
-    (METRICS, '"lr": 0.0015', '"lr": 0.0016', "metrics.jsonl, line 4: "),
-    (METRICS, '{"step": 2,', '{"step" 2,', "metrics.jsonl, line 5: "),
-    (METRICS, '"step": 10,', '"step": 10000000000000,', "metrics.jsonl, line 14: "),
-    (
-        METRICS,
-        '"outcome": "completed", (.*)"chain"',
-        r'"outcome": "completed", \1"chained"',
-        "metrics.jsonl, line 16: ",
-    ),
-    (METRICS, '"}\n', '"} \n', "metrics.jsonl, line 1: "),
-    (METRICS, ', "chain": "[0-9a-f]*"', "", "metrics.jsonl, line 1: "),
-    (METRICS, "", None, "metrics.jsonl: has no start"),
-    (METRICS, r"(.*\n){3}\Z", "", CUT),
-    (METRICS, r".*\n\Z", "", "status.json"),
-    (CONFIG, "n_layer: 2", "n_layer: 3", "config.yaml: model.n_layer"),
-    (CONFIG, "every: 5\n", "every: 9\n", "config.yaml: checkpoint.every"),
-    (CONFIG, "n_layer:", "n_layers:", "config.yaml: model.n_layer"),
-    (CONFIG, "  rollbacks: 3\n", "", "config.yaml: guard.rollbacks"),
+    (METRICS, '{"step": 2,', '{"step" 2,', f"{METRICS}, line 5: "),
+    (METRICS, '"step": 10,', '"step": 10000000000000,', f"{METRICS}, line 14: "),
+    (METRICS, ', "chain": "[0-9a-f]*"', "", f"{METRICS}, line 1: "),
+    (METRICS, "", None, f"{METRICS}: has no start"),
+    (METRICS, r"(.*\n){5}\Z", "", f"{TEN}: its chain"),
+    (METRICS, r".*\n\Z", "", STATUS),
+    (CONFIG, "  rollbacks: 3\n", "", f"{CONFIG}: guard.rollbacks"),
     (STATUS, "", None, STATUS),
     (STATUS, "", "{", STATUS),
-    (STATUS, "completed", "kompleted", STATUS),
     (STATUS, "10", "11", STATUS),
-    (STATUS, "", json.dumps({"state": FAKE, "step": 1}), STATUS),
-    (SAMPLES, "", '{"step": 90, "text": "x"}\n', "samples.jsonl, line 1"),
+    (STATUS, "", re.escape(FAKE).replace("\\ ", " "), STATUS),
+    (SAMPLES, r"\A(.*\n)(.*\n)", r"\2\1", f"{SAMPLES}, line 1"),
+    (SAMPLES, r"(.*\n)\Z", r"\1\1", f"{SAMPLES}, line 3"),
+    (SAMPLES, r".*\n\Z", "", f"{SAMPLES}: "),
+    (SAMPLES, "", None, f"{SAMPLES}: "),
     ("checkpoints", "", None, FIVE),
-    (NEW_STATE, "", None, NEW_STATE),
     (NEW_STATE, "", "[1]", NEW_STATE),
-    (NEW_STATE, "", "{", NEW_STATE),
     (NEW_CONFIG, "", "a: ]", NEW_CONFIG),
-    (NEW_MODEL, "", "no", NEW_MODEL),
     (NEW_STATE, '"run_id": "', '"run_id": "f', OTHER),
     (NEW_CONFIG, "lr: 0.003\n", "lr: 0.004\n", OTHER),
-    (f"{TEN}/tokenizer.json", r"\A{", "{ ", OTHER),
-    (NEW_STATE, '"val_bits_per_byte": ', '"val_bits_per_byte": 1', OTHER),
-    (NEW_STATE, '"processes": 2', '"processes": 1', OTHER),
-    (NEW_STATE, '"best": {\n   "step": 10', '"best": {\n   "step": 5', OTHER),
-    (NEW_MODEL, "", lambda tensor: tensor * math.nan, OTHER),
     (NEW_MODEL, "", Tensor.double, OTHER),
     (NEW_OPTIMIZER, "", Tensor.neg, OTHER),
-    (NEW_OPTIMIZER, "", "\2\0\0\0\0\0\0\0{}", OTHER),
-    (TEN, "", FIVE, OTHER),
+    ("../data/train_000000.bin", "", None, "shard = "),
+    ("../data/tokenizer.json", r"\A{", "{ ", ""),
 ]
 """File, old, new, and the beginning of a defect."""
 
 
 @pytest.mark.parametrize(("file", "old", "new", "defect"), REWRITTEN)
 def test_each_tampering_is_found_and_named(run: Path, capsys, file: str, old: str, new: Any, defect: str) -> None:
-    """A resume does not take a checkpoint that the rows did not record."""
     rewrite(run, file, old, new)
-    code, defects, others = verified(run, capsys)
+    code, defects, others = verified(run, capsys, data=[str(run.parent / "data")])
     assert code == 1
     assert any(line.startswith(defect) for line in defects), defects
     assert "everything" not in "".join(others)
-    if defect == OTHER:
-        checkpoints = open_store(run)
-        for look in (checkpoints.peek, checkpoints.newest):
-            found = look()
-            assert found
-            assert found.step == 5
-        assert checkpoints.listing()["rejected"] == ["step-00000010.rejected"]
 
 
-def test_a_random_byte_in_a_random_file(eventful: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    place = Path(shutil.copytree(eventful.parent, tmp_path / "copy"))
-    names = [METRICS, SAMPLES, CONFIG, "checkpoints/*/*", "../data/[!.]*"]
-    files = [file for name in names for file in sorted((place / "run").glob(name))]
+def test_a_flipped_byte_in_any_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Of the shared run, and of those recorded; unless a configuration is the same."""
     rng = random.Random(1337)
-    data = [str(place / "data")]
-    assert (place / "run" / SAMPLES).read_text()
-    assert verified(place / "run", capsys, data=data)[0] == 0
-    for number in range(40):
-        file = files[number % len(files)]
-        sound = file.read_bytes()
-        content = bytearray(sound)
-        offset = rng.randrange(len(sound))
-        content[offset] ^= rng.randrange(1, 256)
-        file.write_bytes(content)
-        with suppress(UserError):  # of a file without which nothing can be checked
-            code, defects, _ = verified(place / "run", capsys, data=data)
-            assert (code, bool(defects)) == (1, True), (file, offset, sound[offset], content[offset])
-        file.write_bytes(sound)
+    names = [METRICS, SAMPLES, CONFIG, "checkpoints/*/*", "../data/*.bin"]
+    for other in ("gpt2_run", "regression_run"):
+        shutil.copytree(GOLDEN / other, tmp_path / other)
+    runs = [(run, tmp_path / "data"), (tmp_path / "gpt2_run", CORPUS), (tmp_path / "regression_run", None)]
+    for place, data in runs:
+        options = {"data": [str(data)]} if data else {}
+        for file in (file for name in names for file in sorted(place.glob(name)) if place == run or ".." not in name):
+            sound = file.read_bytes()
+            for _ in range(3 if file.parent == place else 1):
+                content = bytearray(sound)
+                offset = rng.randrange(len(sound))
+                content[offset] ^= rng.randrange(1, 256)
+                file.write_bytes(content)
+                with suppress(UserError):  # of a file without which nothing can be checked
+                    found = verified(place, capsys, **options)[0]
+                    is_same = file == place / CONFIG and yaml.safe_load(content) == yaml.safe_load(sound)
+                    assert found == 1 or is_same, (file, offset, sound[offset], content[offset])
+            file.write_bytes(sound)
+        assert verified(place, capsys, **options)[0] == 0
 
 
 def far_end(run: Path, rows: list[dict]) -> None:
@@ -294,18 +222,6 @@ def new_seed(run: Path, rows: list[dict]) -> None:
             row["config"]["seed"] = 1
 
 
-def none_kept(run: Path, rows: list[dict]) -> None:
-    rewrite(run, "checkpoints", "", None)
-    for row in rows:
-        row.pop("kept", None)
-
-
-def forgotten(run: Path, rows: list[dict]) -> None:
-    rewrite(run, FIVE, "", None)
-    for row in rows[-2:]:
-        row["kept"].remove(5)
-
-
 def field(step: int, name: str, value: object) -> Callable[[Path, list[dict]], object]:
     return lambda run, rows: at(rows, step).update({name: value})
 
@@ -318,18 +234,14 @@ FORGED: list[tuple[Callable[[Path, list[dict]], object], str]] = [
     (field(7, "val_loss", 1.5), "val_loss"),
     (field(8, "step", 7), "step 7 follows step 7"),
     (field(7, "loss", 1.5), ""),
-    (field(10, "val_loss", 1.5), ""),
     (lambda run, rows: rows.remove(at(rows, 7)), "before step 8"),
-    (lambda run, rows: rows.insert(10, at(rows, 7)), "step 7 follows step 7"),
-    (lambda run, rows: rows.pop(0), "metrics.jsonl: has no start"),
+    (lambda run, rows: rows.pop(0), f"{METRICS}: has no start"),
     (lambda run, rows: rows.pop(8), f"{FIVE}: is not recorded"),
     (lambda run, rows: rows.pop(-2), f"{TEN}: is not recorded"),
-    (lambda run, rows: rows.insert(-2, {"event": "sample", "step": 10, HASH: "f"}), SAMPLES),
+    (lambda run, rows: rows.insert(-4, {"event": "sample", "step": 10, HASH: "f"}), SAMPLES),
     (lambda run, rows: rewrite(run, NEW_MODEL, "", Tensor.neg), ""),
     (far_end, "eval.every"),
     (new_seed, "order_digest of step 1"),
-    (none_kept, "checkpoints: all"),
-    (forgotten, ""),
 ]
 """An edit of rows, and what recomputing finds once all hashes fit; empty: nothing, so only an anchor does."""
 
@@ -340,12 +252,12 @@ def test_a_consistent_forgery_is_found_by_an_anchor(run: Path, tmp_path: Path, c
     anchor = str(tmp_path / "anchor")
     assert verified(run, capsys, anchor=anchor)[0] == 0
     other = Path(shutil.copytree(run, tmp_path / "other"))
-    edit_rows(other, partial(edit, other))
-    forge(run, partial(edit, run))
+    edit_rows(other, lambda rows: edit(other, rows))
+    forge(run, lambda rows: edit(run, rows))
     code, defects, _ = verified(run, capsys)
     assert (code, bool(defects)) == (bool(defect), bool(defect))
     assert defect in "\n".join(defects)
-    assert verified(other, capsys)[0] == (edit != forgotten)
+    assert verified(other, capsys)[0] == 1
     code, defects, _ = verified(run, capsys, anchor=anchor)
     assert code == 1
     assert any("anchor" in line for line in defects)
@@ -361,8 +273,8 @@ def test_an_anchor_is_a_file_or_the_chain_of_a_row(run: Path, trained: Path, tmp
     assert (sound["step"], sound["sha256"]) == (10, sha256_file(run / NEW_MODEL))
     for row, code in ((sound["newest"], 0), (older, 0), ("f" * 64, 1)):
         assert verified(run, capsys, anchor=row)[0] == code
-    for field in ("chain", "sha256"):
-        wrong = json.dumps(sound | {field: "f" * 64})
+    for name in ("chain", "sha256"):
+        wrong = json.dumps(sound | {name: "f" * 64})
         file.write_text(wrong)
         assert verified(run, capsys, anchor=str(file))[0] == 1
         assert file.read_text() == wrong
@@ -376,9 +288,8 @@ def test_an_anchor_is_a_file_or_the_chain_of_a_row(run: Path, trained: Path, tmp
 
 
 @pytest.mark.parametrize(("name", "value", "field"), [
-    ("model.n_embd", 10**6, "model section"), ("model.n_inner", 10**7, "model section"),
-    ("model.block_size", 10**8, "wpe.weight"), ("model.n_layer", 3, "h.2.attn.c_attn.bias"),
-    ("model.n_head", [1], "model.n_head = "), ("data.path", 5, "data.path = 5"), ("seed", 2, ""),
+    ("model.n_inner", 10**7, "model section"), ("model.n_head", [1], "model.n_head = "),
+    ("model.n_layer", 3, "h.2.attn.c_attn.bias"), ("seed", 2, ""),
 ])  # fmt: skip
 def test_a_checkpoint_of_a_stranger(run: Path, tmp_path: Path, monkeypatch, name: str, value: Any, field: str) -> None:
     """Its configuration may claim any size. Each reader gives one line before it builds anything."""
@@ -386,8 +297,6 @@ def test_a_checkpoint_of_a_stranger(run: Path, tmp_path: Path, monkeypatch, name
     config = yaml.safe_load((run / NEW_CONFIG).read_text())
     section, _, key = name.rpartition(".")
     (config[section] if section else config)[key] = value
-    if key == "block_size":
-        config["train"]["global_batch_tokens"] = value
     (run / NEW_CONFIG).write_text(yaml.safe_dump(config))
     reseal(run / NEW_CONFIG)
     forge(run)
@@ -397,35 +306,10 @@ def test_a_checkpoint_of_a_stranger(run: Path, tmp_path: Path, monkeypatch, name
         return
     for read in (load_model, lambda checkpoint: export(checkpoint, default_output(checkpoint))):
         expect_error(re.escape(field), read, checkpoint)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert not (tmp_path / "exports").exists()
 
 
-def test_shards_that_are_others(run: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Overwritten, or missing; or another data set of the same length in their place, with a manifest of its own. So is
-    a tokenizer."""
-    old = str(trained.parent / "data")
-    new = str(tmp_path / "data")
-    shutil.copytree(old, new)
-    change(run / CONFIG, old, new)
-    edit_rows(run, lambda rows: [row["config"]["data"].update(path=new) for row in rows if "config" in row])
-    shard = tmp_path / "data/train_000000.bin"
-    sound = shard.read_bytes()
-    other = sound[:-2] + b"\1\1"
-    shard.write_bytes(other)
-    expect_defect(run, capsys, f"{shard}: its SHA-256")
-    shard.unlink()
-    expect_defect(run, capsys, f"shard = {shard}")
-    shard.write_bytes(sound)
-    rewrite(tmp_path, "data/tokenizer.json", r"\A{", "{ ")
-    expect_defect(run, capsys, f"{new}/tokenizer.json: ")
-    shard.write_bytes(other)
-    manifest = read_manifest(Path(new))
-    train = [replace(one, sha256=sha256_file(tmp_path / "data" / one.file)) for one in manifest.splits["train"]]
-    write_manifest(Path(new), replace(manifest, splits={**manifest.splits, "train": train}))
-    expect_defect(run, capsys, f"{new}: has other tokens")
-
-
-# Samples
+# Samples over rollbacks and resumes
 
 
 START = {"event": "start", "step": 2, "steps": 9, "config": {}}
@@ -439,35 +323,23 @@ def begun_log(run: Path) -> RunLog:
 
 def sample_defects(run: Path) -> list[str]:
     found = verify.Found(run, {}, None, {}, [], verify.Log(run / METRICS, set()), verify._hash_samples(run))
-    return [defect.partition(":")[0] for defect in verify._check_samples(found)]
+    return [*verify._check_samples(found)]
 
 
-def test_samples_are_in_the_chain(tmp_path: Path) -> None:
-    """Also after a rollback. A killed process may lack the newest ones."""
+def test_samples_of_a_run_that_was_rolled_back(tmp_path: Path) -> None:
+    """A killed process may lack the newest ones."""
     run = begun_log(tmp_path / "run")
     metrics = Metrics(run, 1, 9)
-    metrics.show_samples(1, [Sample("", "x")])
     metrics.show_samples(2, [Sample("", "a"), Sample("b", "bc")])
     metrics.go_back({"event": "rollback", "step": 1, "from": 2, "skipped_range": [12, 24]})
     metrics.show_samples(3, [Sample("", "d")])
-    file = run.path / SAMPLES
-    whole = file.read_text()
-    lines = whole.splitlines(keepends=True)
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 1, 3]
+    lines = (run.path / SAMPLES).read_text().splitlines(keepends=True)
+    assert [json.loads(line)["step"] for line in lines] == [2, 2, 1, 3]
+    (run.path / SAMPLES).write_text("".join(lines[:3]))
     assert sample_defects(run.path) == []
-    for text, number in ((whole + lines[0], 6), (whole.replace('"d"', '"e"'), 5), ("".join(lines[1:]), 1)):
-        file.write_text(text)
-        assert sample_defects(run.path) == [f"{SAMPLES}, line {number}"]
-    file.write_text("".join(lines[:-1]))
-    assert sample_defects(run.path) == []
-    run.append({"event": "end", "step": 3})
-    assert sample_defects(run.path) == [SAMPLES]
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    (r"\A.*\n", ""), (r".*\n\Z", ""), ("", ""), (r"\A(.*\n)(.*\n)", r"\2\1"), ('1, "text": "a"', '1, "text": "b"'),
-    (r"\A(.*\n)", r"\1\1"),
-])  # fmt: skip
+@pytest.mark.parametrize(("old", "new"), [(r".*\n\Z", ""), ("", ""), ('1, "text": "a"', '1, "text": "b"')])
 def test_a_resumed_run_does_not_vouch_for_samples_that_someone_changed(tmp_path: Path, capsys, old, new) -> None:
     """It warns, keeps a copy, and the change is found afterwards, too. Samples after the checkpoint are dropped."""
     run = begun_log(tmp_path / "run")

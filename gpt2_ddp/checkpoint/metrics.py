@@ -12,30 +12,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from gpt2_ddp.checkpoint.run_files import duration, finite, is_own
+from gpt2_ddp.checkpoint.run_files import FIELDS, duration, finite, is_own
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.run import RunConfig
 
 if TYPE_CHECKING:
     from gpt2_ddp.checkpoint.trackers import Trackers
 
-SHOWN = {
-    "loss_mean": "loss_mean {:.4f}",
-    "val_loss": "val_loss {:.4f}",
-    "val_bits_per_byte": "bits/byte {:.4f}",
-    "val_accuracy": "val_accuracy {:.2%}",
-    "lr": "lr {:.3g}",
-    "grad_norm": "norm {:.3g}",
-    "mfu": "mfu {:.1%}",
-}
-
 
 def describe(row: dict[str, Any]) -> list[str]:
     """A row's losses, own numbers of the task and speed as texts; missing fields and names with a / are left out."""
     unit, rate = _speed(row)
-    own = (name for name in row if is_own(name) and not name.endswith("_acc_norm") and name != unit)
-    tasks = {name: f"{name} {{:{'.1%' if name.endswith('_acc') else '.4g'}}}" for name in own if "/" not in name}
-    parts = [layout.format(row[name]) for name, layout in (SHOWN | tasks).items() if row.get(name) is not None]
+    texts = {name: field.text for name, field in FIELDS.items()}
+    for name in row:
+        if is_own(name) and "/" not in name and not name.endswith("_acc_norm") and name != unit:
+            texts[name] = f"{name} {{:{'.1%' if name.endswith('_acc') else '.4g'}}}"
+    parts = [text.format(row[name]) for name, text in texts.items() if text and row.get(name) is not None]
     return [*parts, f"{rate:,.0f} {unit}/s"] if unit else parts
 
 

@@ -20,14 +20,47 @@ from gpt2_ddp.state import FIRST_CHAIN
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
 HASH = "samples_sha256"
-FIELDS = re.compile(  # of rows, as the trainer names them
-    r"steps?|samples|(train_)?loss|loss_mean|not_finite|lr|grad_norm|mfu|data_share|memory|order_digest|chain|"
-    r"val_(tokens|samples|accuracy|top5)|(tokens|epoch|val_loss|val_bits_per_byte)(/.*)?|.*_per_second|event|from|"
-    r"skipped(_ranges?)?|position|config|(epoch|global_batch)_size|kept|rejected|tasks|data_manifest|mixture|checkpoint|"
-    r".*_sha256"
-)
 Outcome = Literal["completed", "stopped", "diverged"]
 """How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or useless weights."""
+
+
+class Field(NamedTuple):
+    """A field of rows. docs/files.md has units and meanings."""
+
+    text: str = ""  # in the terminal
+    panel: str = ""  # title in a report
+    kind: Literal["", "measured", "counted", "own"] = ""
+    """Measured: differs when trained again, and null if unknown. Counted: a share of samples. Others than `own`: null
+    if not finite, and equal when trained again, floats up to the order of sums."""
+
+
+FIELDS = {
+    "loss_mean": Field("loss_mean {:.4f}"),
+    "val_loss": Field("val_loss {:.4f}"),
+    "val_bits_per_byte": Field("bits/byte {:.4f}"),
+    "val_accuracy": Field("val_accuracy {:.2%}", "", "counted"),
+    "lr": Field("lr {:.3g}", "Learning rate"),
+    "grad_norm": Field("norm {:.3g}", "Gradient norm (before clipping, log scale)"),
+    "tokens_per_second": Field("", "Throughput ({unit} per second)", "measured"),
+    "mfu": Field("mfu {:.1%}", "", "measured"),
+    "memory": Field("", "Memory of the main process (bytes)", "measured"),
+    "data_share": Field("", "Waiting for data (share of the time)", "measured"),
+    "val_top5": Field("", "", "counted"),
+    "chain": Field("", "", "measured"),
+}
+"""By name. Any task's speed is declared as `tokens_per_second`."""
+PLAIN = re.compile(
+    r"steps?|samples|(train_)?loss|not_finite|order_digest|val_(tokens|samples)|(tokens|epoch|val_loss|val_bits_per_byte)"
+    r"(/.*)?|event|from|skipped(_ranges?)?|position|config|(epoch|global_batch)_size|kept|rejected|tasks|data_manifest|"
+    r"mixture|checkpoint|.*_sha256"
+)
+"""Fields of rows and events without a text, a panel or a kind."""
+
+
+def field_of(name: str) -> Field:
+    """The declaration of a field. Any name that is not declared is a task's own number."""
+    name = "tokens_per_second" if name.endswith("_per_second") else name
+    return FIELDS.get(name) or Field(kind="" if PLAIN.fullmatch(name) else "own")
 
 
 def is_locked(folder: Path) -> bool:
@@ -58,7 +91,7 @@ def split_chain(line: str) -> tuple[str, str | None]:
 
 def is_own(name: str) -> bool:
     """Whether a field of a row is a task's own number."""
-    return not FIELDS.fullmatch(name)
+    return field_of(name).kind == "own"
 
 
 def is_event(row: dict[str, Any]) -> bool:

@@ -50,11 +50,6 @@ class Setting:
     def is_sharded(self) -> bool:
         return self.config.parallel == "fsdp"
 
-    @property
-    def has_scores(self) -> bool:
-        """Whether attention keeps T² scores per head: on CPUs flash attention has no dropout."""
-        return self.kind == "cpu" and self.config.model.dropout > 0
-
 
 def setting_of(config: TrainingConfig, model: GPT, kind: str, processes: int, precision: str) -> Setting:
     """Setting of a training on GPUs that evaluates and saves in the foreground, for a micro-batch of 1. The model may
@@ -119,7 +114,7 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
             gradients = {"gradients": weights / shards + 4 * (root + setting.block)}
         saving |= copy | {"gathered weights": 4.0 * setting.vocab_size * config.model.n_embd}
     tokens = setting.micro_batch * window
-    saved = _saved(setting, tokens) + _temporary(setting, tokens, trains=True)
+    saved = _saved(setting, tokens) + _temporary(setting, tokens)
     training = lasting | gradients | read
     training |= {"activations": saved, "logits": _logits(setting, tokens, trains=True)}
     scored = config.eval.batch_size * window * setting.validates
@@ -141,37 +136,28 @@ def _saved(setting: Setting, tokens: int) -> float:
     keys = width * model.key_heads // model.n_head
     stream = (2 * layers + 3) * 4 * width  # the residual stream
     block = 3 * width * half  # outputs of both norms and of attention
-    block += (width + 2 * keys) * (4 if setting.has_scores else half)  # queries, keys, values
+    block += (width + 2 * keys) * half  # queries, keys, values
     block += (2 + 2 * kind.gated) * tokens * mlp_width(model) * half  # before and after the activation
-    if kind.rotary and not setting.has_scores:  # rotated queries and keys
+    if kind.rotary:  # rotated queries and keys
         block += (width + keys) * half
     # CPUs have no fused kernel of RMSNorm, and its output before the weights is a tensor of its own
     unfused = setting.kind == "cpu" and kind.norm not in (None, plain_rms_norm)
     block += 2 * 4 * width * unfused
     if kind.query_norm or kind.rotated_norm:  # its input, unless that is a part of queries and keys above
-        inputs = unfused + bool(kind.rotated_norm or setting.has_scores or half == 2)
+        inputs = unfused + bool(kind.rotated_norm or half == 2)
         block += inputs * 4 * (width + keys)
-    if setting.has_scores:  # softmax, noise and their product; noise behind both branches, too
-        block += 3 * _scores(setting, tokens) + 2 * width * half
-    elif model.dropout:
+    if model.dropout:
         block += 2 * width  # a byte for each number
     if setting.config.train.activation_checkpointing:  # a block's input is kept, and one block at a time is whole
         return stream - layers * 4 * width + block
     return stream + layers * block
 
 
-def _temporary(setting: Setting, tokens: int, trains: bool = False) -> float:
-    """Bytes of a block, in evaluation or the backward pass: the activation's input and output or their gradients, and
-    gradients of attention scores."""
+def _temporary(setting: Setting, tokens: int) -> float:
+    """Bytes of a block, in evaluation or the backward pass: the activation's input and output or their gradients."""
     model = setting.config.model
     numbers = 3 if ARCHITECTURES[model.architecture].activation is gelu else 5  # gelu's backward pass is one kernel
-    wide = numbers * tokens * mlp_width(model) * setting.number_bytes
-    return wide + 4 * _scores(setting, tokens) * (trains and setting.has_scores)
-
-
-def _scores(setting: Setting, tokens: int) -> float:
-    model = setting.config.model
-    return 4.0 * tokens * model.block_size * model.n_head
+    return numbers * tokens * mlp_width(model) * setting.number_bytes
 
 
 def _logits(setting: Setting, tokens: int, trains: bool = False) -> float:

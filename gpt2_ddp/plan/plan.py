@@ -33,6 +33,7 @@ from gpt2_ddp.training.precision import settle_precision
 
 CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
 FIRST_STEP = 4e7  # bytes that the first step on a CPU loads: libraries and kernels
+FITS = ("DOES NOT FIT", "fits")
 DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkpoint
 START = {"cuda": 180.0, "cpu": 60.0, "mps": 60.0}  # assumed seconds to the first step; GPUs compile
 
@@ -93,12 +94,11 @@ class Corpus(NamedTuple):
 
 def describe_corpus(config: TrainingConfig, task: Pretraining | None) -> Corpus:
     """The corpus of a training. `task` has opened its data; None for missing data."""
-    if task is None:
-        tokens = config.eval.tokens or "auto"
-        scored = config.auto_eval_tokens if tokens == "auto" else tokens
-        return Corpus(assumed_vocabulary(config), None, None if config.train.epochs else config.train.steps, scored)
-    tokens = task.config.eval.tokens
+    tokens = config.eval.tokens
     scored = config.auto_eval_tokens if tokens == "auto" else tokens
+    if task is None:
+        steps = None if config.train.epochs else config.train.steps
+        return Corpus(assumed_vocabulary(config), None, steps, scored or config.auto_eval_tokens)
     scored = min(scored or task.validation_tokens, task.validation_tokens) if task.validates else 0
     return Corpus(task.manifest.vocab_size, task.epoch_size, task.total_steps(task.epoch_size), scored)
 
@@ -298,9 +298,9 @@ def format_plan(plan: Plan) -> Iterator[str]:
         yield f"    {_gb(size):>8}   {part}"
     if memory.host:
         yield f"    {_gb(memory.host):>8}   on the host, for a checkpoint"
-    yield f"    {_fits(plan.fits)}; the largest micro-batch that fits is {plan.largest_micro_batch or 'none'}"
+    yield f"    {FITS[plan.fits]}; the largest micro-batch that fits is {plan.largest_micro_batch or 'none'}"
     kept = f"{_gb(plan.checkpoint)} GB per checkpoint, at most {_gb(plan.checkpoints)} GB for all kept ones"
-    yield f"  disk         {kept}; {_gb(plan.free)} GB free: {_fits(plan.checkpoints <= plan.free)}"
+    yield f"  disk         {kept}; {_gb(plan.free)} GB free: {FITS[plan.checkpoints <= plan.free]}"
     if not plan.seconds:
         yield "  time         unknown: set --tokens_per_second or --tracking.peak_flops"
         return
@@ -318,10 +318,6 @@ def _training(plan: Plan) -> str:
     epochs = f", {plan.tokens / (windows * plan.config.model.block_size):.2f} epochs" if windows else ""
     done = f"; {plan.step:,} steps are done" if plan.step else ""
     return f"{plan.corpus.steps:,} steps, {plan.tokens:,} tokens, {flops:.3g} FLOP{epochs}{done}"
-
-
-def _fits(does: bool) -> str:
-    return "fits" if does else "DOES NOT FIT"
 
 
 def _gb(size: float) -> str:

@@ -1,26 +1,20 @@
 """Groups of runs that differ only in their seed: means, standard deviations, and differences to the first group."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
+from gpt2_ddp.checkpoint.run_files import FIELDS, finite
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
-from gpt2_ddp.reports.runs import Row, RunRecord, is_finite, share_tokens
+from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
-SCORES = {
-    "last_val_loss": "last val_loss",
-    "best_val_loss": "best val_loss",
-    "last_val_bits_per_byte": "last bits/byte",
-    "best_val_bits_per_byte": "best bits/byte",
-}
+SCORES = {f"{kind}_{name}": f"{kind} {FIELDS[name].text.split()[0]}" for name in SCORED for kind in ("last", "best")}
 """Scores of a run, and their columns in the table."""
-COMPARED = ("last_val_loss", "last_val_bits_per_byte")
 VALUE, LINE = 60, 130
 """Most characters of a field's value in a heading, and of a line in a terminal."""
 
@@ -41,13 +35,13 @@ class Group:
     @property
     def scored(self) -> list[RunRecord]:
         """The runs that the means include: completed ones with a finite last val_loss."""
-        return [run for run in self.completed if _score(run, "last_val_loss") is not None]
+        return [run for run in self.completed if run.scores["last_val_loss"] is not None]
 
     def values(self, score: str) -> dict[str, float]:
         """One of SCORES by seed. Runs with equal seeds count as one, with their mean."""
         found: dict[str, list[float]] = {}
         for run in self.scored:
-            if (value := _score(run, score)) is not None:
+            if (value := run.scores[score]) is not None:
                 found.setdefault(_seed(run), []).append(value)
         return {seed: fmean(values) for seed, values in found.items()}
 
@@ -114,19 +108,17 @@ def content(groups: Sequence[Group]) -> list[Row]:
     for group in groups:
         values = {score: [] if _unlike(group.scored, score) else [*group.values(score).values()] for score in SCORES}
         differences = {}
-        for score in COMPARED if found else ():
+        for score in [score for score in SCORES if found and score.startswith("last")]:
             reason = _unlike([*groups[0].scored, *group.scored], score)
             each = Difference(reason) if reason else compare(groups[0].values(score), group.values(score))
             differences[score] = each._asdict()
-        runs = [
-            {"name": run.name, "seed": _plain(run.config.get("seed")), "state": _state(run)}
-            | {score: _score(run, score) for score in SCORES}
-            for run in group.runs
-        ]
         found.append({
             "heading": group.heading,
-            "fields": {name: _plain(value) for name, value in group.fields.items()},
-            "runs": runs,
+            "fields": finite(group.fields),
+            "runs": [
+                finite({"name": run.name, "seed": run.config.get("seed"), "state": run.state, **run.scores})
+                for run in group.runs
+            ],
             "completed": len(group.completed),
             "n": len(group.values("last_val_loss")),
             "mean": {score: fmean(each) if each else None for score, each in values.items()},
@@ -157,22 +149,13 @@ def describe(groups: Sequence[Group]) -> list[str]:
 
 def _remarks(group: Group) -> list[str]:
     """What limits the means, and the runs that they leave out."""
-    seeds = Counter(map(_seed, group.scored))
-    found = ["one run: no spread"] if len(seeds) == 1 else []
-    if reason := _unlike(group.scored, "last_val_loss"):
-        found.append(reason)
-    found += [f"seed {seed}: {count} runs count as one" for seed, count in seeds.items() if count > 1]
+    reason = _unlike(group.scored, "last_val_loss")
+    found = [reason] if reason else []
     for run in group.runs:
         if run not in group.scored:
-            why = "no finite val_loss" if run in group.completed else _state(run)
+            why = "no finite val_loss" if run in group.completed else run.state
             found.append(f"{run.name}: {why}, not in the means")
     return found
-
-
-def _score(run: RunRecord, score: str) -> float | None:
-    kind, _, metric = score.partition("_")
-    value = (run.best(metric) if kind == "best" else run.last(metric)).get(metric)
-    return value if is_finite(value) else None
 
 
 def _unlike(runs: Sequence[RunRecord], score: str) -> str:
@@ -183,14 +166,5 @@ def _unlike(runs: Sequence[RunRecord], score: str) -> str:
     return "not compared: the tokenizers differ" if score.endswith("val_loss") and not share_tokens(runs) else ""
 
 
-def _state(run: RunRecord) -> str:
-    return truncate(run.status.get("state", "unknown state"), VALUE)
-
-
 def _seed(run: RunRecord) -> str:
     return str(run.config["seed"]) if run.config.get("seed") is not None else run.name
-
-
-def _plain(value: object) -> object:
-    """A value for JSON; as text if JSON lacks it."""
-    return value if isinstance(value, str | int | None) or is_finite(value) else str(value)

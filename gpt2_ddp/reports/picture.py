@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, Formatter, LogFormatter, StrMethodFormatter
 
+from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.runs import RunRecord, share_tokens
@@ -25,20 +26,13 @@ from gpt2_ddp.reports.runs import RunRecord, share_tokens
 STYLE = matplotlib.rc_params_from_file(str(Path(__file__).with_suffix(".mplstyle")), use_default_template=False)
 INK = STYLE["text.color"]
 """Colour of text, axes and grid; in the SVG, that of the text around it."""
-NAME_LENGTH = 64  # most characters of a name in the legend
 POINTS = 600  # of a curve that are drawn; a page stays below 1 MB
 MARKED = 40  # most points of a curve with a marker
 NOT_FINITE = "not a finite number"
 EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
 """Marks below the loss, by event; `not_finite`: losses since the last row that are excluded from the mean."""
-PANELS = {
-    "lr": "Learning rate",
-    "grad_norm": "Gradient norm (before clipping, log scale)",
-    "tokens_per_second": "Throughput ({unit} per second)",
-    "memory": "Memory of the main process (bytes)",
-    "data_share": "Waiting for data (share of the time)",
-}
-"""Titles of the panels beside the loss, by metric; those that no run logs are left out."""
+PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
+"""Titles of the panels beside the loss, by metric."""
 AXES = {"steps": "step", "tokens": "{unit}", "time": "minutes in training steps"}
 """Labels of the x axis."""
 
@@ -46,7 +40,7 @@ AXES = {"steps": "step", "tokens": "{unit}", "time": "minutes in training steps"
 class Curve(NamedTuple):
     """A run, or the mean of several completed runs of a group."""
 
-    name: str
+    name: str  # in the legend
     color: str
     runs: Sequence[RunRecord]
     style: Literal["-", ":"] = "-"
@@ -86,7 +80,11 @@ def draw(runs: Sequence[RunRecord], axis: str = "auto") -> Figure:
             panel.xaxis.set_major_formatter(_plain(loss.get_xlim()[1]))
             panel.tick_params(labelbottom=True)
         if len(curves) > 1:
-            figure.legend(handles=[_entry(curve) for curve in curves], loc="outside upper center", ncols=2)
+            handles = [
+                Line2D([], [], linewidth=3, linestyle=curve.style, color=curve.color, label=truncate(curve.name, 64))
+                for curve in curves
+            ]
+            figure.legend(handles=handles, loc="outside upper center", ncols=2)
     return figure
 
 
@@ -111,7 +109,7 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[Curve]:
             yield Curve(group.heading, f"C{number}", group.completed)
         for run in group.runs:
             if run not in group.completed:
-                yield Curve(f"{run.name} ({run.status.get('state', 'unknown state')})", f"C{number}", [run], ":")
+                yield Curve(f"{run.name} ({run.state})", f"C{number}", [run], ":")
 
 
 def _draw_loss(panel: Axes, curves: Sequence[Curve], axis: str, unit: str) -> None:
@@ -163,11 +161,6 @@ def _mark(panel: Axes, x: np.ndarray | None, label: str, **look: Any) -> None:
         panel.plot(x, foot, transform=panel.get_xaxis_transform(), linestyle="", label=label, **look)
 
 
-def _entry(curve: Curve) -> Line2D:
-    name = truncate(curve.name, NAME_LENGTH)
-    return Line2D([], [], color=curve.color, linestyle=curve.style, linewidth=3, label=name)
-
-
 def _plain(largest: float) -> Formatter:
     """Writes 0.0005 and 12.5k."""
     return EngFormatter(sep="") if largest >= 10_000 else StrMethodFormatter("{x:.4g}")
@@ -178,8 +171,7 @@ def _make_logarithmic(panel: Axes) -> None:
     if panel.dataLim.y0 > 0:
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter("{x:g}")
-        is_narrow = panel.dataLim.y1 < 10 * panel.dataLim.y0
-        panel.yaxis.set_minor_formatter("{x:g}" if is_narrow else LogFormatter(minor_thresholds=(1.5, 0.6)))
+        panel.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
 
 
 def thin(values: np.ndarray, parts: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from safetensors import safe_open
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.checkpoint.run_files import METRICS, Outcome, is_event, is_own, is_rollback, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import METRICS, Outcome, field_of, is_event, is_rollback, read_lines, valid_rows
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -41,9 +41,6 @@ Rows = dict[int, Record]  # rows of metrics.jsonl by step
 Finding = tuple[str, list[str] | None]  # a check and its defects; or a note and None
 NEARLY = 5e-6
 """Relative difference of sums that another order may cause."""
-EXACT = ("tokens", "samples", "skipped", "order_digest", "lr")
-SUMS = ("loss", "loss_mean", "train_loss", "grad_norm", "val_loss")
-"""Fields of rows that are compared; others are measured, or follow from these."""
 
 
 class Span(NamedTuple):
@@ -67,17 +64,10 @@ def plan(run: Path, steps: str) -> Span:
     end = max([last, *checkpoints])
     near = (row for row in _rows(run) if is_rollback(row) or start < row["step"] <= stop)
     own = {row["step"]: row for row in valid_rows(near)}
-    problems = [
-        (start not in checkpoints, f"no checkpoint of step {start}"),
-        (stop <= start, "should end after its first step"),
-        (stop > end, f"the run's last step is {end}"),
-        (not own and stop not in checkpoints, "the run recorded nothing to compare in these steps"),
-    ]
-    for is_so, problem in problems:
-        if is_so:
-            there = f"existing: {', '.join(map(str, checkpoints)) or 'none'}"
-            hint = f"{problem}; begin at a checkpoint ({there}) and end at a step up to {end}"
-            raise UserError("replay", steps, hint)
+    if start not in checkpoints or not start < stop <= end or not (own or stop in checkpoints):
+        there = ", ".join(map(str, checkpoints)) or "none"
+        hint = f"begin at a checkpoint ({there}), and end at a later step up to {end} that has rows or a checkpoint"
+        raise UserError("replay", steps, hint)
     return Span(start, stop, own)
 
 
@@ -101,30 +91,25 @@ def replay(
     ends = [step for step in sorted(checkpoints) if span.start < step < span.stop]
     for start, stop in pairwise([span.start, *ends, span.stop]):
         # the next checkpoint has the settings of this stretch, which may differ from those before a stop
-        later = [step for step in checkpoints if step >= stop]
-        maker = checkpoints[min(later)] if later else None
+        maker = min((other for step, other in checkpoints.items() if step >= stop), key=lambda c: c.step, default=None)
         back = [row for row in rollbacks if row["step"] <= start][-1:]
         skipped = next((row["skipped_range"] for row in back if row["step"] == start), None)
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
-        yield _replay_stretch(run, Span(start, stop, rows, skipped), checkpoints, maker, settings, data)
+        stretch = Span(start, stop, rows, skipped)
+        config = maker.config if maker else settings
+        yield _replay_stretch(run, stretch, checkpoints, (maker or checkpoints[start]).state.record, config, data)
 
 
 def _replay_stretch(
-    run: Path,
-    span: Span,
-    checkpoints: dict[int, Checkpoint],
-    maker: Checkpoint | None,
-    settings: Record,
-    data: Sequence[str],
+    run: Path, span: Span, checkpoints: dict[int, Checkpoint], state: Record, settings: Record, data: Sequence[str]
 ) -> Finding:
     what = f"replay from step {span.start} to {span.stop}"
     begin = checkpoints[span.start]
     end = checkpoints.get(span.stop)
     if not begin.state.has_optimizer_state:  # whether the run continued with zeros is not recorded
         return f"{what}: not possible, its checkpoint has no optimizer state (checkpoint.save_optimizer)", None
-    state = (maker or begin).state.record
     with TemporaryDirectory(prefix="replay-") as folder:
-        config = _config(begin.kind, maker.config if maker else settings, folder, data, state)
+        config = _config(begin.kind, settings, folder, data, state)
         processes, reasons = _how_exactly(config, state)
         again = Path(folder) / config.run_name
         copy = again / "checkpoints" / begin.path.name
@@ -151,21 +136,14 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
     tolerance."""
     defects = []
     for step, row in sorted(rows.items()):
-        other = again.get(step, {})
-        for name, old in row.items():
-            kind, _, source = name.partition("/")
-            is_compared = kind in (*EXACT, *SUMS) and not is_own(name)
-            if not is_compared or (source and name not in other):  # a source's folder may have another name here
-                continue
-            new = other.get(name)
-            is_near = (
-                not exact
-                and kind in SUMS
-                and old is not None
-                and new is not None
-                and math.isclose(old, new, rel_tol=NEARLY)
-            )
-            if old != new and not is_near:
+        if step not in again:
+            defects.append(f"{METRICS}: step {step} has no row when trained again")
+        for name, new in again.get(step, {}).items():
+            old = row.get(name, new)  # a source's folder may have another name here
+            kind = field_of(name).kind
+            is_sum = isinstance(old, float) and isinstance(new, float)
+            is_near = not exact and (kind == "counted" or (is_sum and math.isclose(old, new, rel_tol=NEARLY)))
+            if old != new and kind not in ("measured", "own") and not is_near:
                 defects.append(f"{METRICS}: {name} of step {step} is {old}, but {new} when trained again")
     return defects
 

@@ -4,7 +4,6 @@ The page is one HTML document that links to nothing, fetches nothing and runs no
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import groupby
@@ -17,7 +16,7 @@ from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
 from gpt2_ddp.reports.groups import content, describe, differing, group_runs
 from gpt2_ddp.reports.picture import as_png, as_svg, draw
-from gpt2_ddp.reports.runs import RunRecord, is_finite, read_runs
+from gpt2_ddp.reports.runs import RunRecord, read_runs
 
 UNKNOWN = "–"
 SETTINGS = ("model.name", "model.architecture", "model.n_layer", "model.n_embd", "optim.lr", "seed")
@@ -25,8 +24,6 @@ SETTINGS = ("model.name", "model.architecture", "model.n_layer", "model.n_embd",
 ORIGIN = ("command", "commit", "hardware", "processes", "device", "versions")  # of the newest start
 SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH = 12, 8, 3000
 """Newest steps of a run whose samples are shown, samples shown of each, and characters of all runs' samples of it."""
-MATRIX = 20  # most classes for a whole confusion matrix
-LISTED = 1000  # most classes in the table: those with the lowest accuracy
 
 
 def report(config: ReportConfig) -> int:
@@ -48,7 +45,7 @@ def write_report(runs: list[Path], output: Path, axis: str = "auto", name: str =
     figure = draw(loaded, axis)
     files = {"png": as_png(figure), "html": page(loaded, as_svg(figure)).encode(errors="replace")}
     if output.suffix == ".json" and not output.is_dir():
-        text = json.dumps({"groups": content(group_runs(loaded))}, ensure_ascii=False, allow_nan=False, indent=2)
+        text = json.dumps({"groups": content(group_runs(loaded))}, ensure_ascii=False, default=str, indent=2)
         files["json"] = f"{text}\n".encode(errors="replace")  # a text may hold half a character
         output, name = output.parent, output.stem
     make_output_folder(output)
@@ -66,7 +63,7 @@ def page(runs: Sequence[RunRecord], svg: str) -> str:
     settings = dict.fromkeys([*SETTINGS, *differing(runs)])
     body += ["<h2>Newest values</h2>", _by_run({run.name: _overview(run, settings) for run in runs})]
     for run in runs:
-        body += [*_samples(run, SAMPLE_LENGTH // len(runs)), *_classes(run)]
+        body += _samples(run, SAMPLE_LENGTH // len(runs))
     configurations = {run.name: {name: _text(value) for name, value in run.config.items()} for run in runs}
     body += ["<details><summary>Configuration</summary>", _by_run(configurations), "</details>"]
     if notes := [f"<p>{escape(f'{run.name}: {note}')}</p>" for run in runs for note in run.notes]:
@@ -78,16 +75,12 @@ def page(runs: Sequence[RunRecord], svg: str) -> str:
 
 def _overview(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
     """A run's column: state, settings, the newest value of each field of the rows, and its newest start."""
-    state, reason = run.status.get("state"), run.status.get("reason")
-    end, best = run.rows[-1]["step"], run.best("val_loss")
-    cells = {"state": f"{state}: {reason}" if reason else _text(state)}
+    reason, end, best = run.status.get("reason"), run.rows[-1]["step"], run.best("val_loss")
+    cells = {"state": f"{run.state}: {reason}" if reason else run.state}
     cells |= {name: _text(run.config[name]) for name in settings if name in run.config}
     for name in run.fields:
         if row := run.last(name):
             cells[name] = _number(row[name]) + (f" at step {row['step']:,}" if row["step"] != end else "")
-    loss = run.last("val_loss").get("val_loss")
-    if run.unit == "tokens" and is_finite(loss) and loss < 700:
-        cells["perplexity of val_loss"] = _number(math.exp(loss))
     if best:
         cells["best val_loss"] = f"{_number(best['val_loss'])} at step {best['step']:,}"
     for metric in ("tokens_per_second", "mfu"):
@@ -103,31 +96,10 @@ def _samples(run: RunRecord, length: int) -> list[str]:
     for number, (step, rows) in enumerate(steps[: -SAMPLED_STEPS - 1 : -1]):
         parts.append(f"<details{'' if number else ' open'}><summary>step {step:,}</summary>")
         for row in rows[:SAMPLES]:
-            text = row["text"] if len(row["text"]) <= length else row["text"][:length] + " […]"
+            text = row["text"][:length]
             prompt = json.dumps(row["prompt"], ensure_ascii=False) if row.get("prompt") else ""
             parts.append(f"<b>{escape(prompt)}</b><pre>{escape(text)}</pre>")
         parts.append("</details>")
-    return parts
-
-
-def _classes(run: RunRecord) -> list[str]:
-    """The confusion of a classifier's classes, if evaluate.py has counted it: whole for up to MATRIX classes."""
-    if not run.classes:
-        return []
-    names, counts = run.classes.classes, run.classes.confusion
-    shares = [row.get(k, 0) / max(sum(row.values()), 1) if row else 1.0 for k, row in enumerate(counts)]
-    matrix = names if len(names) <= MATRIX else []
-    rows = [["class", "test images", "right", "mostly taken for", *(f"taken for {name}" for name in matrix)]]
-    for k in sorted(sorted(range(len(names)), key=shares.__getitem__)[:LISTED]):
-        total = sum(counts[k].values())
-        others = {other: count for other, count in counts[k].items() if other != k and count}
-        most = max(others, key=others.__getitem__, default=None)  # the first of equals, as evaluate.py has it
-        taken = UNKNOWN if most is None else f"{names[most]} ({others[most]:,})"
-        row = [names[k], f"{total:,}", f"{shares[k]:.2%}" if total else UNKNOWN, taken]
-        rows.append([*row, *(f"{counts[k].get(other, 0):,}" for other in range(len(matrix)))])
-    parts = [f"<h2>{escape(run.name)}: classes at step {run.classes.step:,}</h2>", _table(rows)]
-    if len(names) > LISTED:
-        parts.append(f"<p>The {LISTED:,} with the lowest accuracy, of {len(names):,}.</p>")
     return parts
 
 

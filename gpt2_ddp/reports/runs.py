@@ -12,28 +12,19 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, NonNegativeInt
 
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, is_event, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, field_of, is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.status import health, no_run
 
-NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
+SCORED = ("val_loss", "val_bits_per_byte")
 Row = dict[str, Any]
 Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
 LAST_STEP, LARGEST, SMALLEST = 2**53, 3.4e38, 1.2e-38  # limit of steps; largest and smallest normal number in fp32
 T = TypeVar("T")
-
-
-class Classes(BaseModel):
-    """A classifier's predictions at a step: names of the classes and, for each, the predicted classes' counts."""
-
-    step: NonNegativeInt
-    classes: list[str]
-    confusion: list[dict[NonNegativeInt, NonNegativeInt]]
 
 
 class PackedRows(UserList[Any]):
@@ -63,7 +54,6 @@ class RunRecord:
     status: Row
     samples: list[Row]
     notes: list[str]  # omitted parts
-    classes: Classes | None  # of a classifier, from evaluate.py
 
     @cached_property
     def fields(self) -> list[str]:
@@ -107,6 +97,19 @@ class RunRecord:
         """Tokens per optimizer step, 0 when unknown."""
         steps, tokens = self.series("tokens")
         return tokens[-1] / steps[-1] if steps.any() else 0.0
+
+    @property
+    def state(self) -> str:
+        return truncate(self.status.get("state", "unknown state"), 60)
+
+    @cached_property
+    def scores(self) -> dict[str, float | None]:
+        """The last and the best value of each of SCORED; None if it is not finite."""
+        found = {}
+        for name in SCORED:
+            for kind, row in (("last", self.last(name)), ("best", self.best(name))):
+                found[f"{kind}_{name}"] = row[name] if is_finite(row.get(name)) else None
+        return found
 
     @property
     def start(self) -> Row:
@@ -173,10 +176,7 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         found = health(folder)
         status |= {"state": found.state, "reason": found.detail}
     samples = [row for row in _read_rows(folder / SAMPLES, notes)[0] if isinstance(row.get("text"), str)]
-    classes = None
-    if newest := max(folder.glob("evaluations/step-*/classes.json"), default=None):
-        classes = _read(newest, _read_classes, notes)
-    return RunRecord(name, rows, events, flat(config), status, samples, notes, classes)
+    return RunRecord(name, rows, events, flat(config), status, samples, notes)
 
 
 def _read_rows(file: Path, notes: list[str]) -> tuple[PackedRows, list[Row]]:
@@ -190,7 +190,7 @@ def _read_rows(file: Path, notes: list[str]) -> tuple[PackedRows, list[Row]]:
         if is_event(row):
             events.append(row)
         row.pop("chain", None)
-        row |= {metric: math.nan for metric in NEVER_UNKNOWN if row.get(metric, 0) is None}
+        row |= {name: math.nan for name, value in row.items() if value is None and not field_of(name).kind}
         if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
             row["loss_mean"] = row["loss"]
         valid_rows([row], rows)
@@ -205,15 +205,6 @@ def _read(file: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
         return read(file)
     notes.append(f"{file.name}: {'unreadable' if os.path.lexists(file) else 'missing'}")
     return None
-
-
-def _read_classes(file: Path) -> Classes:
-    """Raises: OSError; ValueError for other content than evaluate.py's."""
-    found = Classes.model_validate(read_json(file))
-    number = len(found.classes)
-    if len(found.confusion) != number or any(other >= number for row in found.confusion for other in row):
-        raise ValueError("classes and confusion differ in size")
-    return found
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -12,10 +12,10 @@ from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json
 
+TRAINERS = "train_gpt2.py, train_classifier.py, train_regression.py and train_transformer.py"
 SILENT = 90.0
 """Seconds without a heartbeat after which a run on another machine counts as dead; heartbeats come every 5 s."""
 
-TRAINERS = "train_gpt2.py, train_classifier.py, train_regression.py and train_transformer.py"
 LATEST = 2**40
 """Limit of steps and of times, in seconds; the year 36,812."""
 LINE = 1000  # most characters of a run's line

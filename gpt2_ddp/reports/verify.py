@@ -109,9 +109,7 @@ class Log:
 
     def __init__(self, file: Path, chains: set[str]):
         self._stream = file.open("rb") if file.is_file() else BytesIO()  # the same file, if a resume replaces it
-        self._lines = 0
-        self.count = 0
-        self.loose = 0
+        self._lines = self.count = self.loose = 0
         self.chain = FIRST_CHAIN
         self.events: dict[str, Record] = {}
         self.seen: dict[str, int] = {}
@@ -174,8 +172,7 @@ def verify_run(command: VerifyConfig) -> int:
     a `note` for what could not be checked. With `--replay`, trains a part of the run again. With `--anchor`, compares
     the run with a chain or a file, and writes the file anew if all is intact.
     Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in `--data`."""
-    run = Path(command.run)
-    n_defects = 0
+    run, n_defects = Path(command.run), 0
     if not os.path.isfile(run / CONFIG):
         raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
     anchor = _read_anchor(command.anchor) if command.anchor else None
@@ -204,8 +201,6 @@ def _print(line: str) -> None:
 def _read(run: Path, anchor: Anchor | None) -> Found:
     """Reads the run's files. A running training writes a row before a sample, and after a checkpoint."""
     settings = read_yaml(str(run / CONFIG), "run")
-    if not settings:
-        raise UserError("run", run / CONFIG, "is empty; restore the run's original file, or name another run folder")
     status = _read_status(run)
     samples = _hash_samples(run)
     checkpoints, damaged = _read_checkpoints(run)
@@ -301,8 +296,6 @@ def _check_folder(found: Found) -> Iterator[str]:
     # a running training may have deleted them meanwhile, which it records first
     still_kept = _kept(Log(found.run / METRICS, set())) if gone else []
     yield from (f"checkpoints/step-{step:08d}: is missing" for step in gone if step in still_kept)
-    if found.events("checkpoint") and not gone and not list_checkpoints(folder):
-        yield "checkpoints: all are missing, although the run has saved some"
 
 
 def _kept(log: Log) -> list[int]:
@@ -321,25 +314,23 @@ def _check_settings(found: Found) -> list[str]:
         starts = [start for start in starts[-2:] if start["config"] == found.settings]
     if not starts:
         return []
-    now = flat(found.settings)
-    right = flat(starts[-1]["config"])
-    names = [name for name in {**right, **now} if now.get(name, ...) != right.get(name, ...)]
+    now, right = flat(found.settings), flat(starts[-1]["config"])
+    names = [name for name in right | now if now.get(name, ...) != right.get(name, ...)]
     return [f"{CONFIG}: {name} is {now.get(name)}, in {METRICS} {right.get(name)}" for name in names]
 
 
 def _check_status(found: Found) -> Iterator[str]:
-    last = found.log.last
-    end = (last.get("event"), last.get("outcome"), last.get("step"))
+    last = tuple(found.log.last.get(name) for name in ("event", "outcome", "step"))
     if found.status is None:
         if {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
             yield f"{STATUS}: is missing"
         return
-    state = found.status.get("state")
-    step = found.status.get("step")
-    if state not in ("running", "failed", *get_args(Outcome)) or type(step) is not int:
-        yield f"{STATUS}: has state {state} at step {step}"
-    elif state in get_args(Outcome) and end[0] != "start" and end != ("end", state, step):
-        yield f"{STATUS}: has {state} at step {step}, {METRICS} {end[0]} {end[1]} at step {end[2]}"
+    state, step = found.status.get("state"), found.status.get("step")
+    is_over = state in get_args(Outcome)
+    if is_over and last[0] != "start" and last != ("end", state, step):
+        yield f"{STATUS}: has {state} at step {step}, {METRICS} {last}"
+    elif not is_over and state not in ("running", "failed"):
+        yield f"{STATUS}: has state {state}"
 
 
 def _check_samples(found: Found) -> Iterator[str]:

@@ -89,15 +89,6 @@ def test_absurd_command_lines(tmp_path, seed, cases):
     assert refused > 0.5 * cases, refused
 
 
-<<<<<<< HEAD
-def test_many_mistakes_are_told_in_part():
-    with pytest.raises(UserError) as caught:
-        load(PrepareConfig, [f"--{number}" for number in range(1000)])
-    assert len(caught.value.mistakes) == MOST
-
-
-=======
->>>>>>> A
 def test_messages_are_short_lines():
     error = UserError("f" * 5000, "v" * 5000 + "end\0\x1b[2J\n\u202e", "c\n  " * 5000)
     check_told(error)
