@@ -219,7 +219,6 @@ class State(Section):
     log: LogEnd = LogEnd()
     setup: Setup
     task: SerializeAsAny[TaskState]
-    has_optimizer_state: bool = True
 
     @property
     def step(self) -> int:

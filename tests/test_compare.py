@@ -165,7 +165,7 @@ def test_mistakes(tmp_path, monkeypatch):
 def test_a_comparison_is_run_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "start_processes", lambda function, world, *args: run_ranks(function, world, *args)[0])
     config = job_config("regression", tmp_path / "runs", {"train.mixed_precision": "no"})
-    config = config.model_dump(mode="json", exclude={"fresh", "launch"})
+    config = config.model_dump(mode="json", exclude={"launch"})
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
     jobs = (f"regression:{tmp_path}/tiny.yaml",)
     options = {"steps": 5, "repeats": 2, "device": "cpu", "output": str(tmp_path / "out")}

@@ -75,7 +75,6 @@ REFUSALS: list[tuple[Callable[[Path], Any], str, str]] = [
     (flip, "", "SHA-256 differs"),
     (no_validation, "--eval.patience 2", "eval.patience = 2"),
     (with_a_run, "--seed 5 --optim.lr 0.01", "seed = 5"),
-    (with_a_run, "--fresh", "nothing is overwritten"),
     (no_intact_checkpoint, "", "none is intact"),
 ]
 """What was done to a folder, flags, and a part of the first error."""

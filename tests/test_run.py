@@ -108,7 +108,7 @@ def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_pat
     edit(place / "config.yaml", other)
 
     def less(state: dict) -> None:
-        for name in ("guard", "optimizer", "losses", "has_optimizer_state"):
+        for name in ("guard", "optimizer", "losses"):
             del state[name]
         state["progress"], state["feed"]["novel"], state["novel"] = {"step": 5}, 1, 1
         del state["feed"]["skipped_ranges"], state["setup"]["threads"], state["setup"]["versions"]

@@ -57,7 +57,7 @@ def test_a_kind_of_its_own_keeps_its_task_and_what_lacks_takes_its_default():
     state = State.parse(json.dumps(OWN | {"old": 3}))
     assert state.task.model_dump() == {"letters": ["a"]}
     assert (state.step, state.feed.position, state.guard.first_bad, state.setup.processes) == (0, 0, None, 1)
-    assert (state.log.chain, state.log.bytes, state.has_optimizer_state) == (FIRST_CHAIN, 0, True)
+    assert (state.log.chain, state.log.bytes) == (FIRST_CHAIN, 0)
     assert State.of("mine", **{name: value for name, value in OWN.items() if name != "kind"}) == state
     job = JobData(global_batch_size=4, lr=0.5, data_hash="")
     read = State.parse(state.model_copy(update={"task": job}).to_json())

@@ -17,23 +17,18 @@ from runs import (
     assert_same,
     forge,
     job_config,
-    newest_checkpoint,
     rows,
-    said,
     train_with_faults,
     weights,
 )
 from runs import run_small_job as train
-from safetensors.torch import load_file
 
-from gpt2_ddp.checkpoint.checkpoint import OPTIMIZER, reset_optimizer_state
-from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import JobData
 from gpt2_ddp.tasks.jobs import LeNet, make_job
-from gpt2_ddp.tasks.supervised import Samples, Supervised, build_job_optimizer, job_schedule, score_each
+from gpt2_ddp.tasks.supervised import Samples, Supervised, job_schedule, score_each
 
 
 def assert_by_hand(folder: Path, config) -> list[float]:
@@ -167,36 +162,6 @@ def test_a_finished_run_says_so_and_more_epochs_go_on(trained_job, tmp_path):
     assert_by_hand(tmp_path, longer)
 
 
-@pytest.mark.slow
-def test_checkpoints_without_moments(tmp_path, capsys):
-    changes = {"train.epochs": 2, "checkpoint.save_optimizer": False}
-    run_ranks(train, 1, job_config("mlp", tmp_path, {"train.epochs": 2}))
-    bare = tmp_path / "bare"
-    run_ranks(train, 1, job_config("mlp", bare, changes))
-    assert load_file(newest_checkpoint(bare / "run") / OPTIMIZER) == {}
-    assert_same(tmp_path / "run", bare / "run")
-    changes |= {"train.epochs": 3, "checkpoint.save_optimizer": True}
-    [(_, printed, _)] = run_ranks(said, 1, train, job_config("mlp", bare, changes))
-    assert printed.count("note: the checkpoint of step 10 has no optimizer state") == 1
-    moments = load_file(newest_checkpoint(bare / "run") / OPTIMIZER)
-    assert (newest_checkpoint(bare / "run").name, moments["step.0.weight"].item()) == ("step-00000015", 5)
-    assert verify_run(VerifyConfig(run=str(bare / "run"), replay="10:15")) == 0
-    assert "not possible, its checkpoint has no optimizer state" in capsys.readouterr().out
-
-
-def test_moments_begin_at_zero_again_in_place():
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = build_job_optimizer(torch.nn.ParameterList([parameter]), JobOptimConfig(momentum=0.9), 0.1)
-    assert optimizer.state[parameter]["momentum_buffer"].tolist() == [0, 0, 0], "before the first step"
-    parameter.sum().backward()
-    optimizer.step()
-    buffer = optimizer.state[parameter]["momentum_buffer"]
-    assert buffer.tolist() == [1, 1, 1]
-    reset_optimizer_state(optimizer)
-    assert optimizer.state[parameter]["momentum_buffer"] is buffer
-    assert buffer.tolist() == [0, 0, 0]
-
-
 def test_scale_with_processes(tmp_path):
     run_ranks(train, 2, job_config("regression", tmp_path, {"scale_with_processes": True}))
     assert_by_hand(tmp_path, job_config("regression", tmp_path, {"train.global_batch_size": 24, "optim.lr": 0.02}))
@@ -223,10 +188,9 @@ def test_refused_before_the_first_step(trained_job, tmp_path):
     kept = {"seed": 5, "optim.lr": 0.5, "train.global_batch_size": 6, "data.noise": 0.2}
     configs = [
         job_config("regression", tmp_path, kept),
-        job_config("regression", tmp_path, {"fresh": True}),
         job_config("resnet18", tmp_path / "a", small | {"train.micro_batch_size": 16}),
     ]
     ((changed, *others),) = run_ranks(in_turn, 1, *((train, config) for config in configs))
     for field, value in kept.items():
         assert f"{field} = {value}: " in changed
-    assert [found.partition(":")[0] for found in others] == ["fresh = true", "train.global_batch_size = 16"]
+    assert [found.partition(":")[0] for found in others] == ["train.global_batch_size = 16"]

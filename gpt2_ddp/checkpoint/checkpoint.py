@@ -165,14 +165,6 @@ def misfit(shapes: Mapping[str, Sequence[int]], model: nn.Module) -> str:
     return ""
 
 
-@torch.no_grad()
-def reset_optimizer_state(optimizer: Optimizer) -> None:
-    """Sets the optimizer state to zeros, in place."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            value.zero_()
-
-
 def _copy(tensor: Tensor, memory: dict[str, Tensor], name: str) -> Tensor:
     """Starts a copy to the host. From a GPU it goes to pinned memory, at the full speed of the bus."""
     if name not in memory:

@@ -81,10 +81,6 @@ class RunFolder:
             raise
 
     def _check_content(self, config: RunConfig) -> None:
-        begun = (self.path / METRICS).exists()
-        if config.fresh and (any(self.checkpoints.glob("*")) or begun):
-            hint = f"{self.path} already holds a run, and nothing is overwritten; remove it or choose another run_name"
-            raise UserError("fresh", "true", hint)
         kept = any(self.checkpoints.glob("step-*")) or any(self.checkpoints.glob(".step-*"))
         rows = [] if kept else read_lines(self.path / METRICS)
         if any((line.row or {}).get("event") == "checkpoint" for line in rows):

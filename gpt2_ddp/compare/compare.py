@@ -83,7 +83,7 @@ def read_job(word: str, config: CompareConfig, device: str, folder: Path) -> tup
     if kind not in KINDS:
         raise UserError("jobs", word, f"is not a job; use {', '.join(KINDS)}, with or without :CONFIGURATION")
     command, default = KINDS[kind]
-    changes = {"output_dir": str(folder / "runs"), "fresh": False, "tracking.log_with": (), "train.compile": "off"}
+    changes = {"output_dir": str(folder / "runs"), "tracking.log_with": (), "train.compile": "off"}
     changes |= {"train.mixed_precision": config.mixed_precision, "train.device": device}
     if kind != "gpt2":
         changes |= {"scale_with_processes": False, "launch.processes": None, "launch.threads": None}

@@ -80,8 +80,6 @@ class JobCheckpointConfig(KeepConfig):
     """epochs between checkpoints; a stop and the last epoch always save one"""
     keep_last: int = Field(default=2, ge=1)
     """newest intact checkpoints to keep; the one with the lowest loss on the test samples is kept, too"""
-    save_optimizer: bool = True
-    """false: save weights alone, a third of the size with Adam; a resumed run then has a new optimizer state"""
 
 
 class JobConfig(RunConfig):

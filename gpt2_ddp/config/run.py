@@ -131,8 +131,6 @@ class RunConfig(Command):
     resumes the run"""
     seed: int = Field(default=1337, ge=0, lt=2**63)
     """seed of initial weights, data order and dropout"""
-    fresh: bool = Field(default=False, exclude=True)
-    """require a new run: the run folder must be empty or absent; nothing is overwritten"""
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -143,7 +141,6 @@ class RunConfig(Command):
     backend = _optional("launch.backend", "auto")
     parallel = _optional("launch.parallel", "ddp")
     rollbacks = _optional("guard.rollbacks", 0)
-    saves_optimizer = _optional("checkpoint.save_optimizer", True)
     eval_patience = _optional("eval.patience", None)
     branch_from = _optional("train.branch_from", None)
 

@@ -106,8 +106,6 @@ def _replay_stretch(
     what = f"replay from step {span.start} to {span.stop}"
     begin = checkpoints[span.start]
     end = checkpoints.get(span.stop)
-    if not begin.state.has_optimizer_state:  # whether the run continued with zeros is not recorded
-        return f"{what}: not possible, its checkpoint has no optimizer state (checkpoint.save_optimizer)", None
     with TemporaryDirectory(prefix="replay-") as folder:
         config = _config(begin.kind, settings, folder, data, state)
         processes, reasons = _how_exactly(config, state)

@@ -308,22 +308,14 @@ class Run:
         """Content of a checkpoint, of the run's own tensors. Collective."""
         model = self.task.model
         optimizer_state = checkpoint.optimizer_state(model, self.optimizer.plain)
-        state = self.state()
-        if optimizer_state and not self.config.saves_optimizer:
-            state, optimizer_state = state.model_copy(update={"has_optimizer_state": False}), {}
-        return Snapshot(state, dump(self.config), model.state_dict(), optimizer_state, self.task.files)
+        return Snapshot(self.state(), dump(self.config), model.state_dict(), optimizer_state, self.task.files)
 
     def load(self, start: Checkpoint) -> None:
         """Loads a checkpoint on all ranks, in place. Collective."""
-        accelerator, model, content = self.accelerator, self.task.model, self.store.read(start)
+        model, content = self.task.model, self.store.read(start)
         state = start.state
         checkpoint.load_model_state(content.model, model, self.strategy.fill)
-        if state.has_optimizer_state:
-            checkpoint.load_optimizer_state(content.optimizer, model, self.optimizer.plain, self.strategy.fill)
-        else:
-            checkpoint.reset_optimizer_state(self.optimizer.plain)
-            what = f"the checkpoint of step {state.step} has no optimizer state (checkpoint.save_optimizer)"
-            accelerator.print(f"note: {what}: it starts at zero")
+        checkpoint.load_optimizer_state(content.optimizer, model, self.optimizer.plain, self.strategy.fill)
         self.progress = state.progress.model_copy(deep=True)
         self.task.feed.load_state_dict(state.feed)
         self.guard.load_state_dict(state.guard)
