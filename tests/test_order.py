@@ -71,6 +71,7 @@ def test_a_step_costs_the_same_wherever_it_is(mixed, most, monkeypatch):
                 for _ in ("of the feed", "of the loader")[: 1 + (size == 4)]:
                     order.items_at(np.arange(start, start + size))
             assert sum(sizes) / 4096 / 10 < limit, (size, begins)
+            assert len(sizes) < 1000, "calls"
 
 
 def test_digests_follow_their_definition():
