@@ -1,7 +1,5 @@
 """Reading documents: every kind of file, separators, columns, cut into pieces, and the Hub."""
 
-import csv
-import gzip
 import http.server
 import io
 import json
@@ -17,14 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tiktoken
 from commands import expect_error
-from nasty import CL100K_PATTERN, library_texts, write_nested
+from nasty import CL100K_PATTERN, NESTED, library_texts, write_nested
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest
@@ -33,7 +30,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation import rows as rows_module
 from gpt2_ddp.preparation import sources
-from gpt2_ddp.preparation.sources import DocumentChunk, divide, read_pieces, scan, without_line_breaks
+from gpt2_ddp.preparation.sources import DocumentChunk, read_pieces, scan
 
 PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
 
@@ -54,39 +51,6 @@ def texts(source: Path, **changes) -> list[str]:
     return [piece.text for piece in pieces(config(source, **changes))]
 
 
-def test_every_kind_of_file_gives_the_same_documents(tmp_path):
-    documents = ["one\r\nline é", "two\n\n  words", "", "漢字\t\u2028😀", "<|endoftext|>", " \n"]
-    rows = [{"id": number, "body": text} for number, text in enumerate([*documents, None])]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "a.jsonl").write_text(lines)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (tmp_path / "c.json.zst").write_bytes(pa.Codec("zstd").compress(lines.encode(), asbytes=True))
-    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet", row_group_size=3)
-    (tmp_path / "e").mkdir()
-    for number, text in enumerate(documents):
-        (tmp_path / "e" / f"{number}.txt").write_bytes(text.encode())
-    (tmp_path / "f.json").write_text(json.dumps(rows, indent=1))
-    for name, separator in (("g.csv", ","), ("h.tsv", "\t")):
-        with (tmp_path / name).open("w", newline="", encoding="utf-16") as file:
-            writer = csv.DictWriter(file, rows[0], delimiter=separator)
-            writer.writeheader()
-            writer.writerows(rows)
-    with pa.ipc.new_file(tmp_path / "[i].arrow", pa.Table.from_pylist(rows).schema) as file:
-        file.write_table(pa.Table.from_pylist(rows))
-    saved = datasets.Dataset.from_list(rows)
-    saved.save_to_disk(tmp_path / "j")
-    (tmp_path / "j/cache-1.arrow").write_bytes((tmp_path / "[i].arrow").read_bytes())
-    datasets.DatasetDict(test=saved.select([0]), train=saved).save_to_disk(tmp_path / "k")
-    tables = ("a.jsonl", "b.jsonl.gz", "c.json.zst", "d.parquet", "f.json", "g.csv", "h.tsv", "[[]i].arrow", "j", "k")
-    for name in (*tables, "e", "e/*.txt", "[a].jsonl"):
-        column = "text" if name[0] == "e" else "body"
-        found = pieces(config(tmp_path / name, column=column))
-        assert [piece.text for piece in found] == [text for text in documents if text], name
-        assert all(piece.first for piece in found)
-    assert len(pieces(config(tmp_path / "[a-h].*", column="body", on_bad_file="stop"))) == 5 * 7
-    assert len(pieces(config(tmp_path / "a.jsonl", column="body", max_documents=4))) == 3  # the third is empty
-
-
 def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
     bad = {
         "package.json": json.dumps({"name": "x", "version": "1"}, indent=2),
@@ -97,6 +61,7 @@ def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
         "open.csv": 'id,text\n0,"one\n',
         "other.tsv": "id\tbody\n0\tone\n",
         "torn.arrow": "ARROW1",
+        "deep.jsonl": "[" * 100_000,
     }
     for name, content in bad.items():
         (tmp_path / name).write_text(content)
@@ -106,11 +71,6 @@ def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
     (tmp_path / "words.txt").write_text("words")
     assert {Path(line.split()[0]).name for line in scan(config(tmp_path)).left_out} == {*bad}
     assert texts(tmp_path) == ["words"]
-
-
-def test_paragraphs(tmp_path):
-    (tmp_path / "text").write_bytes(b"one\ntwo\r\n\n \nthree\n\n\nfour\nfive")
-    assert texts(tmp_path / "text", documents="paragraph") == ["one\ntwo", "three", "four\nfive"]
 
 
 def test_broken_text_becomes_replacement_characters(tmp_path):
@@ -247,85 +207,32 @@ def test_hub_without_a_network_is_asked_once_at_most(tmp_path, monkeypatch):
         assert line.startswith("error: source = hub:owner/name: cannot be read from the Hub")
 
 
-def test_hub_without_a_network():
-    with pytest.raises(UserError, match=r"source = hub:owner/name: cannot be read from the Hub .*local"):
-        scan(PrepareConfig(source="hub:owner/name"))
-
-
-def test_suffixes_in_capitals(tmp_path):
-    (tmp_path / "A.JSONL").write_text('{"text": "one"}\n')
-    (tmp_path / "B.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "two"}\n'))
-    pa.parquet.write_table(pa.Table.from_pylist([{"text": "three"}]), tmp_path / "C.PARQUET")
-    (tmp_path / "D.TXT.Gz").write_bytes(gzip.compress(b"four"))
-    assert [piece.text for piece in pieces(config(tmp_path))] == ["one", "two", "three", "four"]
-
-
-@pytest.mark.parametrize("separator", ["|", "<|e|>", "aab"])
-def test_splitting_a_stream_is_splitting_its_text(separator, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 20)
-    draw = random.Random(0)
-    for _ in range(200):
-        text = "".join(draw.choice(["a", "b", "<|e", "|>", separator, "x" * 9, "y" * 50]) for _ in range(40))
-        blocks, at = [], 0
-        while at < len(text):
-            blocks.append(text[at : at + draw.randint(1, 30)])
-            at += len(blocks[-1])
-        expected = text.removesuffix(separator).split(separator)
-        assert ["".join(document) for document in divide(blocks, separator)] == expected
-        assert len([None for _ in divide(blocks, separator)]) == len(expected)  # none of them taken
-
-
-def test_line_breaks_around_a_separator_belong_to_it():
-    blocks = ["\n", "\r", "\n", "a\n", "\n", "b\n", "\r\n", "\n"]
-    assert "".join(without_line_breaks(blocks)) == "a\n\nb"
-    assert "".join(without_line_breaks(["\n\n"])) == ""
-
-
-def test_a_separator_divides_files_lines_and_columns(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 10)
-    text = "\n\nOnce upon a time.\n<|endoftext|>\n\n\nOne day,\n\na dog.\n<|endoftext|>\n"
-    (tmp_path / "stories.txt").write_text(text)
-    (tmp_path / "stories.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    pa.parquet.write_table(pa.table({"text": [text]}), tmp_path / "stories.parquet")
-    for name in ("stories.txt", "stories.jsonl", "stories.parquet"):
-        stories = texts(tmp_path / name, document_separator="<|endoftext|>")
-        assert stories == ["Once upon a time.", "One day,\n\na dog."], name
-        counts = Counter()
-        assert [piece.text for piece in pieces(config(tmp_path / name), counts)] == [text]
-        assert counts["end_of_text"] == 2
-
-
-def test_lines_end_where_python_ends_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 3)
-    (tmp_path / "text").write_bytes(b"one\r\ntwo\rthree\n\n\r\nfour\x0c\x0b\xc2\x85four\r")
-    assert texts(tmp_path / "text", documents="line") == ["one", "two", "three", "four\x0c\x0b\x85four"]
-
-
-def test_a_column_may_be_inside_another(tmp_path):
+@pytest.mark.parametrize("name", ["a.jsonl", "b.parquet", "[i].arrow"])
+def test_a_column_may_be_inside_another(tmp_path, name):
+    file = tmp_path / name.replace("[i]", "i")
     write_nested(tmp_path)
-    for name in ("a.jsonl", "b.parquet"):
-        assert texts(tmp_path / name, column="meta.text") == ["inside one", "inside"]
-        for column in ("text", "id"):
-            expect_error(f"source = .*{name}: has no text in column {column}", texts, tmp_path / name, column=column)
-    (tmp_path / "dotted.jsonl").write_text('{"meta.text": "by its name", "meta": {"text": "inside"}}\n')
-    assert texts(tmp_path / "dotted.jsonl", column="meta.text") == ["by its name"]
-    pa.parquet.write_table(pa.table({"meta.text": ["by its name"]}), tmp_path / "dotted.parquet")
-    assert texts(tmp_path / "dotted.parquet", column="meta.text") == ["by its name"]
+    with pa.ipc.new_file(tmp_path / "i.arrow", pa.Table.from_pylist(NESTED).schema) as arrow:
+        arrow.write_table(pa.Table.from_pylist(NESTED))
+    assert texts(file, column="meta.text") == ["inside one", "inside"]
+    for column in ("text", "id"):
+        expect_error(f"source = .*{file.name}: has no text in column {column}", texts, file, column=column)
 
 
-def test_a_column_that_is_not_there_is_found_early(tmp_path):
-    rows = [{"body": "x"}] * (rows_module.CHECKED - 1)
-    (tmp_path / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "here"}]))
+def test_a_column_whose_name_has_a_dot(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"meta.text": "by its name", "meta": {"text": "inside"}}\n')
+    pa.parquet.write_table(pa.table({"meta.text": ["by its name"]}), tmp_path / "b.parquet")
+    assert texts(tmp_path, column="meta.text") == ["by its name"] * 2
+
+
+def test_the_first_rows_show_whether_a_table_has_the_column(tmp_path):
+    rows = '{"body": "x"}\n' * (rows_module.CHECKED - 1)
+    (tmp_path / "late.jsonl").write_text(rows + '{"text": "here"}\n')
+    (tmp_path / "none.jsonl").write_text(rows * 2 + "not JSON")
     assert texts(tmp_path / "late.jsonl") == ["here"]
-    (tmp_path / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]) + "not JSON")
-    expect_error(r"none\.jsonl: has no text in column text, only in body", texts, tmp_path / "none.jsonl")
-
-
-@pytest.mark.parametrize("bad", ['{"text": ', "[]x", "7", '{"text": 7}'])
-def test_a_row_that_cannot_be_read_is_an_error(tmp_path, bad):
-    rows = ['{"text": "fine"}'] * 2000
-    (tmp_path / "x.jsonl").write_text("\n".join([*rows, bad]))
-    expect_error(r"source = .*x\.jsonl: cannot be read", texts, tmp_path / "x.jsonl")
+    expect_error("none.jsonl: has no text in column text, only in body", texts, tmp_path / "none.jsonl")
+    for bad in ('{"text": ', "[]x", "7", '{"text": 7}'):
+        (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' * 2000 + bad)
+        expect_error("source = .*bad.jsonl: cannot be read", texts, tmp_path / "bad.jsonl")
 
 
 @pytest.mark.parametrize("changes", [{}, {"documents": "line"}, {"document_separator": "<|endoftext|>"}])
