@@ -48,15 +48,14 @@ def describe_missing(manifest: Path) -> str:
     folder = manifest.parent
     if not folder.exists():
         return "no such folder; create it with prepare_data.py"
-    name = folder.absolute().stem
     if any(folder.glob("*.bin")):
-        source, output = f"bin:{folder}/*.bin", folder
-    else:
-        source, output = folder, Path(f"data/{name}")
-        if output.absolute() == folder.absolute():
-            output = Path(f"data/{name}-tokens")
-    command = f"{command_for('prepare_data')} --source '{source}' --output {output}"
-    return f"has no {manifest.name}; if it holds text or shards of another program: `{command}`"
+        indexing = f"index shards of another program with --source 'bin:{folder}/*.bin'"
+        return f"has shards but no {manifest.name}: run its prepare_data.py command again, or {indexing}"
+    output = Path(f"data/{folder.absolute().stem}")
+    if output.absolute() == folder.absolute():
+        output = Path(f"{output}-tokens")
+    command = f"{command_for('prepare_data')} --source '{folder}' --output {output}"
+    return f"has no {manifest.name}; if it is text, make shards of it: `{command}`"
 
 
 def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
