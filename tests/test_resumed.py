@@ -1,109 +1,184 @@
-"""A run that is stopped and killed, and resumed, equals the same run left alone, bit for bit."""
+"""A run that is stopped or killed anywhere, and resumed, equals the same run left alone, bit for bit.
+
+The matrix is {task x layout x optimizer x kind of stop}: each pair of two of them occurs.
+"""
 
 import json
 import math
-import random
+import os
 import signal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cifar import write_cifar
+from hellaswag import items_file
 from ranks import run_ranks, run_until_killed
-from runs import assert_same, job_config, lasting_state, rows, train_with_faults, training_config, verified, weights
+from runs import (
+    assert_same,
+    job_config,
+    lasting_state,
+    rows,
+    state_of,
+    train_with_faults,
+    training_config,
+    untimed,
+    verified,
+    weights,
+)
+from test_task import LettersConfig
 
-from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.run import KeepConfig, RunConfig
 
-KEPT = {"checkpoint.keep_last": 9}
-SAMPLED = {"tracking.sample_every": 5, "tracking.sample_prompt": ["def ", ""]}
-GUARDED = {"guard": {"patience": 3, "norm_sigmas": 50.0, "loss_sigmas": 50.0}, "model.dropout": 0.1}
-GPT = GUARDED | SAMPLED | KEPT | {"checkpoint.every": 4, "eval.every": 5, "tracking.log_every": 2}
+KINDS = ("gpt2", "transformer", "resnet18", "letters")
+LAYOUTS = ((1, "ddp"), (2, "ddp"), (3, "ddp"), (2, "fsdp"))
+STOPS: dict[str, dict[str, list[tuple[Any, int]]]] = {
+    "killed": {kind: [(signal.SIGKILL, at) for at in (1, 6, 7)] for kind in KINDS},
+    "signalled": {kind: [(signal.SIGTERM, 4), (signal.SIGUSR1, 3), (signal.SIGINT, 3)] for kind in KINDS},
+    "inside": {
+        "gpt2": [("evaluate", 0), ("tasks", 5), ("sample", 5), ("evaluate", 16)],
+        "transformer": [("evaluate", 8)],
+        "resnet18": [("evaluate", 10)],
+        "letters": [("evaluate", 10)],
+    },
+    "saving": {
+        "gpt2": [("save", 8), (signal.SIGKILL, 3)],
+        "transformer": [("save", 8), (signal.SIGKILL, 3)],
+        "resnet18": [("save", 10), (signal.SIGKILL, 3)],
+        "letters": [("save", 14), (signal.SIGKILL, 3)],
+    },
+}
+"""A signal to the last rank before so many steps of its process; or a SIGTERM in the middle of what follows a step."""
+FAST = {("gpt2", 1), ("gpt2", 3), ("transformer", 3), ("letters", 1)}
+CASES = [
+    pytest.param(
+        kind,
+        *LAYOUTS[layout],
+        (layout + number // 2) % 2,
+        [*STOPS][(number + layout) % 4],
+        marks=[] if (kind, layout) in FAST else pytest.mark.slow,
+    )
+    for (number, kind), layout in product(enumerate(KINDS), range(4))
+]
+BAD = (12 * 8, 12 * 13)
+"""Data of the GPT's steps 9 to 13, whose gradients are not finite: the run goes back from there to step 8."""
 
 
-def same_as_alone(
-    whole: RunConfig, parts: RunConfig, world: int, stops: list[tuple[int, int]], bad: tuple[int, int] = (0, 0)
-) -> Path:
-    """Trains one run, and another that gets each signal of `stops` before so many steps of its process. Rows, samples,
-    states, weights and moments are the same. Gradients at the positions in `bad` are not finite. Returns the second."""
+def config_of(kind: str, corpus: Path, short_documents: Path, folder: Path, name: str, **more: Any) -> RunConfig:
+    """A run with all that a state depends on: dropout or augmentation, last steps with fewer items, statistics of
+    BatchNorm, sums over steps, epochs and evaluations; of a GPT also two sources and masked documents."""
+    output = folder / name
+    if kind == "letters":
+        return LettersConfig(output_dir=str(output), run_name="run", checkpoint=KeepConfig(keep_last=9))
+    changes: dict[str, Any] = {"checkpoint.keep_last": 9, "optim.name": more["optimizer"]}
+    if kind != "gpt2":
+        if kind == "resnet18":
+            changes |= {"data.path": str(folder / "cifar"), "data.image_size": 8, "data.augment": True}
+        return job_config(kind, output, changes)
+    changes |= {
+        "launch.parallel": more["parallel"],
+        "data": {"path": [str(corpus), str(short_documents)], "weights": [2, 1]},
+        "model.document_mask": True,
+        "model.dropout": 0.1,
+        "guard": {"patience": 3, "norm_sigmas": 50.0, "loss_sigmas": 50.0},
+        "eval": {"every": 5, "tokens": 2000, "batch_size": 4, "patience": 9, "task_items": 11},
+        "eval.tasks": [str(folder / "items.jsonl")],
+        "tracking": {"log_every": 2, "sample_every": 5, "sample_prompt": ["def ", ""]},
+        "checkpoint.every": 4,
+        "train.steps": 16,
+    }
+    return training_config(corpus, output, changes)
+
+
+def train_and_stop(config: RunConfig, bad: tuple[int, int], during: str, step: int, rank: int) -> tuple[str, int]:
+    """Trains; that rank is sent SIGTERM halfway `during` what follows step `step`. Returns the outcome, and how often
+    the rest was polled."""
+    from gpt2_ddp import scoring
+    from gpt2_ddp.checkpoint import store
+    from gpt2_ddp.training import run, stop
+
+    now: dict[str, Any] = {"in": "", "polls": 0, "after": 0}
+
+    def is_here(place: str) -> bool:
+        own = now["run"]
+        return (during, step, rank) == (place, own.step, own.accelerator.process_index)
+
+    def entering(place: str, method: Any) -> Any:
+        def entered(*arguments: Any) -> Any:
+            now.update({"in": place, "polls": 0})
+            if place == "save" and is_here(place):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return method(*arguments)
+
+        return entered
+
+    def polled(self: Any, done: bool = False) -> None:
+        now["polls"] += 1
+        now["after"] += bool(self.reason)
+        if now["polls"] == 2 and not self.reason and is_here(now["in"]):
+            os.kill(os.getpid(), signal.SIGTERM)
+        poll(self, done)
+
+    build, poll = run.Run.build, stop.StopRequest.poll
+    setattr(run.Run, "build", lambda self: (now.update(run=self), build(self)))  # noqa: B010
+    stop.StopRequest.poll = polled
+    for owner, name, place in (
+        (run.Run, "evaluate", "evaluate"),
+        (run.Run, "sample", "sample"),
+        (scoring, "answer", "tasks"),
+        (store.CheckpointStore, "save", "save"),
+    ):
+        setattr(owner, name, entering(place, getattr(owner, name)))
+    return train_with_faults(config, bad), now["after"]
+
+
+def stop_at(config: RunConfig, bad: tuple[int, int], world: int, what: Any, at: int, rank: int) -> None:
+    """One start of the run, which ends by a stop."""
+    run, nan = Path(config.output_dir) / "run", float("nan")
+    if what == signal.SIGKILL:
+        run_until_killed(train_with_faults, world, config, bad, nan, at)
+        return
+    if not isinstance(what, str):
+        outcomes = run_ranks(train_with_faults, world, config, bad, nan, at, what)
+    else:
+        outcomes, after = zip(*run_ranks(train_and_stop, world, config, bad, what, at, rank), strict=True)
+        assert max(after) <= 2, "it does not go on to its end"
+        assert state_of(run)["progress"]["step"] == at
+        assert any(state_of(run)["progress"]["pending"].values()) == (what != "save")
+        assert what not in ("evaluate", "tasks") or not at or untimed(run)[-1]["step"] < at
+    assert [*outcomes] == ["stopped"] * world
+    assert json.loads((run / "status.json").read_text())["state"] == "stopped"
+
+
+@pytest.mark.parametrize(("kind", "world", "parallel", "optimizer", "stops"), CASES)
+def test_it_equals_the_run_left_alone(
+    corpus, short_documents, tmp_path, capsys, kind, world, parallel, optimizer, stops
+):
+    """Rows, samples, states, weights and moments."""
+    items_file(tmp_path)
+    if kind == "resnet18":
+        write_cifar(tmp_path / "cifar", 56, 10)
+    name, bad = (("adamw", "muon")[optimizer], BAD) if kind == "gpt2" else (("sgd", "adam")[optimizer], (0, 0))
+    given = kind, corpus, short_documents, tmp_path
+    whole, parts = (config_of(*given, part, optimizer=name, parallel=parallel) for part in ("whole", "parts"))
+    one, other = tmp_path / "whole/run", tmp_path / "parts/run"
     assert run_ranks(train_with_faults, world, whole, bad) == ["completed"] * world
-    one, other = (Path(config.output_dir) / "run" for config in (whole, parts))
-    for number, at in stops:
-        if number == signal.SIGKILL:
-            run_until_killed(train_with_faults, world, parts, bad, float("nan"), at)
-        else:
-            outcomes = run_ranks(train_with_faults, world, parts, bad, float("nan"), at, number)
-            assert outcomes == ["stopped"] * world
-            assert json.loads((other / "status.json").read_text())["state"] == "stopped"
+    for number, stop in enumerate(STOPS[stops][kind]):
+        stop_at(parts, bad, world, *stop, number % world)
     assert run_ranks(train_with_faults, world, parts, bad) == ["completed"] * world
+
     assert_same(one, other)
-    if (one / "samples.jsonl").exists():
-        assert rows(other, "samples.jsonl") == rows(one, "samples.jsonl")
+    if kind == "gpt2":
+        assert untimed(other, "samples.jsonl") == untimed(one, "samples.jsonl")
+        (event,) = [row for row in rows(other) if "event" in row]
+        assert (event["step"], event["from"], event["skipped_range"]) == (8, 13, [96, 156])
+    if kind == "resnet18":
+        micro_batches = sum(math.ceil(math.ceil(n / world) / 4) for n in (12, 12, 12, 12, 8))
+        assert weights(other)["bn1.num_batches_tracked"] == 4 * micro_batches
     for checkpoint in (one / "checkpoints").iterdir():
         again = other / "checkpoints" / checkpoint.name
         assert lasting_state(checkpoint) == lasting_state(again)
         for file in ("model.safetensors", "optimizer.safetensors"):
             assert (again / file).read_bytes() == (checkpoint / file).read_bytes()
-    return other
-
-
-@pytest.mark.parametrize("world", [2, *[pytest.param(world, marks=pytest.mark.soak) for world in (1, 3)]])
-def test_stopped_and_killed_anywhere(corpus, short_documents, tmp_path, capsys, world):
-    """With all that a state depends on: dropout, two sources, masked documents, sums over steps and evaluations, and a
-    stretch of bad data, steps 9 to 13, from which the run goes back to step 8."""
-    changes = GPT | {"data": {"path": [str(corpus), str(short_documents)], "weights": [2, 1]}}
-    changes |= {"model.document_mask": True, "eval.patience": 9, "optim.name": "muon", "train.steps": 16}
-    rng = random.Random(world)
-    stop_at, killed_at = rng.randint(2, 6), rng.randint(10, 11)
-    stops = [(signal.SIGKILL, 1), (signal.SIGTERM, stop_at), (signal.SIGKILL, killed_at - stop_at)]
-    stops += [(signal.SIGUSR1, 5 + rng.randint(2, 6))]
-    whole, parts = (training_config(corpus, tmp_path / name, changes) for name in "ab")
-    run = same_as_alone(whole, parts, world, stops, (12 * 8, 12 * 13))
-    (event,) = [row for row in rows(run) if "event" in row]
-    assert (event["step"], event["from"], event["skipped_range"]) == (8, 13, [96, 156])
-    last = rows(run)[-1]
-    assert sum(last[f"tokens/{source}"] for source in parts.data.names) == last["tokens"] == 16 * 12 * 32
-    assert verified(run, capsys)[0] == 0
-
-
-def test_sharded_over_two_ranks(corpus, tmp_path):
-    """A rank with NaN makes all skip these steps, and go back at the same step, judged two steps late."""
-    changes = (
-        GUARDED | KEPT | {"launch.parallel": "fsdp", "optim.name": "muon", "checkpoint.every": 3, "train.steps": 18}
-    )
-    whole, parts = (training_config(corpus, tmp_path / name, changes | {"eval.every": 8}) for name in "ab")
-    run = same_as_alone(whole, parts, 2, [(signal.SIGKILL, 6), (signal.SIGTERM, 7)], (12 * 9, 12 * 12))
-    assert [row["skipped_range"] for row in rows(run) if "skipped_range" in row] == [[12 * 9, 12 * 14]]
-
-
-def test_a_job_that_is_killed_inside_its_second_epoch(tmp_path):
-    whole, parts = (job_config("transformer", tmp_path / name, KEPT | {"train.epochs": 2}) for name in "ab")
-    same_as_alone(whole, parts, 2, [(signal.SIGKILL, 6)])
-
-
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed < 6 else pytest.mark.soak) for seed in range(60)]
-)
-def test_any_task_layout_optimizer_and_stops(corpus, tmp_path, capsys, seed):
-    rng = random.Random(seed)
-    kinds = ["gpt2", "regression", "mlp", "lenet", "resnet18", "transformer"]
-    kind, world, bad = kinds[seed % 6], rng.choice([1, 2, 3]), (0, 0)
-    signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-    stops = [(rng.choice(signals), rng.randint(1, 4)) for _ in range(rng.randint(1, 3))]
-    changes: dict[str, Any] = {}
-    if kind == "gpt2":
-        changes = GPT | {"train.steps": 20, "launch.parallel": rng.choice(["ddp", "fsdp"])}
-        changes |= {"optim.name": rng.choice(["adamw", "muon"]), "model.document_mask": rng.random() < 0.5}
-        bad = rng.choice([bad, (12 * 8, 12 * 13)])
-        whole, parts = (training_config(corpus, tmp_path / name, changes) for name in "ab")
-    else:
-        changes = KEPT | {"optim.name": rng.choice(["sgd", "adam"]), "checkpoint.save_every": rng.choice([1, 2])}
-        if kind in ("lenet", "resnet18"):
-            images = write_cifar(tmp_path / "cifar", 224 if kind == "lenet" else 56, 10)
-            changes |= {"data.path": str(images), "data.image_size": 16 if kind == "lenet" else 8, "data.augment": True}
-        whole, parts = (job_config(kind, tmp_path / name, changes) for name in "ab")
-    print(kind, world, changes, stops, bad)
-    run = same_as_alone(whole, parts, world, stops, bad)
-    assert verified(run, capsys)[0] == 0
-    if kind == "resnet18":
-        micro_batches = sum(math.ceil(math.ceil(n / world) / 4) for n in (12, 12, 12, 12, 8))
-        assert weights(run)["bn1.num_batches_tracked"] == 4 * micro_batches
+    assert kind == "letters" or verified(other, capsys)[0] == 0

@@ -1,17 +1,16 @@
 """The design, tried: a kind of training that nobody thought of is one short class, and has all that the others have."""
 
 import math
-import os
 import signal
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from close import assert_close
-from ranks import run_ranks, run_until_killed
-from runs import same, untimed, weights
+from ranks import run_ranks
+from runs import train_with_faults, untimed
 from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
@@ -29,6 +28,7 @@ class LettersConfig(RunConfig):
     """Which letter follows which: a character-level bigram with dropout"""
 
     kind = "letters"
+    task: ClassVar[Any]
     steps: int = 30
     optim: ClipConfig = ClipConfig(grad_clip=1.0)
     train: LoopConfig = LoopConfig(device="cpu")
@@ -78,6 +78,8 @@ class Letters:
         return Due(log=True, evaluate=self.feed.ended_epoch, save=last or step % 7 == 0)
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
+        for _ in range(4):
+            poll()
         letters = Pairs.letters
         loss = nn.functional.cross_entropy(model(letters[:-1]), letters[1:]).item()
         self.best = min(self.best, loss)
@@ -102,57 +104,36 @@ class Quiet(Letters):
         return Due(log=False, evaluate=step % 5 == 0, save=last)
 
 
-def letters(config: LettersConfig, signalled: tuple[int, int] = (0, 0), bad_step: int = 0, make: Any = Letters) -> str:
-    """Trains; at a step, the last rank is sent a signal, or the main process has a gradient that is not finite."""
-    from gpt2_ddp.training import loop
-
-    step = loop.train_step
-
-    def train_step(run):
-        if run.step + 1 == signalled[0] and run.accelerator.process_index == run.accelerator.num_processes - 1:
-            os.kill(os.getpid(), signalled[1])
-        if run.step + 1 == bad_step and run.accelerator.is_main_process:
-            handle = run.task.model[0].weight.register_hook(lambda gradient: gradient * math.nan)
-            result = step(run)
-            handle.remove()
-            return result
-        return step(run)
-
-    loop.train_step = train_step
-    return loop.train(config, make).outcome
+LettersConfig.task = Letters
 
 
-def test_trains_and_resumes_bitwise(tmp_path):
-    """212 pairs in steps of 50: the last step of an epoch has 12. Killed, and gone on with."""
-    whole, parts = (LettersConfig(output_dir=str(tmp_path), run_name=name) for name in ("whole", "parts"))
-    assert run_ranks(letters, 2, whole) == ["completed"] * 2
-    run_until_killed(letters, 2, parts, (17, signal.SIGKILL))
-    assert run_ranks(letters, 2, parts) == ["completed"] * 2
-    assert untimed(tmp_path / "parts") == untimed(tmp_path / "whole")
-    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
-    found = untimed(tmp_path / "whole")
-    assert found[-1]["loss"] < found[1]["loss"] - 1
-    assert [row["letters"] for row in found[1:7]] == [50, 100, 150, 200, 212, 262]
-    assert [row["step"] for row in found if "train_loss" in row] == [5, 10, 15, 20, 25, 30]
+def letters(config: LettersConfig, make: Any, *faults: Any) -> str:
+    """`train_with_faults` of another task."""
+    LettersConfig.task = make
+    return train_with_faults(config, *faults)
 
 
 def test_a_bad_gradient_is_skipped(tmp_path):
-    run_ranks(letters, 2, LettersConfig(output_dir=str(tmp_path), run_name="run", steps=6), (0, 0), 3)
+    """212 pairs in steps of 50: the last step of an epoch has 12."""
+    run_ranks(train_with_faults, 2, LettersConfig(output_dir=str(tmp_path), run_name="run", steps=7), (100, 150))
     found = untimed(tmp_path / "run")[1:]
-    assert [row["skipped"] for row in found] == [0, 0, 1, 1, 1, 1]
+    assert [row["letters"] for row in found] == [50, 100, 150, 200, 212, 262, 312]
+    assert [row["step"] for row in found if "train_loss" in row] == [5]
+    assert [row["skipped"] for row in found] == [0, 0, 1, 1, 1, 1, 1]
     assert found[2]["grad_norm"] is None
-    losses = [row["loss"] * size for row, size in zip(found, (50, 50, 0, 50, 12), strict=False) if row["loss"]]
+    losses = [row["loss"] * size for row, size in zip(found, (50, 50, 0, 50, 12), strict=False)]
     assert_close(found[4]["train_loss"], sum(losses) / 162, 1e-6)
     checkpoint = find_checkpoint(tmp_path / "run")
-    assert (checkpoint.kind, checkpoint.step) == ("letters", 6)
+    assert (checkpoint.kind, checkpoint.step) == ("letters", 7)
     assert checkpoint.state.task.model_dump()["best"] < 5
 
 
 def test_an_evaluation_writes_its_row_where_no_row_is_due(tmp_path):
     """Its means are of all steps since the row before, over a stop too."""
     config = LettersConfig(output_dir=str(tmp_path), run_name="run", steps=12)
-    assert run_ranks(letters, 1, config, (5, signal.SIGTERM), 0, Quiet) == ["stopped"]
-    assert run_ranks(letters, 1, config, (0, 0), 0, Quiet) == ["completed"]
+    stop = ((0, 0), math.nan, 5, signal.SIGTERM)
+    assert run_ranks(letters, 1, config, Quiet, *stop) == ["stopped"]
+    assert run_ranks(letters, 1, config, Quiet) == ["completed"]
     found = untimed(tmp_path / "run")
     assert [(row["step"], row["letters"], "val_loss" in row) for row in found] == [
         *((0, 0, True), (5, 212, True), (10, 424, True))
