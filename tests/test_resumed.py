@@ -30,8 +30,9 @@ from runs import (
 from test_task import LettersConfig
 
 from gpt2_ddp.config.run import KeepConfig, RunConfig
+from gpt2_ddp.config.training import TrainingConfig
 
-KINDS = ("gpt2", "transformer", "resnet18", "letters")
+KINDS = ("gpt2", "resnet18", "transformer", "letters")
 LAYOUTS = ((1, "ddp"), (2, "ddp"), (3, "ddp"), (2, "fsdp"))
 STOPS: dict[str, dict[str, list[tuple[Any, int]]]] = {
     "killed": {kind: [(signal.SIGKILL, at) for at in (1, 6, 7)] for kind in KINDS},
@@ -50,13 +51,13 @@ STOPS: dict[str, dict[str, list[tuple[Any, int]]]] = {
     },
 }
 """A signal to the last rank before so many steps of its process; or a SIGTERM in the middle of what follows a step."""
-FAST = {("gpt2", 1), ("gpt2", 3), ("transformer", 3), ("letters", 1)}
+FAST = {("gpt2", 1), ("gpt2", 3), ("transformer", 0), ("letters", 1)}
 CASES = [
     pytest.param(
         kind,
         *LAYOUTS[layout],
         (layout + number // 2) % 2,
-        [*STOPS][(number + layout) % 4],
+        [*STOPS][(number + layout + 1) % 4],
         marks=[] if (kind, layout) in FAST else pytest.mark.slow,
     )
     for (number, kind), layout in product(enumerate(KINDS), range(4))
@@ -145,8 +146,9 @@ def stop_at(config: RunConfig, bad: tuple[int, int], world: int, what: Any, at: 
         outcomes, after = zip(*run_ranks(train_and_stop, world, config, bad, what, at, rank), strict=True)
         assert max(after) <= 2, "it does not go on to its end"
         assert state_of(run)["progress"]["step"] == at
-        assert any(state_of(run)["progress"]["pending"].values()) == (what != "save")
-        assert what not in ("evaluate", "tasks") or not at or untimed(run)[-1]["step"] < at
+        if isinstance(config, TrainingConfig):  # evaluations of the others end before the ranks agree
+            assert any(state_of(run)["progress"]["pending"].values()) == (what != "save")
+            assert what not in ("evaluate", "tasks") or not at or untimed(run)[-1]["step"] < at
     assert [*outcomes] == ["stopped"] * world
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
 
