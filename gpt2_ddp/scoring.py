@@ -22,9 +22,8 @@ from tqdm import tqdm
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import parse_json, read_small, write_atomically
+from gpt2_ddp.files import load_from_hub, parse_json, read_small, write_atomically
 from gpt2_ddp.model.evaluate import IGNORED
-from gpt2_ddp.preparation.row_sources import load_from_hub
 
 METRICS = ("acc", "acc_norm")
 LONGEST = 2**30  # bytes of a file of items

@@ -28,8 +28,7 @@ from gpt2_ddp.data.feed import make_loader, unwrap
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import regular
-from gpt2_ddp.preparation.row_sources import load_from_hub
+from gpt2_ddp.files import load_from_hub, regular
 from gpt2_ddp.preparation.source_files import files_below
 from gpt2_ddp.tasks.supervised import as_batches, hash_of
 
