@@ -7,15 +7,20 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
-from runs import reseal, training_config
+from ranks import run_ranks
+from runs import edit_manifest, reseal, train, training_config
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoint_ref, verify
 from gpt2_ddp.checkpoint.run_files import HASH, METRICS, STATUS, next_chain
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.order import Order
+from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.project import PROJECT
 from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Best, LogEnd
@@ -108,3 +113,30 @@ def test_the_memory_of_300_000_rows(trained: Path, tmp_path: Path) -> None:
         print(steps, {script: f"{peak:.3f} GB, {seconds:.1f} s" for script, (peak, seconds) in found.items()})
         peaks.append([peak for peak, _ in found.values()])
     assert all(after - before < 0.12 for before, after in zip(*peaks, strict=True)), peaks
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
+    """A training over 300 MB of zeros holds what one over 10 MB holds, the hashes of all shards checked in both."""
+    resident = {}
+    for tokens in (5_000_000, 150_000_000):
+        folder = Path(shutil.copytree(corpus, tmp_path / str(tokens)))
+        file = folder / "train_000000.bin"
+        with file.open("r+b") as shard:
+            header = np.frombuffer(shard.read(1024), "<i4").copy()
+            header[2] = tokens
+            shard.seek(0)
+            shard.write(header.tobytes())
+            shard.truncate(1024)
+            shard.truncate(1024 + 2 * tokens)  # sparse
+        shard = {"file": file.name, "tokens": tokens, "bytes": file.stat().st_size, "sha256": sha256_file(file)}
+        edit_manifest(folder, splits={"train": [shard]})
+        changes = {"run_name": str(tokens), "train.steps": 40, "train.global_batch_tokens": 64 * 32}
+        (resident[tokens],) = run_ranks(resident_bytes, 1, training_config(folder, tmp_path / "runs", changes))
+    small, big = resident.values()
+    assert big < 1.05 * small, resident
+
+
+def resident_bytes(config: TrainingConfig) -> int:
+    train(config)
+    return psutil.Process().memory_info().rss

@@ -79,6 +79,11 @@ def test_broken_text_becomes_replacement_characters(tmp_path):
     assert texts(tmp_path) == ["\ufffd" + "x" * 9999, "lone \ufffd"]
 
 
+def test_paragraphs_end_at_lines_of_white_space(tmp_path):
+    (tmp_path / "text").write_bytes(b"one\ntwo\r\n\n \nthree\n\n\nfour\nfive")
+    assert texts(tmp_path / "text", documents="paragraph") == ["one\ntwo", "three", "four\nfive"]
+
+
 @pytest.mark.parametrize("pattern", ["gpt2", CL100K_PATTERN])
 def test_pieces_of_a_document_encode_as_the_whole(tmp_path, monkeypatch, pattern):
     library = library_texts(15)
