@@ -79,6 +79,16 @@ def test_broken_text_becomes_replacement_characters(tmp_path):
     assert texts(tmp_path) == ["\ufffd" + "x" * 9999, "lone \ufffd"]
 
 
+def test_the_first_documents(tmp_path):
+    """Empty ones count."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f'{{"text": "{text}"}}\n' for text in (f"1{name}", "", f"3{name}"))
+        )
+    found = [texts(tmp_path, max_documents=most) for most in (1, 2, 4, 9)]
+    assert found == [["1a"], ["1a"], ["1a", "3a", "1b"], ["1a", "3a", "1b", "3b"]]
+
+
 def test_paragraphs_end_at_lines_of_white_space(tmp_path):
     (tmp_path / "text").write_bytes(b"one\ntwo\r\n\n \nthree\n\n\nfour\nfive")
     assert texts(tmp_path / "text", documents="paragraph") == ["one\ntwo", "three", "four\nfive"]
