@@ -97,6 +97,12 @@ data/order.py: which lookups are cached; the items are the same
 data/feed.py: the length of an endless one is not read
 - def __init__(self, read: Callable[[Any], Any], length: int = 0):
 + def __init__(self, read: Callable[[Any], Any], length: int = 1):
+data/feed.py: a free position is no start of a skipped range
+- stop = min(position + wanted, end, *(start for start, _ in self.skipped_ranges if start > position))
++ stop = min(position + wanted, end, *(start for start, _ in self.skipped_ranges if start >= position))
+data/feed.py: all ranks have equally many batches
+- prepared = prepare_loader(accelerator, batches, sampler, even_batches=False, workers=self.workers)
++ prepared = prepare_loader(accelerator, batches, sampler, even_batches=True, workers=self.workers)
 data/mixture.py: the default of zip
 - for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
 + for path, ours, theirs in zip(paths, now.manifests, known):

@@ -87,6 +87,7 @@ def test_any_ranks_train_on_each_item_once_per_epoch():
             feed.load_state_dict(states[number])
             for one in feed.next_step().micro_batches:
                 found.append(one.rows[0][: one.n_valid].tolist())
+                assert len(one.rows[0]) == max(one.n_valid, 1)
                 assert one.last == (len(found) == len(share(len(steps[number]))))
         in_order = of_ranks if by_epoch else zip(*of_ranks, strict=True)
         assert [item for part in in_order for items in part for item in items] == steps[number]
@@ -141,6 +142,7 @@ def walk(seed: int, accelerator: Any, workers: int = 0, actions: int = 25) -> No
         if action == "step":
             step, items = feed.next_step(), order.items_at(np.array(positions))
             assert step.items.tolist() == items.tolist()
+            assert feed.skipped_end == (positions[0] // n > state.position // n)
             for number, found in enumerate(step.micro_batches):
                 delivered += check(found, positions, number)
             assert number + 1 == math.ceil(len(positions) / world / batch)

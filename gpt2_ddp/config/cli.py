@@ -114,9 +114,9 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str],
     for word in argv:
         if re.match(r"-(?!\.?\d|$)", word):  # neither a number nor a lone -
             name, is_whole, value = word.removeprefix("--").partition("=")
-            words = files if name == "config" else given.setdefault(name, [])
+            words = files
             if name != "config":
-                words.clear()
+                words = given[name] = []
             takes_many = not command.positional or (name in fields and is_list(fields[name]))
             room = len(argv) if takes_many and name != "config" else 1
             if is_whole:
