@@ -184,7 +184,7 @@ def short_run(
         "train.device": config.device,
         "train.patience_seconds": 3600,  # it waits between turns
         "checkpoint.background": False,  # the first one's copy would stay in memory
-        "tracking.sample_every": 0,
+        "tracking.sample_prompt": (),
     }
     return resolve(TrainingConfig, [config.preset], values | changes)
 

@@ -32,10 +32,10 @@ def made_items(count: int) -> list[dict]:
     return rows
 
 
-def items_file(folder: Path) -> str:
-    """A file of fifteen items, short enough for models of 16 tokens; its task is `items`."""
+def items_file(folder: Path, count: int = 15) -> str:
+    """A file of items, short enough for models of 16 tokens; its task is `items`."""
     choices = ["(self):", "import"]
-    rows = [{"context": f"def {'a ' * number}", "choices": choices, "label": number % 2} for number in range(15)]
+    rows = [{"context": f"def {'a ' * number}", "choices": choices, "label": number % 2} for number in range(count)]
     return str(write(folder / "items.jsonl", rows))
 
 

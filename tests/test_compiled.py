@@ -59,7 +59,7 @@ LLAMA, NANOCHAT = (
 )
 CASES = [
     (1, "model", TASKS | {"model.n_layer": 1}),
-    pytest.param(1, "blocks", TASKS | {"tracking.sample_every": 2}, marks=pytest.mark.slow),
+    pytest.param(1, "blocks", TASKS | {"tracking.sample_prompt": ""}, marks=pytest.mark.slow),
     pytest.param(1, "model", LLAMA | TASKS | {"model.document_mask": True}, marks=pytest.mark.slow),
     pytest.param(2, "blocks", NANOCHAT | {"train.activation_checkpointing": True}, marks=pytest.mark.slow),
 ]
@@ -70,7 +70,7 @@ def test_one_static_graph_to_train_and_one_to_evaluate(
     corpus: Path, tmp_path: Path, world: int, how: str, more: dict
 ) -> None:
     """Evaluations have another batch size than training, and come first in a fresh run."""
-    changes = {"train.compile": how, "eval.every": 2, "eval.batch_size": 7, "checkpoint.every": 2} | more
+    changes = {"train.compile": how, "eval.every": 2, "checkpoint.every": 2} | more
     if "eval.tasks" in more:
         changes["eval.tasks"] = [items_file(tmp_path)]
     for steps in (2, 4):  # fresh, then resumed

@@ -122,7 +122,7 @@ def loss_of_documents_alone(run: Path, data: Path) -> float:
 def test_trained_and_evaluated(short_documents: Path, tmp_path: Path):
     """The recorded val_loss is that of documents run alone. Another run may begin with its weights, without a mask."""
     changes: dict[str, Any] = {"model.document_mask": True, "eval.tokens": None, "train.steps": 3}
-    changes |= {"model.n_layer": 1, "eval.every": 5, "eval.batch_size": 64}
+    changes |= {"model.n_layer": 1, "eval.every": 5}
     run_ranks(train, 1, training_config(short_documents, tmp_path, changes))
     begun = {"model.document_mask": False, "train.init_from": str(tmp_path / "run")}
     assert find_initial_weights(training_config(short_documents, tmp_path, changes | begun))

@@ -83,9 +83,9 @@ def config_of(kind: str, corpus: Path, short_documents: Path, folder: Path, name
         "model.document_mask": True,
         "model.dropout": 0.1,
         "guard": {"patience": 3, "norm_sigmas": 50.0, "loss_sigmas": 50.0},
-        "eval": {"every": 5, "tokens": 2000, "batch_size": 4, "patience": 9, "task_items": 11},
+        "eval": {"every": 5, "tokens": 2000, "patience": 9, "task_items": 33},
         "eval.tasks": [str(folder / "items.jsonl")],
-        "tracking": {"log_every": 2, "sample_every": 5, "sample_prompt": ["def ", ""]},
+        "tracking": {"log_every": 2, "sample_prompt": ["def ", ""]},
         "checkpoint.every": 4,
         "train.steps": 16,
     }
@@ -158,7 +158,7 @@ def test_it_equals_the_run_left_alone(
     corpus, short_documents, tmp_path, capsys, kind, world, parallel, optimizer, stops
 ):
     """Rows, samples, states, weights and moments."""
-    items_file(tmp_path)
+    items_file(tmp_path, 35)
     if kind == "resnet18":
         write_cifar(tmp_path / "cifar", 56, 10)
     name, bad = (("adamw", "muon")[optimizer], BAD) if kind == "gpt2" else (("sgd", "adam")[optimizer], (0, 0))

@@ -147,7 +147,7 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, capsys):
         "eval.tasks": [items_file(tmp_path)],
     }
     more |= {"train.activation_checkpointing": True, "train.loss_chunk": 32, "train.micro_batch_size": 1}
-    more |= {"eval.task_items": 9, "tracking.sample_every": 5, "optim.decay_steps": 25, "eval.every": 5}
+    more |= {"eval.task_items": 9, "tracking.sample_prompt": "", "optim.decay_steps": 25, "eval.every": 5}
     train(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
     for number, (processes, way, replicas) in enumerate(
         [(1, "ddp", 1), (2, "fsdp", 1), (3, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 1)], 1
@@ -171,7 +171,7 @@ SCARCE = {"model.architecture": "qwen3", "model.n_embd": 8, "model.n_head": 4}
     [
         SCARCE,
         {"launch.replicas": 2, "launch.reduce": "each", "train.micro_batch_size": 1},
-        {"launch.replicas": 4, "checkpoint.background": True, "launch.reshard": False},
+        {"launch.replicas": 4, "checkpoint.background": True},
     ],
 )
 def test_four_processes(corpus, tmp_path, capsys, changes):
@@ -286,12 +286,11 @@ def test_replicas_of_a_part_are_compared(text, tmp_path):
 
 def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     config = cell(text, tmp_path, "gpt2", "adamw", **{"train.steps": 2})
     assert train(config) == "completed"
     assert torch.get_num_threads() == 1, "two on two busy cores took 702 s for a test's run that one takes 47 s for"
     (start,) = [
         row for row in map(json.loads, (tmp_path / "gpt2-adamw/metrics.jsonl").open()) if row.get("event") == "start"
     ]
-    assert start["config"]["launch"] == {"parallel": "fsdp", "replicas": 1, "reduce": "last", "reshard": False}
+    assert start["config"]["launch"] == {"parallel": "fsdp", "replicas": 1, "reduce": "last"}
     assert verified(tmp_path / "gpt2-adamw", capsys)[0] == 0  # the last step is evaluated, which gathers the blocks

@@ -64,11 +64,9 @@ train_gpt2 --model.n_layer 2.5 | model.n_layer
 train_gpt2 --model.n_layer 1000000000 | model.n_layer
 train_gpt2 --model.n_embd 99999999996 | model.n_embd
 train_gpt2 --model.n_inner 1000000000 | model.n_inner
-train_gpt2 --eval.batch_size 1000000000 | eval.batch_size
 train_gpt2 --train.global_batch_tokens 4611686018427387904 | train.global_batch_tokens
 train_gpt2 --train.epochs 1e308 | train.epochs
 train_gpt2 --launch.replicas 2 | launch.replicas
-train_gpt2 --launch.reshard false | launch.reshard
 train_gpt2 --launch.parallel fsdp --launch.replicas 2 | launch.replicas
 train_gpt2 --launch.parallel fsdp --train.compile model | train.compile
 train_gpt2 --optim.name sgd | optim.name
@@ -122,7 +120,7 @@ ACCELERATE_USE_FSDP=true FSDP_ACTIVATION_CHECKPOINTING=true train_gpt2 | FSDP_AC
 train_classifier --model.name vgg | model.name
 train_classifier --config mlp_clusters.yaml --data.path x | data.path
 train_classifier --config configs/jobs/cifar100_lenet.yaml --data.path /no/such | data.path
-train_classifier --config configs/jobs/cifar100_resnet18.yaml --model.sync_batchnorm | model.sync_batchnorm
+train_classifier --data.name cifar100 --model.name resnet18 --model.sync_batchnorm | model.sync_batchnorm
 train_classifier --optim.step_epochs 2 | optim.step_epochs
 train_classifier --optim.step_factor 0.5 | optim.step_factor
 train_classifier --optim.schedule step | optim.step_epochs

@@ -212,8 +212,6 @@ class EvalConfig(Section):
     patience: int | None = Field(default=None, ge=1)
     """early stopping: the run ends after so many evaluations in a row without a new lowest val_loss; each new lowest
     saves a checkpoint; null: train all steps"""
-    batch_size: int = Field(default=16, ge=1, le=65_536)
-    """windows, or continuations of a task, per forward pass and process"""
     tasks: tuple[str, ...] = ()
     """tasks scored at each evaluation: `hellaswag` (from the Hub), or jsonl files of items (docs/evaluation.md)"""
     task_items: int | None = Field(default=500, ge=1)
@@ -240,10 +238,9 @@ class RollbackConfig(GuardConfig):
 class TextTrackingConfig(TrackingConfig):
     """Metrics, and samples of text"""
 
-    sample_every: int = Field(default=0, ge=0)
-    """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
-    sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
-    """prompts of the samples, one or several; empty: the start of a document"""
+    sample_prompt: tuple[str, ...] = ()
+    """prompts of text that is generated every eval.every steps, printed and added to samples.jsonl; an empty text: the
+    start of a document; null: no samples"""
 
 
 class ParallelConfig(Section):
@@ -257,8 +254,6 @@ class ParallelConfig(Section):
     reduce: Literal["last", "each"] = "last"
     """fsdp: micro-batches after which the processes add up their gradients; last: once a step, until when each has
     gradients of the whole model; each: less memory, more communication"""
-    reshard: bool = True
-    """fsdp: free a block's gathered weights after its forward pass; false: less communication, more memory"""
 
 
 class TrainingConfig(RunConfig):
@@ -342,7 +337,7 @@ class TrainingConfig(RunConfig):
         owners = {name: name.partition("_")[0] for name in OptimConfig.model_fields}
         parts = [("optim", "name", {name: owner for name, owner in owners.items() if owner in OPTIMIZERS})]
         if os.environ.get("ACCELERATE_USE_FSDP") != "true":
-            parts.append(("launch", "parallel", dict.fromkeys(("replicas", "reduce", "reshard"), "fsdp")))
+            parts.append(("launch", "parallel", dict.fromkeys(("replicas", "reduce"), "fsdp")))
         for part, choice, fields in parts:
             section = getattr(self, part)
             for name, owner in fields.items():

@@ -15,6 +15,8 @@ from tqdm import tqdm
 from gpt2_ddp.data.shards import TokenStream, count_windows
 
 IGNORED = -100
+BATCH = 16
+"""Windows per forward pass and process in the evaluations of a training."""
 
 
 @dataclass(frozen=True)

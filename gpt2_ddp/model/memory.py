@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
+from gpt2_ddp.model.evaluate import BATCH
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import STATE_NUMBERS, build_optimizer, reads_found_inf
 
@@ -107,7 +108,7 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     if setting.is_sharded:
         layers = config.model.n_layer
         root = setting.parameters - layers * setting.block
-        at_once = (2 if setting.kind == "cuda" else 1) if config.launch.reshard else layers
+        at_once = 2 if setting.kind == "cuda" else 1
         read = {"gathered weights": float(setting.number_bytes * (root + at_once * setting.block))}
         accumulates = config.global_batch_windows > setting.processes * setting.micro_batch
         if not (accumulates and config.launch.reduce == "last"):  # a block's, and the others', before their sum
@@ -117,7 +118,7 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     saved = _saved(setting, tokens) + _temporary(setting, tokens)
     training = lasting | gradients | read
     training |= {"activations": saved, "logits": _logits(setting, tokens, trains=True)}
-    scored = config.eval.batch_size * window * setting.validates
+    scored = BATCH * window * setting.validates
     evaluation = lasting | between | read
     evaluation |= {"activations": _temporary(setting, scored), "logits": _logits(setting, scored)}
     moments = {"training": training, "evaluation": evaluation, "saving": saving}

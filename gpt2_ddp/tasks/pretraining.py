@@ -29,7 +29,7 @@ from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import is_compiled
-from gpt2_ddp.model.evaluate import IGNORED, EvalSet, evaluate, mixed
+from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
 from gpt2_ddp.state import GPTData, Mixture, Parent, Scores, State, TaskState
@@ -259,14 +259,14 @@ class Pretraining:
         `eval.tasks`. Several folders share the tokens equally; each one's loss is returned too, and `val_loss` is
         their weighted mean."""
         config, validation = self.config, self._corpus.validation
-        size, batch_size, tokens = config.model.block_size, config.eval.batch_size, config.eval.tokens
+        size, tokens = config.model.block_size, config.eval.tokens
         assert tokens != "auto", "eval.tokens is resolved when the run starts"
         if not validation:
             return {}
         tokens = tokens and -(-tokens // max(sum(weight > 0 for weight, _ in validation.values()), 1))
         lengths = self.tokenizer.token_bytes()
         losses = {
-            name: (weight, evaluate(self.accelerator, model, EvalSet(stream, size, tokens, lengths), batch_size, poll))
+            name: (weight, evaluate(self.accelerator, model, EvalSet(stream, size, tokens, lengths), BATCH, poll))
             for name, (weight, stream) in validation.items()
         }
         total = mixed(losses.values())
@@ -277,7 +277,7 @@ class Pretraining:
             from gpt2_ddp.scoring import answer, as_row
 
             length = size if is_compiled(model) else None
-            scores |= as_row(items, answer(self.accelerator, model, items.requests, batch_size, length, poll))
+            scores |= as_row(items, answer(self.accelerator, model, items.requests, BATCH, length, poll))
         return scores
 
     def sample(self, poll: Poll) -> list[Sample]:
@@ -413,10 +413,11 @@ def little_text_notes(passes: float, validation_tokens: int | None) -> Iterator[
 
 def due(config: TrainingConfig, step: int, last: bool, ended_epoch: bool, validates: bool) -> Due:
     """The work that follows a step. `validates`: whether there is a validation split."""
-    evaluate = validates and (last or step % config.eval.every == 0)
+    is_time = last or step % config.eval.every == 0
+    evaluate = validates and is_time
     return Due(
         log=evaluate or last or ended_epoch or step % config.tracking.log_every == 0,
         evaluate=evaluate,
         save=last or step % config.checkpoint.every == 0,
-        sample=config.tracking.sample_every > 0 and (last or step % config.tracking.sample_every == 0),
+        sample=is_time and bool(config.tracking.sample_prompt),
     )

@@ -36,6 +36,7 @@ from gpt2_ddp.training.strategy import Replicated
 
 ANSWERS = {
     "FSDP_VERSION": ("2", "only version 2 is supported"),
+    "FSDP_RESHARD_AFTER_FORWARD": ("true", "weights that a block has gathered are freed after its forward pass"),
     "FSDP_OFFLOAD_PARAMS": ("false", "weights stay on the devices"),
     "FSDP_AUTO_WRAP_POLICY": ("TRANSFORMER_BASED_WRAP", "transformer blocks are sharded, and the rest as one"),
     "FSDP_ACTIVATION_CHECKPOINTING": ("false", "use --train.activation_checkpointing true"),
@@ -52,8 +53,7 @@ def follow_accelerate(config: RunConfig) -> TrainingConfig:
         if (answer := os.environ.get(name, supported)).lower() != supported.lower():
             raise UserError(name, answer, f"{hint}; answer {supported} in `accelerate config`")
     del os.environ["ACCELERATE_USE_FSDP"]
-    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
-    launch = config.launch.model_copy(update={"parallel": "fsdp", "reshard": reshard})
+    launch = config.launch.model_copy(update={"parallel": "fsdp"})
     return config.model_copy(update={"launch": launch})
 
 
@@ -103,8 +103,7 @@ class Sharded(Replicated):
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if half else {}
         policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
         for module in (*blocks(model), model):
-            reshard = self._config.reshard if module is not model else None
-            fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(module, mesh=self.mesh, mp_policy=policy)
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         if from_main(bool(weights)):
             self.fill(model.state_dict(), weights)
