@@ -22,7 +22,7 @@ from benchmarks.step import random_tokens, short_run
 from gpt2_ddp.files import fsync_file
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
-from gpt2_ddp.training.run import Run
+from gpt2_ddp.training.run import Training, build, open_run, start
 
 FIGURES = ("training stands still", "until on disk", "training time lost", "resume: read, verify, put")
 """Seconds that a turn measures."""
@@ -35,9 +35,12 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
         folder = Path(name)
         training = short_run(config, folder, 1, "no", "off", CHANGES)
         random_tokens(Path(training.data.paths[0]))
-        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), Run(training, Pretraining) as run:
-            run.build()
-            run.start()
+        with (
+            redirect_stderr(io.StringIO()),
+            redirect_stdout(io.StringIO()),
+            open_run(training, Pretraining) as opened,
+            start(build(opened)) as run,
+        ):
             size = run.snapshot().bytes
             pairs = contenders(run, folder / "all.pt")
             turns = {name: partial(turn, run, *pair) for name, pair in pairs.items()}
@@ -47,7 +50,7 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
         yield make_case(f"{what}, {size / 1e9:.2f} GB", "s", found, itemgetter(number), more_is_better=False)
 
 
-def contenders(run: Run, file: Path) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+def contenders(run: Training, file: Path) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
     """How each contender saves and resumes a run: ours in its folder, the other one in `file`."""
     model, optimizer, store = run.task.model, run.optimizer.plain, run.store
 
@@ -77,7 +80,7 @@ def contenders(run: Run, file: Path) -> dict[str, tuple[Callable[[], None], Call
     }
 
 
-def turn(run: Run, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
+def turn(run: Training, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
     """Saves while the training continues, and resumes; returns the seconds of `FIGURES`. The time lost is that of the
     save, and the excess of the steps until the checkpoint is on disk over the median of the steps before."""
     os.sync()
@@ -91,7 +94,7 @@ def turn(run: Run, save: Callable[[], None], resume: Callable[[], None]) -> tupl
     return still, still + background.seconds * writes, lost, seconds(run, resume)
 
 
-def seconds(run: Run, work: Callable[[], object]) -> float:
+def seconds(run: Training, work: Callable[[], object]) -> float:
     """Wall seconds until the device has done the work."""
     begun = time.perf_counter()
     work()

@@ -34,7 +34,7 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import peak_flops
-from gpt2_ddp.training.run import Run
+from gpt2_ddp.training.run import build, open_run, start
 from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"
@@ -85,9 +85,12 @@ def ours(done: Done, config: TrainingConfig) -> None:
             done()
             return Due(step % config.tracking.log_every == 0)
 
-    with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), Run(config, Timed) as run:
-        run.build()
-        run.start()
+    with (
+        redirect_stderr(io.StringIO()),
+        redirect_stdout(io.StringIO()),
+        open_run(config, Timed) as opened,
+        start(build(opened)) as run,
+    ):
         train_loop(run)  # until `done` exits
 
 

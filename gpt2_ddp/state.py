@@ -115,6 +115,11 @@ class Progress(Section):
             return ""
         return f"eval.patience = {patience}: no val_loss below {self.best.val_loss:.4f} since step {self.best.step}"
 
+    def load_state_dict(self, state: "Progress") -> None:
+        """Takes the values of another one."""
+        for name, value in state.model_copy(deep=True):
+            setattr(self, name, value)
+
     def add_scores(self, scores: Scores) -> None:
         """Records an evaluation of the current step."""
         self.scores |= scores

@@ -134,8 +134,8 @@ data/mixture.py: as many manifests as paths are read
 - for path, manifest in zip(paths, manifests, strict=True):
 + for path, manifest in zip(paths, manifests):
 training/loop.py: a complete run has taken a step
-- nothing_changed = run.step > 0 and round(run.skipped.item()) == run.step
-+ nothing_changed = True and round(run.skipped.item()) == run.step
+- nothing_changed = run.step > 0 and round(run.losses.skipped.item()) == run.step
++ nothing_changed = True and round(run.losses.skipped.item()) == run.step
 training/loop.py: without a GPU, it seeds nothing
 - if torch.cuda.is_initialized():
 + if True:

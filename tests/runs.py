@@ -7,8 +7,8 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -305,20 +305,30 @@ def expect_defect(run: Path, capsys: pytest.CaptureFixture, *defects: str) -> No
     assert others[-1].startswith(f"{run} is not intact, defects: ")
 
 
-def built(config: RunConfig) -> Any:
-    """The `Run` of a configuration, as a training builds it."""
+@contextmanager
+def built(config: RunConfig, make_task: Any = None) -> Iterator[Any]:
+    """The `Trainer` of a configuration, as a training builds it."""
     from gpt2_ddp.tasks.jobs import make_job
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
-    from gpt2_ddp.training.run import Run
+    from gpt2_ddp.training.run import build, open_run
 
-    run = Run(config, Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job))
-    run.build()
-    return run
+    usual = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
+    with open_run(config, make_task or usual) as opened:
+        yield build(opened)
+
+
+@contextmanager
+def started(config: RunConfig) -> Iterator[Any]:
+    """The `Training` of a configuration, before its first step."""
+    from gpt2_ddp.training.run import start
+
+    with built(config) as trainer, start(trainer) as run:
+        yield run
 
 
 def evaluate_checkpoint(config: RunConfig) -> dict[str, float]:
-    with closing(built(config)) as run:
+    with built(config) as run:
         return run.evaluate(lambda: None)
 
 

@@ -26,7 +26,7 @@ from gpt2_ddp.distributed import environment
 from gpt2_ddp.distributed.environment import spare_core, usable_cores
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.training.run import Run
+from gpt2_ddp.training.run import Training
 
 STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eval.every": 100, "guard.patience": 3}
 
@@ -56,20 +56,21 @@ def test_after_each_step_an_overdue_save_is_waited_for_and_a_failed_one_stops_th
     behind, gate, said = Background(), threading.Event(), []
     run: Any = SimpleNamespace(
         store=SimpleNamespace(background=behind),
+        log=SimpleNamespace(is_gone=False),
         watchdog=SimpleNamespace(heartbeat=lambda stage: (said.append(stage), gate.set())),
         stop=SimpleNamespace(request=said.append, record_duration=lambda what, seconds: said.append((what, seconds))),
     )
     behind.start(gate.wait, timeout=60.0)
-    Run.poll_save(run)
+    Training.poll_save(run)
     assert [what for what, _ in said] == ["write"]
     behind.timeout = 0.0
-    Run.poll_save(run)
+    Training.poll_save(run)
     assert said[1] == "save"
     assert not behind.is_working
     assert said[2] == ("write", behind.seconds)
     behind.start(refuse, timeout=60.0)
     behind.join()
-    Run.poll_save(run)
+    Training.poll_save(run)
     assert said[3] == "a checkpoint could not be written"
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import forked_ranks, run_ranks
+from runs import started
 from test_gpu import TINY_PRESET
 
 from benchmarks import checkpoint, harness, step
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, run_benchmarks
-from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
-from gpt2_ddp.training.run import Run
 
 
 def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
@@ -40,9 +39,7 @@ def checkpoints(folder: Path) -> None:
     config = BenchmarkConfig(device="cpu", preset=str(folder / "tiny.yaml"))
     training = step.short_run(config, folder, 1, "no", "off", checkpoint.CHANGES)
     step.random_tokens(folder / "random")
-    with Run(training, Pretraining) as run:
-        run.build()
-        run.start()
+    with started(training) as run:
 
         def state() -> dict[str, torch.Tensor]:
             snapshot = run.snapshot()

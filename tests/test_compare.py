@@ -2,7 +2,6 @@
 
 import json
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import yaml
 from close import assert_close
 from commands import expect_error
 from ranks import run_ranks
-from runs import job_config, training_config
+from runs import built, job_config, training_config
 
 from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.compare import COLUMNS, Strategy, as_markdown, compare, difference, numbers, read_job, ways
@@ -67,9 +66,6 @@ def share_with(config, all_reduce: float, last_rank: float) -> float:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     from gpt2_ddp.compare import run as module
-    from gpt2_ddp.tasks.jobs import make_job
-    from gpt2_ddp.tasks.supervised import Supervised
-    from gpt2_ddp.training.run import Run
 
     train_step = module.train_step
 
@@ -82,10 +78,9 @@ def share_with(config, all_reduce: float, last_rank: float) -> float:
         return train_step(run)
 
     module.train_step = slow
-    run = Run(config, partial(Supervised, make_job))
-    run.build()
-    run.model.register_comm_hook(None, hook)
-    return communication_share(run, 2)
+    with built(config) as run:
+        run.model.register_comm_hook(None, hook)
+        return communication_share(run, 2)
 
 
 def runs(*seconds: float, communication: float | None = None) -> list[RunResult]:

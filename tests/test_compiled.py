@@ -1,14 +1,13 @@
 """Compiled training: one static graph for training, one for evaluation and one for tasks, whether the run is fresh or
 resumed; and of these one for all blocks and one for the head, where blocks are compiled by themselves."""
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hellaswag import items_file
 from ranks import run_ranks
-from runs import training_config
+from runs import built, training_config
 
 from gpt2_ddp.config.training import TrainingConfig
 
@@ -23,7 +22,6 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
 
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training.loop import train, train_step
-    from gpt2_ddp.training.run import Run
 
     found = []
 
@@ -40,8 +38,7 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
         train(config, Pretraining)
         assert not torch._inductor.config.use_static_cuda_launcher, "the watchdog's threads would stop with the GPU"
         return found
-    with closing(Run(config, Pretraining)) as run:
-        run.build()
+    with built(config) as run:
         run.warm_up()
         for _ in range(2):
             train_step(run)

@@ -127,19 +127,19 @@ PATIENCE = {
 
 def train_by_script(config: TrainingConfig, scores: dict[int, float] = SCRIPT) -> str:
     """Trains with the evaluations of a script; the outcome."""
-    from gpt2_ddp.training.run import Run
+    from gpt2_ddp.training.run import Trainer
 
-    evaluate = Run.evaluate
+    evaluate = Trainer.evaluate
 
     def score(run, poll):
         run.task.evaluate = lambda *_: {"val_loss": scores[run.step], "val_tokens": 512, "val_bits_per_byte": 1.0}
         return evaluate(run, poll)
 
-    Run.evaluate = score
+    Trainer.evaluate = score
     try:
         return train(config)
     finally:
-        Run.evaluate = evaluate
+        Trainer.evaluate = evaluate
 
 
 def modified(run: Path) -> dict[Path, int]:

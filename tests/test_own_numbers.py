@@ -5,7 +5,7 @@ import math
 import os
 import re
 import signal
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 from close import assert_close, distance
 from ranks import in_turn, run_ranks, run_until_killed, start_ranks
-from runs import assert_same, before_each_step, rows, training_config, verified
+from runs import assert_same, before_each_step, built, rows, training_config, verified
 
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Order
@@ -26,7 +26,6 @@ from gpt2_ddp.tasks import noise_scale
 from gpt2_ddp.tasks.noise_scale import NoiseScale
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.own_numbers import check_numbers
-from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.task import Due
 
 ROOT = Path(__file__).parents[1]
@@ -201,8 +200,7 @@ def test_the_contract_is_the_same_for_classes_of_any_package(corpus, tmp_path):
             return {"val_loss": 1.0, "mine": True}
 
     Mine.evaluate.__module__ = "gpt2_ddp.contrib"
-    with closing(Run(training_config(corpus, tmp_path), Mine)) as run:
-        run.build()
+    with built(training_config(corpus, tmp_path), Mine) as run:
         with pytest.raises(UserError):
             run.evaluate(lambda: None)
         assert (seen, run.model.training) == ([(False, False)], True)

@@ -46,29 +46,29 @@ def flip_and_tell(config: TrainingConfig, flips: list[Flip]) -> list[str]:
     follow a last flip, on rank 1, before that is looked for."""
     from gpt2_ddp.training.loop import train_step
 
-    run = built(config)
-    run.warm_up()
-    for _ in range(2):
-        train_step(run)
-    tensors = dict(run.task.model.named_parameters())
-    for name, parameter in run.task.model.named_parameters():
-        tensors |= {f"{kind}.{name}": value for kind, value in run.optimizer.plain.state[parameter].items()}
-    check = partial(check_replicas, run.accelerator, run.task.model, run.optimizer.plain)
-    messages = [message_of(check, 0)]
-    for step, (rank, name, byte, bit) in enumerate(flips, 1):
-        here = rank == run.accelerator.process_index
-        if here:
-            flip_bit(tensors[name], byte, bit)
-        messages.append(message_of(check, step))
-        if here:
-            flip_bit(tensors[name], byte, bit)
-    messages.append(message_of(check, 0))
-    if run.accelerator.process_index == 1:
-        flip_bit(tensors["h.1.mlp.c_fc.weight"], 4002, 6)
-        run.task.model.register_buffer("statistics", torch.ones(3))
-    for _ in range(3):
-        train_step(run)
-    return [*messages, message_of(check, run.step)]
+    with built(config) as run:
+        run.warm_up()
+        for _ in range(2):
+            train_step(run)
+        tensors = dict(run.task.model.named_parameters())
+        for name, parameter in run.task.model.named_parameters():
+            tensors |= {f"{kind}.{name}": value for kind, value in run.optimizer.plain.state[parameter].items()}
+        check = partial(check_replicas, run.accelerator, run.task.model, run.optimizer.plain)
+        messages = [message_of(check, 0)]
+        for step, (rank, name, byte, bit) in enumerate(flips, 1):
+            here = rank == run.accelerator.process_index
+            if here:
+                flip_bit(tensors[name], byte, bit)
+            messages.append(message_of(check, step))
+            if here:
+                flip_bit(tensors[name], byte, bit)
+        messages.append(message_of(check, 0))
+        if run.accelerator.process_index == 1:
+            flip_bit(tensors["h.1.mlp.c_fc.weight"], 4002, 6)
+            run.task.model.register_buffer("statistics", torch.ones(3))
+        for _ in range(3):
+            train_step(run)
+        return [*messages, message_of(check, run.step)]
 
 
 def test_of_three_ranks_the_one_is_named(corpus: Path, tmp_path: Path) -> None:

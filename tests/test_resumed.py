@@ -121,12 +121,12 @@ def train_and_stop(config: RunConfig, bad: tuple[int, int], during: str, step: i
             os.kill(os.getpid(), signal.SIGTERM)
         poll(self, done)
 
-    build, poll = run.Run.build, stop.StopRequest.poll
-    setattr(run.Run, "build", lambda self: (now.update(run=self), build(self)))  # noqa: B010
+    poll, describe_start = stop.StopRequest.poll, run.describe_start
+    run.describe_start = lambda started: (now.update(run=started), describe_start(started))[1]
     stop.StopRequest.poll = polled
     for owner, name, place in (
-        (run.Run, "evaluate", "evaluate"),
-        (run.Run, "sample", "sample"),
+        (run.Trainer, "evaluate", "evaluate"),
+        (run.Training, "sample", "sample"),
         (scoring, "answer", "tasks"),
         (store.CheckpointStore, "save", "save"),
     ):

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ def there_and_back(config: RunConfig) -> list[Any]:
     from gpt2_ddp.training.loop import train_step
 
     found = []
-    with closing(built(config)) as run:
+    with built(config) as run:
         run.warm_up()
         for _ in range(4):
             train_step(run)
@@ -280,7 +279,7 @@ def test_one_process_may_train_again_and_lets_go_of_its_folder(corpus, tmp_path)
 def recorded_early(config: TrainingConfig) -> dict[str, Any]:
     """What status.json holds if a rank is lost before the task is made."""
     from gpt2_ddp.distributed import watchdog
-    from gpt2_ddp.training.run import Run
+    from gpt2_ddp.training.run import open_run
 
     records, report_to = [], watchdog._Observer.report_to
     watchdog._Observer.report_to = lambda self, report, record: (
@@ -293,7 +292,7 @@ def recorded_early(config: TrainingConfig) -> dict[str, Any]:
         raise UserError("data", "x", "ends the start")
 
     with pytest.raises(UserError, match="ends the start"):
-        Run(config, make_task)
+        open_run(config, make_task).__enter__()
     return json.loads((Path(config.output_dir) / config.run_name / "status.json").read_text())
 
 

@@ -193,20 +193,20 @@ def last_bytes(config: TrainingConfig) -> int:
     """Bytes of weights, gradients and optimizer state that this rank holds after a step."""
     from gpt2_ddp.training import loop
 
-    run, step = built(config), []
-    run.warm_up()
-    zero_grad = run.optimizer.plain.zero_grad
+    step = []
+    with built(config) as run:
+        run.warm_up()
+        zero_grad = run.optimizer.plain.zero_grad
 
-    def count(**settings: bool) -> None:
-        for parameter in run.parameters:
-            tensors = [parameter, parameter.grad, *run.optimizer.plain.state[parameter].values()]
-            step.append(sum(run.strategy.local(tensor).nbytes for tensor in tensors if tensor.dim()))
-        zero_grad(**settings)
+        def count(**settings: bool) -> None:
+            for parameter in run.parameters:
+                tensors = [parameter, parameter.grad, *run.optimizer.plain.state[parameter].values()]
+                step.append(sum(run.strategy.local(tensor).nbytes for tensor in tensors if tensor.dim()))
+            zero_grad(**settings)
 
-    run.optimizer.plain.zero_grad = count
-    loop.train_step(run)
-    run.close()
-    return sum(step)
+        run.optimizer.plain.zero_grad = count
+        loop.train_step(run)
+        return sum(step)
 
 
 def test_memory_is_divided_by_the_number_of_processes(text, tmp_path):
@@ -223,27 +223,27 @@ def rank_memory(config: TrainingConfig) -> dict[str, int]:
     from gpt2_ddp.training import loop
 
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10  # noqa: E731
-    found, run = {"before": peak()}, built(config)
-    found["start"] = peak()
-    run.warm_up()
-    for _ in range(3):
-        loop.train_step(run)
-    found["steps"] = peak()
-    if config.parallel == "fsdp":
-        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    found = {"before": peak()}
+    with built(config) as run:
+        found["start"] = peak()
+        run.warm_up()
+        for _ in range(3):
+            loop.train_step(run)
+        found["steps"] = peak()
+        if config.parallel == "fsdp":
+            from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-        tracker = FSDPMemTracker(run.model, run.optimizer.plain)
-    else:
-        from torch.distributed._tools.mem_tracker import MemTracker
+            tracker = FSDPMemTracker(run.model, run.optimizer.plain)
+        else:
+            from torch.distributed._tools.mem_tracker import MemTracker
 
-        tracker = MemTracker()
-        tracker.track_external(run.model, run.optimizer.plain)
-    with tracker:
-        loop.train_step(run)
-    sizes = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    found |= {str(getattr(kind, "value", kind)): size >> 20 for kind, size in sizes.items() if size >> 20}
-    run.close()
-    return found
+            tracker = MemTracker()
+            tracker.track_external(run.model, run.optimizer.plain)
+        with tracker:
+            loop.train_step(run)
+        sizes = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+        found |= {str(getattr(kind, "value", kind)): size >> 20 for kind, size in sizes.items() if size >> 20}
+        return found
 
 
 @pytest.mark.slow
@@ -266,15 +266,14 @@ def flip_on_rank(config: TrainingConfig, rank: int) -> str:
     """What the replica check says of a bit that changed on one rank."""
     from gpt2_ddp.training.replica_check import ReplicaMismatch
 
-    run = built(config)
-    run.check_replicas()
-    if run.accelerator.process_index == rank:
-        with torch.no_grad():
-            run.strategy.local(run.parameters[0]).view(-1)[0] += 1
-    with pytest.raises(ReplicaMismatch) as error:
+    with built(config) as run:
         run.check_replicas()
-    run.close()
-    return str(error.value)
+        if run.accelerator.process_index == rank:
+            with torch.no_grad():
+                run.strategy.local(run.parameters[0]).view(-1)[0] += 1
+        with pytest.raises(ReplicaMismatch) as error:
+            run.check_replicas()
+        return str(error.value)
 
 
 @pytest.mark.slow

@@ -86,11 +86,11 @@ class Metrics:
     """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints them: each, but to a
     terminal or notebook only those with an evaluation. These get a bar, unless there is a pipe (`| tee`)."""
 
-    def __init__(self, log: RunLog, step: int, steps: int):
+    def __init__(self, log: RunLog, step: int, steps: int, on_row: Callable[[dict[str, Any]], object] | None = None):
         self._log, self.steps = log, steps
         self._failed: set[str] = set()
         self.trackers: Trackers | None = None
-        self.on_row: Callable[[dict[str, Any]], object] | None = None  # called on the main process
+        self._on_row = on_row if log.is_main else None
         notebook = type(sys.stdout).__module__.startswith("ipykernel.")
         is_shown = log.is_main and (notebook or (sys.stderr.isatty() and not Path("/dev/stdout").is_fifo()))
         stream, self._is_quiet = sys.stdout if notebook else sys.stderr, is_shown and (notebook or os.isatty(1))
@@ -115,8 +115,8 @@ class Metrics:
             rest = [f"{duration(left)} left"] if left else []
             self.print("  ".join([f"step {row['step']:>6}/{self.steps}", *describe(row), *rest]))
         self._bar.bar_format = bar_format(row, self.steps, shutil.get_terminal_size().columns)
-        if self.on_row and self._log.is_main:
-            self.on_row(row)
+        if self._on_row:
+            self._on_row(row)
 
     def advance(self) -> None:
         self._bar.update()

@@ -138,6 +138,7 @@ class RunLog:
 
     def __init__(self, folder: RunFolder):
         self.path, self.is_main, self._folder = folder.path, is_main(), folder
+        self.is_gone = False  # by the last heartbeat
         self._state, self._writing, self._appending = "", threading.RLock(), threading.Lock()
         self._chain, self._samples = FIRST_CHAIN, hashlib.sha256()  # of the rows, and of samples.jsonl
         self._sizes: dict[str, int] = {}  # bytes of both files after this process's last change
@@ -157,13 +158,13 @@ class RunLog:
             process = {**this_process()._asdict(), "heartbeat": time.time()} if state == "running" else {}
             self._put_status({"state": state, "step": step, "reason": reason, **process})
 
-    def write_heartbeat(self, status: Row) -> bool:
-        """Records the watchdog's `status` of a running run. Returns whether its files are there. For any thread."""
+    def write_heartbeat(self, status: Row) -> None:
+        """Records the watchdog's `status` of a running run, and whether its files are gone. For any thread."""
         has_lock = self._folder.has_lock()
         with self._writing, suppress(UserError):  # the disk may be full for a while
             if has_lock and self._state == "running":
                 self._put_status({"state": "running", "step": 0, "reason": "", **status}, durable=False)
-        return has_lock and not self._lost
+        self.is_gone = not has_lock or bool(self._lost)
 
     def check(self) -> None:
         """Raises: UserError if this process has lost the folder, or if another program has changed its rows."""

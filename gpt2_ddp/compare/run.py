@@ -22,7 +22,7 @@ from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train_step
-from gpt2_ddp.training.run import Run
+from gpt2_ddp.training.run import Trainer, build, open_run
 
 WARM_UP = 3  # steps before the clock starts; they train like all others
 ROUNDS = 5  # pairs of readings, with and without synchronised gradients
@@ -48,8 +48,8 @@ def measure(
     to the safetensors file `weights`. With `data_parallel`, one process splits each micro-batch among all GPUs."""
     gpt2 = isinstance(config, TrainingConfig)
     replicas = ReplicatedGPT if gpt2 else nn.DataParallel
-    with Run(config, Pretraining if gpt2 else partial(Supervised, make_job)) as run:
-        run.build(replicas if data_parallel else lambda model: model)
+    with open_run(config, Pretraining if gpt2 else partial(Supervised, make_job)) as opened:
+        run = build(opened, replicas if data_parallel else lambda model: model)
         torch.set_num_threads(threads)
         accelerator = run.accelerator
         run.warm_up()
@@ -75,7 +75,7 @@ def measure(
     )
 
 
-def time_steps(run: Run, steps: int) -> tuple[float, int]:
+def time_steps(run: Trainer, steps: int) -> tuple[float, int]:
     """Trains steps, which all ranks begin together; returns this rank's seconds and the samples of all ranks."""
     run.accelerator.wait_for_everyone()
     _await_device(run.accelerator)
@@ -85,7 +85,7 @@ def time_steps(run: Run, steps: int) -> tuple[float, int]:
     return time.perf_counter() - begun, units // run.task.units_per_item
 
 
-def communication_share(run: Run, block: int) -> float:
+def communication_share(run: Trainer, block: int) -> float:
     """Share of this rank's step that synchronising gradients costs: 0 to 1 and, by chance, less. Blocks of `block`
     ordinary steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The difference is the
     exposed communication (docs/compare.md). Without synchronisation the replicas diverge, so this comes last."""

@@ -15,7 +15,7 @@ from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, missing_data
-from gpt2_ddp.training.run import Run
+from gpt2_ddp.training.run import Opened, open_run
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Seen:
 
 
 def preflight(config: TrainingConfig, processes: int) -> Seen:
-    """Does the work of a training up to its first step (`training.loop.train`, `Run.build`), with the same user errors.
+    """Does the work of a training up to its first step (`training.loop.train`, `run.build`), with the same user errors.
     `processes` are the planned training's; this one is alone, or has as many."""
     seen, launch = Seen(), config.launch
     config = config.model_copy(update={"launch": launch.model_copy(update={"replicas": 1})})  # for this process alone
@@ -43,7 +43,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
 
     with redirect_stdout(sys.stderr):
         try:
-            with Run(config, make_task, lock=False) as run:
+            with open_run(config, make_task, lock=False) as run:
                 seen.step = run.step
                 if not (file := missing_data(config)):
                     _look_at(run, seen)
@@ -54,7 +54,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
     return seen
 
 
-def _look_at(run: Run, seen: Seen) -> None:
+def _look_at(run: Opened, seen: Seen) -> None:
     task = run.task
     assert isinstance(task, Pretraining)
     task.open_data()

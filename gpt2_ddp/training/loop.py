@@ -20,7 +20,7 @@ from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.meters import profile
 from gpt2_ddp.training.own_numbers import check_numbers
-from gpt2_ddp.training.run import Run
+from gpt2_ddp.training.run import Trainer, Training, build, finish, finish_complete, open_run, start
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import Due, MakeTask
 
@@ -45,28 +45,27 @@ class Result:
 def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
     """Trains from the newest checkpoint to the last step. The main process passes each row to `on_row`. Raises:
     UserError; SystemExit 75 if only other machines were stopped, for an elastic launcher to start this rank again."""
-    begun, outcome = time.perf_counter(), "completed"
-    with Run(config, make_task) as run:
-        run.build()
+    begun, outcome, stop = time.perf_counter(), "completed", None
+    with open_run(config, make_task) as run:
         if run.is_complete:
-            run.record_completed()
+            finish_complete(run)
         else:
-            run.start()
-            run.metrics.on_row = on_row
-            outcome, reason = train_loop(run)
-            run.finish(outcome, reason)
+            with start(build(run), on_row) as training:
+                stop = training.stop
+                outcome, reason = train_loop(training)
+                finish(training, outcome, reason)
         seconds = time.perf_counter() - begun
         result = Result(outcome, run.step, run.progress.scores, seconds, run.folder.path, run.best_checkpoint)
-    if outcome == "stopped" and run.stop.is_of_other_machines():
+    if stop and outcome == "stopped" and stop.is_of_other_machines():
         raise SystemExit(STOPPED)
     return result
 
 
 Ending = tuple[Outcome, str]
-"""How a training ended, and why; `Run.finish` knows the reasons of a stop and of an early end."""
+"""How a training ended, and why; `finish` knows the reasons of a stop and of an early end."""
 
 
-def train_loop(run: Run) -> Ending:
+def train_loop(run: Training) -> Ending:
     """Trains the remaining steps of a run that was started."""
     progress = run.progress
     if progress.is_new:
@@ -90,13 +89,13 @@ def train_loop(run: Run) -> Ending:
                         return ending
 
 
-def first_work(run: Run) -> Pending:
+def first_work(run: Training) -> Pending:
     """The work before the first step of a new run: an evaluation, and a checkpoint if a rollback may need it."""
     digest = {"order_digest": run.task.feed.order_digest} if run.step else {}
     return Pending(row=_position(run) | digest, evaluate=True, save=run.config.rollbacks > 0)
 
 
-def finish_pending(run: Run) -> Ending | None:
+def finish_pending(run: Training) -> Ending | None:
     """Evaluates, writes the row, samples and saves, as far as this is pending. Collective. A stop interrupts all but
     the save, and the rest stays pending. Returns how the run ended; None if it goes on."""
     progress, stop = run.progress, run.stop
@@ -110,7 +109,7 @@ def finish_pending(run: Run) -> Ending | None:
     return ("stopped", "") if stop.is_agreed else None
 
 
-def _evaluate_log_sample(run: Run) -> None:
+def _evaluate_log_sample(run: Training) -> None:
     pending, metrics, stop = run.progress.pending, run.metrics, run.stop
     is_long = pending.evaluate or pending.sample
     with suppress(Interrupted):
@@ -129,13 +128,13 @@ def _evaluate_log_sample(run: Run) -> None:
         stop.sync()
 
 
-def find_ruin(run: Run) -> str:
+def find_ruin(run: Training) -> str:
     """Why the weights are useless: they or the validation loss are not finite, or no step changed anything; empty if
     they are not. Collective: the replicas are compared before, so that all ranks find the same."""
     run.check_replicas()
     is_finite = torch.stack([run.strategy.local(parameter).isfinite().all() for parameter in run.parameters])
     finite_weights = not sum_over_ranks(run.accelerator, (~is_finite).sum()).item()
-    nothing_changed = run.step > 0 and round(run.skipped.item()) == run.step
+    nothing_changed = run.step > 0 and round(run.losses.skipped.item()) == run.step
     loss = run.progress.scores.get("val_loss")
     ruined = not finite_weights or nothing_changed or (loss is not None and not math.isfinite(loss))
     return "weights or validation loss are not finite, or no step changed the weights" if ruined else ""
@@ -150,7 +149,7 @@ class StepResult(NamedTuple):
     fields: dict[str, float] | None  # the task's `row_fields`, if there are any
 
 
-def train_step(run: Run) -> StepResult:
+def train_step(run: Trainer) -> StepResult:
     """Takes the next optimizer step: forward, backward, clip, step. Does not wait for the device.
 
     A rank's loss is the sum over its units, divided by the units of all ranks, times the number of ranks, as DDP
@@ -179,7 +178,7 @@ def train_step(run: Run) -> StepResult:
     return StepResult(loss_sum, grad_norm, lr, units, due, fields)
 
 
-def next_step(run: Run) -> str:
+def next_step(run: Training) -> str:
     """Takes the next step, and says in `run.progress.pending` what follows it. After too many bad steps, goes back to a
     checkpoint, and takes the step after that. Returns why it cannot; else an empty text."""
     while True:
@@ -201,14 +200,14 @@ def next_step(run: Run) -> str:
     return ""
 
 
-def warn_of_bad_step(run: Run, verdict: Verdict) -> None:
+def warn_of_bad_step(run: Training, verdict: Verdict) -> None:
     """Prints a warning at the first bad step of this process."""
     if verdict is not Verdict.OK and run.guard.bad_steps == 1:
         done = "its update is skipped; no later one is printed"
         run.metrics.print(f"warning: step {run.guard.judged} is bad: {run.guard.problem}; {done}")
 
 
-def roll_back(run: Run) -> str:
+def roll_back(run: Training) -> str:
     """Loads the newest checkpoint from before the bad steps, and skips the data read since. Collective. Returns why it
     cannot, if no rollback or no good checkpoint is left; else an empty text."""
     guard, store, feed = run.guard, run.store, run.task.feed
@@ -247,7 +246,7 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
         torch.mps.manual_seed(value)
 
 
-def _position(run: Run) -> dict[str, Any]:
+def _position(run: Training) -> dict[str, Any]:
     """The first fields of a row: step, epoch, and units trained on."""
     task, feed = run.task, run.task.feed
     epoch = round(feed.position / len(feed.order), 4)
@@ -255,13 +254,13 @@ def _position(run: Run) -> dict[str, Any]:
     return row | feed.by_source(task.unit, task.units_per_item)
 
 
-def _row(run: Run, result: StepResult) -> dict[str, Any]:
+def _row(run: Training, result: StepResult) -> dict[str, Any]:
     """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the device."""
     feed = run.task.feed
     run.watchdog.heartbeat("all-reduce")
     loss = sum_over_ranks(run.accelerator, result.loss_sum) / result.units
-    loss_value, grad_norm, skipped = torch.stack([loss, result.grad_norm, run.skipped]).tolist()
-    loss_mean, not_finite = run.since_row.pop_mean()
+    loss_value, grad_norm, skipped = torch.stack([loss, result.grad_norm, run.losses.skipped]).tolist()
+    loss_mean, not_finite = run.losses.since_row.pop_mean()
     row = {
         **_position(run),
         "loss": loss_value,
@@ -274,7 +273,7 @@ def _row(run: Run, result: StepResult) -> dict[str, Any]:
         "order_digest": feed.order_digest,
     }
     if feed.ended_epoch:
-        run.progress.scores["train_loss"] = row["train_loss"] = run.epoch.pop_mean()[0]
+        run.progress.scores["train_loss"] = row["train_loss"] = run.losses.epoch.pop_mean()[0]
     if result.fields is not None:
         row |= check_numbers("row_fields", result.fields, row | run.progress.scores, loss_value + grad_norm)
     return row

@@ -19,7 +19,7 @@ from torch import Tensor
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.project import VERSION
-from gpt2_ddp.state import Sums
+from gpt2_ddp.state import Losses, Sums
 from gpt2_ddp.training.task import Task
 
 
@@ -71,6 +71,32 @@ class LossSum:
         self._valid.fill_(valid)
         self._units = int(units)
         self._waiting.clear()
+
+
+class StepLosses:
+    """Losses since the last `epoch` ended, without skipped steps, and `since_row`; number of `skipped` steps, fp32
+    scalar on the device."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.epoch, self.since_row = LossSum(accelerator), LossSum(accelerator)
+        self.skipped = torch.zeros((), device=accelerator.device)
+
+    def add(self, loss_sum: Tensor, units: int, skipped: Tensor) -> None:
+        """Adds a step's sum over this rank's units. `skipped`: scalar, 1 if the step changed nothing, else 0."""
+        self.skipped += skipped
+        self.epoch.add(loss_sum, units, skipped)
+        self.since_row.add(loss_sum, units)
+
+    def state_dict(self) -> Losses:
+        """The sums over all ranks. Collective; waits for the device."""
+        epoch, since_row = self.epoch.state_dict(), self.since_row.state_dict()
+        return Losses(epoch=epoch, since_row=since_row, skipped=round(self.skipped.item()))
+
+    def load_state_dict(self, state: Losses) -> None:
+        """Loads what `state_dict` returned."""
+        self.epoch.load_state_dict(state.epoch)
+        self.since_row.load_state_dict(state.since_row)
+        self.skipped.fill_(state.skipped)
 
 
 class Throughput:

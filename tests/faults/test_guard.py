@@ -11,7 +11,17 @@ import pytest
 import torch
 from close import assert_close, distance
 from ranks import run_ranks
-from runs import job_config, newest_checkpoint, said, state_of, train, train_with_faults, training_config, untimed
+from runs import (
+    job_config,
+    newest_checkpoint,
+    said,
+    started,
+    state_of,
+    train,
+    train_with_faults,
+    training_config,
+    untimed,
+)
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.run_files import valid_rows
@@ -91,13 +101,9 @@ def changed_by_a_rollback(config: TrainingConfig) -> list[str]:
 
     from gpt2_ddp.checkpoint.checkpoint import MODEL, verify
     from gpt2_ddp.distributed.launch import GROUPS
-    from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training.loop import roll_back, train_step
-    from gpt2_ddp.training.run import Run
 
-    with Run(config, Pretraining) as run:
-        run.build()
-        run.start()
+    with started(config) as run:
         for step in range(1, 5):
             train_step(run)
             if step in (2, 3):
@@ -122,24 +128,20 @@ def test_a_rollback_restores_weights_and_moments(corpus, tmp_path):
 
 def losses_after_a_skipped_end(config: TrainingConfig) -> tuple[int, ...]:
     """Rolls back from an epoch's end, which is skipped then, and trains on: units of the epoch's loss; the epoch."""
-    from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training.loop import roll_back, train_step
-    from gpt2_ddp.training.run import Run
 
-    with Run(config, Pretraining) as run:
-        run.build()
-        run.start()
+    with started(config) as run:
         feed = run.task.feed
         feed.seek(len(feed.order) - 2 * feed.step_size, feed.order_digest, [])
         train_step(run)
         run.save()
-        before = run.epoch.state_dict()[2]
+        before = run.losses.epoch.state_dict()[2]
         train_step(run)
         run.guard.judged = 1
         assert roll_back(run) == ""
-        kept = run.epoch.state_dict()[2]
+        kept = run.losses.epoch.state_dict()[2]
         train_step(run)
-        return before, kept, run.epoch.state_dict()[2], run.task.feed.position // len(feed.order)
+        return before, kept, run.losses.epoch.state_dict()[2], run.task.feed.position // len(feed.order)
 
 
 def test_an_epoch_whose_end_is_skipped_leaves_no_losses_to_the_next(corpus, tmp_path):

@@ -59,7 +59,7 @@ def faulty(config: RunConfig, folder: Path, stage: str, victim: int, fault: Call
     from gpt2_ddp.data.feed import Feed
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
-    from gpt2_ddp.training.run import Run
+    from gpt2_ddp.training.run import Trainer
 
     task = Pretraining if isinstance(config, TrainingConfig) else Supervised
     rank = int(os.environ.get("RANK", "0"))
@@ -70,7 +70,7 @@ def faulty(config: RunConfig, folder: Path, stage: str, victim: int, fault: Call
         "data": (Feed, "next_step", STEP),
         "forward/backward": (task, "loss", STEP + (os.environ.get("WORLD_SIZE", "1") != "1")),  # settling is one
         "evaluate": (task, "evaluate", 2),
-        "save": (Run, "snapshot", 2),
+        "save": (Trainer, "snapshot", 2),
         "sample": (task, "sample", 1),
     }
     place, name, at = places[stage]
