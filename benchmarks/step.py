@@ -187,7 +187,7 @@ def short_run(
         "train.device": config.device,
         "train.patience_seconds": 3600,  # it waits between turns
         "checkpoint.background": False,  # the first one's copy would stay in memory
-        "tracking.sample_prompt": (),
+        "tracking.sample_every": 0,
     }
     return resolve(TrainingConfig, [config.preset], values | changes)
 

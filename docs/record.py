@@ -26,7 +26,7 @@ optim: {name: muon, lr: 0.03, muon_lr: 0.03, min_lr: 0, warmup_steps: 30}
 train: {steps: 80, global_batch_tokens: 2048, device: cpu}
 eval: {every: 40, tokens: 8192}
 checkpoint: {every: 20}
-tracking: {log_every: 10}
+tracking: {log_every: 10, sample_every: 0}
 """
 TWO = "torchrun --nproc_per_node 2 scripts/train_gpt2.py --config demo.yaml"
 ONE = "python scripts/train_gpt2.py --config demo.yaml"

@@ -59,7 +59,7 @@ CANNOT = {
 TRAINING = (
     "--train.steps {steps} --train.device cpu --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
     " --model.block_size 32 --train.global_batch_tokens 256 --eval.tokens 512 --optim.warmup_steps 2"
-    " --tracking.sample_prompt null"
+    " --tracking.sample_every 0"
 )
 SMALLER = {
     "train_gpt2.py": TRAINING,

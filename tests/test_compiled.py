@@ -56,7 +56,7 @@ LLAMA, NANOCHAT = (
 )
 CASES = [
     (1, "model", TASKS | {"model.n_layer": 1}),
-    pytest.param(1, "blocks", TASKS | {"tracking.sample_prompt": ""}, marks=pytest.mark.slow),
+    pytest.param(1, "blocks", TASKS | {"tracking.sample_every": 2}, marks=pytest.mark.slow),
     pytest.param(1, "model", LLAMA | TASKS | {"model.document_mask": True}, marks=pytest.mark.slow),
     pytest.param(2, "blocks", NANOCHAT | {"train.activation_checkpointing": True}, marks=pytest.mark.slow),
 ]

@@ -60,7 +60,7 @@ IMAGE = os.environ.get("IMAGE", "gpt2_ddp")
 TINY = (
     "--data.path data/tiny --run_name tiny --train.device cpu --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
     " --model.block_size 32 --train.global_batch_tokens 256 --train.steps 1000000 --eval.every 1000000"
-    " --optim.warmup_steps 2 --tracking.sample_prompt null"
+    " --optim.warmup_steps 2 --tracking.sample_every 0"
 )
 
 

@@ -51,7 +51,7 @@ FLAGS = "--output_dir {out} --train.device {device} --optim.decay_steps 400"
 SMALL = f"scripts/train_gpt2.py {FLAGS}{{tiny}}"
 """The default training."""
 RANKS = f"-m torch.distributed.run --standalone --nproc_per_node {{gpus}} {SMALL} --tracking.log_every 1"
-FSDP = "--launch.parallel fsdp --eval.every 20"
+FSDP = "--launch.parallel fsdp --tracking.sample_every 20"
 LARGE = (
     f"scripts/train_gpt2.py {FLAGS} --config configs/gpt2_124m.yaml --data.path {{out}}/random --data.prepare null"
     " --tracking.log_every 5 --train.mixed_precision bf16 --train.steps 40{large}"

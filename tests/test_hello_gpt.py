@@ -21,7 +21,7 @@ SCRIPT, PAGE, CHECKPOINT = ROOT / "scripts/hello_gpt.py", ROOT / "docs/first-ste
 SIZES = {"WIDTH": 48, "CONTEXT": 32, "STEPS": 24, "WARMUP": 6, "LOG_EVERY": 1, "EVAL_EVERY": 12, "SAVE_EVERY": 8}
 FLAGS = (
     "--model.n_embd 48 --model.block_size 32 --train.global_batch_tokens 512 --train.steps 24 --optim.warmup_steps 6"
-    " --tracking.log_every 1 --tracking.sample_prompt null --eval.every 12 --eval.tokens 3072 --train.device cpu"
+    " --tracking.log_every 1 --tracking.sample_every 0 --eval.every 12 --eval.tokens 3072 --train.device cpu"
 )
 """The same sizes for hello_gpt.py and train_gpt2.py."""
 RANK = """

@@ -121,7 +121,7 @@ PATIENCE = {
     "optim.decay_steps": 14,
     "eval": {"every": 2, "patience": 2},
     "checkpoint": {"every": 5, "keep_last": 1},
-    "tracking": {"log_every": 1},
+    "tracking": {"log_every": 1, "sample_every": 99},
 }
 
 
@@ -161,6 +161,7 @@ def test_patience_ends_a_run_early_and_keeps_the_best(corpus, tmp_path):
     assert steps_of(list_checkpoints(run / "checkpoints")) == [4, 8], "the best and the newest"
     assert state_of(run)["progress"]["best"] == {"step": 4, "val_loss": 2.0, "tokens": 512, "since": 2}
     assert [row["step"] for row in rows(run)] == list(range(9))
+    assert [row["step"] for row in rows(run, "samples.jsonl")] == [8], "of the end"
 
     calls = [(modified, run), (said, train_by_script, config), (modified, run), (train_by_script, more)]
     calls += [(rows, run), (said, train_by_script, endless, {**SCRIPT, 14: 1.75})]

@@ -85,7 +85,7 @@ def config_of(kind: str, corpus: Path, short_documents: Path, folder: Path, name
         "guard": {"patience": 3, "norm_sigmas": 50.0, "loss_sigmas": 50.0},
         "eval": {"every": 5, "tokens": 2000, "patience": 9, "task_items": 33},
         "eval.tasks": [str(folder / "items.jsonl")],
-        "tracking": {"log_every": 2, "sample_prompt": ["def ", ""]},
+        "tracking": {"log_every": 2, "sample_every": 5, "sample_prompt": ["def ", ""]},
         "checkpoint.every": 4,
         "train.steps": 16,
     }

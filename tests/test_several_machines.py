@@ -27,7 +27,7 @@ TINY = (
     " --train.patience_seconds 5 --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32"
     " --optim.lr 0.003 --optim.min_lr 0.0003 --optim.warmup_steps 5 --optim.decay_steps null --eval.tokens 512"
     " --eval.every 100 --eval.patience null --checkpoint.every 20 --checkpoint.background false"
-    " --tracking.log_every 1 --tracking.sample_prompt null"
+    " --tracking.log_every 1 --tracking.sample_every 0"
 )
 PAGE = [command.text for command in commands(ROOT / "docs/several-machines.md")]
 LONG = 25

@@ -147,7 +147,7 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, capsys):
         "eval.tasks": [items_file(tmp_path)],
     }
     more |= {"train.activation_checkpointing": True, "train.loss_chunk": 32, "train.micro_batch_size": 1}
-    more |= {"eval.task_items": 9, "tracking.sample_prompt": "", "optim.decay_steps": 25, "eval.every": 5}
+    more |= {"eval.task_items": 9, "tracking.sample_every": 5, "optim.decay_steps": 25, "eval.every": 5}
     train(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
     for number, (processes, way, replicas) in enumerate(
         [(1, "ddp", 1), (2, "fsdp", 1), (3, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 1)], 1

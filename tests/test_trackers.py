@@ -159,7 +159,7 @@ def train_with_a_failing(config: TrainingConfig) -> tuple[str, str, str]:
 
 
 def test_what_fails_is_told_once_and_the_training_and_other_trackers_are_the_same(corpus, tmp_path):
-    tracking = {"tracking.log_with": ["wandb", "tensorboard"], "tracking.sample_prompt": ""}
+    tracking = {"tracking.log_with": ["wandb", "tensorboard"], "tracking.sample_every": 2}
     config = training_config(corpus, tmp_path, tracking | {"train.steps": 6, "eval.every": 3})
     ((outcome, _, errors),) = run_ranks(train_with_a_failing, 1, config)
     warnings = [line for line in errors.splitlines() if line.startswith("warning:")]

@@ -229,7 +229,7 @@ def crash_at_step_6(config: TrainingConfig) -> None:
 
 
 def test_each_prompt_has_its_sample_and_a_crash_is_recorded(corpus, tmp_path):
-    changes = {"tracking.sample_prompt": ["def ", ""], "eval.every": 2}
+    changes = {"tracking.sample_prompt": ["def ", ""], "tracking.sample_every": 2}
     with pytest.raises(RankError, match="out of order"):
         run_ranks(crash_at_step_6, 1, training_config(corpus, tmp_path, changes))
     samples = rows(tmp_path / "run", SAMPLES)

@@ -238,9 +238,10 @@ class RollbackConfig(GuardConfig):
 class TextTrackingConfig(TrackingConfig):
     """Metrics, and samples of text"""
 
-    sample_prompt: tuple[str, ...] = ()
-    """prompts of text that is generated every eval.every steps, printed and added to samples.jsonl; an empty text: the
-    start of a document; null: no samples"""
+    sample_every: int = Field(default=0, ge=0)
+    """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
+    sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
+    """prompts of the samples, one or several; empty: the start of a document"""
 
 
 class ParallelConfig(Section):

@@ -413,11 +413,10 @@ def little_text_notes(passes: float, validation_tokens: int | None) -> Iterator[
 
 def due(config: TrainingConfig, step: int, last: bool, ended_epoch: bool, validates: bool) -> Due:
     """The work that follows a step. `validates`: whether there is a validation split."""
-    is_time = last or step % config.eval.every == 0
-    evaluate = validates and is_time
+    evaluate = validates and (last or step % config.eval.every == 0)
     return Due(
         log=evaluate or last or ended_epoch or step % config.tracking.log_every == 0,
         evaluate=evaluate,
         save=last or step % config.checkpoint.every == 0,
-        sample=is_time and bool(config.tracking.sample_prompt),
+        sample=config.tracking.sample_every > 0 and (last or step % config.tracking.sample_every == 0),
     )

@@ -121,6 +121,8 @@ def _evaluate_log_sample(run: Training) -> None:
         if pending.row:
             metrics.log(pending.row)
             pending.row = {}
+        if run.early_end and run.task.due(run.step, last=True).sample:
+            pending.sample = is_long = True
         if pending.sample and not stop.is_agreed:
             metrics.show_samples(run.step, run.sample())
             pending.sample = False

@@ -20,7 +20,7 @@ from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, steps_of, ve
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 
-FURTHER = {"train.steps": 7, "optim.decay_steps": 10, "eval.every": 100, "tracking.sample_prompt": ""}
+FURTHER = {"train.steps": 7, "optim.decay_steps": 10, "eval.every": 100, "tracking.sample_every": 5}
 FURTHER |= {"checkpoint.every": 3, "checkpoint.keep_last": 1}
 FAST = ("write checkpoints/.step-N.tmp/model.safetensors", "write metrics.jsonl")
 FAST += ("rename checkpoints/.step-N.tmp", "rename checkpoints/step-N")

@@ -163,12 +163,7 @@ def test_a_sick_rank_is_named(tmp_path, stage, fault, victim):
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "fault"), [("forward/backward", kill), ("save", endless), ("sample", fail)])
 def test_of_ranks_that_share_a_model_one_is_named(corpus, tmp_path, stage, fault):
-    changes = {
-        "launch.parallel": "fsdp",
-        "train.patience_seconds": PATIENCE,
-        "tracking.sample_prompt": "",
-        "eval.every": 5,
-    }
+    changes = {"launch.parallel": "fsdp", "train.patience_seconds": PATIENCE, "tracking.sample_every": 5}
     expect_named(scene(training_config(corpus, tmp_path, changes), 3, stage, 1, fault), stage, fault, 1)
 
 

@@ -17,7 +17,7 @@ from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.reports.verify import verify_run
 
-SAVED = {"checkpoint": {"every": 3, "keep_last": 2}, "eval.every": 6, "tracking": {"log_every": 2, "sample_prompt": ""}}
+SAVED = {"checkpoint": {"every": 3, "keep_last": 2}, "eval.every": 6, "tracking": {"log_every": 2, "sample_every": 6}}
 
 
 def is_intact(run: Path) -> bool:
