@@ -94,15 +94,9 @@ data/order.py: which lookups are cached; the items are the same
 data/order.py: which lookups are cached; the items are the same
 - epoch_end = (first // self.n_items + 1) * self.n_items # each epoch has a key of its own
 + epoch_end = (first * self.n_items + 1) * self.n_items # each epoch has a key of its own
-data/feed.py: the length of an endless one is not read
-- def __init__(self, read: Callable[[Any], Any], length: int = 0):
-+ def __init__(self, read: Callable[[Any], Any], length: int = 1):
 data/feed.py: a free position is no start of a skipped range
 - stop = min(position + wanted, end, *(start for start, _ in self.skipped_ranges if start > position))
 + stop = min(position + wanted, end, *(start for start, _ in self.skipped_ranges if start >= position))
-data/feed.py: all ranks have equally many batches
-- prepared = prepare_loader(accelerator, batches, sampler, even_batches=False, workers=self.workers)
-+ prepared = prepare_loader(accelerator, batches, sampler, even_batches=True, workers=self.workers)
 data/mixture.py: the default of zip
 - for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
 + for path, ours, theirs in zip(paths, now.manifests, known):

@@ -14,7 +14,7 @@ from commands import expect_error
 from ranks import run_ranks
 
 from gpt2_ddp.data import feed as feed_module
-from gpt2_ddp.data.feed import Batches, Feed, GlobalBatch, interleaved, make_loader, padding_rows, split_batch
+from gpt2_ddp.data.feed import Feed, GlobalBatch, Reading, interleaved, make_loader, padding_rows, split_batch
 from gpt2_ddp.data.order import Order, next_digest, skipped_digest
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
@@ -220,14 +220,14 @@ def test_workers_of_two_ranks_deliver_the_same():
 WRONG = {
     "lost": lambda batches: batches[1:],
     "swapped": lambda batches: [batches[1], batches[0], *batches[2:]],
-    "reversed": lambda batches: [(batches[0][0], batches[0][1][::-1]), *batches[1:]],
-    "short": lambda batches: [(batches[0][0], batches[0][1][:-1]), *batches[1:]],
+    "twice": lambda batches: [batches[1], *batches[1:]],
+    "of another step": lambda batches: batches[2:],
 }
 """What can go wrong with the loader after three steps of two micro-batches."""
 
 
 @pytest.mark.parametrize("how", WRONG)
-def test_other_items_than_the_order_s_are_refused(monkeypatch, how):
+def test_another_micro_batch_than_the_next_is_refused(monkeypatch, how):
     class Delivered(list):
         def end(self) -> None: ...
 
@@ -242,7 +242,7 @@ def test_other_items_than_the_order_s_are_refused(monkeypatch, how):
     feed = Feed(Order(1, 100), GlobalBatch(8, interleaved(2, 2)), Numbers(100), rank_of(2, 1))
     for _ in range(3):
         assert len(list(feed.next_step().micro_batches)) == 2
-    with pytest.raises(RuntimeError, match="micro-batch 1"):
+    with pytest.raises(RuntimeError, match="the loader delivered micro-batch"):
         list(feed.next_step().micro_batches)
 
 
@@ -262,6 +262,6 @@ def test_the_time_waited_for_the_loader_is_counted(monkeypatch):
 
 
 def test_a_loader_has_the_processes_that_were_asked_for():
-    loader = make_loader(Batches(list), [[0]], 2)
-    assert [make_loader(Batches(list), [[0]], 0).num_workers, loader.num_workers] == [0, 2]
+    loader = make_loader(Reading(list, [[0]]), 2)
+    assert [make_loader(Reading(list, [[0]]), 0).num_workers, loader.num_workers] == [0, 2]
     assert loader.multiprocessing_context.get_start_method() == "forkserver", "the training has threads"

@@ -211,7 +211,8 @@ class Toy(NoiseScale):
     gradients of tokens are independent: of mean 0.3 and standard deviation 2 each."""
 
     def __init__(self, monkeypatch: Any, shares: int = 4, parallel: str = "ddp"):
-        feed = {"position": 0, "consumed": 0, "step_size": 2 * shares, "share": lambda n: [[range(2)]] * shares}
+        feed = {"position": 0, "consumed": 0, "step_size": 2 * shares}
+        feed["batch"] = SimpleNamespace(share=lambda n: [[range(2)]] * shares)
         monkeypatch.setattr(Pretraining, "build_feed", lambda self: setattr(self, "feed", SimpleNamespace(**feed)))
         monkeypatch.setattr(Pretraining, "loss", lambda self, model, batch: model(0.3 + 2 * torch.randn(6, 10)).sum())
         train = SimpleNamespace(steps=0, epochs=None, micro_batch_size=2)

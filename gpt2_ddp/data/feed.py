@@ -2,20 +2,20 @@
 
 A step takes the next positions of the order (`data.order`), without those in `skipped_ranges`. Its items depend on the
 seed, the step's size, `position` and `skipped_ranges` alone: not on ranks, micro-batches, loader workers or restarts.
-The feed compares each delivered batch with the order.
+The items are counted as they are delivered.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import torch
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from accelerate.data_loader import prepare_data_loader
+from torch import Generator, Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from gpt2_ddp.data.order import Order, next_digest, skipped_digest
 from gpt2_ddp.errors import UserError
@@ -27,65 +27,57 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def prepare_loader(
-    accelerator: Accelerator, batches: "Batches", batch_sampler: Any, even_batches: bool, workers: int
-) -> Any:
-    """A loader of what `batches` reads for each batch of indices: batch k goes to rank k mod W, on its device.
-
-    Args:
-        batch_sampler: indices of the batches of all ranks.
-        even_batches: pads the last ones with earlier items, which `gather_for_metrics` drops.
+class Reading(IterableDataset):
+    """What `read` returns for each of the `parts` of a data set, in their order; worker w of N reads each N-th part. A
+    UserError is returned in place of a part, since a worker's exception would keep only its text: `unwrap` raises it.
     """
-    world, rank = accelerator.num_processes, accelerator.process_index
-    if world > 1:
-        batch_sampler = BatchSamplerShard(batch_sampler, world, rank, even_batches=even_batches)
-    loader = make_loader(batches, batch_sampler, workers, pin_memory=accelerator.device.type == "cuda")
-    # Accelerator.prepare would keep a reference to every loader. For several processes, prepare_data_loader
-    # imports `datasets` and pandas, 1 s on each rank; here the batches are sharded already.
-    return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=True)
+
+    def __init__(self, read: Callable[[Any], Any], parts: Iterable[Any]):
+        self._read = read
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, every = (worker.id, worker.num_workers) if worker else (0, 1)
+        return map(self._attempt, islice(self._parts, first, None, every))
+
+    def _attempt(self, part: Any) -> Any:
+        try:
+            return self._read(part)
+        except UserError as error:
+            return error
 
 
-def make_loader(batches: "Batches", batch_sampler: Any, workers: int, pin_memory: bool = False) -> DataLoader:
-    """A loader in this process, whose batches have to pass through `unwrap`. `workers`: processes that read; 0: this
-    one reads."""
+def make_loader(reading: Reading, workers: int, pin_memory: bool = False) -> DataLoader:
+    """A loader whose batches are the parts, each to be unwrapped. `workers`: processes that read; 0: this one."""
     options: dict[str, Any] = {}
     if workers:
         from gpt2_ddp.distributed.workers import worker_context
 
         context = worker_context(__name__)
         options = {"num_workers": workers, "prefetch_factor": 4, "multiprocessing_context": context}
-    no_draw = torch.Generator()  # the default would draw from dropout's generator
-    return DataLoader(
-        batches, batch_sampler=batch_sampler, collate_fn=_same, pin_memory=pin_memory, generator=no_draw, **options
+    no_draw = Generator()  # the default would draw from dropout's generator
+    return DataLoader(reading, batch_size=None, collate_fn=_same, pin_memory=pin_memory, generator=no_draw, **options)
+
+
+def prepare_loader(accelerator: Accelerator, reading: Reading, workers: int) -> Any:
+    """A loader of this rank's parts, prepared by Accelerate, which moves them to the device one part ahead."""
+    loader = make_loader(reading, workers, pin_memory=accelerator.device.type == "cuda")
+    # Accelerator.prepare would keep a reference to every loader, and take the parts for those of all ranks
+    return prepare_data_loader(
+        loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, non_blocking=True
     )
-
-
-class Batches(Dataset):
-    """A data set that reads whole batches: `read` of a batch of indices. A UserError is returned as a batch, since a
-    worker's exception would keep only its text. `length`: number of indices; 0: endless."""
-
-    def __init__(self, read: Callable[[Any], Any], length: int = 0):
-        self.read, self.length = read, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitems__(self, indices: Any) -> Any:
-        try:
-            return self.read(indices)
-        except UserError as error:
-            return error
 
 
 def _same(batch: Any) -> Any:
     return batch
 
 
-def unwrap(batch: T | UserError) -> T:
-    """The batch. Raises: UserError where it is one."""
-    if isinstance(batch, UserError):
-        raise batch
-    return batch
+def unwrap(part: T | UserError) -> T:
+    """The part. Raises: UserError where it is one."""
+    if isinstance(part, UserError):
+        raise part
+    return part
 
 
 class Source(Protocol):
@@ -99,7 +91,7 @@ class Source(Protocol):
 
 
 Shares = Callable[[int], list[list[range]]]
-"""Partition of a step's n items: [m][r] is the part of range(n) in micro-batch m of rank r."""
+"""Partition of a step's n items: [m][r] is the part of range(n) in micro-batch m of rank r. Workers receive it."""
 
 
 class GlobalBatch(NamedTuple):
@@ -137,6 +129,27 @@ class Step(NamedTuple):
     micro_batches: Iterator[MicroBatch]
 
 
+class _Part(NamedTuple):
+    """A micro-batch to read: its number in the step, the step's positions int64 [n] and items, and this rank's share of
+    range(n)."""
+
+    number: int
+    last: bool
+    positions: np.ndarray
+    items: np.ndarray
+    share: range
+
+
+class _Delivery(NamedTuple):
+    """A micro-batch, its number in the step, the step's first and last position, and its items."""
+
+    number: int
+    first: int
+    end: int
+    items: np.ndarray
+    micro_batch: MicroBatch
+
+
 class Feed:
     """Endless steps over the items of an order.
 
@@ -160,15 +173,19 @@ class Feed:
         accelerator: Accelerator | None = None,
         workers: int = 0,
     ):
-        self.order, self.source, self._accelerator, self.workers = order, source, accelerator, workers
-        self.step_size, self.share, self.by_epoch, self.rows = batch
+        self.order, self.batch, self.source, self.workers = order, batch, source, workers
+        self._accelerator = accelerator
         self.position, self.order_digest = 0, FIRST_DIGEST
         self.skipped_ranges: list[tuple[int, int]] = []
         self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0
-        self._batches: Iterator[tuple[tuple[Tensor, ...], np.ndarray]] | None = None
-        self._end_loading: Callable[[], None] = lambda: None
-        self._first: MicroBatch | None = None
-        self._ahead: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by position, the steps that the loader has begun
+        self._loader: Any = None
+        self._deliveries: Iterator[_Delivery | UserError] = iter(())
+        self._next: _Delivery | None = None  # once somebody looked at it
+
+    @property
+    def step_size(self) -> int:
+        """Items of a step over all ranks; an epoch's last step may have fewer."""
+        return self.batch.size
 
     def state_dict(self) -> FeedState:
         """Position, skipped ranges and order digest."""
@@ -195,29 +212,36 @@ class Feed:
 
     def next_step(self) -> Step:
         """Advances by a step. Its micro-batches are read lazily, one ahead. They raise RuntimeError if the loader
-        delivers items other than the order's, and UserError if the source cannot be read."""
-        positions, items = self._ahead.pop(self.position, None) or self._step_from(self.position)
-        self.skipped_end = int(positions[0]) // len(self.order) > self.position // len(self.order)
-        self.position = int(positions[-1]) + 1
+        delivers another micro-batch than the next one, and UserError if the source cannot be read."""
+        if self.source is None:
+            positions, items = self.step_from(self.position)
+            first, end, micro_batches = int(positions[0]), int(positions[-1]), iter(())
+        else:
+            delivery = self._first_delivery()
+            _, first, end, items, _ = delivery
+            self._next, micro_batches = None, self._micro_batches(delivery)
+        epoch = first // len(self.order)
+        self.skipped_end = epoch > self.position // len(self.order)
+        self.position = end + 1
         self.order_digest = next_digest(self.order_digest, items)
-        self.ended_epoch = self.epochs > int(positions[0]) // len(self.order)
-        return Step(items, self._deliver(positions, items))
+        self.ended_epoch = self.epochs > epoch
+        return Step(items, micro_batches)
 
     def first_micro_batch(self) -> MicroBatch:
         """The first micro-batch of the next step, without advancing."""
-        if self._first is None:
-            self._first = next(self._deliver(*self._step_from(self.position)))
-        return self._first
+        return self._first_delivery().micro_batch
 
-    def _step_from(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+    def step_from(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions int64 [n] and items uint64 [n] of the step that begins at `position`, or after the skipped range
+        there."""
         positions = self.positions_from(position)
         return positions, self.order.items_at(positions)
 
     def positions_from(self, position: int) -> np.ndarray:
-        """Positions int64 [n] of the step that begins at `position`, or after the skipped range there."""
+        """The positions of `step_from`."""
         position = self._next_free(position)
-        end = (position // len(self.order) + 1) * len(self.order) if self.by_epoch else 2**63
-        parts, wanted = [], self.step_size
+        end = (position // len(self.order) + 1) * len(self.order) if self.batch.by_epoch else 2**63
+        parts, wanted = [], self.batch.size
         while wanted and position < end:
             stop = min(position + wanted, end, *(start for start, _ in self.skipped_ranges if start > position))
             parts.append(np.arange(position, stop))
@@ -237,86 +261,87 @@ class Feed:
 
     def by_source(self, unit: str, per_item: int) -> dict[str, float]:
         """Row fields of each source (`MixedOrder.by_source`); empty for a single source."""
-        if isinstance(self.order, Order):
-            return {}
         return self.order.by_source(self.position, self.skipped_ranges, unit, per_item)
-
-    def padded_part(self, values: np.ndarray, part: range) -> np.ndarray:
-        """The part of a step's values in a micro-batch, ascending as they are. Padding repeats the last one, or the
-        step's first for an empty part."""
-        own = values[part.start : part.stop] if part else values[:1]
-        missing = self.rows - len(own)
-        return np.append(own, np.repeat(own[-1:], missing)) if missing > 0 else own
 
     def _next_free(self, position: int) -> int:
         for start, stop in sorted(self.skipped_ranges):
             position = stop if start <= position < stop else position
         return position
 
-    def _deliver(self, positions: np.ndarray, items: np.ndarray) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the step that takes `positions`."""
-        assert self._accelerator is not None, "a replay reads nothing"
-        shares = self.share(len(items))
-        for number, ranks in enumerate(shares, 1):
-            if self._first is not None:
-                first, self._first = self._first, None
-                yield first
-                continue
-            part = ranks[self._accelerator.process_index]
-            self._batches = self._batches or self._load(self._accelerator, int(positions[0]))
-            started = time.perf_counter()
-            rows, delivered = unwrap(next(self._batches))
-            self.waited += time.perf_counter() - started
-            if not np.array_equal(delivered, expected := self.padded_part(items, part)):
-                raise RuntimeError(f"micro-batch {number} holds items {delivered}, not the order's {expected}")
-            yield MicroBatch(rows, len(part), number == len(shares), self.padded_part(positions, part))
+    def _first_delivery(self) -> _Delivery:
+        if self._loader is None:
+            self._loader, self._deliveries = self._load()
+        self._next = self._next or self._receive(self._next_free(self.position), 0)
+        return self._next
 
-    def _load(self, accelerator: Accelerator, position: int) -> Iterator[tuple[tuple[Tensor, ...], np.ndarray]]:
-        assert self.source is not None, "a replay reads nothing"
-        batches, sampler = Batches(partial(_read_items, self.source)), _BatchSampler(self, position)
-        prepared = prepare_loader(accelerator, batches, sampler, even_batches=False, workers=self.workers)
-        self._end_loading = prepared.end
-        return iter(prepared)
+    def _micro_batches(self, delivery: _Delivery) -> Iterator[MicroBatch]:
+        while not delivery.micro_batch.last:
+            yield delivery.micro_batch
+            delivery = self._receive(delivery.first, delivery.number + 1)
+        yield delivery.micro_batch
+
+    def _receive(self, first: int, number: int) -> _Delivery:
+        """The loader's next micro-batch, of the step that begins at position `first`."""
+        started = time.perf_counter()
+        delivery = unwrap(next(self._deliveries))
+        self.waited += time.perf_counter() - started
+        if (delivery.first, delivery.number) != (first, number):
+            found = f"micro-batch {delivery.number} of the step at position {delivery.first}"
+            raise RuntimeError(f"the loader delivered {found}, not number {number} of the step at {first}")
+        return delivery
+
+    def _load(self) -> tuple[Any, Iterator[_Delivery | UserError]]:
+        assert self.source is not None
+        assert self._accelerator is not None
+        ahead = Feed(self.order, self.batch)
+        ahead.load_state_dict(self.state_dict())
+        parts = _Parts(ahead, self._accelerator.process_index)
+        reading = Reading(partial(_read_part, self.source, self.batch.rows), parts)
+        loader = prepare_loader(self._accelerator, reading, self.workers)
+        return loader, iter(loader)
 
     def _stop_loading(self) -> None:
-        self._ahead.clear()
-        self._batches = self._first = None  # drops the last reference, which ends the loader's workers
-        self._end_loading()
+        self._next, self._deliveries = None, iter(())  # drops the last reference, which ends the loader's workers
+        if self._loader is not None:
+            self._loader.end()
+            self._loader = None
 
 
-def _read_items(source: Source, items: np.ndarray) -> tuple[tuple[Tensor, ...], np.ndarray]:
-    """Rows of the items uint64 [b], and the items."""
-    return source.read(items.astype(np.int64)), items
+class _Parts:
+    """One rank's parts of all steps from a feed's position on, endlessly. Workers receive it."""
 
+    def __init__(self, feed: Feed, rank: int):
+        self._feed, self._rank = feed, rank
 
-class _BatchSampler:
-    """The items of all ranks' micro-batches in turn, endlessly, from `position` on, as Accelerate shards them. The
-    loader runs ahead of the steps, so these take their positions and items from here."""
-
-    drop_last = True
-
-    def __init__(self, feed: Feed, position: int):
-        self.feed, self.position = feed, position
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        feed, position = self.feed, self.position
+    def __iter__(self) -> Iterator[_Part]:
+        position = self._feed.position
         while True:
-            positions, items = feed._ahead[position] = feed._step_from(position)
-            for ranks in feed.share(len(items)):
-                yield from (feed.padded_part(items, part) for part in ranks)
+            positions, items = self._feed.step_from(position)
+            shares = self._feed.batch.share(len(items))
+            for number, ranks in enumerate(shares):
+                yield _Part(number, number == len(shares) - 1, positions, items, ranks[self._rank])
             position = int(positions[-1]) + 1
+
+
+def _read_part(source: Source, rows: int, part: _Part) -> _Delivery:
+    """Reads a micro-batch of at least `rows` rows. Padding repeats its last item, or the step's first one."""
+    own = part.share or range(1)
+    index = np.minimum(np.arange(own.start, own.start + max(rows, len(own))), own.stop - 1)
+    read = source.read(part.items[index].astype(np.int64))
+    micro_batch = MicroBatch(read, len(part.share), part.last, part.positions[index])
+    return _Delivery(part.number, int(part.positions[0]), int(part.positions[-1]), part.items, micro_batch)
 
 
 def interleaved(processes: int, batch: int) -> Shares:
     """Shares of b items: micro-batch m of rank r has those from (m·W + r)·b on. The last shares are smaller, or empty,
     where b·W does not divide n."""
+    return partial(_interleaved, processes, batch)
 
-    @cache  # computing the parts takes 0.1 ms for 1,024 ranks, twice a step
-    def share(n: int) -> list[list[range]]:
-        parts = [range(min(start, n), min(start + batch, n)) for start in range(0, n + -n % (batch * processes), batch)]
-        return [parts[first : first + processes] for first in range(0, len(parts), processes)]
 
-    return share
+@cache  # computing the parts takes 0.1 ms for 1,024 ranks
+def _interleaved(processes: int, batch: int, n: int) -> list[list[range]]:
+    parts = [range(min(start, n), min(start + batch, n)) for start in range(0, n + -n % (batch * processes), batch)]
+    return [parts[first : first + processes] for first in range(0, len(parts), processes)]
 
 
 def split_batch(windows: int, processes: int, largest: int) -> int:

@@ -42,6 +42,10 @@ class Order:
             self._cached = self._compute(np.arange(first, stop))
         return self._cached[positions - self._first]
 
+    def by_source(self, *_: object) -> dict[str, float]:
+        """No row fields: there is one source."""
+        return {}
+
     def _compute(self, positions: np.ndarray) -> np.ndarray:
         parts = []
         while len(positions):

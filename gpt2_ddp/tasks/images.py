@@ -23,16 +23,15 @@ import torch
 from accelerate import Accelerator
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.utils.data import BatchSampler
 
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
-from gpt2_ddp.data.feed import make_loader, unwrap
+from gpt2_ddp.data.feed import Reading, make_loader, unwrap
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import load_from_hub, regular
 from gpt2_ddp.preparation.source_files import files_below
-from gpt2_ddp.tasks.supervised import as_batches, hash_of
+from gpt2_ddp.tasks.supervised import hash_of
 
 SCANNED = 64  # images that are decoded at a time before training
 TEST = ("test", "validation", "val")  # splits that can be the one to test on; the first that is there is
@@ -108,10 +107,11 @@ class StoredImages:
         """Decodes all images once, in order, and may keep them."""
         inputs = torch.empty(len(self) if keep else 0, *self.shape, dtype=torch.uint8)
         self.workers = 0 if keep else self.workers
-        loader = make_loader(as_batches(self), BatchSampler(range(len(self)), SCANNED, drop_last=False), self.workers)
+        parts = [np.arange(len(self))[first : first + SCANNED] for first in range(0, len(self), SCANNED)]
+        loader = make_loader(Reading(self.read, parts), self.workers)
 
         def batches() -> Iterator[Tensor]:
-            for images, _, items in map(unwrap, loader):
+            for items, (images, _) in zip(parts, map(unwrap, loader), strict=True):
                 if keep:
                     inputs[items] = images
                 yield images

@@ -42,7 +42,7 @@ class NoiseScale(Pretraining):
         on_every_rank(self._check_measurable)
 
     def _check_measurable(self) -> None:
-        shares = self.feed.share(self.feed.step_size)
+        shares = self.feed.batch.share(self.feed.step_size)
         if self.config.parallel == "fsdp":
             raise UserError("launch.parallel", "fsdp", "the noise scale cannot be measured; use ddp")
         if len(shares) < 2:

@@ -14,12 +14,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils.data import BatchSampler
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, fill
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import Batches, Feed, GlobalBatch, MicroBatch, Shares, Source, prepare_loader, unwrap
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Reading, Shares, Source, prepare_loader, unwrap
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import check_ranks_agree
@@ -65,16 +64,6 @@ class Samples:
 
     def sha256(self) -> str:
         return hash_of((self.inputs.dtype, tuple(self.inputs.shape), [self.inputs]), self.targets)
-
-
-def as_batches(samples: SampleSet) -> Batches:
-    """The samples for a loader, whose batches are inputs, targets, and their numbers int64 [b]."""
-    return Batches(partial(_read_numbered, samples), len(samples))
-
-
-def _read_numbered(samples: SampleSet, indices: list[int]) -> tuple[Tensor, ...]:
-    items = np.array(indices)
-    return *samples.read(items), torch.from_numpy(items)
 
 
 def hash_of(inputs: tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]], targets: Tensor) -> str:
@@ -217,12 +206,13 @@ def contiguous(processes: int, largest: int) -> Shares:
     """Shares of one range per rank, in micro-batches of at most `largest` items. Ranges differ by at most one item, and
     so do a rank's micro-batches; in a short step they may be empty."""
 
-    def share(n: int) -> list[list[range]]:
-        parts = math.ceil(math.ceil(n / processes) / largest)
-        ranks = [_split(part, parts) for part in _split(range(n), processes)]
-        return [list(micro_batch) for micro_batch in zip(*ranks, strict=True)]
+    return partial(_contiguous, processes, largest)
 
-    return share
+
+def _contiguous(processes: int, largest: int, n: int) -> list[list[range]]:
+    parts = math.ceil(math.ceil(n / processes) / largest)
+    ranks = [_split(part, parts) for part in _split(range(n), processes)]
+    return [list(micro_batch) for micro_batch in zip(*ranks, strict=True)]
 
 
 def _split(whole: range, parts: int) -> list[range]:
@@ -233,8 +223,8 @@ def _split(whole: range, parts: int) -> list[range]:
 def smallest_micro_batch(feed: Feed) -> int:
     """Rows of the smallest micro-batch of an epoch, over all ranks."""
     n, size = len(feed.order), feed.step_size
-    steps = {min(size, n), (n - 1) % size + 1} if feed.by_epoch else {size}
-    return min(len(part) or 1 for step in steps for ranks in feed.share(step) for part in ranks)
+    steps = {min(size, n), (n - 1) % size + 1} if feed.batch.by_epoch else {size}
+    return min(len(part) or 1 for step in steps for ranks in feed.batch.share(step) for part in ranks)
 
 
 def means(names: Sequence[str], values: Tensor) -> Scores:
@@ -282,30 +272,27 @@ def score_each(
 ) -> tuple[list[str], Tensor]:
     """Names of the scores, and those fp64 [N, scores] of all samples, in their order; equal on every rank.
 
-    Accelerate fills up the last batches with samples seen before, and `gather_for_metrics` drops them; that each sample
-    was then scored once is checked by its index. The model, plain or prepared, is in evaluation mode meanwhile.
+    Batch j belongs to rank j mod W. For several ranks, the last sample fills up their last batches; its repetitions are
+    dropped. The model, plain or prepared, is in evaluation mode meanwhile.
     `score`: (model, inputs, targets) -> named scores [batch]. `batch_size`: samples per forward pass and rank.
     `poll`: called before each batch, by all ranks equally often; what it raises ends the scoring."""
-    sampler = BatchSampler(range(len(samples)), batch_size, drop_last=False)
-    loader = prepare_loader(accelerator, as_batches(samples), sampler, even_batches=True, workers=samples.workers)
-    rows: list[Tensor] = []
-    indices: list[Tensor] = []
+    count, world, rank = len(samples), accelerator.num_processes, accelerator.process_index
+    padding = -count % (batch_size * world) if world > 1 else 0
+    items = np.arange(count + padding).clip(max=count - 1)
+    batches = [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
+    loader = prepare_loader(accelerator, Reading(samples.read, batches[rank::world]), samples.workers)
+    rows: list[Any] = []
     names: list[str] = []
     was_training = model.training
     model.eval()
     try:
-        for inputs, targets, index in map(unwrap, loader):
+        for inputs, targets in map(unwrap, loader):
             poll()
             with accelerator.autocast():
                 scores = score(model, inputs, targets)
             names = list(scores)
-            row = torch.stack([scores[name].float() for name in names])  # [scores, batch]
-            index, row = accelerator.gather_for_metrics((index, row.T.contiguous()))
-            indices.append(index)
-            rows.append(row)
+            row = torch.stack([scores[name].float() for name in names], dim=1)  # [batch, scores]
+            rows.append(accelerator.gather(row))
     finally:
         model.train(was_training)
-    index = torch.cat(indices).cpu()
-    if not torch.equal(index, torch.arange(len(samples))):
-        raise RuntimeError(f"{len(index)} scores for {len(samples)} samples: not each of them once, in their order")
-    return names, torch.cat(rows).cpu().double()
+    return names, torch.cat(rows)[:count].cpu().double()

@@ -475,8 +475,8 @@ def find_start(
 
 def describe_start(run: Training) -> list[str]:
     """What is about to be trained, and on what, as lines for people."""
-    accelerator, task, shares = run.accelerator, run.task, run.task.feed.share(run.task.feed.step_size)
-    rows = [max(len(part), task.feed.rows) for ranks in shares for part in ranks]
+    accelerator, task, shares = run.accelerator, run.task, run.task.feed.batch.share(run.task.feed.step_size)
+    rows = [max(len(part), task.feed.batch.rows) for ranks in shares for part in ranks]
     padding = sum(rows) / task.feed.step_size - 1
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind = accelerator.num_processes, accelerator.device.type
