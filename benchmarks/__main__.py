@@ -9,7 +9,7 @@ docs/benchmarks.md explains each benchmark and has the newest tables.
 import sys
 
 from benchmarks.config import BenchmarkConfig
-from gpt2_ddp.config.cli import run_command
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     sys.argv[0] = "python -m benchmarks"

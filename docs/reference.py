@@ -22,9 +22,10 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from gpt2_ddp import script as script_module  # noqa: E402
 from gpt2_ddp.__main__ import GROUPS  # noqa: E402
-from gpt2_ddp.config import cli  # noqa: E402
 from gpt2_ddp.config.base import Command, leaves, sections  # noqa: E402
+from gpt2_ddp.config.cli import Default  # noqa: E402
 from gpt2_ddp.config.jobs import JobConfig  # noqa: E402
 from gpt2_ddp.config.kinds import CONFIGS  # noqa: E402
 from gpt2_ddp.config.training import TrainingConfig  # noqa: E402
@@ -141,16 +142,17 @@ def configuration() -> str:
     return "\n\n".join(parts)
 
 
-def command_of(script: Path) -> tuple[type[Command], cli.Default] | None:
+def command_of(script: Path) -> tuple[type[Command], Default] | None:
     """The configuration class and preset of a script; None for a script without flags."""
     if "run_command" not in script.read_text(encoding="utf-8"):
         return None
     found: list[Any] = []
-    kept, cli.run_command = cli.run_command, lambda command, main, default=None: found.append((command, default))
+    kept = script_module.run_command
+    script_module.run_command = lambda command, main, default=None: found.append((command, default))
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:
-        cli.run_command = kept
+        script_module.run_command = kept
     return found[0]
 
 

@@ -38,7 +38,7 @@ def main() -> None:
         print(f"\n--config also accepts the name of a file in {PROJECT / 'configs'}")
         return
     if name in jobs:
-        from gpt2_ddp.config.cli import run_command
+        from gpt2_ddp.script import run_command
 
         sys.argv = [name, *flags]
         run_command(jobs[name], "gpt2_ddp.tasks.command:start_job")

@@ -28,10 +28,10 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
-from gpt2_ddp.distributed.environment import is_main_process, world_size
+from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
 from gpt2_ddp.distributed.watchdog import Verdict, Watchdog
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.output import text_table
 
 AFTERMATH = 5.0  # seconds that a failed rank 0 serves the store for ranks that still wait

@@ -1,4 +1,7 @@
-"""User errors. All other errors are bugs and end with a traceback."""
+"""User errors, which the main process prints. All other errors are bugs and end with a traceback."""
+
+import os
+import sys
 
 FIELD, VALUE, HINT = 100, 160, 320  # maximum characters of the three parts of a message
 
@@ -39,3 +42,15 @@ def truncate(what: object, most: int = VALUE) -> str:
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(what))
     half = (most - 5) // 2
     return line if len(line) <= most else f"{line[:half]} ... {line[-half:]}"
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0 or has no valid RANK."""
+    rank = os.environ.get("RANK", "")
+    return not rank.isdigit() or int(rank) == 0
+
+
+def print_line(line: str) -> None:
+    """Prints an error or a note to stderr, on the main process."""
+    if is_main_process():
+        print(line, file=sys.stderr, flush=True)

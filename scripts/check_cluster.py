@@ -7,8 +7,8 @@
 Launchers wait long for a machine that is missing before they start anything: see docs/several-machines.md.
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(CheckClusterConfig, "gpt2_ddp.cluster:check_cluster")

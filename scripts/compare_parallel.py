@@ -7,8 +7,8 @@
 docs/compare.md explains the columns.
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CompareConfig
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(CompareConfig, "gpt2_ddp.compare.compare:compare")

@@ -6,8 +6,8 @@
 docs/ddp-lab.md explains each row, and has its code.
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import LabConfig
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(LabConfig, "gpt2_ddp.lab.lab:run_lab")

@@ -6,8 +6,8 @@ python scripts/evaluate.py runs/photos --images photo.jpg folder          # thei
 torchrun --nproc_per_node 8 scripts/evaluate.py runs/gpt2_124m --mixed_precision bf16
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import EvaluateConfig
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(EvaluateConfig, "gpt2_ddp.tasks.checkpoints:evaluate_checkpoint")

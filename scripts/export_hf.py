@@ -7,8 +7,8 @@
 If transformers' results differ, exits with 1 and writes no folder. docs/export.md lists the files and the comparisons.
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import ExportConfig
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(ExportConfig, "gpt2_ddp.export.export:export_hf")

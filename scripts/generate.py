@@ -8,8 +8,8 @@
 Samples go to standard output, the speed to standard error. A single sample is printed while it is generated.
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import GenerateConfig
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(GenerateConfig, "gpt2_ddp.tasks.trained_model:generate_text")

@@ -7,9 +7,9 @@ Replace train_gpt2.py with plan.py in a command; keep the flags. Exit codes: 2 a
 training; 1 if memory or disk do not suffice. See docs/plan.md.
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import training_default
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(PlanConfig, "gpt2_ddp.plan.plan:show_plan", default=training_default)

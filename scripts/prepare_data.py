@@ -8,8 +8,8 @@
 The same command again keeps prepared data; an interrupted command starts over.
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(PrepareConfig, "gpt2_ddp.preparation.prepare:prepare")

@@ -5,8 +5,8 @@ python scripts/report.py --runs runs/a runs/b --output runs/a-against-b       # 
 python scripts/report.py --runs runs/a runs/b --output runs/groups.json       # also groups of seeds, for programs
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import ReportConfig
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(ReportConfig, "gpt2_ddp.reports.report:report")

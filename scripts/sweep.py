@@ -21,7 +21,7 @@ from signal import Signals
 from typing import NamedTuple
 
 from gpt2_ddp.checkpoint.run_files import is_locked
-from gpt2_ddp.config.cli import load, run_command
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import PlanConfig, SweepConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED, usable_cores, world_size
@@ -29,6 +29,7 @@ from gpt2_ddp.distributed.process import CHILD, POLL_SECONDS, run_script
 from gpt2_ddp.distributed.signals import Stopped, install_handlers
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
+from gpt2_ddp.script import run_command
 
 
 class Member(NamedTuple):

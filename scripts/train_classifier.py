@@ -9,8 +9,8 @@
 The same command again resumes the run.
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.jobs import ClassifierConfig, classifier_default
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(ClassifierConfig, "gpt2_ddp.tasks.command:start_job", default=classifier_default)

@@ -12,12 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CalledProcessError
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.training import DataConfig, TrainingConfig, training_default
-from gpt2_ddp.distributed.environment import exit_code, is_main_process
+from gpt2_ddp.distributed.environment import exit_code
 from gpt2_ddp.distributed.process import run_script
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.project import command_for
+from gpt2_ddp.script import run_command
 
 NEXT = """what next:
   {generate} {best} --prompts_file -  # continues the prompts that you type

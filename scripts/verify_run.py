@@ -8,8 +8,8 @@
 Exit code: 0 without defects, else 1. docs/verify.md lists the checks and their limits.
 """
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
     run_command(VerifyConfig, "gpt2_ddp.reports.verify:verify_run")

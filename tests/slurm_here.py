@@ -142,7 +142,7 @@ import os
 import time
 from pathlib import Path
 
-from gpt2_ddp.config.cli import run_command
+from gpt2_ddp.script import run_command
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.environment import exit_code
 

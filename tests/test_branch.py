@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint
 from gpt2_ddp.checkpoint.run_files import field_of, is_event
 from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.hints import check_resumable
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
@@ -222,7 +223,7 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(case):
     started, _ = resolve(load(TrainingConfig, (SHORT + before).split()), None, 1900)
     saved = Checkpoint(Path("saved"), gpt_state(int(step), 1900), started.model_dump(mode="json"))
     config = load(TrainingConfig, " ".join([SHORT, *schedule, now]).split())
-    config.check_resumable(saved.kind, saved.config, saved.step)
+    check_resumable(config, saved.kind, saved.config, saved.step)
     resumed, _ = resolve(config, saved, 1900)
     assert resumed.optim.decay_steps == int(length)
     assert all(lr_at(past, started.optim) == lr_at(past, resumed.optim) for past in range(1, int(step) + 1))
@@ -238,6 +239,6 @@ def test_a_run_shorter_than_its_warm_up_leaves_a_config_that_can_be_given_back(t
 def test_an_end_that_steps_depend_on_cannot_be_moved(tiny_config):
     saved = tiny_config({"optim.decay_steps": 20}).model_dump(mode="json")
     config = tiny_config({"optim.decay_steps": 40})
-    assert config.check_resumable("gpt2", saved, 2) == []
+    assert check_resumable(config, "gpt2", saved, 2) == []
     with pytest.raises(UserError, match=r"optim.decay_steps = 40: the run was started with 20; .*branch_from"):
-        config.check_resumable("gpt2", saved, 3)
+        check_resumable(config, "gpt2", saved, 3)

@@ -17,7 +17,7 @@ from commands import WITH_FLAGS
 
 from gpt2_ddp.config.base import flat, leaves
 from gpt2_ddp.config.cli import dump, help_text, load
-from gpt2_ddp.config.hints import complete
+from gpt2_ddp.config.hints import check_resumable, complete
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
 from gpt2_ddp.config.kinds import CONFIGS
 from gpt2_ddp.config.run import RunConfig
@@ -277,7 +277,7 @@ def test_a_command_whose_output_nobody_reads_ends_like_others(main, code):
     reader, writer = os.pipe()
     if code == 141:
         os.close(reader)
-    imports = "from gpt2_ddp.config.cli import run_command; from gpt2_ddp.config.tools import StatusConfig"
+    imports = "from gpt2_ddp.script import run_command; from gpt2_ddp.config.tools import StatusConfig"
     command = f"{imports}; run_command(StatusConfig, lambda config: {main})"
     done = subprocess.run([sys.executable, "-c", command], stdout=writer, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr.count(b"\n") > 0) == (code, code == 1)
@@ -314,7 +314,7 @@ def test_a_resume_refuses_null_for_a_kept_value_and_a_value_for_a_kept_null(kind
         if type(None) in kinds:
             for now, before in itertools.permutations((None, next((3 for one in kinds if one in (int, float)), "x"))):
                 try:
-                    changed(name, now).check_resumable(kind, changed(name, before).model_dump(mode="json"), 10**6)
+                    check_resumable(changed(name, now), kind, changed(name, before).model_dump(mode="json"), 10**6)
                 except UserError as error:
                     told = re.match(rf"{name} = {now}(\.0)?: the run was started with {before}", str(error))
                     refused.setdefault(name, []).append(now if told else error)

@@ -8,18 +8,18 @@ import psutil
 import pytest
 from commands import expect_error
 
-from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.distributed.environment import (
     EXIT_CODES,
     elastic_nodes,
     exit_code,
-    is_main_process,
     torchrun_option,
     unset_unfilled_variables,
     world_size,
 )
 from gpt2_ddp.distributed.spawn import run_processes
+from gpt2_ddp.errors import is_main_process
+from gpt2_ddp.script import run_command
 
 NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
 NAMES += ("OMPI_COMM_WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE")

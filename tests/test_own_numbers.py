@@ -145,10 +145,8 @@ def test_an_exception_of_on_row_ends_all_ranks_and_the_run_resumes(corpus, tmp_p
 
 NUMBERS = """
 evaluate {"a": true} | ["a"] = True: should be a Python number, not bool
-evaluate {"a\\nb": 1.0} | ["a\\nb"] = float: the name should be a text
 evaluate {"a": "1"} | ["a"] = 1: should be a Python number, not str
 row_fields {"a": null} | ["a"] = None: should be a Python number
-row_fields null |  = None: should return a dict of numbers by name
 row_fields {"a": NaN} | ["a"] = nan: should be finite
 evaluate {"val_loss": 1.0, "a": Infinity} | ["a"] = inf: should be finite
 row_fields {"val_loss": 1.0} | ["val_loss"] = 1.0: rows have another field
@@ -166,7 +164,7 @@ CASES += [
 
 
 def expect_wrong(method: str, number: Any, problem: str) -> None:
-    loss = math.nan if method == "evaluate" and "a" not in (number or {}) else 1.0
+    loss = math.nan if method == "evaluate" and "a" not in number else 1.0
     with pytest.raises(UserError) if problem else nullcontext() as caught:
         check_numbers(method, number, {"taken"}, loss)
     if caught:
@@ -185,8 +183,6 @@ def test_a_wrong_number_is_one_error_line(case, monkeypatch):
 
 def test_a_wrong_number_that_json_does_not_have(monkeypatch):
     monkeypatch.setattr("gpt2_ddp.training.own_numbers.gather_object", lambda objects: objects)
-    expect_wrong("evaluate", {"a": 10**5000}, '["a"] = 16610 bits')
-    expect_wrong("row_fields", {3: 1.0}, '["3"] = float: the name should be a text')
     expect_wrong("row_fields", {"a": torch.ones(())}, '["a"] = tensor(1.): should be a Python number, not Tensor')
 
 

@@ -165,7 +165,7 @@ def prepare_for_long(folder: Path) -> None:
     (folder / "scripts").mkdir()
     (folder / "scripts/other.py").write_text(
         "import os, signal, sys, time\nfrom gpt2_ddp.config.base import Command\n"
-        "from gpt2_ddp.config.cli import run_command\n"
+        "from gpt2_ddp.script import run_command\n"
         f"def main(config):\n    open({str(folder / 'pid')!r} + '.new', 'w').write(str(os.getpid()))\n"
         f"    os.rename({str(folder / 'pid')!r} + '.new', {str(folder / 'pid')!r})\n    time.sleep(600)\n"
         "run_command(Command, main)\n"

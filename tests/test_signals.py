@@ -224,7 +224,7 @@ def test_it_leaves_the_process_as_it_was():
 def test_a_script_that_is_interrupted(tmp_path):
     """Of all scripts alike: the library is imported inside, after signals are taken."""
     code = """
-        from gpt2_ddp.config.cli import run_command
+        from gpt2_ddp.script import run_command
         from gpt2_ddp.config.tools import ReportConfig
 
         def main(config):

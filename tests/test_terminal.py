@@ -62,7 +62,6 @@ def test_a_notebook_shows_one_line_that_changes_and_a_line_for_each_evaluation(t
     monkeypatch.setattr(sys, "stdout", shown)
     metrics = Metrics(RunLog(folder), 0, 10)
     for step in (1, 2, 3):
-        metrics.advance()
         metrics.log(ROW | {"step": step} | ({"val_loss": 3.0} if step == 2 else {}))
     metrics.close()
     folder.release()

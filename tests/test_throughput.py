@@ -75,32 +75,21 @@ def test_mfu_is_flops_by_hand(monkeypatch):
     row = throughput.read()
     assert row["tokens_per_second"] == 3000
     assert_close(row["mfu"], 3000 * (6 * weights + 12 * 2 * 3 * 8 * 16) / 2e9, 1e-12)
-    assert throughput.why_no_mfu() == ""
 
 
-def unlike_devices() -> tuple[float | None, float | None, list[str]]:
+def unlike_devices() -> tuple[float | None, float | None]:
     """On each rank the peaks of two GPUs that differ, and of two of which one is not known."""
     rank, gpu = build_accelerator("cpu").process_index, torch.device("cuda")
     torch.cuda.get_device_name = lambda device: f"GPU {rank}"
     peaks.GPUS[f"GPU {rank}"] = peaks.Gpu(1.0 + rank, 80, "")
-    both, _ = peak_of_ranks(gpu)
+    both = peak_of_ranks(gpu)
     if rank:
         del peaks.GPUS["GPU 1"]
-    return both, *peak_of_ranks(gpu)
+    return both, peak_of_ranks(gpu)
 
 
 def test_the_peak_is_the_sum_of_the_ranks():
-    assert run_ranks(unlike_devices, 2) == [(3e12, None, ["GPU 1"])] * 2
-
-
-@pytest.mark.parametrize(("name", "flops", "own", "said"), [
-    ("cuda", 100, None, True), ("cuda", 0, None, False), ("cuda", 100, 1e12, False), ("cpu", 100, None, False),
-])  # fmt: skip
-def test_why_there_is_no_mfu(monkeypatch, name, flops, own, said):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10 MIG")
-    line = Throughput(fake_task(flops_per_unit=flops), torch.device(name), own).why_no_mfu()
-    assert ("NVIDIA A10 MIG" in line, "--tracking.peak_flops" in line) == (said, said)
-    assert peak_of_ranks(CPU, own) == (own, [] if own else ["cpu"])
+    assert run_ranks(unlike_devices, 2) == [(3e12, None)] * 2
 
 
 UNKNOWN = [

@@ -115,11 +115,9 @@ class Metrics:
             rest = [f"{duration(left)} left"] if left else []
             self.print("  ".join([f"step {row['step']:>6}/{self.steps}", *describe(row), *rest]))
         self._bar.bar_format = bar_format(row, self.steps, shutil.get_terminal_size().columns)
+        self._bar.update(row["step"] - self._bar.n)
         if self._on_row:
             self._on_row(row)
-
-    def advance(self) -> None:
-        self._bar.update()
 
     def print(self, text: str) -> None:
         """Prints a line on the main process, above the progress bar: warnings to stderr, others to standard output."""

@@ -6,29 +6,18 @@ A flag is a key of a section, and its value is that of the same key in YAML. pyd
 import json
 import os
 import re
-import select
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any, ClassVar, NoReturn, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
 from gpt2_ddp.config.base import Command, flat, is_list, leaves, sections
-from gpt2_ddp.distributed.environment import (
-    is_main_process,
-    record_exit,
-    under_launcher,
-    unset_unfilled_variables,
-)
-from gpt2_ddp.distributed.process import CHILD, end_with_parent
-from gpt2_ddp.distributed.signals import exit_on_signal
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import check_limits, read_small
 from gpt2_ddp.project import PROJECT
 
@@ -39,47 +28,6 @@ C = TypeVar("C", bound=Command)
 Default = str | Callable[[Mapping[str, Any]], tuple[str, str]] | None
 """The preset without `--config`: a YAML file relative to the project's folder, or a function that returns the file and
 a note (or "") for the given flags."""
-
-
-def run_command(command: type[C], main: Callable[[C], object] | str, default: Default = None) -> NoReturn:
-    """The body of every script: parses `sys.argv`, calls `main` and exits.
-
-    The exit code is that of `main`, or 0 if it returns no integer. It is 2 after a user error, 75 if a signal stopped
-    it, and 141, as after SIGPIPE, if standard output is closed, as by `| head`.
-
-    Args:
-        command: class of the script's configuration.
-        main: the work, or its name, `module:function`. It is imported after `--help`, which stays fast.
-        default: preset without `--config`.
-    """
-    unset_unfilled_variables()
-    with exit_on_signal(_print_line):
-        if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on
-            end_with_parent(signal.SIGTERM)
-        try:
-            config = load(command, sys.argv[1:], default)
-            if isinstance(main, str) and "checkpoint" in command.model_fields:
-                _print_line("loading PyTorch")  # for seconds
-            code = (resolve_name(main) if isinstance(main, str) else main)(config)
-            print(end="", flush=True)
-        except BrokenPipeError:
-            stdout = sys.stdout.fileno()
-            poll = select.poll()
-            poll.register(stdout, 0)
-            if not poll.poll(0):  # another pipe is broken
-                raise
-            code = 128 + signal.SIGPIPE
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # for buffered output
-        except UserError as error:
-            for mistake in error.mistakes:
-                _print_line(f"error: {mistake}")
-            code = record_exit(2)
-        sys.exit(code if isinstance(code, int) else 0)
-
-
-def _print_line(line: str) -> None:
-    if is_main_process():
-        print(line, file=sys.stderr, flush=True)
 
 
 def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
@@ -134,7 +82,12 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str],
     return files, values
 
 
-def resolve(command: type[C], files: Sequence[str], changes: Mapping[str, Any], default: Default = None) -> C:
+def resolve(
+    command: type[C],
+    files: Sequence[str],
+    changes: Mapping[str, Any],
+    default: Default = None,
+) -> C:
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     Raises: UserError, as `load`."""
     note = ""
@@ -146,7 +99,7 @@ def resolve(command: type[C], files: Sequence[str], changes: Mapping[str, Any], 
         _merge(values, content)
     config = command.model_validate(values)
     if note:
-        _print_line(note)
+        print_line(note)
     return config
 
 

@@ -12,16 +12,13 @@ from gpt2_ddp.project import command_for
 
 if TYPE_CHECKING:
     from gpt2_ddp.config.run import RunConfig
-    from gpt2_ddp.config.training import TrainingConfig
 
 MOST_SOURCES = 32
 """Most sources of a mixture: with more, the largest source could get less than its share of a block."""
 
 
-def mixture_mistakes(config: "TrainingConfig") -> Iterator[tuple[str, object, str]]:
-    """User errors between the fields of several folders, as `Command.mistakes`."""
-    from gpt2_ddp.config.training import WINDOWS_PER_BLOCK
-
+def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
+    """User errors between the fields of several folders in a `TrainingConfig`, as `Command.mistakes`."""
     data, paths = config.data, config.data.paths
     if len({os.path.normpath(path) for path in paths}) < len(paths):
         yield "data.path", " ".join(paths), "contains a folder twice; name it once and set data.weights"
@@ -38,9 +35,8 @@ def mixture_mistakes(config: "TrainingConfig") -> Iterator[tuple[str, object, st
             yield field, " ".join(map(str, weights)), "each should be at least 0, with a finite sum above 0"
     for before, phase, begins in zip([0, *config.phase_begins], data.phases, config.phase_begins, strict=False):
         if begins <= before:
-            tokens = WINDOWS_PER_BLOCK * config.model.block_size
-            block = f"{WINDOWS_PER_BLOCK} windows (model.block_size), {tokens} tokens"
-            yield "data.phases", phase.at_tokens, f"should begin a block or more after the last phase: {block}"
+            hint = f"should begin a block of {config.block_tokens} tokens or more after the last phase"
+            yield "data.phases", phase.at_tokens, hint
 
 
 def describe_missing(manifest: Path) -> str:

@@ -153,12 +153,6 @@ class RunConfig(Command):
         """Whether a field in `kept` may differ from `before`: True if no step up to `step` depends on it."""
         return False
 
-    def check_resumable(self, kind: str, saved: dict[str, Any], step: int) -> list[str]:
-        """Checks that this configuration can resume a checkpoint, as `hints.check_resumable`."""
-        from gpt2_ddp.config.hints import check_resumable
-
-        return check_resumable(self, kind, saved, step)
-
     if TYPE_CHECKING:  # each kind declares its own sections, in its own order
         optim: ClipConfig
         train: LoopConfig

@@ -287,10 +287,14 @@ class TrainingConfig(RunConfig):
         return name == "optim.decay_steps" and (self.optim.decay_steps is None or self.optim.may_end_at(before, step))
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of a mixture's order."""
+        return WINDOWS_PER_BLOCK * self.model.block_size
+
+    @property
     def phase_begins(self) -> list[int]:
         """Start of each phase in `data.phases`, as a position in the order, in windows."""
-        block = WINDOWS_PER_BLOCK * self.model.block_size
-        return [-(-phase.at_tokens // block) * WINDOWS_PER_BLOCK for phase in self.data.phases]
+        return [-(-phase.at_tokens // self.block_tokens) * WINDOWS_PER_BLOCK for phase in self.data.phases]
 
     @property
     def matrix(self) -> tuple[int, int]:

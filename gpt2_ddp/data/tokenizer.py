@@ -15,13 +15,11 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from gpt2_ddp.data.alphabet import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, to_bytes
 from gpt2_ddp.data.manifest import AGAIN, MANIFEST, Manifest, token_dtype
 from gpt2_ddp.errors import UserError
 
-END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-"""GPT-2's pre-tokenizer, with possessive quantifiers: backtracks only in blanks."""
 BYTES, BYTES_PATTERN = "bytes", r"(?s:.{1,1000})"
 """Tokenizer of UTF-8 bytes, where id 256 is end-of-text. The pattern bounds the length of a part."""
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -92,10 +90,11 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
         }
         return Tokenizer(name_or_path, tiktoken.Encoding(name_or_path, **definition))
     if name_or_path not in encoding_names():
-        from gpt2_ddp.data.tokenizer_file import read_tokenizer
+        from gpt2_ddp.data.tokenizer_file import read_encoding
 
         path = Path(name_or_path)
-        return read_tokenizer(path / TOKENIZER_FILE if os.path.isdir(path) else path)
+        path = path / TOKENIZER_FILE if os.path.isdir(path) else path
+        return Tokenizer(path.name, *read_encoding(path, encoding_names()))
     try:
         return Tokenizer(name_or_path, tiktoken.get_encoding(name_or_path))
     except OSError as error:  # base class of the errors of requests
@@ -119,18 +118,6 @@ def replace_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-_PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-CHARACTER_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + at) for at, byte in enumerate(_OTHERS)}
-"""The printable character by which GPT-2 writes a byte, in the order of ids: '!' is itself, 'Ġ' the blank."""
-BYTE_OF_CHARACTER = {character: bytes([byte]) for byte, character in CHARACTER_OF_BYTE.items()}
-
-
-def to_bytes(token: str) -> bytes:
-    """Bytes of a token that is written in GPT-2's printable characters."""
-    return b"".join(BYTE_OF_CHARACTER[character] for character in token)
 
 
 def _own_tokens(name: str) -> list[bytes]:

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tiktoken
 
-from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, Tokenizer, encoding_names, to_bytes
+from gpt2_ddp.data.alphabet import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, to_bytes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
 
@@ -17,20 +18,20 @@ CHARACTER = r"[\s\S]"
 """Pattern of a tokenizer whose ids are characters."""
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, run by tiktoken. Raises: UserError if the file cannot be read, or tiktoken
-    would encode differently."""
+def read_encoding(path: Path, names: Sequence[str]) -> tuple[tiktoken.Encoding, str]:
+    """tiktoken's encoding of a `tokenizer.json`, and the file's SHA-256. `names`: of tokenizers without a file. Raises:
+    UserError if the file cannot be read, or tiktoken would encode differently."""
     try:
         data = read_small(path, LARGEST)
     except OSError as error:
-        known = f"name bpe, chars, a tokenizer.json or an encoding ({', '.join(encoding_names())})"
+        known = f"name bpe, chars, a tokenizer.json or an encoding ({', '.join(names)})"
         raise UserError("tokenizer", path, f"cannot be read ({error.strerror}); {known}") from error
     try:
         encoding = tiktoken.Encoding(path.name, **_definition(json.loads(data)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         hint = f"is neither a byte-level BPE like GPT-2's nor of characters ({error}); `bpe` trains one on the source"
         raise UserError("tokenizer", path, hint) from error
-    return Tokenizer(path.name, encoding, hashlib.sha256(data).hexdigest())
+    return encoding, hashlib.sha256(data).hexdigest()
 
 
 def _definition(definition: dict[str, Any]) -> dict[str, Any]:

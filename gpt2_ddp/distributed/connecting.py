@@ -11,8 +11,8 @@ from threading import Event, Thread
 import torch.distributed as dist
 from accelerate import PartialState
 
-from gpt2_ddp.distributed.environment import CONNECTED, LAST_SEEN, is_main_process, world_size
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.distributed.environment import CONNECTED, LAST_SEEN, world_size
+from gpt2_ddp.errors import UserError, is_main_process
 
 CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
 LEAST_CONNECTING = 30.0  # one rank may load libraries for longer than another

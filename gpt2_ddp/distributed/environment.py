@@ -29,12 +29,6 @@ _VARIABLES = {
 """Patterns of variables that launchers set."""
 
 
-def is_main_process() -> bool:
-    """Whether this is rank 0 or has no valid RANK."""
-    rank = os.environ.get("RANK", "")
-    return not rank.isdigit() or int(rank) == 0
-
-
 def unset_unfilled_variables() -> None:
     """Unsets launcher variables that are empty or -1, as unfilled templates leave them: Accelerate and torch reject
     them. Called once, before the first process or rank starts."""

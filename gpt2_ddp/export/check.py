@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2_ddp.data.tokenizer import END_OF_TEXT, Tokenizer
+from gpt2_ddp.data.alphabet import END_OF_TEXT
+from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers
 from gpt2_ddp.preparation.source_files import library_files

@@ -5,6 +5,7 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +13,6 @@ from torch import nn
 from torch.utils._triton import has_triton
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.gpt import GPT
 
 WORTH_IT = 1.2e13
 """Remaining FLOPs per process from which on compiling pays off, in bf16 on CPUs."""
@@ -52,17 +52,16 @@ def resolve_compile(
     return ("off", missing) if missing else (how, None)
 
 
-def what_pays(model: nn.Module, kind: str, processes: int, precision: str, flops: float) -> str:
+def what_pays(model: Any, kind: str, processes: int, precision: str, flops: float) -> str:
     """Value of `auto` where a compiler is available: off, blocks or model."""
     if kind == "cpu" and precision == "bf16" and flops >= WORTH_IT:
         return "model"
-    if kind != "cuda" or not isinstance(model, GPT):
+    if kind != "cuda" or not hasattr(model, "compile_blocks"):
         return "off"
-    # flex_attention needs the document mask in the same graph
-    return "blocks" if processes > 1 and not model.config.document_mask else "model"
+    return "blocks" if processes > 1 and not model.needs_one_graph else "model"
 
 
-def compiled(model: nn.Module, how: str) -> nn.Module:
+def compiled(model: Any, how: str) -> nn.Module:
     """The model, compiled with static shapes: as a whole (model), each block in place (blocks), or unchanged (off)."""
     if how != "off":
         import torch._inductor.config as inductor
@@ -71,7 +70,6 @@ def compiled(model: nn.Module, how: str) -> nn.Module:
         # of the watchdog would stop
         inductor.use_static_cuda_launcher = False
     if how == "blocks":
-        assert isinstance(model, GPT)
         torch._dynamo.config.optimize_ddp = False  # it would cut each block by DDP's buckets, as if it were the model
         model.compile_blocks()
     return torch.compile(model, dynamic=False) if how == "model" else model  # pyright: ignore
@@ -79,4 +77,4 @@ def compiled(model: nn.Module, how: str) -> nn.Module:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model or its blocks are compiled: each new shape would compile another graph."""
-    return hasattr(model, "_orig_mod") or (isinstance(model, GPT) and model.compiles_blocks)
+    return hasattr(model, "_orig_mod") or getattr(model, "compiles_blocks", False)

@@ -14,12 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, Head, make_norm, rotation
+from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Cache, Context, Head, make_norm, rotation
 from gpt2_ddp.model.roles import Role, roles
 
 if TYPE_CHECKING:
     from gpt2_ddp.model.documents import Mask
-    from gpt2_ddp.model.generate import KVCache
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
@@ -119,6 +118,11 @@ class GPT(nn.Module):
             loss = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction=reduction)
         return loss.view_as(targets) if reduction == "none" else loss
 
+    @property
+    def needs_one_graph(self) -> bool:
+        """Whether blocks cannot be compiled alone: flex_attention needs the document mask in the same graph."""
+        return self.config.document_mask
+
     def compile_blocks(self) -> None:
         """Compiles each block, and the head with the loss, in place. So DDP all-reduces a block's gradients during the
         backward pass of the blocks below."""
@@ -128,7 +132,7 @@ class GPT(nn.Module):
         self.compiles_blocks = True
 
     def context(
-        self, tokens: Tensor, positions: Tensor, mask: "Mask | None" = None, cache: "KVCache | None" = None
+        self, tokens: Tensor, positions: Tensor, mask: "Mask | None" = None, cache: Cache | None = None
     ) -> Context:
         """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
         return Context(rotation(self.config, positions), mask, cache, [table(tokens) for table in self.values])

@@ -116,20 +116,18 @@ def default_decay_steps(steps: int, config: OptimConfig) -> int:
 
 
 def schedule_note(step: int, steps: int, config: OptimConfig) -> str:
-    """Warning, after `step` steps of `steps` in all, about a schedule that does not end with the run; or empty."""
-    end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)
-    branch = "train.branch_from starts a new run from one of its checkpoints with another schedule"
-    hint = f"--optim.decay_steps {steps} ends the schedule with the run" if config.may_end_at(steps, step) else branch
-    if steps <= config.warmup_steps:
-        ends = f"the run ends at step {steps:,}, but its warm-up at step {config.warmup_steps:,}"
-        ends += f": the last learning rate is {last:.3g}, not optim.lr ({config.lr:.3g})"
-        return f"{ends}; raise train.steps, or lower optim.warmup_steps in a new run"
-    if config.schedule == "constant" or low == config.lr:
+    """Warning, after `step` steps of `steps` in all, about a run that ends within the warm-up or away from the end of
+    the decay; or empty."""
+    end = config.decay_steps or steps
+    last = lr_at(steps, config)
+    span = 0.0 if config.schedule == "constant" else config.lr - config.min_lr
+    if steps > config.warmup_steps and (not span or (steps <= end and last - config.min_lr <= span / 20)):
         return ""
-    if steps > end:
-        reached = f"the schedule reaches min_lr ({low:.3g}) at step {end:,}, but the run ends at step {steps:,}"
-        return f"{reached}: {steps - max(step, end):,} steps train at min_lr; {hint}"
-    if last - low > (config.lr - low) / 20:
-        ends = f"the run ends at step {steps:,}, but the schedule at step {end:,} (optim.decay_steps)"
-        return f"{ends}: the last learning rate is {last:.3g}, not min_lr ({low:.3g}); {hint}"
-    return ""
+    ends = f"the run ends at step {steps:,}, its warm-up at step {config.warmup_steps:,}"
+    decay = f", its decay to min_lr ({config.min_lr:.3g}) at step {end:,} (optim.decay_steps)" if span else ""
+    hint = "train.branch_from starts a new run from one of its checkpoints with another schedule"
+    if steps <= config.warmup_steps:
+        hint = "raise train.steps, or lower optim.warmup_steps in a new run"
+    elif config.may_end_at(steps, step):
+        hint = f"--optim.decay_steps {steps} ends the decay with the run"
+    return f"{ends}{decay}: the last learning rate is {last:.3g}; {hint}"

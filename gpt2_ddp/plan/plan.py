@@ -20,9 +20,9 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import padding_rows, split_batch
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.distributed.environment import free_memory, is_main_process, spare_core, world_size
+from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, pick_micro_batch, setting_of
 from gpt2_ddp.plan.preflight import Seen, preflight

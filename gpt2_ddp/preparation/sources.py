@@ -18,7 +18,8 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.tokenizer import END_OF_TEXT, replace_surrogates
+from gpt2_ddp.data.alphabet import END_OF_TEXT
+from gpt2_ddp.data.tokenizer import replace_surrogates
 from gpt2_ddp.distributed.workers import InlineExecutor, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular, size_of

@@ -1,8 +1,9 @@
 """The command of a small job. Imports no torch, as its processes do that."""
 
 from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.distributed.environment import exit_code, is_main_process
+from gpt2_ddp.distributed.environment import exit_code
 from gpt2_ddp.distributed.spawn import run_processes
+from gpt2_ddp.errors import is_main_process
 
 
 def start_job(config: JobConfig) -> int:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, TRANSFORMERS, find_checkpoint, fit_weights
 from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, TOKENIZER_FILE, Tokenizer
+from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE
+from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import (

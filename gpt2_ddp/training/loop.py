@@ -187,7 +187,6 @@ def next_step(run: Training) -> str:
         with run.stop.timed("step"):
             result = train_step(run)
             run.throughput.add(result.units)
-            run.metrics.advance()
             run.poll_save()
             run.stop.check()
             verdict = run.guard.judge(run.step, result.loss_sum / result.units, run.optimizer.bad)

@@ -105,7 +105,7 @@ class Throughput:
 
     def __init__(self, task: Task, device: torch.device, peak_flops: float | None = None):
         self.task, self.device = task, device
-        self.peak, self._unknown = peak_of_ranks(device, peak_flops)
+        self.peak = peak_of_ranks(device, peak_flops)
         self.restart()
 
     def restart(self) -> None:
@@ -129,14 +129,6 @@ class Throughput:
             "data_share": round(waited / seconds, 4),
             "memory": torch.cuda.memory_reserved(self.device) if gpu else psutil.Process().memory_info().rss,
         }
-
-    def why_no_mfu(self) -> str:
-        """A note if the peak of a GPU is unknown, else empty."""
-        names = [name for name in self._unknown if name != "cpu"]
-        if not (names and self.task.flops_per_unit):
-            return ""
-        flag = "set --tracking.peak_flops (dense bf16 FLOP/s of one device, like 989.5e12 for an H100 SXM)"
-        return f"note: no MFU: the peak FLOP/s of {', '.join(names)} is unknown; {flag}"
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -167,16 +159,15 @@ def versions() -> dict[str, str]:
     return found | {"python": platform.python_version()}
 
 
-def peak_of_ranks(device: torch.device, own: float | None = None) -> tuple[float | None, list[str]]:
-    """FLOP/s of all ranks' devices together, None if one is unknown; and the names of the unknown ones. Collective."""
-    name, peak = device_name(device), own
+def peak_of_ranks(device: torch.device, own: float | None = None) -> float | None:
+    """FLOP/s of all ranks' devices together; None if one is unknown. Collective."""
+    peak = own
     if device.type == "cuda" and not own:
         from gpt2_ddp.training.peaks import peak_flops
 
-        peak = peak_flops(name)
-    found = gather_object([(name, peak)])
-    unknown = sorted({name for name, peak in found if peak is None})
-    return (None if unknown else sum(peak for _, peak in found)), unknown
+        peak = peak_flops(device_name(device))
+    found = gather_object([peak])
+    return None if None in found else sum(found)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
@@ -20,13 +19,11 @@ WINDOW, WARM_UP = 100, 20  # values that running statistics average over; fewest
 
 class RunningStatistics:
     """Mean and variance of the last values, exponentially weighted; equally weighted below `WINDOW` values. The
-    arithmetic is in fp64, of tensors on `device` or, faster, of numpy's scalars. Only `state_dict` waits."""
+    arithmetic is in fp64, of scalars on `device`. Only `state_dict` waits."""
 
-    def __init__(self, device: torch.device | None = None, state: Sums = (0, 0, 0)):
-        self._library: Any = torch if device else numpy
-        exact = torch.float32 if device and device.type == "mps" else self._library.float64  # mps has no fp64
-        self._scalar = partial(self._library.asarray, dtype=exact, device=device or "cpu")
-        self._window = self._scalar(WINDOW)
+    def __init__(self, device: torch.device | str = "cpu", state: Sums = (0, 0, 0)):
+        exact = torch.float32 if torch.device(device).type == "mps" else torch.float64  # mps has no fp64
+        self._scalar = partial(torch.as_tensor, dtype=exact, device=device)
         self.load_state_dict(state)
 
     def load_state_dict(self, state: Sums) -> None:
@@ -36,16 +33,17 @@ class RunningStatistics:
     def add(self, value: Tensor | float, valid: Tensor | bool = True) -> None:
         """Adds a scalar where the bool scalar `valid` is true."""
         count, mean, variance = self._values
-        rate = valid / self._library.minimum(count + 1, self._window)
-        change = self._library.where(valid, value, mean) - mean
+        counts = self._scalar(valid)
+        rate = counts / (count + 1).clamp(max=WINDOW)
+        change = torch.where(counts > 0, self._scalar(value), mean) - mean
         part = rate * change
-        self._values = count + valid, mean + part, (1 - rate) * (variance + part * change)
+        self._values = count + counts, mean + part, (1 - rate) * (variance + part * change)
 
-    def limit(self, sigmas: float) -> Any:
+    def limit(self, sigmas: float) -> Tensor:
         """The largest ordinary value: `sigmas` standard deviations above the mean; infinite below `WARM_UP` values."""
         count, mean, variance = self._values
-        limit = mean + sigmas * self._library.maximum(self._library.sqrt(variance), abs(mean) / 1000)
-        return self._library.where(count < WARM_UP, math.inf, limit)
+        limit = mean + sigmas * torch.maximum(variance.sqrt(), mean.abs() / 1000)
+        return torch.where(count < WARM_UP, math.inf, limit)
 
     def state_dict(self) -> Sums:
         """Count, mean and variance. Waits for the device."""

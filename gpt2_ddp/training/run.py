@@ -461,7 +461,9 @@ def find_start(
     """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run. And a
     new branch's parent. Compares configurations before it hashes. Collective. Raises: UserError."""
     if newest := store.peek():
-        for field in config.check_resumable(newest.kind, newest.config, newest.step):
+        from gpt2_ddp.config.hints import check_resumable
+
+        for field in check_resumable(config, newest.kind, newest.config, newest.step):
             note(f"note: {field} in the run's configuration is unknown now, and ignored")
         if config.branch_from and config.branch_from != newest.config["train"].get("branch_from"):
             note("note: train.branch_from is ignored: this run has checkpoints already")
@@ -489,4 +491,4 @@ def describe_start(run: Training) -> list[str]:
         resumes = f"the run resumes on any {nodes} machines, from the newest checkpoint"
         store = torchrun_option("rdzv_endpoint")
         lines.append(f"note: elastic: {resumes}; only the rendezvous machine, {store}, must stay up")
-    return [*lines, *filter(None, [run.throughput.why_no_mfu()])]
+    return lines
