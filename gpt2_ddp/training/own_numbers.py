@@ -17,7 +17,7 @@ def check_scores(scores: Scores, taken: Container[str]) -> Scores:
     return check_numbers("evaluate", scores, taken, loss if isinstance(loss, float) else 0.0)
 
 
-def check_numbers(method: str, numbers: Scores, taken: Container[str], loss: float) -> Scores:
+def check_numbers(method: str, numbers: Mapping[str, Any], taken: Container[str], loss: float) -> Scores:
     """The numbers that a method returned on the main process, checked. Collective. Raises: UserError, on every rank,
     for the first rank and the first number that is wrong or differs. `taken`: names of other fields. `loss`: of the
     step or evaluation; if it is not finite, the numbers need not be."""
