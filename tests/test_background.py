@@ -34,15 +34,14 @@ STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eva
 def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
     behind, gate, done = Background(), threading.Event(), []
     assert (behind.seconds, behind.is_working) == (0, False)
-    assert not behind.is_overdue
     behind.start(lambda: (gate.wait(), done.append(1)), timeout=0.0)
-    assert behind.is_overdue
+    assert behind.is_working
     assert not done
     gate.set()
     behind.start(lambda: (done.append(2), refuse()), timeout=60.0)
     assert done[:1] == [1]
     behind.join()
-    assert (done, bool(behind.error), behind.is_overdue) == ([1, 2], True, False)
+    assert (done, bool(behind.error), behind.is_working) == ([1, 2], True, False)
     took = behind.seconds
     assert took == behind.seconds
     with pytest.raises(OSError, match="No space"):

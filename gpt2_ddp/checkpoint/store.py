@@ -47,12 +47,13 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._begun = self._ended = self.timeout = 0.0  # `timeout`: allowed seconds of the current or last task
+        self.is_working = False
         self.error: BaseException | None = None  # of the task; `wait` has not yet raised it
 
     def start(self, task: Callable[[], object], timeout: float) -> None:
         """Waits for the previous task, and starts this one."""
         self.wait()
-        self._begun, self._ended, self.timeout = time.monotonic(), 0.0, timeout
+        self._begun, self._ended, self.timeout, self.is_working = time.monotonic(), 0.0, timeout, True
         self._thread = threading.Thread(target=self._run, args=(task,), name="background", daemon=True)
         self._thread.start()
 
@@ -62,20 +63,12 @@ class Background:
         except BaseException as error:  # `wait` raises it
             self.error = error
         self._ended = time.monotonic()
+        self.is_working = False
 
     @property
     def seconds(self) -> float:
         """Duration of the current task so far, or of the last task; 0 before the first."""
         return (self._ended or time.monotonic()) - self._begun if self._begun else 0.0
-
-    @property
-    def is_working(self) -> bool:
-        return bool(self._begun) and not self._ended
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the task has run for longer than its timeout."""
-        return self.is_working and self.seconds > self.timeout
 
     def join(self) -> None:
         """Waits until nothing is written any more."""

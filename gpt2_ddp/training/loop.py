@@ -190,8 +190,10 @@ def next_step(run: Training) -> str:
             run.poll_save()
             run.stop.check()
             verdict = run.guard.judge(run.step, result.loss_sum / result.units, run.optimizer.bad)
-        warn_of_bad_step(run, verdict)
-        if verdict is not Verdict.DIVERGED:
+        if verdict is Verdict.OK:
+            break
+        warn_of_bad_step(run)
+        if verdict is Verdict.BAD:
             break
         if problem := roll_back(run):
             return problem
@@ -201,9 +203,9 @@ def next_step(run: Training) -> str:
     return ""
 
 
-def warn_of_bad_step(run: Training, verdict: Verdict) -> None:
+def warn_of_bad_step(run: Training) -> None:
     """Prints a warning at the first bad step of this process."""
-    if verdict is not Verdict.OK and run.guard.bad_steps == 1:
+    if run.guard.bad_steps == 1:
         done = "its update is skipped; no later one is printed"
         run.metrics.print(f"warning: step {run.guard.judged} is bad: {run.guard.problem}; {done}")
 

@@ -373,14 +373,15 @@ class Training(Trainer):
     def poll_save(self) -> None:
         """Checks the background save after a step: if it failed, asks all ranks to stop; if it is overdue, waits."""
         background = self.store.background
-        if background.is_overdue:
-            self.watchdog.heartbeat("save")
-            background.join()
+        if background.is_working:
+            if background.seconds > background.timeout:
+                self.watchdog.heartbeat("save")
+                background.join()
+            self.stop.record_duration("write", background.seconds)
         if background.error:
             self.stop.request("a checkpoint could not be written")
         if self.log.is_gone:
             self.stop.request("the run folder or its rows are gone")  # the next save or end raises it
-        self.stop.record_duration("write", background.seconds)
 
     def sample(self) -> list[Sample] | None:
         """Samples of the main process; others may get None, as may all after a failure. Collective. Raises:

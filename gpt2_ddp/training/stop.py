@@ -34,7 +34,6 @@ class StopRequest:
 
     Attributes:
         reason: of the stop, on this rank; empty without a stop. is_agreed: whether all ranks have agreed to it.
-        reserve: seconds before a deadline at which to stop, so that the checkpoint is saved in time.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class StopRequest:
         progress: Callable[[], None] = lambda: None,
         by_machine: bool = False,
     ):
-        self.reason, self.is_agreed, self.reserve, self._by_machine = "", False, 0.0, by_machine
+        self.reason, self.is_agreed, self._by_machine = "", False, by_machine
         self._progress, self._is_main = progress, accelerator.is_main_process
         self._alone = accelerator.num_processes == 1
         self._deadlines: list[tuple[float, str]] = []
@@ -81,8 +80,12 @@ class StopRequest:
         may wait for a write. The first step compiles graphs: it does not count."""
         is_first = what == "step" and not self._seconds["first step"]
         self._seconds["first step" if is_first else what].append(seconds)
+
+    @property
+    def reserve(self) -> float:
+        """Seconds before a deadline at which to stop, so that the checkpoint is saved in time."""
         step, save, write = (_median(self._seconds[name]) for name in ("step", "save", "write"))
-        self.reserve = 2 * step + 1.5 * max(save, 2 * write)  # agreed a step late; a save may wait for a write
+        return 2 * step + 1.5 * max(save, 2 * write)  # agreed a step late; a save may wait for a write
 
     def check(self, done: bool = False) -> bool:
         """Whether all ranks stop now. Each rank calls it at the same places. `done`: of the work of `run_on_main`."""
