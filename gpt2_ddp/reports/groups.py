@@ -13,7 +13,7 @@ from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
-SCORES = {f"{kind}_{name}": f"{kind} {FIELDS[name].text.split()[0]}" for name in SCORED for kind in ("last", "best")}
+SCORES = {f"last_{name}": f"last {FIELDS[name].text.split()[0]}" for name in SCORED}
 """Scores of a run, and their columns in the table."""
 VALUE, LINE = 60, 130
 """Most characters of a field's value in a heading, and of a line in a terminal."""
@@ -108,7 +108,7 @@ def content(groups: Sequence[Group]) -> list[Row]:
     for group in groups:
         values = {score: [] if _unlike(group.scored, score) else [*group.values(score).values()] for score in SCORES}
         differences = {}
-        for score in [score for score in SCORES if found and score.startswith("last")]:
+        for score in SCORES if found else ():
             reason = _unlike([*groups[0].scored, *group.scored], score)
             each = Difference(reason) if reason else compare(groups[0].values(score), group.values(score))
             differences[score] = each._asdict()

@@ -83,8 +83,6 @@ def _overview(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
             cells[name] = _number(row[name]) + (f" at step {row['step']:,}" if row["step"] != end else "")
     if best:
         cells["best val_loss"] = f"{_number(best['val_loss'])} at step {best['step']:,}"
-    for metric in ("tokens_per_second", "mfu"):
-        cells[f"{metric.replace('tokens', run.unit)} (median)"] = _number(run.median(metric))
     cells["time in training steps"] = duration(run.clock[1][-1])
     return cells | {name: _text(run.start.get(name)) for name in ORIGIN}
 
