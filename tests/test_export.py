@@ -136,7 +136,6 @@ def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(tmp_path, litt
     for place, flags in (("gpt2_run", []), ("gpt2_run/checkpoints/step-00000005", ["--gguf", "true"])):
         assert export_hf(load(ExportConfig, [str(GOLDEN / place), *flags])) == 0
     made, other = Path("exports/gpt2_run-step-00000010"), Path("exports/gpt2_run-step-00000005")
-    assert (made / "loss.png").read_bytes()[:4] == b"\x89PNG"
     parameters = sum(value.numel() for value in load_file(made / "model.safetensors").values())
     # of 384 rows the 84 that pad the 300 ids are not counted
     assert f"of {parameters:,} parameters" in (made / "README.md").read_text()

@@ -237,26 +237,14 @@ def test_prompts_come_from_a_file(checkpoint, tmp_path, capsys, monkeypatch):
     from_file = capsys.readouterr().out
     generate_text(config.model_copy(update={"prompts": ("def main", "  return")}))
     assert capsys.readouterr().out == from_file
+    monkeypatch.setattr(sys, "stdin", io.StringIO(file.read_text()))
+    generate_text(config.model_copy(update={"prompts_file": "-"}))
+    assert capsys.readouterr().out == from_file
     monkeypatch.setattr(sys, "stdin", None)  # closed, as by `<&-`
     expect_error("prompts_file = -: is empty", generate_text, config.model_copy(update={"prompts_file": "-"}))
     for content, said in ((b"\n\r\n", "is empty"), (b"caf\xe9", "is not UTF-8"), (None, "cannot be read")):
         file.unlink() if content is None else file.write_bytes(content)
         expect_error(f"prompts_file = .*{said}", generate_text, config.model_copy(update={"prompts_file": str(file)}))
-
-
-def test_prompts_are_typed(checkpoint, monkeypatch, capsys):
-    config = GenerateConfig(checkpoint=str(checkpoint), prompts_file="-", max_new_tokens=6, device="cpu")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def main\nreturn\n"))
-    generate_text(config)
-    first, second = capsys.readouterr().out.split("-" * 80 + "\n")
-    terminal = io.StringIO("def main\n\n")
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdin", terminal)
-    generate_text(config)
-    typed = capsys.readouterr()
-    assert typed.out.startswith(first)
-    assert (typed.err.count("> "), typed.err.count("tokens/s")) == (3, 2)
-    assert second.startswith("return")
 
 
 @pytest.mark.parametrize("samples", [1, 2])

@@ -15,7 +15,7 @@ from typing import Any
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint
 from gpt2_ddp.config.tools import ExportConfig
-from gpt2_ddp.config.training import DataConfig, TrainingConfig
+from gpt2_ddp.config.training import DataConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.tokenizer import Tokenizer
@@ -26,13 +26,9 @@ from gpt2_ddp.files import sha256_file, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES, shape
 from gpt2_ddp.output import locked_output, publish
-from gpt2_ddp.reports.picture import as_png, draw
-from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.tasks.trained_model import load_model, note_best, read_settings, still_there
 
 GGUF = "model.gguf"
-CURVE = "loss.png"
-CURVE_LINE = f"\n![Loss, learning rate, gradient norm and throughput]({CURVE})\n"
 TRAINING = "training.yaml"
 CARD = Path(__file__).with_name("card.md")  # template of the model card
 DOCUMENT_MASK = """
@@ -76,7 +72,6 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
     file for llama.cpp. Raises: UserError for another architecture, an `output` in use or among the run's checkpoints, a
     deleted checkpoint, or a failed write. Raises: ExportMismatch for other results."""
     settings = read_settings(checkpoint)
-    assert isinstance(settings, TrainingConfig), "a GPT's"
     architecture = settings.model.architecture
     for program, known in ("transformers", CLASSES), ("llama.cpp; leave --gguf away", LLAMA_CPP if gguf else CLASSES):
         if architecture not in known:
@@ -102,9 +97,6 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
             **_data_rows(checkpoint, settings.data),
             **_training_rows(checkpoint, sha256),
         }
-        with suppress(UserError):  # a checkpoint without its run
-            runs = read_runs([checkpoint.path.parent.parent])
-            (folder / CURVE).write_bytes(as_png(draw(runs)))
         tables = [table.weight for table in (model.wte, model.lm_head) if table is not None]
         padding = sum(table[model.vocab_size :].numel() for table in tables)
         card = CARD.read_text(encoding="utf-8").format(
@@ -113,7 +105,6 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
             model=CLASSES[architecture],
             parameters=sum(weight.numel() for weight in model.parameters()) - padding,
             table="\n".join(f"| {label} | {_cell(value)} |" for label, value in rows.items() if value is not None),
-            curve=CURVE_LINE if (folder / CURVE).exists() else "",
             eot=tokenizer.eot,
             notes=DOCUMENT_MASK if model.config.document_mask else "",
             transformers=version("transformers"),
