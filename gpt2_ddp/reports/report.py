@@ -102,19 +102,12 @@ def _samples(run: RunRecord, length: int) -> list[str]:
 
 
 def _by_run(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """A table of a column for each run, of values by label."""
+    """A table of a column for each run, of values by label; every cell is escaped."""
     labels = dict.fromkeys(label for column in columns.values() for label in column)
-    rows = [[label, *(column.get(label, UNKNOWN) for column in columns.values())] for label in labels]
-    return _table([["", *columns], *rows])
-
-
-def _table(rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first row and first column are headings; every cell is escaped."""
-    lines = []
-    for label, *cells in rows:
-        kind = "td" if lines else "th"
-        line = "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells)
-        lines.append(f"<tr><th>{escape(label)}</th>{line}</tr>")
+    lines = [f"<tr><th></th>{''.join(f'<th>{escape(name)}</th>' for name in columns)}</tr>"]
+    for label in labels:
+        cells = "".join(f"<td>{escape(column.get(label, UNKNOWN))}</td>" for column in columns.values())
+        lines.append(f"<tr><th>{escape(label)}</th>{cells}</tr>")
     return "\n".join(["<div><table>", *lines, "</table></div>"])
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, TRANSFORMERS, find_che
 from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, TOKENIZER_FILE, Tokenizer
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import (
     CLASSES,
@@ -63,8 +62,9 @@ def find_initial_weights(config: TrainingConfig) -> Path:
 
 
 def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokenizer: Tokenizer) -> None:
-    """Loads the weights of `find_initial_weights` into the plain model; prints a note on omitted parts.
-    Raises: UserError for a missing or damaged file, other ids than the data's, or a tensor that does not fit."""
+    """Loads the weights of `find_initial_weights` into the plain model: the ids of the data, and the positions of the
+    context. Raises: UserError for a missing or damaged file, other ids than the data's, or a tensor that does not fit.
+    """
     named = config.train.init_from or ""
     if named.startswith(HUB):
         path = _fetch(named, NEEDED)
@@ -77,21 +77,14 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
         fit_weights(load_file(path / MODEL), model, path)
         return
     theirs = _load(path, CLASSES[config.model.architecture])
-    notes = _check_ids(path, theirs.config.vocab_size, tokenizer)
+    _check_ids(path, theirs.config.vocab_size, tokenizer)
     tensors, (table,) = theirs.state_dict(), their_names("wte.weight", config.model)
     for name in (table, HEAD):
         tensors[name] = tensors[name][: tokenizer.vocab_size]
-    if config.model.architecture == "gpt2":
-        if (positions := theirs.config.n_positions) > config.model.block_size:
-            notes.append(f"the first {config.model.block_size:,} of its {positions:,} positions are used (block_size)")
-    elif zeros := (~tensors[table].any(1)).nonzero().flatten().tolist():
-        notes.append(f"zero embeddings of a pad_token_id stay zero: ids {truncate(', '.join(map(str, zeros)))}")
     try:
         model.load_state_dict(from_transformers(tensors, config.model, model.state_dict()))
     except ValueError as error:
         raise UserError(FIELD, path, f"cannot be trained further: {error}") from error
-    for note in notes:
-        print(f"note: {FIELD} = {truncate(named)}: {note}", file=sys.stderr)
 
 
 @contextmanager
@@ -167,19 +160,16 @@ def _load(path: Path, name: str) -> Any:
     return theirs
 
 
-def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
-    """Compares the tokens of all ids, the merges, and the ids of a text of all tokens. Returns notes.
-    `rows`: rows of the weights' vocabulary."""
+def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> None:
+    """Compares the tokens of all ids, the merges, and the ids of a text of all tokens. `rows`: rows of the weights'
+    vocabulary. Raises: UserError for a difference."""
     import tokenizers
 
-    file, theirs, size = path / TOKENIZER_FILE, None, tokenizer.vocab_size
-    if os.path.isfile(file):
-        with _reading(path, "its tokenizer cannot be read"):
-            theirs = tokenizers.Tokenizer.from_file(str(file))
-    if rows < size or (theirs is None and rows > size):
+    size = tokenizer.vocab_size
+    with _reading(path, f"its {TOKENIZER_FILE} cannot be read", "save its fast tokenizer there"):
+        theirs = tokenizers.Tokenizer.from_file(str(path / TOKENIZER_FILE))
+    if rows < size:
         raise UserError(FIELD, path, f"has a vocabulary of {rows:,} ids, the data's tokenizer has {size:,}")
-    if theirs is None:
-        return [f"it has no {TOKENIZER_FILE}; only the number of ids, {size:,}, was compared"]
     encoding, tokens = tokenizer.encoding, dict[int, str]()
     for token, rank in encoding._mergeable_ranks.items():
         tokens[rank] = token.decode() if tokenizer.characters else "".join(CHARACTER_OF_BYTE[byte] for byte in token)
@@ -193,4 +183,3 @@ def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
     if difference:
         hint = f"its tokenizer differs: {difference[0]}; prepare the text with its {TOKENIZER_FILE}"
         raise UserError(FIELD, path, hint)
-    return [f"the last {rows - size:,} ids of its vocabulary are not in the data's tokenizer"] if rows > size else []
