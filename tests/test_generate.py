@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import models
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ from runs import gpt_state, open_store
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, find_checkpoint
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.generate import BATCH_ROWS, Sampling, generate, sample
 from gpt2_ddp.model.gpt import GPT
@@ -24,17 +25,11 @@ from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.tasks.trained_model import TextStream, generate_text, load_model, load_weights
 
 EOT = 0
-VOCAB = 65
 PROMPTS = [[5, 9, 3], [11], [EOT], [7, 7, 2, 30, 41, 8, 19, 64, 23]]
 
 
-def tiny(vocab_size: int = VOCAB, **changes) -> GPT:
-    torch.manual_seed(0)
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}
-    model = GPT(ModelConfig(**(shape | changes)), vocab_size)
-    for parameter in model.parameters():  # far from its initial near-zero output: tokens and positions matter
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return model.eval()
+def tiny(vocab_size: int = 65, **changes) -> GPT:
+    return models.tiny(vocab_size, **{"block_size": 64, **changes}).eval()
 
 
 @torch.no_grad()
