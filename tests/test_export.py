@@ -126,7 +126,7 @@ def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
     assert load(TrainingConfig, ["--config", str(files["training.yaml"])]).model.n_embd == 32
     _, front, body = files["README.md"].read_text().split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
-    for said in ("480 tokens in 7 steps, 2.5 epochs", "3.2500", "0f" * 32, "1,000"):
+    for said in ("480 tokens in 7 steps, 2.5 epochs", "3.25", "0f" * 32, "1,000"):
         assert said in body
 
 
