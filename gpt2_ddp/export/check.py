@@ -1,6 +1,5 @@
 """Checks that transformers, loading an exported folder, gives the same results as the checkpoint's own model."""
 
-import math
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,11 +130,7 @@ def _compare_settings(theirs: Any, their_tokenizer: Any, eot: int) -> None:
 def _compare_logits(theirs: Any, model: GPT, windows: Tensor) -> tuple[int, float, float]:
     """How many logits were compared, by how much they differ at most, and the size of the largest."""
     ours, others = model(windows), theirs(windows).logits
-    if ours.shape != others.shape:
-        raise ExportMismatch(f"logits have shape {[*others.shape]} there and {[*ours.shape]} here")
     difference, largest = (ours - others).abs().max().item(), ours.abs().max().item()  # NaN where one is
-    if not math.isfinite(largest):
-        raise ExportMismatch("the checkpoint's own logits are not finite")
     if not difference <= (bound := max(TOLERANCE, RELATIVE * largest)):
         raise ExportMismatch(f"logits differ by {difference:.2e}, more than rounding ({bound:.2e})")
     return ours.numel(), difference, largest

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,6 @@ def find_initial_weights(config: TrainingConfig) -> Path:
     named = config.train.init_from or ""
     path = _fetch(named, [TRANSFORMERS]) if named.startswith(HUB) else Path(named)
     if os.path.isfile(path / TRANSFORMERS):
-        if not find_spec("transformers"):
-            hint = (
-                "is read by transformers, which is not installed; run `pip install transformers` (the extra `export`)"
-            )
-            raise UserError(FIELD, named, hint)
         misfits = _misfits(named, path, config.model)
     else:
         found = find_checkpoint(path, FIELD, weights=False, kind="gpt2")
@@ -108,9 +102,9 @@ def _fetch(named: str, patterns: list[str]) -> Path:
 def _misfits(named: str, path: Path, model: ModelConfig) -> Sequence[Mistake]:
     """Field, value and hint for what a `GPT` does not support of the config.json, or else for where the model section
     differs. (`reorder_and_upcast_attn` only changes the order.)"""
-    import transformers
+    with _reading(path, "transformers (the extra `export`) cannot read it"):
+        import transformers
 
-    with _reading(path):
         fields, _ = transformers.PretrainedConfig.get_config_dict(path, local_files_only=True)
         kind = str(fields.get("model_type"))
     if kind not in CLASSES:
@@ -176,10 +170,6 @@ def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> None:
     text, merged = tokenizer.decode(sorted(tokens)), [token for _, token in sorted(tokens.items()) if len(token) > 1]
     merges = ["".join(pair) for pair in json.loads(theirs.to_str())["model"].get("merges", [])]
     tokens |= {rank: token for token, rank in encoding._special_tokens.items()}
-    others = [(rank, theirs.id_to_token(rank)) for rank in sorted(tokens) if theirs.id_to_token(rank) != tokens[rank]]
-    difference = [f"id {rank} is {token!r} there and {tokens[rank]!r} in the data's" for rank, token in others[:1]]
-    if merges != merged or theirs.encode(text, add_special_tokens=False).ids != tokenizer.encode(text).tolist():
-        difference.append("it splits or merges text differently")
-    if difference:
-        hint = f"its tokenizer differs: {difference[0]}; prepare the text with its {TOKENIZER_FILE}"
-        raise UserError(FIELD, path, hint)
+    is_equal = merges == merged and all(theirs.id_to_token(rank) == token for rank, token in tokens.items())
+    if not is_equal or theirs.encode(text, add_special_tokens=False).ids != tokenizer.encode(text).tolist():
+        raise UserError(FIELD, path, f"its tokenizer differs; prepare the text with its {TOKENIZER_FILE}")
