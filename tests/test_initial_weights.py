@@ -256,6 +256,7 @@ LATE: list[tuple[Callable[[Path], object], dict[str, Any], str]] = [
     (another_tokenizer, {}, "its tokenizer differs"),
     (other_blanks, {}, "its tokenizer differs"),
     (wrong_merge, {}, "its tokenizer differs"),
+    (lambda folder: change(folder / "tokenizer.json", "<|endoftext|>", "<|end|>"), {}, "its tokenizer differs"),
     (cut_short("tokenizer.json"), {}, "its tokenizer.json cannot be read"),
     (lambda folder: (folder / "tokenizer.json").unlink(), {}, "its tokenizer.json cannot be read"),
 ]
