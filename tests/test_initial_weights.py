@@ -173,6 +173,11 @@ def other_blanks(folder: Path) -> None:
     change(folder / "tokenizer.json", '"add_prefix_space": false', '"add_prefix_space": true')
 
 
+def another_end(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|endoftext|>", "<|end|>"))
+
+
 def drop(name: str) -> Callable[[Path], None]:
     return tensors(lambda of: {n: v for n, v in of.items() if n != name})
 
@@ -256,7 +261,7 @@ LATE: list[tuple[Callable[[Path], object], dict[str, Any], str]] = [
     (another_tokenizer, {}, "its tokenizer differs"),
     (other_blanks, {}, "its tokenizer differs"),
     (wrong_merge, {}, "its tokenizer differs"),
-    (lambda folder: change(folder / "tokenizer.json", "<|endoftext|>", "<|end|>"), {}, "its tokenizer differs"),
+    (another_end, {}, "its tokenizer differs"),
     (cut_short("tokenizer.json"), {}, "its tokenizer.json cannot be read"),
     (lambda folder: (folder / "tokenizer.json").unlink(), {}, "its tokenizer.json cannot be read"),
 ]
