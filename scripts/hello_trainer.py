@@ -15,7 +15,6 @@ from itertools import count, islice
 
 import torch.distributed.nn  # before the process group: a later import would keep it from ending
 from torch import Tensor, distributed, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -44,24 +43,22 @@ def micro_batches(loader: DataLoader, sampler: DistributedSampler, first: int) -
         first = 0
 
 
-def save(line: nn.Linear, optimizer: Optimizer, scaler: GradScaler, step: int, loss: Tensor, world: int) -> None:
+def save(line: nn.Linear, optimizer: Optimizer, step: int, loss: Tensor, world: int) -> None:
     weight, bias = line.weight.item(), line.bias.item()
     print(f"step {step}: loss {loss:.4f}, y = {weight:.4f} x + {bias:.4f}; processes: {world}", flush=True)
-    parts = {"line": line, "optimizer": optimizer, "scaler": scaler}
     os.makedirs("runs", exist_ok=True)
-    torch.save({"step": step} | {name: part.state_dict() for name, part in parts.items()}, SNAPSHOT + ".new")
+    parts = {"line": line.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    torch.save(parts, SNAPSHOT + ".new")
     os.replace(SNAPSHOT + ".new", SNAPSHOT)  # a process killed while it writes leaves the old snapshot whole
 
 
-def load(line: nn.Linear, optimizer: Optimizer, scaler: GradScaler, rank: int) -> int:
+def load(line: nn.Linear, optimizer: Optimizer, rank: int) -> int:
     """Loads the snapshot on every process, and returns its step; without a snapshot, 0."""
     if not os.path.exists(SNAPSHOT):
         return 0
     saved = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
     line.load_state_dict(saved["line"])
     optimizer.load_state_dict(saved["optimizer"])
-    if saved["scaler"]:  # empty unless the precision is fp16
-        scaler.load_state_dict(saved["scaler"])
     if rank == 0:
         print(f"resumed at step {saved['step']} of {STEPS}; to begin again, remove {SNAPSHOT}", flush=True)
     return saved["step"]
@@ -75,13 +72,11 @@ def train(amp: str) -> None:
 
     data, line, optimizer = make()
     line.to(device)
-    scaler = GradScaler(device.type, enabled=amp == "fp16")  # scales the loss: small fp16 gradients would become 0
-    step = load(line, optimizer, scaler, rank)
+    step = load(line, optimizer, rank)
     model = DistributedDataParallel(line)
     sampler = DistributedSampler(data, world, rank, seed=SEED)  # its share of an epoch
     loader = DataLoader(data, MICRO, sampler=sampler)
 
-    dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
     accumulate = BATCH // (MICRO * world)  # micro-batches of a step on each process
     batches = micro_batches(loader, sampler, step * accumulate)
     while step < STEPS:
@@ -89,25 +84,24 @@ def train(amp: str) -> None:
         for number in range(1, accumulate + 1):
             x, y = (part.to(device) for part in next(batches))
             with nullcontext() if number == accumulate else model.no_sync():  # DDP sends gradients once per step
-                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                with torch.autocast(device.type, torch.bfloat16, enabled=amp == "bf16"):
                     loss = mse_loss(model(x).float(), y) / accumulate  # gradients add up
-                scaler.scale(loss).backward()
+                loss.backward()
             mean += loss.detach()
-        scaler.step(optimizer)
-        scaler.update()
+        optimizer.step()
         optimizer.zero_grad()
         step += 1
         if step % SAVE_EVERY == 0 or step == STEPS:
             distributed.all_reduce(mean)  # on every process, or the others would wait forever
             if rank == 0:
-                save(line, optimizer, scaler, step, mean / world, world)
+                save(line, optimizer, step, mean / world, world)
     del model  # gloo may hang if DDP outlives the process group
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--amp", choices=["no", "bf16", "fp16"][: 3 if GPUS else 2], default="no", help="precision")
+    parser.add_argument("--amp", choices=["no", "bf16"], default="no", help="precision")
     flags = parser.parse_args()
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > GPUS > 0:
         raise SystemExit("error: more processes than GPUs; start fewer, or set CUDA_VISIBLE_DEVICES= to use the CPU")
