@@ -173,7 +173,7 @@ WRONG = {
     "another number of heads": (edit_json("config.json", lambda config: config.update(n_head=4)), "logits differ"),
     "a fourth of the merges": (edit_json("tokenizer.json", swap_merges), "token ids differ"),
     "special tokens in text": (edit_json("tokenizer_config.json", lambda config: config.pop("split_special_tokens")),
-     "token ids differ after '': [28, 92,"),
+     "token ids differ"),
     "sampling": (edit_json("generation_config.json", lambda config: config.update(do_sample=True, temperature=0.3)),
      "'do_sample': True, 'eos_token_id': 0, 'pad_token_id': 0, 'temperature': 0.3} from generation_config.json"),
 }  # fmt: skip
@@ -181,7 +181,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)
 def test_what_differs_is_rejected_and_removed(change, words, checkpoint, tmp_path, little_text, monkeypatch, capsys):
-    def tampered(folder: Path, *args: Any) -> check.Findings:
+    def tampered(folder: Path, *args: Any) -> str:
         change(folder)
         return check.check_export(folder, *args)
 

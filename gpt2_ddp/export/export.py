@@ -20,7 +20,7 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.check import ExportMismatch, Findings, check_export
+from gpt2_ddp.export.check import ExportMismatch, check_export
 from gpt2_ddp.export.formats import LLAMA_CPP, write_gguf, write_model, write_tokenizer
 from gpt2_ddp.files import sha256_file, writing
 from gpt2_ddp.model.gpt import GPT
@@ -67,10 +67,10 @@ def default_output(checkpoint: Checkpoint) -> Path:
     return Path("exports", f"{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}")
 
 
-def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
-    """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results. `gguf`: with a
-    file for llama.cpp. Raises: UserError for another architecture, an `output` in use or among the run's checkpoints, a
-    deleted checkpoint, or a failed write. Raises: ExportMismatch for other results."""
+def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> str:
+    """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results; returns what is
+    equal. `gguf`: with a file for llama.cpp. Raises: UserError for another architecture, an `output` in use or among
+    the run's checkpoints, a deleted checkpoint, or a failed write. Raises: ExportMismatch for other results."""
     settings = read_settings(checkpoint)
     architecture = settings.model.architecture
     for program, known in ("transformers", CLASSES), ("llama.cpp; leave --gguf away", LLAMA_CPP if gguf else CLASSES):
