@@ -269,20 +269,15 @@ def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
     return Evaluation(nll, len(ids), int(tokenizer.token_bytes()[ids].sum()))
 
 
-def load_rows(run: str | os.PathLike[str]) -> Any:
-    """The rows of a run's metrics.jsonl, one for each logged step, also while it still trains: a pandas.DataFrame or,
-    without pandas, a list of dicts.
+def load_rows(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl, one for each logged step, also while it still trains.
 
-    Columns are named as in the file: step, tokens, loss, lr, ...; val_loss is NaN where there was no evaluation. Left
-    out are events, steps that a rollback has undone, and unreadable lines.
+    Keys are those of the file: step, tokens, loss, lr, ...; val_loss only where there was an evaluation. Left out are
+    events, steps that a rollback has undone, and unreadable lines.
     """
     from gpt2_ddp.reports.runs import read_runs
 
     record = read_runs([Path(run)])[0]
     for note in record.notes:
         print(f"note: {run}: {note}", file=sys.stderr)
-    try:
-        from pandas import DataFrame
-    except ImportError:
-        return [*record.rows]
-    return DataFrame([*record.rows])
+    return [*record.rows]

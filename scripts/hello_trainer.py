@@ -2,10 +2,9 @@
 
     python scripts/hello_trainer.py                                           # one process
     torchrun --standalone --nproc_per_node 2 scripts/hello_trainer.py         # two: on GPUs, or else on the CPU
-    accelerate launch --multi_gpu --num_processes 2 scripts/hello_trainer.py --accelerate --amp bf16
 
-Read `with_torch` first: it is plain PyTorch. --accelerate runs `with_accelerate`, the same training on Accelerate.
-The same command again resumes from runs/hello_trainer.pt. docs/first-steps.md explains the program.
+Read `train` first: it is plain PyTorch; hello_gpt.py does the same on Accelerate. The same command again resumes from
+runs/hello_trainer.pt. docs/first-steps.md explains the program.
 """
 
 import argparse
@@ -13,15 +12,12 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import count, islice
-from typing import Any
 
 import torch.distributed.nn  # before the process group: a later import would keep it from ending
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, distributed, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 SEED, POINTS, LR, MOMENTUM = 1337, 12_000, 0.05, 0.5
@@ -31,15 +27,15 @@ SNAPSHOT = "runs/hello_trainer.pt"
 GPUS = torch.cuda.device_count()
 
 
-def make() -> tuple[TensorDataset, nn.Linear, torch.optim.SGD]:
+def make() -> tuple[TensorDataset, nn.Linear, SGD]:
     """Points on y = 2x + 3 with noise, model and optimizer: the same on every process."""
     x, noise = torch.randn(2, POINTS, 1, generator=torch.Generator().manual_seed(SEED))
     torch.manual_seed(SEED)
     line = nn.Linear(1, 1)
-    return TensorDataset(x, 2 * x + 3 + 0.1 * noise), line, torch.optim.SGD(line.parameters(), LR, MOMENTUM)
+    return TensorDataset(x, 2 * x + 3 + 0.1 * noise), line, SGD(line.parameters(), LR, MOMENTUM)
 
 
-def micro_batches(loader: Any, sampler: Any, first: int) -> Iterator[list[Tensor]]:
+def micro_batches(loader: DataLoader, sampler: DistributedSampler, first: int) -> Iterator[list[Tensor]]:
     """This process's micro-batches from number `first` on, epoch after epoch."""
     for epoch in count(first // len(loader)):
         sampler.set_epoch(epoch)  # a new order; without this call, every epoch has the same
@@ -47,30 +43,28 @@ def micro_batches(loader: Any, sampler: Any, first: int) -> Iterator[list[Tensor
         first = 0
 
 
-def save(line: nn.Linear, optimizer: Any, scaler: GradScaler, step: int, loss: Tensor, world: int) -> None:
+def save(line: nn.Linear, optimizer: Optimizer, step: int, loss: Tensor, world: int) -> None:
     weight, bias = line.weight.item(), line.bias.item()
     print(f"step {step}: loss {loss:.4f}, y = {weight:.4f} x + {bias:.4f}; processes: {world}", flush=True)
-    parts = {"line": line, "optimizer": optimizer, "scaler": scaler}
     os.makedirs("runs", exist_ok=True)
-    torch.save({"step": step} | {name: part.state_dict() for name, part in parts.items()}, SNAPSHOT + ".new")
+    parts = {"line": line.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    torch.save(parts, SNAPSHOT + ".new")
     os.replace(SNAPSHOT + ".new", SNAPSHOT)  # a process killed while it writes leaves the old snapshot whole
 
 
-def load(line: nn.Linear, optimizer: Any, scaler: GradScaler, rank: int) -> int:
+def load(line: nn.Linear, optimizer: Optimizer, rank: int) -> int:
     """Loads the snapshot on every process, and returns its step; without a snapshot, 0."""
     if not os.path.exists(SNAPSHOT):
         return 0
     saved = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
     line.load_state_dict(saved["line"])
     optimizer.load_state_dict(saved["optimizer"])
-    if saved["scaler"]:  # empty unless the precision is fp16
-        scaler.load_state_dict(saved["scaler"])
     if rank == 0:
         print(f"resumed at step {saved['step']} of {STEPS}; to begin again, remove {SNAPSHOT}", flush=True)
     return saved["step"]
 
 
-def with_torch(amp: str) -> None:
+def train(amp: str) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if GPUS else torch.device("cpu")
     meet = "env://" if world > 1 else "tcp://127.0.0.1:0"  # env: at the address that the launcher has set
@@ -78,73 +72,41 @@ def with_torch(amp: str) -> None:
 
     data, line, optimizer = make()
     line.to(device)
-    scaler = GradScaler(device.type, enabled=amp == "fp16")  # scales the loss: small fp16 gradients would become 0
-    step = load(line, optimizer, scaler, rank)
+    step = load(line, optimizer, rank)
     model = DistributedDataParallel(line)
-    loader = DataLoader(data, MICRO, sampler=DistributedSampler(data, world, rank, seed=SEED))  # its share of an epoch
+    sampler = DistributedSampler(data, world, rank, seed=SEED)  # its share of an epoch
+    loader = DataLoader(data, MICRO, sampler=sampler)
 
-    dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
     accumulate = BATCH // (MICRO * world)  # micro-batches of a step on each process
-    batches = micro_batches(loader, loader.sampler, step * accumulate)
+    batches = micro_batches(loader, sampler, step * accumulate)
     while step < STEPS:
         mean = torch.zeros((), device=device)  # loss of this process's points
         for number in range(1, accumulate + 1):
             x, y = (part.to(device) for part in next(batches))
             with nullcontext() if number == accumulate else model.no_sync():  # DDP sends gradients once per step
-                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                with torch.autocast(device.type, torch.bfloat16, enabled=amp == "bf16"):
                     loss = mse_loss(model(x).float(), y) / accumulate  # gradients add up
-                scaler.scale(loss).backward()
-            mean += loss.detach()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        step += 1
-        if step % SAVE_EVERY == 0 or step == STEPS:
-            distributed.all_reduce(mean)  # on every process, or the others would wait forever
-            if rank == 0:
-                save(line, optimizer, scaler, step, mean / world, world)
-    del model  # gloo may hang if DDP outlives the process group
-    distributed.destroy_process_group()
-
-
-def with_accelerate(amp: str) -> None:
-    loaders = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED)  # the same order as DistributedSampler
-    accelerator = Accelerator(cpu=not GPUS, mixed_precision=amp, dataloader_config=loaders)
-    rank, world = accelerator.process_index, accelerator.num_processes
-    data, line, optimizer = make()
-    scaler = accelerator.scaler or GradScaler(enabled=False)
-    step = load(line, optimizer, scaler, rank)
-    model, optimizer, loader = accelerator.prepare(line, optimizer, DataLoader(data, MICRO, shuffle=True))
-    accumulate = BATCH // (MICRO * world)
-    batches = micro_batches(loader, loader, step * accumulate)
-    while step < STEPS:
-        mean = torch.zeros((), device=accelerator.device)
-        for number in range(1, accumulate + 1):
-            x, y = next(batches)
-            with nullcontext() if number == accumulate else accelerator.no_sync(model):
-                loss = mse_loss(model(x), y) / accumulate
-                accelerator.backward(loss)
+                loss.backward()
             mean += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
         if step % SAVE_EVERY == 0 or step == STEPS:
-            mean = torch.as_tensor(accelerator.reduce(mean, "mean"))
-            if accelerator.is_main_process:
-                save(line, optimizer, scaler, step, mean, world)
-    model, optimizer = accelerator.free_memory(model, optimizer)
-    accelerator.end_training()
+            distributed.all_reduce(mean)  # on every process, or the others would wait forever
+            if rank == 0:
+                save(line, optimizer, step, mean / world, world)
+    del model  # gloo may hang if DDP outlives the process group
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerate", action="store_true", help="run with_accelerate instead of with_torch")
-    parser.add_argument("--amp", choices=["no", "bf16", "fp16"][: 3 if GPUS else 2], default="no", help="precision")
+    parser.add_argument("--amp", choices=["no", "bf16"], default="no", help="precision")
     flags = parser.parse_args()
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > GPUS > 0:
         raise SystemExit("error: more processes than GPUs; start fewer, or set CUDA_VISIBLE_DEVICES= to use the CPU")
     if BATCH % (MICRO * int(os.environ.get("WORLD_SIZE", "1"))):
         raise SystemExit(f"error: these processes cannot share {BATCH} points equally; start 1, 2, 3, 4, 6 or 12")
-    (with_accelerate if flags.accelerate else with_torch)(flags.amp)
+    train(flags.amp)
     if os.environ.get("RANK", "0") == "0":
         print("next: docs/ddp-lab.md, common mistakes with DDP")

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from signal import Signals
@@ -136,7 +135,7 @@ def compare(members: list[Member], incomplete: Mapping[Path, str], report: Path)
                 runs.append(run)
     below = [f"{folder} {end}; its output is in {folder}.log" for folder, end in incomplete.items()]
     print(*describe(group_runs(runs)), *below, sep="\n")
-    if runs and find_spec("matplotlib"):
+    if runs:
         print("report:", write_report([report.parent / run.name for run in runs], report))
     return int(bool(incomplete))
 

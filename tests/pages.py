@@ -6,6 +6,7 @@ reason, what it needs into `stand_ins` of test_docs.py, and a flag that makes it
 """
 
 import importlib.util
+import os
 import re
 import shlex
 from functools import cache
@@ -174,3 +175,10 @@ def parse_script(words: list[str], text: str, folder: Path) -> None:
             (folder / value).parent.mkdir(parents=True, exist_ok=True)
             (folder / value).write_text(cli.dump(cli.load(command, [], default)))
     cli.load(command, flags, default)
+
+
+def write_texts(folder: Path) -> None:
+    """Texts of one's own: some modules of the standard library."""
+    (folder / "texts").mkdir()
+    for name in ("abc", "bisect", "heapq", "queue", "sched", "shlex", "textwrap"):
+        (folder / f"texts/{name}.txt").write_bytes((Path(os.__file__).parent / f"{name}.py").read_bytes())

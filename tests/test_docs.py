@@ -13,7 +13,19 @@ import pytest
 from cifar import write_cifar, write_sets_of_images
 from commands import environment, forked
 from conftest import once
-from pages import CANNOT, NOT_RUN, PAGES, PROGRAMS, ROOT, SMALLER, TRANSLATED, PageCommand, commands, parse_script
+from pages import (
+    CANNOT,
+    NOT_RUN,
+    PAGES,
+    PROGRAMS,
+    ROOT,
+    SMALLER,
+    TRANSLATED,
+    PageCommand,
+    commands,
+    parse_script,
+    write_texts,
+)
 
 COMMANDS = [command for page in [*PAGES, *NOT_RUN] for command in commands(page)]
 LONG = ("optimizers.md", "speedrun.md")
@@ -129,6 +141,7 @@ def make_stand_ins(folder: Path) -> None:
     for name in ("gpt2_ddp", "scripts", "benchmarks", "configs", "Makefile", "requirements.txt"):
         (folder / name).symlink_to(ROOT / name)
     write_texts(folder)
+    write_more(folder)
     write_cifar(folder / "FOLDER", 200, 50)
     write_sets_of_images(folder)
     train = "train_gpt2.py --data.path data/stdlib " + SMALLER["train_gpt2.py"].format(steps=4)
@@ -151,11 +164,8 @@ def make_stand_ins(folder: Path) -> None:
 MIXED = {"web": "heapq", "code": "shlex", "books": "textwrap"}
 
 
-def write_texts(folder: Path) -> None:
-    for name in ("texts", "dump"):
-        (folder / name).mkdir()
-    for name in ("abc", "bisect", "heapq", "queue", "sched", "shlex", "textwrap"):
-        (folder / f"texts/{name}.txt").write_bytes((Path(os.__file__).parent / f"{name}.py").read_bytes())
+def write_more(folder: Path) -> None:
+    (folder / "dump").mkdir()
     (folder / "dump/some.jsonl").write_text("".join(f'{{"text": "Truth {n} of many."}}\n' for n in range(3000)))
     (folder / "stories.txt").write_text("\n<|endoftext|>\n".join(f"Once upon {n} times." for n in range(3000)))
     (folder / "prompts.txt").write_text("def \nimport \n")

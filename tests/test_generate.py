@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import models
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ from runs import gpt_state, open_store
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, find_checkpoint
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.generate import BATCH_ROWS, Sampling, generate, sample
 from gpt2_ddp.model.gpt import GPT
@@ -24,17 +25,11 @@ from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.tasks.trained_model import TextStream, generate_text, load_model, load_weights
 
 EOT = 0
-VOCAB = 65
 PROMPTS = [[5, 9, 3], [11], [EOT], [7, 7, 2, 30, 41, 8, 19, 64, 23]]
 
 
-def tiny(vocab_size: int = VOCAB, **changes) -> GPT:
-    torch.manual_seed(0)
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}
-    model = GPT(ModelConfig(**(shape | changes)), vocab_size)
-    for parameter in model.parameters():  # far from its initial near-zero output: tokens and positions matter
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return model.eval()
+def tiny(vocab_size: int = 65, **changes) -> GPT:
+    return models.tiny(vocab_size, **{"block_size": 64, **changes}).eval()
 
 
 @torch.no_grad()
@@ -237,26 +232,14 @@ def test_prompts_come_from_a_file(checkpoint, tmp_path, capsys, monkeypatch):
     from_file = capsys.readouterr().out
     generate_text(config.model_copy(update={"prompts": ("def main", "  return")}))
     assert capsys.readouterr().out == from_file
+    monkeypatch.setattr(sys, "stdin", io.StringIO(file.read_text()))
+    generate_text(config.model_copy(update={"prompts_file": "-"}))
+    assert capsys.readouterr().out == from_file
     monkeypatch.setattr(sys, "stdin", None)  # closed, as by `<&-`
     expect_error("prompts_file = -: is empty", generate_text, config.model_copy(update={"prompts_file": "-"}))
     for content, said in ((b"\n\r\n", "is empty"), (b"caf\xe9", "is not UTF-8"), (None, "cannot be read")):
         file.unlink() if content is None else file.write_bytes(content)
         expect_error(f"prompts_file = .*{said}", generate_text, config.model_copy(update={"prompts_file": str(file)}))
-
-
-def test_prompts_are_typed(checkpoint, monkeypatch, capsys):
-    config = GenerateConfig(checkpoint=str(checkpoint), prompts_file="-", max_new_tokens=6, device="cpu")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def main\nreturn\n"))
-    generate_text(config)
-    first, second = capsys.readouterr().out.split("-" * 80 + "\n")
-    terminal = io.StringIO("def main\n\n")
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdin", terminal)
-    generate_text(config)
-    typed = capsys.readouterr()
-    assert typed.out.startswith(first)
-    assert (typed.err.count("> "), typed.err.count("tokens/s")) == (3, 2)
-    assert second.startswith("return")
 
 
 @pytest.mark.parametrize("samples", [1, 2])

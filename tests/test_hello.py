@@ -5,12 +5,11 @@ import runpy
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from close import assert_close, distance
-from commands import ACCELERATE, ROOT, TORCHRUN, environment, forked
+from commands import ROOT, TORCHRUN, environment, forked
 from conftest import once
 from ranks import free_port, rank_environment
 from runs import newest_checkpoint
@@ -25,7 +24,7 @@ ALL = [FIRST, TRAINER, GPT]
 @pytest.mark.parametrize("script", ALL, ids=lambda script: script.stem)
 def test_it_stands_alone_and_is_as_short_as_the_pages_say(script):
     lines = len(script.read_text().splitlines())
-    assert lines <= {TRAINER: 150, GPT: 180}.get(script, 62)
+    assert lines <= {TRAINER: 120, GPT: 180}.get(script, 62)
     assert not re.search(r"^\s*(import|from) gpt2_ddp", script.read_text(), re.MULTILINE)
     for page, text in (("first-steps.md", f"It has {lines} lines."), ("first-steps.zh-CN.md", f"它有 {lines} 行")):
         assert text in (ROOT / "docs" / page).read_text(encoding="utf-8")
@@ -101,17 +100,18 @@ assert not [name for name in threads if "gloo" in name], threads
 shuts down aborts the process ("terminate called without an active exception")."""
 
 
-def run_trainer(folder: Path, world: int, *flags: str) -> dict[str, Any]:
-    """Runs hello_trainer.py on forked ranks; returns its snapshot."""
+def run_trainer(folder: Path, world: int) -> None:
+    """Runs hello_trainer.py on forked ranks."""
     alone = rank_environment(0, 1, free_port()) if world == 1 else {}
-    done = forked(["-c", ENDS.format(argv=[str(TRAINER), *flags])], folder, world, **alone)
+    done = forked(["-c", ENDS.format(argv=[str(TRAINER)])], folder, world, **alone)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"; processes: {world}\nnext: docs/ddp-lab.md, common mistakes with DDP\n")
-    return torch.load(folder / "runs/hello_trainer.pt")
 
 
-def end_of(snapshot: dict[str, Any]) -> torch.Tensor:
-    """Weight, bias, and the momentum of both."""
+def end_of(folder: Path) -> torch.Tensor:
+    """Weight, bias, and the momentum of both, after the last step."""
+    snapshot = torch.load(folder / "runs/hello_trainer.pt")
+    assert snapshot["step"] == 80
     momenta = [state["momentum_buffer"] for state in snapshot["optimizer"]["state"].values()]
     return torch.cat([part.flatten() for part in (*snapshot["line"].values(), *momenta)])
 
@@ -135,62 +135,36 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def whole_trainer(tmp_path_factory):
-    """Runs the trainer without interruption, once for all tests; returns its last snapshot."""
-
-    def of(world: int, flag: str) -> dict[str, Any]:
-        run = lambda folder: run_trainer(folder, world, *flag.split())  # noqa: E731
-        folder = once(tmp_path_factory, f"hello_trainer-{world}{flag}", run)
-        return torch.load(folder / "runs/hello_trainer.pt")
-
-    return of
+    """The end of the trainer without interruption, which runs once for all tests."""
+    return lambda world: end_of(once(tmp_path_factory, f"hello_trainer-{world}", lambda to: run_trainer(to, world)))
 
 
-def resumed(folder: Path, worlds: tuple[int, int], flag: str) -> dict[str, Any]:
-    """The last snapshot of a training that `worlds[0]` processes begin, of which the first is killed at step 80, and
-    that `worlds[1]` processes resume."""
-    killed = forked(["-c", KILLED.format(argv=[str(TRAINER), *flag.split()])], folder, worlds[0])
-    local = 80 * (12 // worlds[0] - 1) if worlds[0] > 1 or not flag else 0  # Accelerate wraps one process in no DDP
-    assert f"backward passes under no_sync: {local}\n" in killed.stdout
-    assert torch.load(folder / "runs/hello_trainer.pt")["step"] == 75, "within an epoch"
-    done = forked([str(TRAINER), *flag.split()], folder, worlds[1])
+def resumed(folder: Path, *worlds: int) -> torch.Tensor:
+    """The end of a training that `worlds[0]` processes begin, of which the first is killed at step 80, and that
+    `worlds[1]` processes resume."""
+    killed = forked(["-c", KILLED.format(argv=[str(TRAINER)])], folder, worlds[0])
+    assert f"backward passes under no_sync: {80 * (12 // worlds[0] - 1)}\n" in killed.stdout
+    done = forked([str(TRAINER)], folder, worlds[1])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("resumed at step 75 of 80; to begin again, remove runs/hello_trainer.pt\nstep 80: ")
-    return torch.load(folder / "runs/hello_trainer.pt")
+    assert done.stdout.startswith("resumed at step 75 of 80; "), "within an epoch"
+    return end_of(folder)
 
 
-@pytest.mark.parametrize(
-    ("world", "flag"), [(2, ""), *(pytest.param(n, "--accelerate", marks=pytest.mark.slow) for n in (1, 3))]
-)
-def test_a_killed_trainer_resumes_and_ends_at_the_same_bits(world, flag, whole_trainer, tmp_path):
-    found, whole = resumed(tmp_path, (world, world), flag), whole_trainer(world, flag)
-    assert found["step"] == whole["step"] == 80
-    assert torch.equal(end_of(found), end_of(whole))
+def test_a_killed_trainer_resumes_and_ends_at_the_same_bits(whole_trainer, tmp_path):
+    assert torch.equal(resumed(tmp_path, 2, 2), whole_trainer(2))
 
 
 @pytest.mark.slow
-def test_trainers_of_all_kinds_end_at_the_same_line(whole_trainer, tmp_path):
-    """Plain and on Accelerate, on 1 to 3 processes, and after a resume on another number."""
-    ends = {way: end_of(whole_trainer(*way)) for way in ((1, ""), (2, ""), (1, "--accelerate"), (3, "--accelerate"))}
-    ends["2, then 3"] = end_of(resumed(tmp_path, (2, 3), ""))
-    for way, end in ends.items():
-        assert_close(end, ends[1, ""], 1e-5, says=(way, ends))
+def test_any_number_of_processes_ends_at_the_same_line(whole_trainer, tmp_path):
+    """Also after a resume on another number."""
+    for end in (whole_trainer(2), resumed(tmp_path, 2, 3)):
+        assert_close(end, whole_trainer(1), 1e-5)
 
 
 @pytest.mark.slow
-def test_the_trainer_in_mixed_precision_and_by_launchers(whole_trainer, tmp_path):
-    ends = {}
-    starts = {"torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node"], "accelerate": [*ACCELERATE, "--multi_gpu"]}
-    starts["accelerate"].append("--num_processes")
-    for name, start in starts.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        command = [*start, "2", str(TRAINER), "--amp", "bf16", *["--accelerate"] * (name == "accelerate")]
-        done = subprocess.run(
-            command, cwd=folder, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        ends[name] = end_of(torch.load(folder / "runs/hello_trainer.pt"))[:2]
-    plain = end_of(whole_trainer(2, ""))[:2]
-    assert_close(ends["torchrun"], ends["accelerate"], 2e-2, says=ends)
-    assert_close(ends["torchrun"], plain, 4e-2, says=(ends, plain))
-    assert distance(ends["torchrun"], plain) > 1e-5, "bf16 rounds"
+def test_the_trainer_in_mixed_precision_by_torchrun(whole_trainer, tmp_path):
+    command = [*TORCHRUN, "--standalone", "--nproc_per_node", "2", str(TRAINER), "--amp", "bf16"]
+    subprocess.run(command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), check=True)
+    found, plain = end_of(tmp_path)[:2], whole_trainer(2)[:2]
+    assert_close(found, plain, 4e-2)
+    assert distance(found, plain) > 1e-5, "bf16 rounds"

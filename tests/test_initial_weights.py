@@ -8,21 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close, float64
 from commands import expect_error, expect_field
 from ranks import RankError, run_ranks
-from runs import change, rows, same, train, training_config
+from runs import change, same, train, training_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
@@ -122,36 +119,33 @@ def zero_row(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 NOT_FETCHED = {"attn_implementation": "nobody/kernel"}
 INVERSE = "model.layers.0.self_attn.rotary_emb.inv_freq"
 NOT_IN_4 = fields("rope_parameters", "head_dim", "mlp_bias", "dtype", rope_theta=500.0, rope_scaling=None)
-PAD = both(tensors(zero_row), fields(pad_token_id=1)), {}, "zero embeddings of a pad_token_id stay zero: ids 1"
-MORE = both(tensors(more_ids), fields(vocab_size=320)), {}, "the last 20 ids of its vocabulary are not in the data"
-LAYOUTS: list[tuple[str, Callable[[Path], object], dict[str, Any], str]] = [
-    *((kind, in_files, {}, "") for kind in SHAPES),
-    ("gpt2", tensors(lambda t: {n: v.bfloat16() for n, v in t.items()}), {}, ""),
-    ("gpt2", both(tensors(old_style), fields(activation_function="gelu_pytorch_tanh", **NOT_FETCHED)), {}, ""),
-    ("gpt2", tensors(lambda t: {n: v * (not n.endswith(".bias")) for n, v in t.items()}), {"bias": False}, ""),
-    ("gpt2", lambda folder: None, {"block_size": 24}, "the first 24 of its 32 positions are used (block_size)"),
-    ("gpt2", lambda folder: (folder / "tokenizer.json").unlink(), {}, "only the number of ids, 300, was compared"),
+PAD = both(tensors(zero_row), fields(pad_token_id=1)), {}
+MORE = both(tensors(more_ids), fields(vocab_size=320)), {}
+LAYOUTS: list[tuple[str, Callable[[Path], object], dict[str, Any]]] = [
+    *((kind, in_files, {}) for kind in SHAPES),
+    ("gpt2", tensors(lambda t: {n: v.bfloat16() for n, v in t.items()}), {}),
+    ("gpt2", both(tensors(old_style), fields(activation_function="gelu_pytorch_tanh", **NOT_FETCHED)), {}),
+    ("gpt2", tensors(lambda t: {n: v * (not n.endswith(".bias")) for n, v in t.items()}), {"bias": False}),
+    ("gpt2", lambda folder: None, {"block_size": 24}),
     ("gpt2", *MORE),
     ("llama", *MORE),
-    ("llama", both(tensors(lambda t: {**t, INVERSE: torch.ones(8)}), NOT_IN_4), {}, ""),  # of transformers 4
+    ("llama", both(tensors(lambda t: {**t, INVERSE: torch.ones(8)}), NOT_IN_4), {}),  # of transformers 4
     ("llama", *PAD),
     ("nanochat", *PAD),  # the default of transformers' NanoChat
 ]
-"""Architecture, how its folder differs from what transformers saves now, fields of the model section, and the note."""
+"""Architecture, how its folder differs from what transformers saves now, and fields of the model section."""
 
 
-@pytest.mark.parametrize(("kind", "change", "model", "note"), LAYOUTS)
-def test_it_computes_what_transformers_does(kind, change, model, note, tmp_path, capsys):
+@pytest.mark.parametrize(("kind", "change", "model"), LAYOUTS)
+def test_it_computes_what_transformers_does(kind, change, model, tmp_path):
     """Logits, and gradients of the embedding: RMSNorm of zero has a gradient in the thousands."""
     import transformers
 
     change(saved(tmp_path, kind))
     their_class = getattr(transformers, CLASSES[kind])
     theirs = their_class.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
-    capsys.readouterr()
     settings = config(tmp_path, **SHAPES[kind] | model)
-    ours, said = start(settings), capsys.readouterr().err
-    assert note in said if note else said == ""
+    ours = start(settings)
     torch.manual_seed(settings.seed)
     fresh = GPT(settings.model, TOKENIZER.vocab_size)
     assert torch.equal(ours.wte.weight[300:], fresh.wte.weight[300:]), "the padding rows are a new run's"
@@ -177,6 +171,11 @@ def another_tokenizer(folder: Path) -> None:
 
 def other_blanks(folder: Path) -> None:
     change(folder / "tokenizer.json", '"add_prefix_space": false', '"add_prefix_space": true')
+
+
+def another_end(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|endoftext|>", "<|end|>"))
 
 
 def drop(name: str) -> Callable[[Path], None]:
@@ -259,10 +258,12 @@ LATE: list[tuple[Callable[[Path], object], dict[str, Any], str]] = [
     (lambda folder: None, {"bias": False}, "bias is not zero, and model.bias is false"),
     (tensors(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), {}, f"{HEAD} differs from the embedding"),
     (both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])), {}, "vocabulary of 299 ids, .* has 300"),
-    (another_tokenizer, {}, "its tokenizer differs: id 257 is"),
-    (other_blanks, {}, "splits or merges text differently"),
-    (wrong_merge, {}, "splits or merges text differently"),
-    (cut_short("tokenizer.json"), {}, "its tokenizer cannot be read"),
+    (another_tokenizer, {}, "its tokenizer differs"),
+    (other_blanks, {}, "its tokenizer differs"),
+    (wrong_merge, {}, "its tokenizer differs"),
+    (another_end, {}, "its tokenizer differs"),
+    (cut_short("tokenizer.json"), {}, "its tokenizer.json cannot be read"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), {}, "its tokenizer.json cannot be read"),
 ]
 
 
@@ -334,24 +335,16 @@ def test_a_run_begun_so_goes_on_without_the_folder(theirs, tmp_path):
     shutil.copytree(GOLDEN / "corpus", tmp_path / "data")
     assert run_ranks(train, 1, settings("whole", 10)) == ["completed"]
     run_ranks(train, 1, settings("halves", 5))
-    at_start = start(settings("any", 1))
     shutil.rmtree(theirs)
     run_ranks(train, 1, settings("halves", 10))
     place = "checkpoints/step-00000010/model.safetensors"
     assert same(*(load_file(tmp_path / "runs" / name / place) for name in ("whole", "halves")))
-    stream = TokenStream(GOLDEN / "corpus", read_manifest(GOLDEN / "corpus"), "val")
-    tokens = torch.from_numpy(stream.read(np.array([0]), len(stream))[0].astype("int64"))
-    windows = [tokens[at : at + 33][None] for at in range(0, len(tokens) - 1, 32)]
-    with torch.no_grad():
-        nll = sum(at_start.eval()(window[:, :-1], window[:, 1:], reduction="sum").item() for window in windows)
-    assert_close(rows(tmp_path / "runs/whole")[0]["val_loss"], nll / (len(tokens) - 1), 1e-5)
 
 
 def test_a_wrong_folder_is_refused_before_the_corpus_is_hashed(theirs, tmp_path):
     another_tokenizer(theirs)
     shutil.copytree(GOLDEN / "corpus", tmp_path / "data", ignore=shutil.ignore_patterns(".*"))
     settings = training_config(tmp_path / "data", tmp_path / "runs", {"train.init_from": str(theirs)})
-    words = rf"train.init_from = {theirs}: its tokenizer differs: .*; prepare the text with its tokenizer.json"
-    with pytest.raises(RankError, match=words):
+    with pytest.raises(RankError, match=rf"train.init_from = {theirs}: its tokenizer differs"):
         run_ranks(train, 1, settings)
     assert not list((tmp_path / "data").glob(".verified*"))

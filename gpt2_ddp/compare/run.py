@@ -33,7 +33,6 @@ BLOCK = 500  # most steps per reading; otherwise a long training would take twic
 class RunResult:
     """Measurements of a run, in plain values that processes can send to each other."""
 
-    samples: int  # of the timed steps, over all ranks
     seconds: float  # wall time of the timed steps on the slowest rank
     peak_memory: int  # bytes of the largest process until then
     communication: float | None  # share of a step, mean over the ranks; None for one process
@@ -54,7 +53,7 @@ def measure(
         accelerator = run.accelerator
         run.warm_up()
         time_steps(run, WARM_UP)
-        seconds, n_samples = time_steps(run, steps)
+        seconds, _ = time_steps(run, steps)
         memory = peak_memory(accelerator.device)
         metrics = run.evaluate(run.watchdog.progress)
         parameters = {name: value.detach().cpu() for name, value in run.task.model.named_parameters()}
@@ -66,7 +65,6 @@ def measure(
         seconds_of_ranks, peaks, shares = zip(*gather_object([(seconds, memory, share)]), strict=True)
         accelerator.end_training()
     return RunResult(
-        samples=n_samples,
         seconds=max(seconds_of_ranks),
         peak_memory=max(peaks),
         communication=None if share is None else mean(shares),

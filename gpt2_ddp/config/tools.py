@@ -135,7 +135,7 @@ class GenerateConfig(CheckpointCommand):
     prompts: tuple[str, ...] = ("",)
     """texts to continue, one or several; empty: the start of a document"""
     prompts_file: str | None = None
-    """file with one prompt per line, instead of prompts; -: standard input, continued line by line until Ctrl-D"""
+    """file with one prompt per line, instead of prompts; -: standard input"""
     max_new_tokens: int = Field(default=256, ge=1, le=1_000_000)
     """most tokens to add to each prompt, up to 1,000,000; the end-of-text token ends the text earlier"""
     temperature: float = Field(default=0.8, ge=0)

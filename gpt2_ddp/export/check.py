@@ -1,9 +1,7 @@
 """Checks that transformers, loading an exported folder, gives the same results as the checkpoint's own model."""
 
-import math
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,34 +32,20 @@ class ExportMismatch(Exception):
     """An export that differs from the checkpoint. The message names the difference."""
 
 
-class Findings(NamedTuple):
-    """Numbers of equal tensors, logits and token ids."""
-
-    tensors: int  # equal bit for bit
-    logits: int  # of a size up to `largest`, which differ by `difference` at most
-    difference: float
-    largest: float
-    ids: int  # equal token ids, of `characters` characters of text
-    characters: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.tensors} tensors bit for bit, {self.logits:,} logits to {self.difference:.1e} (the largest is "
-            f"{self.largest:.3g}), and all {self.ids:,} token ids of {self.characters:,} characters"
-        )
-
-
 @torch.inference_mode()
-def check_export(folder: Path, model: GPT, tokenizer: Tokenizer) -> Findings:
+def check_export(folder: Path, model: GPT, tokenizer: Tokenizer) -> str:
     """Loads the folder with transformers, without a network, and compares it with what it was made from: a model in
-    fp32, on the CPU, in evaluation mode. Raises: ExportMismatch at the first thing that differs."""
+    fp32, on the CPU, in evaluation mode. Returns what is equal, in words. Raises: ExportMismatch at the first
+    difference."""
     theirs, their_tokenizer = _load(folder)
     tensors = _compare_weights(theirs, model)
     text, ids = _compare_tokens(their_tokenizer, tokenizer)
     _compare_settings(theirs, their_tokenizer, tokenizer.eot)
     windows = np.resize(ids, (WINDOWS, model.config.block_size)).astype(np.int64)
     windows[:, 0] = tokenizer.eot  # each holds one document, as transformers attends across documents
-    return Findings(tensors, *_compare_logits(theirs, model, torch.from_numpy(windows)), len(ids), len(text))
+    difference = _compare_logits(theirs, model, torch.from_numpy(windows))
+    same_ids = f"all {len(ids):,} token ids of {len(text):,} characters"
+    return f"{tensors} tensors bit for bit, logits to {difference:.1e}, and {same_ids}"
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
@@ -99,9 +83,7 @@ def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]
     text = _text(tokenizer)
     ids, others = tokenizer.encode(text), theirs(text, verbose=False)["input_ids"]
     if ids.tolist() != others:
-        first = next(at for at, (one, other) in enumerate(zip_longest(ids.tolist(), others)) if one != other)
-        said = f"{ids[first : first + 5].tolist()} here and {others[first : first + 5]} there"
-        raise ExportMismatch(f"token ids differ after {tokenizer.decode(ids[max(first - 20, 0) : first])!r}: {said}")
+        raise ExportMismatch("token ids differ")
     if theirs.decode(ids) != tokenizer.decode(ids):
         raise ExportMismatch("the text of the token ids differs")
     return text, ids
@@ -129,14 +111,10 @@ def _compare_settings(theirs: Any, their_tokenizer: Any, eot: int) -> None:
             raise ExportMismatch(f"the tokenizer's {name} is {found}, in place of {eot}")
 
 
-def _compare_logits(theirs: Any, model: GPT, windows: Tensor) -> tuple[int, float, float]:
-    """How many logits were compared, by how much they differ at most, and the size of the largest."""
+def _compare_logits(theirs: Any, model: GPT, windows: Tensor) -> float:
+    """By how much logits differ at most."""
     ours, others = model(windows), theirs(windows).logits
-    if ours.shape != others.shape:
-        raise ExportMismatch(f"logits have shape {[*others.shape]} there and {[*ours.shape]} here")
     difference, largest = (ours - others).abs().max().item(), ours.abs().max().item()  # NaN where one is
-    if not math.isfinite(largest):
-        raise ExportMismatch("the checkpoint's own logits are not finite")
     if not difference <= (bound := max(TOLERANCE, RELATIVE * largest)):
         raise ExportMismatch(f"logits differ by {difference:.2e}, more than rounding ({bound:.2e})")
-    return ours.numel(), difference, largest
+    return difference

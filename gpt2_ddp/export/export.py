@@ -15,31 +15,27 @@ from typing import Any
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint
 from gpt2_ddp.config.tools import ExportConfig
-from gpt2_ddp.config.training import DataConfig, TrainingConfig
+from gpt2_ddp.config.training import DataConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.check import ExportMismatch, Findings, check_export
+from gpt2_ddp.export.check import ExportMismatch, check_export
 from gpt2_ddp.export.formats import LLAMA_CPP, write_gguf, write_model, write_tokenizer
 from gpt2_ddp.files import sha256_file, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES, shape
 from gpt2_ddp.output import locked_output, publish
-from gpt2_ddp.reports.picture import as_png, draw
-from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.tasks.trained_model import load_model, note_best, read_settings, still_there
 
 GGUF = "model.gguf"
-CURVE = "loss.png"
-CURVE_LINE = f"\n![Loss, learning rate, gradient norm and throughput]({CURVE})\n"
 TRAINING = "training.yaml"
 CARD = Path(__file__).with_name("card.md")  # template of the model card
 DOCUMENT_MASK = """
 It was trained with attention that does not cross documents. transformers attends across them: give it one \
 document at a time.
 """
-SCORES = {"val_loss": "validation loss", "train_loss": "training loss", "val_bits_per_byte": "bits per byte"}
+SCORES = ("val_loss", "val_bits_per_byte", "val_tokens")
 
 
 def export_hf(config: ExportConfig) -> int:
@@ -71,12 +67,11 @@ def default_output(checkpoint: Checkpoint) -> Path:
     return Path("exports", f"{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}")
 
 
-def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
-    """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results. `gguf`: with a
-    file for llama.cpp. Raises: UserError for another architecture, an `output` in use or among the run's checkpoints, a
-    deleted checkpoint, or a failed write. Raises: ExportMismatch for other results."""
+def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> str:
+    """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results; returns what is
+    equal. `gguf`: with a file for llama.cpp. Raises: UserError for another architecture, an `output` in use or among
+    the run's checkpoints, a deleted checkpoint, or a failed write. Raises: ExportMismatch for other results."""
     settings = read_settings(checkpoint)
-    assert isinstance(settings, TrainingConfig), "a GPT's"
     architecture = settings.model.architecture
     for program, known in ("transformers", CLASSES), ("llama.cpp; leave --gguf away", LLAMA_CPP if gguf else CLASSES):
         if architecture not in known:
@@ -102,9 +97,6 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
             **_data_rows(checkpoint, settings.data),
             **_training_rows(checkpoint, sha256),
         }
-        with suppress(UserError):  # a checkpoint without its run
-            runs = read_runs([checkpoint.path.parent.parent])
-            (folder / CURVE).write_bytes(as_png(draw(runs)))
         tables = [table.weight for table in (model.wte, model.lm_head) if table is not None]
         padding = sum(table[model.vocab_size :].numel() for table in tables)
         card = CARD.read_text(encoding="utf-8").format(
@@ -112,8 +104,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
             architecture=architecture,
             model=CLASSES[architecture],
             parameters=sum(weight.numel() for weight in model.parameters()) - padding,
-            table="\n".join(f"| {label} | {_cell(value)} |" for label, value in rows.items() if value is not None),
-            curve=CURVE_LINE if (folder / CURVE).exists() else "",
+            table="\n".join(f"| {label} | {_cell(value)} |" for label, value in rows.items()),
             eot=tokenizer.eot,
             notes=DOCUMENT_MASK if model.config.document_mask else "",
             transformers=version("transformers"),
@@ -138,11 +129,10 @@ def atomic_directory(output: Path) -> Iterator[Path]:
 
 
 def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
-    config, mlp = model.config, shape(model.config)["n_inner"]
-    keys = f" ({config.key_heads} of keys and values)" if config.key_heads < config.n_head else ""
-    biases = "" if config.bias or model.wpe is None else "; trained without biases (zeros in this folder)"
+    config = model.config
+    sizes = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, MLP {shape(config)['n_inner']}"
     return {
-        "model": f"{config.n_layer} layers, {config.n_head} heads{keys}, width {config.n_embd}, MLP {mlp}{biases}",
+        "model": sizes,
         "context": f"{config.block_size:,} tokens",
         "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} ids, SHA-256 `{tokenizer.sha256}`",
     }
@@ -150,36 +140,29 @@ def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _data_rows(checkpoint: Checkpoint, data: DataConfig) -> dict[str, Any]:
     """Description of the data; longer if the folders still exist unchanged."""
-    mixture, paths, rows = recorded(checkpoint.state.record), data.paths, {}
-    hashes, weights = mixture.manifests if mixture else (), data.weights or [None] * len(paths)
-    for path, digest, weight in zip(paths, hashes, weights, strict=False):
-        share, text = f", weight {weight:g}" if weight is not None else "", ""
+    mixture, rows = recorded(checkpoint.state.record), {}
+    for path, digest in zip(data.paths, mixture.manifests if mixture else (), strict=False):
+        text = ""
         with suppress(UserError):
             manifest = read_manifest(Path(path))
             if manifest.hash == digest:
                 train, val = manifest.tokens("train"), manifest.tokens("val")
                 text = f"{manifest.source}: {train:,} training tokens, {val:,} validation tokens; "
-        rows[f"data {path}{share}"] = f"{text}hash `{digest}`"
+        rows[f"data {path}"] = f"{text}hash `{digest}`"
     return rows
 
 
 def _training_rows(checkpoint: Checkpoint, sha256: str) -> dict[str, Any]:
     """Training and scores of the model; `sha256` is of the checkpoint's manifest."""
-    state, setup = checkpoint.state, checkpoint.state.setup
-    scores = state.progress.scores
+    state, scores = checkpoint.state, checkpoint.state.progress.scores
     tokens = state.feed.consumed * checkpoint.config["model"]["block_size"]
+    epochs = state.feed.position / state.setup.epoch_size
     rows = {
-        "trained on": f"{tokens:,} tokens in {state.step:,} steps, {state.feed.position / setup.epoch_size:.3g} epochs",
+        "trained on": f"{tokens:,} tokens in {state.step:,} steps, {epochs:.3g} epochs",
         "order digest": f"`{state.feed.order_digest}`",
         "checkpoint": f"{checkpoint.path.name}, SHA-256 of its manifest `{sha256}`",
-        "run": state.progress.run_id,
-        "seed": checkpoint.config.get("seed"),
-        "processes": setup.processes,
-        "device": setup.device,
-        "versions": ", ".join(f"{name} {version}" for name, version in setup.versions.items()) or None,
     }
-    rows |= {label: f"{scores[key]:.4f}" for key, label in SCORES.items() if scores.get(key) is not None}
-    return rows | ({"validation tokens": f"{scores['val_tokens']:,}"} if scores.get("val_tokens") else {})
+    return rows | {name: f"{scores[name]:,}" for name in SCORES if scores.get(name) is not None}
 
 
 def _cell(value: object) -> str:

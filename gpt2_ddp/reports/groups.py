@@ -13,7 +13,7 @@ from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
-SCORES = {f"{kind}_{name}": f"{kind} {FIELDS[name].text.split()[0]}" for name in SCORED for kind in ("last", "best")}
+SCORES = {f"last_{name}": f"last {FIELDS[name].text.split()[0]}" for name in SCORED}
 """Scores of a run, and their columns in the table."""
 VALUE, LINE = 60, 130
 """Most characters of a field's value in a heading, and of a line in a terminal."""
@@ -47,13 +47,13 @@ class Group:
 
 
 class Difference(NamedTuple):
-    """Mean of a group's last evaluations minus that of the first group. None: undefined, for the reason in `text`."""
+    """Mean difference of a group's last evaluations to those of the first group with the same seeds. None: undefined,
+    for the reason in `text`."""
 
     text: str
     difference: float | None = None
     standard_error: float | None = None
-    paired: bool | None = None
-    n: int | None = None  # pairs
+    n: int | None = None  # seeds
     differs: bool | None = None  # by more than twice the standard error
 
 
@@ -68,8 +68,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     groups = []
     for first, *others in members.values():
         fields = {name: first.config[name] for name in names if name in first.config}
-        shown = {name: "null" if value is None else truncate(value, VALUE) for name, value in fields.items()}
-        parts = [f"{name}={shown[name]}" if name in shown else f"{name} missing" for name in names if first.config]
+        parts = [f"{name}={'null' if value is None else truncate(value, VALUE)}" for name, value in fields.items()]
         groups.append(Group(", ".join(parts) or first.name, fields, [first, *others]))
     return groups
 
@@ -82,24 +81,18 @@ def differing(runs: Iterable[RunRecord]) -> list[str]:
 
 
 def compare(one: dict[str, float], two: dict[str, float]) -> Difference:
-    """The difference of scores by seed, of the first group and another: of equal seeds, if there are two; if not, of
-    the means (Welch)."""
-    if not one or not two:
-        return Difference(f"no completed run with this score in {'this' if one else 'the first'} group")
+    """The difference of scores by seed, of the first group and another, over the seeds that both have."""
     pairs = [two[seed] - one[seed] for seed in one if seed in two]
-    paired, n = len(pairs) > 1, None
-    if paired:
-        n, difference, square = len(pairs), fmean(pairs), variance(pairs) / len(pairs)
-    else:
-        difference = fmean(two.values()) - fmean(one.values())
-        if min(len(one), len(two)) == 1:
-            return Difference(f"{difference:+.3g} (a group of one run: no spread)", difference)
-        square = sum(variance(values.values()) / len(values) for values in (one, two))
-    error = math.sqrt(square)
+    if not pairs:
+        return Difference("not compared: no seed with this score in both groups")
+    n, difference = len(pairs), fmean(pairs)
+    if n == 1:
+        return Difference(f"{difference:+.3g} (one seed: no spread)", difference, n=n)
+    error = math.sqrt(variance(pairs) / n)
     differs = abs(difference) > 2 * error
-    how, verb = f"paired, {n} seeds" if paired else "unpaired", "differs" if differs else "does not differ"
-    text = f"{difference:+.3g}, standard error {error:.2g} ({how}): {verb} by more than twice the standard error"
-    return Difference(text, difference, error, paired, n, differs)
+    verb = "differs" if differs else "does not differ"
+    text = f"{difference:+.3g}, standard error {error:.2g} ({n} seeds): {verb} by more than twice the standard error"
+    return Difference(text, difference, error, n, differs)
 
 
 def content(groups: Sequence[Group]) -> list[Row]:
@@ -108,7 +101,7 @@ def content(groups: Sequence[Group]) -> list[Row]:
     for group in groups:
         values = {score: [] if _unlike(group.scored, score) else [*group.values(score).values()] for score in SCORES}
         differences = {}
-        for score in [score for score in SCORES if found and score.startswith("last")]:
+        for score in SCORES if found else ():
             reason = _unlike([*groups[0].scored, *group.scored], score)
             each = Difference(reason) if reason else compare(groups[0].values(score), group.values(score))
             differences[score] = each._asdict()

@@ -83,8 +83,6 @@ def _overview(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
             cells[name] = _number(row[name]) + (f" at step {row['step']:,}" if row["step"] != end else "")
     if best:
         cells["best val_loss"] = f"{_number(best['val_loss'])} at step {best['step']:,}"
-    for metric in ("tokens_per_second", "mfu"):
-        cells[f"{metric.replace('tokens', run.unit)} (median)"] = _number(run.median(metric))
     cells["time in training steps"] = duration(run.clock[1][-1])
     return cells | {name: _text(run.start.get(name)) for name in ORIGIN}
 
@@ -104,19 +102,12 @@ def _samples(run: RunRecord, length: int) -> list[str]:
 
 
 def _by_run(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """A table of a column for each run, of values by label."""
+    """A table of a column for each run, of values by label; every cell is escaped."""
     labels = dict.fromkeys(label for column in columns.values() for label in column)
-    rows = [[label, *(column.get(label, UNKNOWN) for column in columns.values())] for label in labels]
-    return _table([["", *columns], *rows])
-
-
-def _table(rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first row and first column are headings; every cell is escaped."""
-    lines = []
-    for label, *cells in rows:
-        kind = "td" if lines else "th"
-        line = "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells)
-        lines.append(f"<tr><th>{escape(label)}</th>{line}</tr>")
+    lines = [f"<tr><th></th>{''.join(f'<th>{escape(name)}</th>' for name in columns)}</tr>"]
+    for label in labels:
+        cells = "".join(f"<td>{escape(column.get(label, UNKNOWN))}</td>" for column in columns.values())
+        lines.append(f"<tr><th>{escape(label)}</th>{cells}</tr>")
     return "\n".join(["<div><table>", *lines, "</table></div>"])
 
 

@@ -104,12 +104,9 @@ class RunRecord:
 
     @cached_property
     def scores(self) -> dict[str, float | None]:
-        """The last and the best value of each of SCORED; None if it is not finite."""
-        found = {}
-        for name in SCORED:
-            for kind, row in (("last", self.last(name)), ("best", self.best(name))):
-                found[f"{kind}_{name}"] = row[name] if is_finite(row.get(name)) else None
-        return found
+        """The last value of each of SCORED; None if it is not finite."""
+        values = {f"last_{name}": self.last(name).get(name) for name in SCORED}
+        return {name: value if is_finite(value) else None for name, value in values.items()}
 
     @property
     def start(self) -> Row:
@@ -139,12 +136,6 @@ class RunRecord:
             places, values = self.clock[0], self.clock[1] / 60
         finite = np.isfinite(values)
         return np.interp(steps, places[finite], values[finite]) if values[finite].any() else None
-
-    def median(self, metric: str) -> float | None:
-        """Median of the finite values of `metric`, if there are any."""
-        values = self.series(metric)[1]
-        values = values[np.isfinite(values)]
-        return float(np.median(values)) if len(values) else None
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:

@@ -6,13 +6,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import STATUS, is_data, is_locked
+from gpt2_ddp.checkpoint.run_files import STATUS, is_locked
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json
 
-TRAINERS = "train_gpt2.py, train_classifier.py, train_regression.py and train_transformer.py"
 SILENT = 90.0
 """Seconds without a heartbeat after which a run on another machine counts as dead; heartbeats come every 5 s."""
 
@@ -51,15 +50,7 @@ def show_status(config: StatusConfig) -> int:
 
 def no_run(folder: Path, file: str) -> UserError:
     """The error for a folder that lacks the `file` of all runs."""
-    problem = f"has no {file}" if os.path.isdir(folder) else "no such folder"
-    near = sorted(
-        str(found.parent)
-        for place in (folder, folder.parent)
-        if os.path.isdir(place)
-        for found in place.glob(f"*/{file}")
-    )
-    hint = "name a run folder" + (f", like {', '.join(near[:3])}" if near else f"; {TRAINERS} make one")
-    return UserError("runs", folder, f"{'holds token shards' if is_data(folder) else problem}; {hint}")
+    return UserError("runs", folder, f"is no run folder, as it has no {file}; name one, like runs/stdlib")
 
 
 def health(folder: Path, now: float | None = None) -> Health:

@@ -34,7 +34,6 @@ from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best, re
 Counts = list[dict[int, int]]
 """Confusion matrix by class and prediction, without zeros: never more numbers than samples."""
 LONGEST_NAME = 4096  # characters of a file's, as systems allow them
-WORST = 10  # most classes to print
 NO_IMAGES = "is for runs of classifiers of images; name such a run, or remove it"
 SHOWN, LIKELIEST = 3, 10  # most classes of an image to print and to write, likeliest first
 
@@ -82,7 +81,6 @@ def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingC
     """The configuration of a GPT's run, with the folders to score: `data`, or the run's own. And whether its weights
     apply: to several folders, as many as the run's."""
     settings = read_settings(checkpoint)
-    assert isinstance(settings, TrainingConfig), "a GPT's"
     own, data = settings.data.paths, settings.data.model_copy(update={"path": config.data or settings.data.path})
     return settings.model_copy(update={"data": data}), 1 < len(own) == len(data.paths)
 
@@ -198,13 +196,12 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     count = scores.pop("val_samples")
     line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
     names, found = job.facts.get("classes"), values[:, plain:].T.numpy()
-    counts = confusion(found[:2].astype(int), len(names)) if names else []
-
     folder = Path(config.output or _evaluations(checkpoint))
 
     def save_all() -> None:
         write_predictions(folder, format_predictions(found[1:], names, job.test.where, found[0]))
         if names:
+            counts = confusion(found[:2].astype(int), len(names))
             content = {"step": checkpoint.step, "classes": [*names], "confusion": counts}
             write_atomically(folder / "classes.json", json.dumps(content))
 
@@ -216,7 +213,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
             if config.output:
                 raise
             accelerator.print(f"note: {error}", file=sys.stderr)
-    return "\n".join([line, *format_confusion(counts, names or ())])
+    return line
 
 
 def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
@@ -284,16 +281,3 @@ def confusion(found: np.ndarray, classes: int) -> Counts:
     for one, other in sorted(found.T.tolist()):
         counts[one][other] = counts[one].get(other, 0) + 1
     return counts
-
-
-def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
-    """Lines on the classes with the highest error rates, worst first."""
-    shares = {k: row.get(k, 0) / sum(row.values()) for k, row in enumerate(counts) if row}
-    worst, lines = sorted((k for k, share in shares.items() if share < 1), key=shares.__getitem__), []
-    for k in worst[:WORST]:
-        others = {other: n for other, n in counts[k].items() if other != k}
-        most = max(others, key=others.__getitem__)
-        right = f"{counts[k].get(k, 0):,} of {sum(counts[k].values()):,} right, {shares[k]:.2%}"
-        lines.append(f"  {names[k]}: {right}; mostly taken for {names[most]} ({others[most]:,})")
-    more = len(worst) - WORST
-    return lines + [f"  and {more:,} more classes with errors"] * (more > 0)

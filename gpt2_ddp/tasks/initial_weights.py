@@ -2,10 +2,8 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import (
     CLASSES,
@@ -46,11 +44,6 @@ def find_initial_weights(config: TrainingConfig) -> Path:
     named = config.train.init_from or ""
     path = _fetch(named, [TRANSFORMERS]) if named.startswith(HUB) else Path(named)
     if os.path.isfile(path / TRANSFORMERS):
-        if not find_spec("transformers"):
-            hint = (
-                "is read by transformers, which is not installed; run `pip install transformers` (the extra `export`)"
-            )
-            raise UserError(FIELD, named, hint)
         misfits = _misfits(named, path, config.model)
     else:
         found = find_checkpoint(path, FIELD, weights=False, kind="gpt2")
@@ -64,8 +57,9 @@ def find_initial_weights(config: TrainingConfig) -> Path:
 
 
 def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokenizer: Tokenizer) -> None:
-    """Loads the weights of `find_initial_weights` into the plain model; prints a note on omitted parts.
-    Raises: UserError for a missing or damaged file, other ids than the data's, or a tensor that does not fit."""
+    """Loads the weights of `find_initial_weights` into the plain model: the ids of the data, and the positions of the
+    context. Raises: UserError for a missing or damaged file, other ids than the data's, or a tensor that does not fit.
+    """
     named = config.train.init_from or ""
     if named.startswith(HUB):
         path = _fetch(named, NEEDED)
@@ -78,21 +72,14 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
         fit_weights(load_file(path / MODEL), model, path)
         return
     theirs = _load(path, CLASSES[config.model.architecture])
-    notes = _check_ids(path, theirs.config.vocab_size, tokenizer)
+    _check_ids(path, theirs.config.vocab_size, tokenizer)
     tensors, (table,) = theirs.state_dict(), their_names("wte.weight", config.model)
     for name in (table, HEAD):
         tensors[name] = tensors[name][: tokenizer.vocab_size]
-    if config.model.architecture == "gpt2":
-        if (positions := theirs.config.n_positions) > config.model.block_size:
-            notes.append(f"the first {config.model.block_size:,} of its {positions:,} positions are used (block_size)")
-    elif zeros := (~tensors[table].any(1)).nonzero().flatten().tolist():
-        notes.append(f"zero embeddings of a pad_token_id stay zero: ids {truncate(', '.join(map(str, zeros)))}")
     try:
         model.load_state_dict(from_transformers(tensors, config.model, model.state_dict()))
     except ValueError as error:
         raise UserError(FIELD, path, f"cannot be trained further: {error}") from error
-    for note in notes:
-        print(f"note: {FIELD} = {truncate(named)}: {note}", file=sys.stderr)
 
 
 @contextmanager
@@ -116,9 +103,9 @@ def _fetch(named: str, patterns: list[str]) -> Path:
 def _misfits(named: str, path: Path, model: ModelConfig) -> Sequence[Mistake]:
     """Field, value and hint for what a `GPT` does not support of the config.json, or else for where the model section
     differs. (`reorder_and_upcast_attn` only changes the order.)"""
-    import transformers
+    with _reading(path, "transformers (the extra `export`) cannot read it"):
+        import transformers
 
-    with _reading(path):
         fields, _ = transformers.PretrainedConfig.get_config_dict(path, local_files_only=True)
         kind = str(fields.get("model_type"))
     if kind not in CLASSES:
@@ -168,30 +155,22 @@ def _load(path: Path, name: str) -> Any:
     return theirs
 
 
-def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
-    """Compares the tokens of all ids, the merges, and the ids of a text of all tokens. Returns notes.
-    `rows`: rows of the weights' vocabulary."""
+def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> None:
+    """Compares the tokens of all ids, the merges, and the ids of a text of all tokens. `rows`: rows of the weights'
+    vocabulary. Raises: UserError for a difference."""
     import tokenizers
 
-    file, theirs, size = path / TOKENIZER_FILE, None, tokenizer.vocab_size
-    if os.path.isfile(file):
-        with _reading(path, "its tokenizer cannot be read"):
-            theirs = tokenizers.Tokenizer.from_file(str(file))
-    if rows < size or (theirs is None and rows > size):
+    size = tokenizer.vocab_size
+    with _reading(path, f"its {TOKENIZER_FILE} cannot be read", "save its fast tokenizer there"):
+        theirs = tokenizers.Tokenizer.from_file(str(path / TOKENIZER_FILE))
+    if rows < size:
         raise UserError(FIELD, path, f"has a vocabulary of {rows:,} ids, the data's tokenizer has {size:,}")
-    if theirs is None:
-        return [f"it has no {TOKENIZER_FILE}; only the number of ids, {size:,}, was compared"]
     encoding, tokens = tokenizer.encoding, dict[int, str]()
     for token, rank in encoding._mergeable_ranks.items():
         tokens[rank] = token.decode() if tokenizer.characters else "".join(CHARACTER_OF_BYTE[byte] for byte in token)
     text, merged = tokenizer.decode(sorted(tokens)), [token for _, token in sorted(tokens.items()) if len(token) > 1]
     merges = ["".join(pair) for pair in json.loads(theirs.to_str())["model"].get("merges", [])]
     tokens |= {rank: token for token, rank in encoding._special_tokens.items()}
-    others = [(rank, theirs.id_to_token(rank)) for rank in sorted(tokens) if theirs.id_to_token(rank) != tokens[rank]]
-    difference = [f"id {rank} is {token!r} there and {tokens[rank]!r} in the data's" for rank, token in others[:1]]
-    if merges != merged or theirs.encode(text, add_special_tokens=False).ids != tokenizer.encode(text).tolist():
-        difference.append("it splits or merges text differently")
-    if difference:
-        hint = f"its tokenizer differs: {difference[0]}; prepare the text with its {TOKENIZER_FILE}"
-        raise UserError(FIELD, path, hint)
-    return [f"the last {rows - size:,} ids of its vocabulary are not in the data's tokenizer"] if rows > size else []
+    is_equal = merges == merged and all(theirs.id_to_token(rank) == token for rank, token in tokens.items())
+    if not is_equal or theirs.encode(text, add_special_tokens=False).ids != tokenizer.encode(text).tolist():
+        raise UserError(FIELD, path, f"its tokenizer differs; prepare the text with its {TOKENIZER_FILE}")

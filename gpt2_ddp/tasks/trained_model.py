@@ -17,7 +17,6 @@ from torch import nn
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, Checkpoint, check_weights, find_checkpoint, fit_weights
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
@@ -34,7 +33,6 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
     Raises: UserError if the tokenizer cannot be loaded, or state, configuration and weights do not fit each other."""
     config = read_settings(checkpoint)
-    assert isinstance(config, TrainingConfig), "a GPT's"
     with still_there(checkpoint):
         weights = load_file(checkpoint.path / MODEL)
         vocab_size, name = checkpoint.state.record["vocab_size"], checkpoint.state.record["tokenizer"]
@@ -49,9 +47,11 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     return model.eval(), tokenizer
 
 
-def read_settings(checkpoint: Checkpoint) -> RunConfig:
-    """The validated configuration of a checkpoint. Raises: UserError for a value that no training accepts."""
-    return read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
+def read_settings(checkpoint: Checkpoint) -> TrainingConfig:
+    """The validated configuration of a GPT's checkpoint. Raises: UserError for a value that no training accepts."""
+    config = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
+    assert isinstance(config, TrainingConfig), "a GPT's"
+    return config
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -110,15 +110,13 @@ class TextStream:
 def generate_text(config: GenerateConfig) -> int:
     """generate.py: prints the samples of `config`, and the speed on stderr; returns the exit code.
     Raises: UserError, as for a checkpoint that is no GPT's."""
-    typed = config.prompts_file == "-" and sys.stdin is not None and sys.stdin.isatty()
-    batches = _typed_prompts() if typed else [_read_prompts(config)]
+    prompts = _read_prompts(config)
     device = pick_device(config.device)
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     model, tokenizer = load_model(checkpoint)
     model.to(device)
-    for prompts in batches:
-        _print_samples(config, model, tokenizer, prompts)
+    _print_samples(config, model, tokenizer, prompts)
     return 0
 
 
@@ -149,14 +147,6 @@ def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, pro
     count = sum(map(len, written))
     speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s on {model.wte.weight.device}"
     print(speed, file=sys.stderr)
-
-
-def _typed_prompts() -> Iterator[list[str]]:
-    print("type a prompt, then Enter; Ctrl-D ends\n> ", end="", file=sys.stderr, flush=True)
-    for line in iter(sys.stdin.readline, ""):
-        yield [line.rstrip("\n")]
-        print("> ", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
 
 
 def _read_prompts(config: GenerateConfig) -> Sequence[str]:
