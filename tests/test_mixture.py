@@ -2,7 +2,6 @@
 stopped, killed, gone back and given other weights; and what is refused."""
 
 import dataclasses
-import json
 import math
 import os
 import random
@@ -201,9 +200,10 @@ def test_a_source_weighs_in_validation_as_eval_weights_say(sources, tmp_path):
 
 def test_folders_that_do_not_go_together(sources, tmp_path):
     """A shard in two training splits, in a training split and a validation split, and another tokenizer."""
-    again = Path(shutil.copytree(sources[0], tmp_path / "again"))
-    splits = json.loads((again / "manifest.json").read_text())["splits"]
-    for changes in ({}, {"splits": {"train": splits["val"]}}, {"tokenizer_sha256": "0" * 64}):
+    validation = read_manifest(Path(sources[0])).splits["val"]
+    cases = [(0, {}), (0, {"splits": {"train": [*map(dataclasses.asdict, validation)]}}), (1, {"tokenizer_sha256": ""})]
+    for number, (source, changes) in enumerate(cases):
+        again = Path(shutil.copytree(sources[source], tmp_path / str(number)))
         edit_manifest(again, **changes)
         expect_field("data.path", str(again), read_manifests, [sources[0], str(again)])
     assert len(read_manifests(sources)) == 3
