@@ -99,7 +99,6 @@ def test_what_is_not_text_is_left_out_whatever_its_name(tmp_path):
         expect_error(rf"source = .*{name}: ", scan, config(tmp_path / name))
     assert {Path(line.split()[0]).name for line in scan(config(tmp_path)).left_out} == {*NOT_TEXT}
     assert texts(tmp_path) == ["words"]
-    expect_error(r"source = .*archive\.txt: ", scan, config(tmp_path, on_bad_file="stop"))
 
 
 def test_text_in_another_encoding_is_asked_for(tmp_path):
