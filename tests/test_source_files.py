@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import expect_error
+from commands import expect_error, expect_field
 from nasty import DECODABLE, LATIN, NOT_TEXT, PROSE, RUSSIAN
 
 from gpt2_ddp.config.cli import load
@@ -147,11 +147,7 @@ def test_control_characters_make_a_file_binary_by_their_share(tmp_path):
 
 
 def test_an_encoding_is_one_of_pythons():
-    for name, hint in (
-        ("latin1x", "a text codec of Python"),
-        ("base64", "a text codec of Python"),
-        ("", "a text codec"),
-    ):
-        expect_error(f"encoding = {name}: should be .*{hint}", load, PrepareConfig, ["--encoding", name])
+    for name in ("latin1x", "base64", ""):
+        expect_field("encoding", name, load, PrepareConfig, ["--encoding", name])
     for name in ("auto", "Latin-1", "cp1252", "utf-8", "GB18030"):
         assert load(PrepareConfig, ["--encoding", name]).encoding == name

@@ -68,8 +68,8 @@ def write_splits(
     of each split, and the counts of `read_pieces`.
 
     A hash of a document's text decides its split, so that it keeps it when documents are added. In a source of few
-    documents, the last `val_fraction` of the tokens is the validation split. `pool` has `workers` processes. `fast`: use
-    gigatoken if it is installed; the result is the same.
+    documents, the last `val_fraction` of the tokens is the validation split. `pool` has `workers` processes.
+    `fast`: use gigatoken if it is installed; the result is the same.
     Raises: UserError if the source cannot be read, or gives no tokens for a split."""
     config, vocab_size = source.config, _cached_tokenizer(tokenizer).vocab_size
     fraction = config.val_fraction
