@@ -2,11 +2,12 @@
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang
+from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang, open_data
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config import tools
@@ -134,3 +135,12 @@ def test_names_of_other_things(names, reader):
         with no_hang(), pytest.raises(UserError) as caught:
             READERS[reader](name)
         check_told(caught.value)
+
+
+def test_a_manifest_or_a_tokenizer_that_is_a_pipe(corpus, tmp_path):
+    for name in ("manifest.json", "tokenizer.json", "train_000000.bin"):
+        folder = shutil.copytree(corpus, tmp_path / name)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with no_hang(), pytest.raises(UserError, match="Not an ordinary file, but a pipe or a device"):
+            open_data(folder)
