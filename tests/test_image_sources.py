@@ -44,6 +44,23 @@ def write_two_files(folder: Path, split: str, images: np.ndarray, labels: np.nda
     write_rows(folder, f"{split}-1", photo=files[4:], kind=numbers[4:])
 
 
+def write_saved(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
+    """As `save_to_disk` does. Each split numbers its classes in its own way; those of `test` are unknown."""
+    import datasets
+
+    def write(split: str, names: str, numbers: np.ndarray) -> None:
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=[*names])})
+        rows = {"image": [*map(Image.fromarray, images)], "label": numbers}
+        datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder / split)
+
+    if split == "train":
+        write("train", "9876543210", 9 - labels)
+    else:
+        write("validation", "0123456789", labels)
+        write("test", "0123456789", labels * 0 - 1)
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "validation", "test"]}')
+
+
 def of_archive(kind: str) -> Callable:
     return lambda folder, *split: write_archive(folder, kind, *split)
 
@@ -57,6 +74,7 @@ SOURCES: dict[str, tuple[Callable, dict[str, Any]]] = {
     "class folders": (lambda folder, split, *of: write_folders(folder / split.replace("test", "Val"), *of), {}),
     "parquet, as the Hub's": (write_parquet, {"name": "cifar100"}),
     "parquet, own columns": (write_two_files, {"image_column": "photo", "label_column": "kind"}),
+    "save_to_disk": (write_saved, {}),
     "CIFAR-10": (of_archive("cifar10"), {"name": "cifar10"}),
     "CIFAR-100": (of_archive("cifar100"), {"name": "cifar100"}),
     "CIFAR-100, coarse": (of_archive("cifar100"), {"label_column": "coarse_label"}),
@@ -227,6 +245,7 @@ def first(values: np.ndarray, suffix: str) -> Callable[[Path], object]:
     return lambda folder: one_image(folder, Image.fromarray(values), suffix)
 
 
+ARROW = "train/data-00000-of-00001.arrow"
 MISTAKES = [
     (layout("training_set/cat/1.png", "test_set/cat/1.png"), ""),
     (layout("train/cat/1.png", "dog/1.png"), ""),
@@ -241,6 +260,7 @@ MISTAKES = [
     (lambda folder: write_rows(folder, "train", photo=[IMAGE] * 2, kind=[0, 1]), ""),
     (source("CIFAR-10", "data_batch_2"), "/data_batch_2"),
     (source("CIFAR-100", "test", pickle.dumps({"data": Boom()})), ""),
+    (source("save_to_disk", ARROW, 5000), ""),
     (source("MNIST", "train-images-idx3-ubyte", -1), ""),
     (source("MNIST", "train-labels-idx1-ubyte", -1), ""),
     (first(GREY.astype(np.uint16) * 256, "png"), "/train/a/0.png"),

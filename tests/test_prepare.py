@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow.parquet
 import pytest
@@ -77,35 +78,29 @@ def documents_of(folder: Path, split: str) -> list[str]:
     return [tokenizer.decode(part[1:]) for part in np.split(tokens, starts[1:])]
 
 
-KINDS: dict[str, dict[str, object]] = {
-    "a.jsonl": {},
-    "b.JSONL.GZ": {},
-    "c.json.zst": {},
-    "d.json": {},
-    "e.csv": {},
-    "f.TSV": {},
-    "g.parquet": {"tokenizer": "gpt2"},
+ROWS = ("a.jsonl", "b.JSONL.GZ", "c.json.zst", "d.json", "e.csv", "f.TSV", "g.parquet", "saved")
+OPTIONS = {
     "lines.txt": {"documents": "line"},
+    "paragraphs.txt": {"documents": "paragraph"},
     "blank.txt": {"document_separator": "\n\n"},
     "stories.txt": {"document_separator": "<|end|>"},
     "stories.jsonl": {"document_separator": "<|end|>"},
+    "g.parquet": {"tokenizer": "gpt2"},
     "files": {"tokenizer": "chars"},
-    "utf-16": {},
 }
-"""Kinds of sources, and the settings that they need."""
-IN_PARTS = {"a.jsonl", "g.parquet", "lines.txt", "stories.txt", "files", "utf-16"}
-ALONE = {"blank.txt": "\n\n\n", "lines.txt": "\r\n", "stories.txt": "\n<|end|>\r\n"}
-WORDS = ["one", " two", "é", " 漢字", "😀👩\u200d👧", "\t", "'s", ", ", "<|endoftext|>", "\x85"]
+IN_PARTS = {"a.jsonl", "g.parquet", "lines.txt", "paragraphs.txt", "stories.txt", "files", "utf-16"}
+ALONE = {"blank.txt": "\n\n\n", "lines.txt": "\r\n", "paragraphs.txt": "\n\r\n", "stories.txt": "\n<|end|>\r\n"}
 
 
 def documents_for(kind: str) -> list[str]:
     """Random documents that a file of this kind can hold. One is longer than a block."""
-    draw = random.Random(0)
-    breaks = ["\n", "\r\n", "\n\n", "\u2028"]
-    if kind in ALONE:
-        breaks = [] if kind == "lines.txt" else ["\nx"]
-    documents = ["".join(draw.choices(WORDS + breaks, k=draw.choice([0, 9, 60]))) for _ in range(150)]
-    documents[70] = "".join(draw.choices(WORDS + breaks, k=3000))
+    draw, words = (
+        random.Random(0),
+        ["one", " two", "é", " 漢字", "😀👩\u200d👧", "\t", "'s", ", ", "<|endoftext|>", "\x85"],
+    )
+    words += [] if kind == "lines.txt" else ["\nx"] if kind in ALONE else ["\n", "\r\n", "\n\n", "\u2028"]
+    documents = ["".join(draw.choices(words, k=draw.choice([0, 9, 60]))) for _ in range(150)]
+    documents[70] = "".join(draw.choices(words, k=3000))
     return [text.strip("\r\n\t ") or "x" for text in documents] if kind in ALONE or "stories" in kind else documents
 
 
@@ -113,10 +108,14 @@ def write_documents(place: Path, kind: str, documents: list[str]) -> None:
     """Rows without a text are no documents."""
     rows = [{"id": number, "body": text} for number, text in enumerate([*documents, None])]
     lines = "\r\n".join(map(json.dumps, rows)).encode()
-    if kind in ("files", "utf-16"):
+    if kind in ALONE:
+        place.write_bytes(ALONE[kind].join(documents).encode())
+    elif kind in ("files", "utf-16"):
         place.mkdir()
         for number, text in enumerate(documents):
             (place / f"{number:03d}.txt").write_bytes(text.encode("utf-8" if kind == "files" else kind))
+    elif kind == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk(place)
     elif kind == "g.parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place, row_group_size=7)
     elif kind in ("e.csv", "f.TSV"):
@@ -132,15 +131,15 @@ def write_documents(place: Path, kind: str, documents: list[str]) -> None:
             "d.json": json.dumps(rows, indent=1).encode(),
             "stories.jsonl": json.dumps({"body": "<|end|>\n".join(documents)}).encode(),
         }
-        place.write_bytes(content[kind] if kind in content else ALONE[kind].join(documents).encode())
+        place.write_bytes(content[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*ROWS, *ALONE, "stories.jsonl", "files", "utf-16"])
 def test_documents_in_are_documents_out(tmp_path, monkeypatch, kind):
     """In order, each in the split that its text decides; the same from parts of files, and with several workers."""
     documents, source = documents_for(kind), tmp_path / kind
     write_documents(source, kind, documents)
-    asked = {"source": source, "column": "body", "val_fraction": 0.2, "shard_tokens": 5000} | KINDS[kind]
+    asked = {"source": source, "column": "body", "val_fraction": 0.2, "shard_tokens": 5000} | OPTIONS.get(kind, {})
     whole = prepare(config(output=tmp_path / "whole", **asked))
     verify_shards(tmp_path / "whole", whole)
     assert {shard.tokens for split in whole.splits.values() for shard in split[:-1]} <= {5000}
@@ -317,7 +316,11 @@ def test_default_outputs():
     )
 
 
-def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path):
+@pytest.mark.parametrize(("documents", "digest"), [
+    ("line", "5d4180baf5f1a3b90b1e7aa469db18a638b4ddfbd7234fc12df99ee267c953ee"),
+    ("paragraph", "6a21db73c0d3527ccc6739a702af88845cdac367d56682b21e198b8a4aea63e1"),
+])  # fmt: skip
+def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path, documents, digest):
     draw = random.Random(0)
     words = ["one", "two ", "\n", "\r\n", "\n\n", "é", "漢字", " and", "\t", "😀", ", ", "\x0c", " \n"]
     (tmp_path / "texts").mkdir()
@@ -326,9 +329,8 @@ def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path):
         (tmp_path / "texts" / f"{number:02d}.txt").write_bytes(text.encode())
     rows = [{"id": number, "text": f"row {number} " * number} for number in range(30)] + [{"id": 1, "text": None}]
     (tmp_path / "texts" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"documents": "line", "tokenizer": "gpt2", "val_fraction": 0.2}
-    made = prepare(config(tmp_path / "texts", tmp_path / "out", **changes))
-    assert made.hash == "5d4180baf5f1a3b90b1e7aa469db18a638b4ddfbd7234fc12df99ee267c953ee"
+    changes = {"documents": documents, "tokenizer": "gpt2", "val_fraction": 0.2}
+    assert prepare(config(tmp_path / "texts", tmp_path / "out", **changes)).hash == digest
 
 
 def test_a_bpe_of_much_text_is_trained_on_a_sample_from_all_of_it():

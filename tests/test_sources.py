@@ -21,7 +21,7 @@ import pyarrow.parquet
 import pytest
 import tiktoken
 from commands import expect_error
-from nasty import CL100K_PATTERN, library_texts, write_nested
+from nasty import CL100K_PATTERN, NESTED, library_texts, write_nested
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest
@@ -60,6 +60,7 @@ def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
         "ragged.csv": "id,text\n0,one, two\n",
         "open.csv": 'id,text\n0,"one\n',
         "other.tsv": "id\tbody\n0\tone\n",
+        "torn.arrow": "ARROW1",
         "deep.jsonl": "[" * 100_000,
     }
     for name, content in bad.items():
@@ -86,6 +87,11 @@ def test_the_first_documents(tmp_path):
         )
     found = [texts(tmp_path, max_documents=most) for most in (1, 2, 4, 9)]
     assert found == [["1a"], ["1a"], ["1a", "3a", "1b"], ["1a", "3a", "1b", "3b"]]
+
+
+def test_paragraphs_end_at_lines_of_white_space(tmp_path):
+    (tmp_path / "text").write_bytes(b"one\ntwo\r\n\n \nthree\n\n\nfour\nfive")
+    assert texts(tmp_path / "text", documents="paragraph") == ["one\ntwo", "three", "four\nfive"]
 
 
 @pytest.mark.parametrize("pattern", ["gpt2", CL100K_PATTERN])
@@ -216,9 +222,12 @@ def test_hub_without_a_network_is_asked_once_at_most(tmp_path, monkeypatch):
         assert line.startswith("error: source = hub:owner/name: cannot be read from the Hub")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "b.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "b.parquet", "[i].arrow"])
 def test_a_column_may_be_inside_another(tmp_path, name):
-    file = write_nested(tmp_path) / name
+    file = tmp_path / name.replace("[i]", "i")
+    write_nested(tmp_path)
+    with pa.ipc.new_file(tmp_path / "i.arrow", pa.Table.from_pylist(NESTED).schema) as arrow:
+        arrow.write_table(pa.Table.from_pylist(NESTED))
     assert texts(file, column="meta.text") == ["inside one", "inside"]
     for column in ("text", "id"):
         expect_error(f"source = .*{file.name}: has no text in column {column}", texts, file, column=column)

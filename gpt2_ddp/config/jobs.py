@@ -158,7 +158,7 @@ class ClassifierDataConfig(Section):
     image_size: int | None = Field(default=None, ge=1, le=4096)
     """images: width and height in pixels, after a crop to the centred square; null: unchanged, all of one size"""
     image_column: str | None = None
-    """images of parquet files or the Hub: column of images; null: img or image"""
+    """images of parquet files, save_to_disk or the Hub: column of images; null: img or image"""
     label_column: str | None = None
     """the same sources: column of classes; null: label, fine_label, labels or class"""
     test_fraction: float = Field(default=0.1, gt=0, lt=1)

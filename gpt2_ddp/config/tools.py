@@ -36,8 +36,9 @@ class PrepareConfig(Command):
     """prepare_data.py: text to token shards"""
 
     source: str = "stdlib"
-    """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, parquet (a file, a
-    folder or a glob); `hub:OWNER/NAME`, a dataset on the Hub; or `bin:GLOB`, existing llm.c shards to index in place"""
+    """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, parquet, Arrow (a file, a
+    folder, a glob, or a folder of `save_to_disk`); `hub:OWNER/NAME`, a dataset on the Hub; or `bin:GLOB`, existing
+    llm.c shards to index in place"""
     output: str | None = None
     """folder for the shards and their manifest.json; null: data/ and the source's name (`bin:`: the shards' folder)"""
     tokenizer: str = "bpe"
@@ -64,8 +65,8 @@ class PrepareConfig(Command):
     """Hub: the dataset's configuration, such as sample-10BT; null: its default"""
     revision: str | None = None
     """Hub: branch, tag or commit; null: the default branch"""
-    documents: Literal["file", "line"] = "file"
-    """text files: one document per file or per line"""
+    documents: Literal["file", "line", "paragraph"] = "file"
+    """text files: one document per file, per line, or per paragraph (blank lines between)"""
     document_separator: str | None = Field(default=None, min_length=1, max_length=1000)
     """text between the documents of a file, such as `<|endoftext|>`; line breaks around it count as part of it"""
     max_documents: int | None = Field(default=None, ge=1)

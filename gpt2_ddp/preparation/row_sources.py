@@ -1,5 +1,6 @@
-"""Sources of rows that `datasets` reads: the Hub."""
+"""Sources of rows that `datasets` reads: the Hub, and folders that it saved."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -47,10 +48,26 @@ def hub_commit(config: PrepareConfig) -> str | None:
     return None
 
 
+def _saved(config: PrepareConfig) -> Any:
+    import datasets
+
+    saved = datasets.load_from_disk(os.path.expanduser(config.source))
+    return saved[config.split] if isinstance(saved, dict) else saved
+
+
+def saved_rows(config: PrepareConfig) -> Iterator[dict[str, Any]]:
+    """A folder that `save_to_disk` wrote; of several splits, one."""
+    yield from _saved(config)
+
+
 ROW_SOURCES = {"hub": RowSource(hub_rows, hub_commit)}
+SAVED = RowSource(saved_rows, lambda config: _saved(config)._fingerprint)
 
 
 def row_source(config: PrepareConfig) -> RowSource | None:
-    """The source of rows that `config.source` names by a prefix; None for files."""
+    """The source of rows that `config.source` names by a prefix, or a folder of `save_to_disk`; None for files."""
+    files = (os.path.join(os.path.expanduser(config.source), name) for name in ("dataset_dict.json", "state.json"))
+    if any(map(os.path.isfile, files)):
+        return SAVED
     prefix, colon, _ = config.source.partition(":")
     return ROW_SOURCES.get(prefix) if colon else None

@@ -1,10 +1,15 @@
-"""Rows of tables: JSON lines and arrays, CSV, and parquet."""
+"""Rows of tables: JSON lines and arrays, CSV, parquet, and the Arrow files that `datasets` reads."""
 
 import csv
+import glob
 import json
+import os
+import threading
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
+
+from tqdm import tqdm
 
 from gpt2_ddp.preparation.source_files import Part, kind_of, open_text
 
@@ -32,7 +37,14 @@ def read_rows(part: Part, column: str) -> Iterator[Row]:
         return _json_rows(part)
     if kind == "parquet":
         return _parquet_rows(part, column)
-    return _csv_rows(part)
+    if kind == "csv":
+        return _csv_rows(part)
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error has the reason
+    tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a worker
+    path = glob.escape(os.path.abspath(part.path))
+    return iter(datasets.load_dataset("arrow", data_files=path, split="train", streaming=True))
 
 
 def fault_of(rows: Iterable[Row], column: str) -> str:

@@ -100,14 +100,17 @@ def _of_part(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
 
 
 def _of_text(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
-    """A text file as one document, or its lines."""
-    by_line = config.documents == "line"
-    with open_text(part, None if by_line else "") as file:
+    """A text file as one document, or its lines or paragraphs."""
+    kind = config.documents
+    with open_text(part, None if kind == "line" else "") as file:
         blocks = iter(lambda: file.read(BLOCK), "")
-        if by_line:
+        if kind == "file":
+            yield blocks
+        elif kind == "line":
             yield from divide(blocks, "\n")
         else:
-            yield blocks
+            paragraphs = groupby(file, key=str.isspace)
+            yield from (["".join(lines).rstrip("\r\n")] for blank, lines in paragraphs if not blank)
 
 
 def _of_rows(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
@@ -134,7 +137,7 @@ def look_at(config: PrepareConfig, paths: list[Path]) -> list[tuple[Entry, list[
             regular(path)
             if kind == "parquet":
                 parts = _row_groups(path)
-            else:
+            elif kind != "arrow":
                 parts = text_parts(path, config.encoding, _end_of_document(path, config))
             rows = (row for part in parts for row in read_rows(part, config.column))
             fault = fault_of(rows, config.column) if kind != "text" else ""
@@ -159,11 +162,10 @@ def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
         return b"\n"
     if suffix in COMPRESSED or kind_of(path) != "text":
         return b""
-    if config.documents == "line":
-        return b"\n"
     separator = (config.document_separator or "").encode()
     straddles = any(separator.endswith(separator[:length]) for length in range(1, len(separator)))
-    return b"" if straddles else re.escape(separator)
+    ends = {"file": b"" if straddles else re.escape(separator), "line": b"\n", "paragraph": rb"\n\r?\n"}
+    return ends[config.documents]
 
 
 def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1) -> Source:

@@ -39,7 +39,7 @@ TEST = ("test", "validation", "val")  # splits that can be the one to test on; t
 COLUMNS = {"image": ("img", "image"), "label": ("label", "fine_label", "labels", "class")}
 HINT = (
     "name a folder with train/CLASS/*.png and test/CLASS/*.png, all equally deep, with train and test parquet files, "
-    "or of the unpacked archive of CIFAR or MNIST; without a network, download such files"
+    "of save_to_disk, or of the unpacked archive of CIFAR or MNIST; without a network, download such files"
 )
 CIFAR = {"batches.meta": [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"], "meta": ["train", "test"]}
 """Files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
@@ -281,6 +281,9 @@ def _with_columns(config: ClassifierDataConfig, rows: Any) -> Any:
 def _open_folder(folder: Path) -> Any:
     import datasets
 
+    if {"dataset_dict.json", "state.json"} & {*os.listdir(folder)}:
+        saved = datasets.load_from_disk(str(folder))
+        return saved if isinstance(saved, dict) else {"train": saved}
     rows = [*_cifar(folder), *_mnist(folder)]
     tables = defaultdict(list)
     for file in [] if rows else _files_in(folder):
