@@ -65,40 +65,32 @@ def rank_of(world: int, rank: int) -> Any:
     return SimpleNamespace(num_processes=world, process_index=rank, device=torch.device("cpu"))
 
 
-def test_any_ranks_train_on_each_item_once_per_epoch():
-    """Without skipped ranges; the items of a step do not depend on ranks and micro-batches, nor on where it began."""
-    for seed in range(120):
-        rng = random.Random(seed)
-        n, size, by_epoch = rng.randint(1, 90), rng.randint(1, 24), rng.random() < 0.5
-        world = rng.choice([1, 2, 3, 5, 30])
-        share = (contiguous if by_epoch else interleaved)(world, rng.randint(1, 9))
-        alone = Feed(Order(seed, n), GlobalBatch(size, interleaved(1, size), by_epoch))
-        steps, states = [], []
-        while alone.position < 2 * n:
-            states.append(alone.state_dict())
-            steps.append(alone.next_step().items.tolist())
-        taken = [item for step in steps for item in step]
-        assert sorted(taken[:n]) == sorted(taken[n : 2 * n]) == [*range(n)]
-        assert alone.consumed == len(taken)
-        batch, number = GlobalBatch(size, share, by_epoch), rng.randrange(len(steps))
-        of_ranks = [[] for _ in range(world)]
-        for rank, found in enumerate(of_ranks):
-            feed = Feed(Order(seed, n), batch, Numbers(n), rank_of(world, rank))
-            feed.load_state_dict(states[number])
-            for one in feed.next_step().micro_batches:
-                found.append(one.rows[0][: one.n_valid].tolist())
-                assert len(one.rows[0]) == max(one.n_valid, 1)
-                assert one.last == (len(found) == len(share(len(steps[number]))))
-        in_order = of_ranks if by_epoch else zip(*of_ranks, strict=True)
-        assert [item for part in in_order for items in part for item in items] == steps[number]
-        if by_epoch:
-            feed, rows = Feed(Order(seed, n), batch), []
-            while not feed.ended_epoch:
-                shares = share(len(feed.next_step().items))
-                rows += [max(len(own), 1) for ranks in shares for own in ranks]
-                totals = [sum(map(len, own)) for own in zip(*shares, strict=True)]
-                assert max(totals) - min(totals) <= 1
-            assert smallest_micro_batch(feed) == min(rows)
+def test_shares_are_a_partition_of_a_step():
+    """In order of micro-batches, or of ranks for `contiguous`, whose ranks differ by an item at most."""
+    rng = random.Random(0)
+    for _ in range(300):
+        n, world, batch = rng.randint(1, 90), rng.choice([1, 2, 3, 5, 30]), rng.randint(1, 9)
+        in_turn, by_rank = interleaved(world, batch)(n), [*zip(*contiguous(world, batch)(n), strict=True)]
+        for groups in (in_turn, by_rank):
+            parts = [part for group in groups for part in group]
+            assert [item for part in parts for item in part] == [*range(n)]
+            assert max(map(len, parts)) <= batch
+        totals = [sum(map(len, parts)) for parts in by_rank]
+        assert max(totals) - min(totals) <= 1
+
+
+def test_the_smallest_micro_batch_of_an_epoch():
+    rng = random.Random(0)
+    for _ in range(100):
+        n, size, share = (
+            rng.randint(1, 90),
+            rng.randint(1, 24),
+            contiguous(rng.choice([1, 2, 3, 30]), rng.randint(1, 9)),
+        )
+        feed, rows = Feed(Order(1, n), GlobalBatch(size, share, by_epoch=True)), []
+        while not feed.ended_epoch:
+            rows += [max(len(part), 1) for ranks in share(len(feed.next_step().items)) for part in ranks]
+        assert smallest_micro_batch(feed) == min(rows)
     assert smallest_micro_batch(Feed(Order(1, n), GlobalBatch(12, interleaved(2, 3)))) == 3
 
 

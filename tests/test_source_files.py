@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import expect_error
+from commands import expect_error, expect_field
 from nasty import DECODABLE, LATIN, NOT_TEXT, PROSE, RUSSIAN
 
 from gpt2_ddp.config.cli import load
@@ -99,7 +99,6 @@ def test_what_is_not_text_is_left_out_whatever_its_name(tmp_path):
         expect_error(rf"source = .*{name}: ", scan, config(tmp_path / name))
     assert {Path(line.split()[0]).name for line in scan(config(tmp_path)).left_out} == {*NOT_TEXT}
     assert texts(tmp_path) == ["words"]
-    expect_error(r"source = .*archive\.txt: ", scan, config(tmp_path, on_bad_file="stop"))
 
 
 def test_text_in_another_encoding_is_asked_for(tmp_path):
@@ -148,11 +147,7 @@ def test_control_characters_make_a_file_binary_by_their_share(tmp_path):
 
 
 def test_an_encoding_is_one_of_pythons():
-    for name, hint in (
-        ("latin1x", "a text codec of Python"),
-        ("base64", "a text codec of Python"),
-        ("", "a text codec"),
-    ):
-        expect_error(f"encoding = {name}: should be .*{hint}", load, PrepareConfig, ["--encoding", name])
+    for name in ("latin1x", "base64", ""):
+        expect_field("encoding", name, load, PrepareConfig, ["--encoding", name])
     for name in ("auto", "Latin-1", "cp1252", "utf-8", "GB18030"):
         assert load(PrepareConfig, ["--encoding", name]).encoding == name

@@ -56,10 +56,7 @@ class PrepareConfig(Command):
     """most tokens per shard"""
     encoding: str = "auto"
     """text, JSON and CSV files: UTF-8, or UTF-16 with a byte order mark; a codec of Python (cp1252, shift_jis, ...)
-    reads the others, `auto` leaves them out"""
-    on_bad_file: Literal["skip", "stop"] = "skip"
-    """files that are no text, damaged, or tables without text in the column: skip leaves them out and lists them; stop
-    ends before any work"""
+    reads the others, `auto` leaves them out and lists them"""
     column: str = "text"
     """column of the text, in tables and Hub sources; `meta.text`: the field text of column meta"""
     split: str = "train"

@@ -175,10 +175,11 @@ def recorded(record: Mapping[str, Any]) -> Mixture | None:
     return None if known is None else Mixture.model_validate(known)
 
 
-def past(mixture: Mixture, position: int, sources: int) -> list[tuple[int, list[str]]]:
-    """Phases before `position`, with weight 0 for sources that came later."""
-    begun = [(begins, weights) for begins, weights in mixture.phases if begins < max(position, 1)]
-    return [(begins, weights + ["0"] * (sources - len(weights))) for begins, weights in begun]
+def past(mixture: Mixture, position: int, sources: int, block_size: int) -> list[str]:
+    """Phases before `position` as text, with weight 0 for sources that came later."""
+    begun = [phase for phase in mixture.phases if phase[0] < max(position, 1)]
+    zeros = ["0"] * (sources - len(mixture.manifests))
+    return [f"{' '.join(weights + zeros)} from token {begins * block_size} on" for begins, weights in begun]
 
 
 def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
@@ -196,17 +197,13 @@ def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
             hint = f"its tokens differ from those that the run was started with; restore them, or {then}"
             raise UserError("data.path", path, hint)
     position = max([saved.feed.position, *(stop for _, stop in saved.feed.skipped_ranges)])
-    ours, theirs = (past(one, position, len(paths)) for one in (now, before))
-    if ours != theirs:
-        number = next(i for i, pair in enumerate(zip_longest(ours, theirs)) if pair[0] != pair[1])
-        mine, had = (
-            f"{' '.join(one[number][1])} from token {one[number][0] * size} on" if number < len(one) else "none"
-            for one in (ours, theirs)
-        )
-        later = f"data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
-        hint = f"the run had {had}; restore it, with 0 for new folders, or {then}"
-        hint += f". New weights may begin after the data that the run has read: {later}"
-        raise UserError("data.phases" if number else "data.weights", mine, hint)
+    ours, theirs = (past(one, position, len(paths), size) for one in (now, before))
+    for number, (mine, had) in enumerate(zip_longest(ours, theirs, fillvalue="none")):
+        if mine != had:
+            later = f"data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
+            hint = f"the run had {had}; restore it, with 0 for new folders, or {then}"
+            hint += f". New weights may begin after the data that the run has read: {later}"
+            raise UserError("data.phases" if number else "data.weights", mine, hint)
 
 
 def source_weights(config: TrainingConfig, manifests: Sequence[Manifest], split: str = "val") -> dict[int, float]:

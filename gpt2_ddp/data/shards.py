@@ -36,15 +36,10 @@ def read_header(path: Path, dtype: np.dtype) -> int:
             size = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise UserError("shard", path, f"cannot be read ({error.strerror}); {AGAIN}") from error
-    if size < HEADER_BYTES:
-        raise UserError("shard", path, f"has {size} bytes, fewer than a header's {HEADER_BYTES}; {AGAIN}")
-    magic, version, tokens = np.frombuffer(header, "<i4")[:3].tolist()
-    expected = MAGIC_AND_VERSION[dtype.itemsize]
-    if (magic, version) != expected:
-        hint = f"has magic and version {(magic, version)}, not {expected} as shards of {dtype.name} tokens; {AGAIN}"
-        raise UserError("shard", path, hint)
-    if tokens < 1 or size != HEADER_BYTES + tokens * dtype.itemsize:
-        hint = f"has {size} bytes, but its header gives {tokens} tokens of {dtype.itemsize} bytes; {AGAIN}"
+    *found, tokens = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
+    expected = [*MAGIC_AND_VERSION[dtype.itemsize], HEADER_BYTES + tokens * dtype.itemsize]
+    if tokens < 1 or [*found, size] != expected:
+        hint = f"has magic, version and bytes {[*found, size]}, not {expected} of {tokens} {dtype.name} tokens; {AGAIN}"
         raise UserError("shard", path, hint)
     return tokens
 

@@ -16,6 +16,8 @@ LARGEST = 2**28
 """Bytes that are read at most; a file of 250,000 ids has 3 % of them."""
 CHARACTER = r"[\s\S]"
 """Pattern of a tokenizer whose ids are characters."""
+SPLIT_CHARACTERS = {"type": "Split", "pattern": {"Regex": CHARACTER}, "behavior": "Isolated", "invert": False}
+"""Its pre-tokenizer in a `tokenizer.json`."""
 
 
 def read_encoding(path: Path, names: Sequence[str]) -> tuple[tiktoken.Encoding, str]:
@@ -36,19 +38,21 @@ def read_encoding(path: Path, names: Sequence[str]) -> tuple[tiktoken.Encoding, 
 
 def _definition(definition: dict[str, Any]) -> dict[str, Any]:
     """Arguments of tiktoken's `Encoding`. Raises: ValueError where it would encode differently."""
-    model, pre_tokenizer = definition["model"], definition["pre_tokenizer"] or {}
-    kinds = model["type"], pre_tokenizer.get("type")
+    model, splitter = definition["model"], definition["pre_tokenizer"]
     special_tokens = {token["content"]: token["id"] for token in definition["added_tokens"]}
-    if definition["normalizer"]:
-        raise ValueError("it changes the text")
-    if END_OF_TEXT not in special_tokens:
-        raise ValueError(f"it has no token {END_OF_TEXT}")
-    if kinds == ("WordLevel", "Split"):
-        ranks, pattern = _characters(model["vocab"], pre_tokenizer), CHARACTER
-    elif kinds == ("BPE", "ByteLevel"):
-        ranks, pattern = _ranks(model, pre_tokenizer, {*special_tokens}), GPT2_PATTERN
+    if definition["normalizer"] or END_OF_TEXT not in special_tokens:
+        raise ValueError(f"it changes the text, or has no token {END_OF_TEXT}")
+    if model["type"] == "WordLevel":
+        pattern = CHARACTER
+        ranks = {character.encode(): rank for character, rank in model["vocab"].items()}
+        is_equal = splitter == SPLIT_CHARACTERS and {*map(len, model["vocab"])} == {1}
     else:
-        raise ValueError(f"its model and pre-tokenizer are {kinds[0]} and {kinds[1]}")
+        pattern = GPT2_PATTERN
+        ranks = {to_bytes(token): rank for token, rank in model["vocab"].items() if token not in special_tokens}
+        splitting = splitter["type"], splitter["add_prefix_space"], splitter.get("use_regex", True)
+        is_equal = splitting == ("ByteLevel", False, True) and _in_order_of_merges(ranks, model["merges"])
+    if not is_equal:
+        raise ValueError("its pre-tokenizer, or the order of its ids, is another")
     ids = [*ranks.values(), *special_tokens.values()]
     if {*map(type, ids)} != {int} or sorted(ids) != [*range(len(ids))]:  # or tiktoken panics, or cannot decode
         raise ValueError(f"its ids are not 0 to {len(ids) - 1}, each of one token")
@@ -57,19 +61,9 @@ def _definition(definition: dict[str, Any]) -> dict[str, Any]:
     return {"pat_str": pattern, "mergeable_ranks": ranks, "special_tokens": special_tokens}
 
 
-def _characters(vocab: dict[str, int], pre_tokenizer: dict[str, Any]) -> dict[bytes, int]:
-    split = pre_tokenizer["pattern"], pre_tokenizer["behavior"], pre_tokenizer["invert"]
-    if split != ({"Regex": CHARACTER}, "Isolated", False) or {*map(len, vocab)} != {1}:
-        raise ValueError("its tokens are not characters")
-    return {character.encode(): rank for character, rank in vocab.items()}
-
-
-def _ranks(model: dict[str, Any], pre_tokenizer: dict[str, Any], special_tokens: set[str]) -> dict[bytes, int]:
-    if pre_tokenizer["add_prefix_space"] or not pre_tokenizer.get("use_regex", True):
-        raise ValueError("it adds a space before the text, or splits it differently")
-    ranks = {to_bytes(token): rank for token, rank in model["vocab"].items() if token not in special_tokens}
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    merged = [ranks[to_bytes(first + second)] for first, second in merges]
-    if merged != sorted(set(merged)) or {*BYTE_OF_CHARACTER.values()} - {*ranks} or len(ranks) != 256 + len(merged):
-        raise ValueError("its ids are not in the order of its merges")
-    return ranks
+def _in_order_of_merges(ranks: dict[bytes, int], merges: list[Any]) -> bool:
+    """Whether the tokens are 256 bytes and the result of each merge, whose ids ascend."""
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+    merged = [ranks[to_bytes(first + second)] for first, second in pairs]
+    is_whole = {*BYTE_OF_CHARACTER.values()} <= {*ranks} and len(ranks) == 256 + len(merged)
+    return is_whole and merged == sorted(set(merged))

@@ -63,13 +63,14 @@ def encode_item(tokenizer_name: str, fast: bool, config: PrepareConfig, item: It
 
 
 def write_splits(
-    folder: Path, source: Source, tokenizer: str, pool: Executor, workers: int, fast: bool
+    folder: Path, source: Source, tokenizer: str, pool: Executor, workers: int, fast: bool = True
 ) -> tuple[dict[str, list[Shard]], Counter[str]]:
     """Encodes the source into shards: each document is the end-of-text token, then its own tokens. Returns the shards
     of each split, and the counts of `read_pieces`.
 
     A hash of a document's text decides its split, so that it keeps it when documents are added. In a source of few
     documents, the last `val_fraction` of the tokens is the validation split. `pool` has `workers` processes.
+    `fast`: use gigatoken if it is installed; the result is the same.
     Raises: UserError if the source cannot be read, or gives no tokens for a split."""
     config, vocab_size = source.config, _cached_tokenizer(tokenizer).vocab_size
     fraction = config.val_fraction

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -57,10 +57,9 @@ BPE_CHARACTERS = 10**8
 on 0.5e8, 1e8 and 2e8 characters encoded 3.62, 3.65 and 3.67 bytes a token."""
 
 
-def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
-    """Creates a folder of token shards, and returns its manifest. Keeps a folder that is prepared already. `fast`: use
-    gigatoken if it is installed; the result is the same. Raises: UserError if source, tokenizer or output folder are
-    unusable, or the folder has other content."""
+def prepare(config: PrepareConfig) -> Manifest:
+    """Creates a folder of token shards, and returns its manifest. Keeps a folder that is prepared already. Raises:
+    UserError if source, tokenizer or output folder are unusable, or the folder has other content."""
     if config.source.startswith("bin:"):
         return index_shards(config)
     folder = Path(config.folder)
@@ -74,7 +73,7 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
             _clear(folder)
             workers = config.workers or usable_cores(hyperthreads=True)
             with worker_pool(workers) if workers > 1 else nullcontext(InlineExecutor()) as pool:
-                return _prepare(aside, config, pool, workers, fast)
+                return _prepare(aside, config, pool, workers)
     except OSError as error:
         raise UserError("output", folder, f"cannot be prepared ({error})") from error
 
@@ -116,7 +115,7 @@ def _clear(folder: Path) -> None:
         raise UserError("output", folder, hint)
 
 
-def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, fast: bool) -> Manifest:
+def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int) -> Manifest:
     """Fills the folder `aside`, which then becomes the output."""
     folder, start = Path(config.folder), time.perf_counter()
     source = scan(config, pool, workers)
@@ -127,7 +126,7 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     if name not in encoding_names():
         name = str(aside / TOKENIZER_FILE)
         make_tokenizer(source, Path(name))
-    splits, counts = write_splits(aside, source, name, pool, workers, fast)
+    splits, counts = write_splits(aside, source, name, pool, workers)
     check_unchanged(aside, config, was)
     account = counts | {"left_out": source.left_out[:MOST_NAMED]}
     recipe = _recipe(config) | {"fingerprint": was, "account": account}
@@ -135,7 +134,12 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     write_manifest(aside, manifest)
     publish(aside, folder, last=MANIFEST)
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
-    print(*_account_lines(source, counts), sep="\n")
+    print(f"  {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['replaced']:,} U+FFFD")
+    print(f"  left out: {len(source.left_out):,} files")
+    for file in source.left_out[:NAMED]:
+        print(f"    {truncate(file)}")
+    if counts["end_of_text"]:
+        print(f"  note: the text has {END_OF_TEXT} as plain text; if it ends documents, set --document_separator")
     return manifest
 
 
@@ -149,15 +153,6 @@ def make_manifest(
 def _summary(manifest: Manifest) -> str:
     tokens = [f"{manifest.tokens(split):,} {split} tokens" for split in manifest.splits]
     return ", ".join([*tokens, f"vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"])
-
-
-def _account_lines(source: Source, counts: Counter[str]) -> Iterator[str]:
-    """Lines of text: counts of read, omitted and replaced input."""
-    yield f"  {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['replaced']:,} U+FFFD"
-    yield f"  left out: {len(source.left_out):,} files"
-    yield from (f"    {truncate(file)}" for file in source.left_out[:NAMED])
-    if counts["end_of_text"]:
-        yield f"  note: the text has {END_OF_TEXT} as plain text; if it ends documents, set --document_separator"
 
 
 def index_shards(config: PrepareConfig) -> Manifest:

@@ -171,7 +171,7 @@ def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
 
 def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1) -> Source:
     """Reads all files completely, in the `workers` processes of `pool`, or the first rows of a source of rows. Raises:
-    UserError if there is no text, or a bad file with `on_bad_file: stop`."""
+    UserError if there is no text."""
     if source := row_source(config):
         if fault := fault_of(source.rows(config), config.column):
             raise UserError("source", config.source, fault)
@@ -184,9 +184,10 @@ def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1) 
     for path, (entry, parts, fault) in zip(paths, progress, strict=True):
         found.entries.append(entry)
         found.parts += parts
-        found.left_out += [f"{path} {fault}"] * bool(fault)
-        if fault and (config.on_bad_file == "stop" or len(found.left_out) == len(paths)):
-            raise UserError("source", path, fault)
+        if fault:
+            found.left_out.append(f"{path} {fault}")
+            if len(found.left_out) == len(paths):
+                raise UserError("source", path, fault)
     return found
 
 
