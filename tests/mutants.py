@@ -118,12 +118,6 @@ training/guard.py: without a GPU, the same device
 training/guard.py: not reached without a GPU
 - self._values.copy_(values, non_blocking=True)
 + pass
-data/feed.py: delivering again gives the first one again
-- if self._first is None:
-+ if True:
-data/feed.py: the batches have no end
-- drop_last = True
-+ drop_last = False
 data/mixture.py: as many manifests as paths are read
 - for path, manifest in zip(paths, manifests, strict=True):
 + for path, manifest in zip(paths, manifests):
@@ -140,11 +134,11 @@ checkpoint/checkpoint.py: not reached without a GPU
 - if tensor.nbytes and int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
 + if tensor.nbytes and True:
 data/feed.py: copies to the CPU wait anyway
-- return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=True)
-+ return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=False)
+- loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, non_blocking=True
++ loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, non_blocking=False
 data/feed.py: both are past every position
-- end = (position // len(self.order) + 1) * len(self.order) if self.by_epoch else 2**63
-+ end = (position // len(self.order) + 1) * len(self.order) if self.by_epoch else 2**64
+- end = (position // len(self.order) + 1) * len(self.order) if self.batch.by_epoch else 2**63
++ end = (position // len(self.order) + 1) * len(self.order) if self.batch.by_epoch else 2**64
 data/mixture.py: both have a value per source
 - epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]
 + epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders)]
