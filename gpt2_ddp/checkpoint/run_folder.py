@@ -34,7 +34,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.distributed.ranks import is_main, on_every_rank, on_main
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_can_make, fsync_file, make_folder, overwrite, size_of, write_atomically, writing
+from gpt2_ddp.files import check_can_make, fsync_path, make_folder, overwrite, size_of, write_atomically, writing
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress
 
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)  # the folder is gone, or another trainer has the lock
@@ -242,7 +242,7 @@ class RunLog:
         for file in (self.path / SAMPLES, self.path / METRICS):
             if file.is_file():  # a checkpoint has the chain of the last row, and a row the hash of all samples
                 with writing(file):
-                    fsync_file(file)
+                    fsync_path(file)
 
     def resume(self, end: LogEnd, progress: Progress, start: Row | None = None) -> None:
         """Drops the rows and samples after a checkpoint that has `end` and `progress`, and adds the row `start`, with
