@@ -19,7 +19,7 @@ import torch
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, interleave, make_case
 from benchmarks.step import random_tokens, short_run
-from gpt2_ddp.files import fsync_file
+from gpt2_ddp.files import fsync_path
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
 from gpt2_ddp.training.run import Training, build, open_run, start
@@ -66,7 +66,7 @@ def contenders(run: Training, file: Path) -> dict[str, tuple[Callable[[], None],
 
     def save_torch() -> None:
         torch.save((model.state_dict(), optimizer.state_dict()), file)
-        fsync_file(file)
+        fsync_path(file)
 
     def resume_torch() -> None:
         weights, state = torch.load(file, map_location=run.accelerator.device)

@@ -57,7 +57,7 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes], durable
                 temporary.unlink()
             raise
         if durable:
-            fsync_folder(path.parent)
+            fsync_path(path.parent)
 
 
 def overwrite(path: Path, content: str) -> None:
@@ -108,7 +108,7 @@ def make_folder(folder: Path) -> None:
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in missing:
-        fsync_folder(place.parent)
+        fsync_path(place.parent)
 
 
 def check_can_make(folder: Path) -> None:
@@ -133,16 +133,13 @@ def _error(number: int, text: str = "") -> OSError:
     return OSError(number, text or os.strerror(number))
 
 
-def fsync_file(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Waits until a file's data, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-fsync_folder = fsync_file
 
 
 def size_of(path: Path) -> int:

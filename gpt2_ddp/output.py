@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import fsync_file, fsync_folder, writing
+from gpt2_ddp.files import fsync_path, writing
 
 ATTEMPTS = 1000  # attempts to lock a folder while other processes end and remove their locks
 
@@ -101,14 +101,14 @@ def publish(aside: Path, place: Path, last: str = "") -> None:
     with writing(place):
         for path in aside.rglob("*"):
             if path.is_file():
-                fsync_file(path)
-        fsync_folder(aside)
+                fsync_path(path)
+        fsync_path(aside)
         if not place.is_dir() or not any(place.iterdir()):
             aside.rename(place)
         else:
             for path in sorted(aside.iterdir(), key=lambda path: (path.name == last, path.name)):
                 if path.name == last:
-                    fsync_folder(place)
+                    fsync_path(place)
                 path.rename(place / path.name)
-            fsync_folder(place)
-        fsync_folder(place.parent)
+            fsync_path(place)
+        fsync_path(place.parent)

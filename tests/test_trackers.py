@@ -171,17 +171,15 @@ def test_what_fails_is_told_once_and_the_training_and_other_trackers_are_the_sam
     assert (tmp_path / "run/checkpoints/step-00000006").is_dir()
 
 
-@pytest.mark.parametrize(("kills", "last", "every"), [
-    pytest.param([3, 9], 12, 7, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypatch, kills, last, every):
+@pytest.mark.slow
+def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypatch):
     """With all three trackers. Before the first checkpoint and after it: trackers that write late lack rows from before
     it."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
     tracking = {"log_with": ["tensorboard", "wandb", "trackio"], "log_every": 1}
-    changes = {"tracking": tracking, "train.steps": last, "checkpoint.every": every, "eval.every": 4}
+    changes = {"tracking": tracking, "train.steps": 12, "checkpoint.every": 7, "eval.every": 4}
     config, run = training_config(corpus, tmp_path, changes), tmp_path / "run"
-    for step in kills:
+    for step in (3, 9):
         with pytest.raises(RankError, match="died"):
             run_ranks(train_and_die, 1, config, tmp_path, step)
     assert run_ranks(train_and_die, 1, config, tmp_path) == ["completed"]

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpt2_ddp.checkpoint.run_files import Line, is_rollback, read_lines
-from gpt2_ddp.files import free_name, fsync_file, writing
+from gpt2_ddp.files import free_name, fsync_path, writing
 
 
 def repaired(file: Path, problem: str, step: int, rollbacks: int) -> Iterator[bytes]:
@@ -40,7 +40,7 @@ def _set_aside(file: Path, problem: str) -> None:
     with writing(file):
         if file.is_file():
             shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
-            fsync_file(aside)
+            fsync_path(aside)
             where = f"; a copy is in {aside.name}"
         elif os.path.lexists(file):
             where = f"; moved to {file.rename(aside).name}"

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,9 @@ from gpt2_ddp.checkpoint.run_files import (
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.process import this_process
-from gpt2_ddp.distributed.ranks import is_main, on_every_rank, on_main
+from gpt2_ddp.distributed.ranks import is_main, on_every_rank, on_main, runs_on_main
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_can_make, fsync_file, make_folder, overwrite, size_of, write_atomically, writing
+from gpt2_ddp.files import check_can_make, fsync_path, make_folder, overwrite, size_of, write_atomically, writing
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress
 
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)  # the folder is gone, or another trainer has the lock
@@ -52,8 +51,9 @@ class RunFolder:
         self._is_new = not os.path.exists(self.path)  # also for a name that is too long
         self._lock: int | None = None
         self._is_lost = False
-        on_main(lambda: self._open(config))
+        self._open(config)
 
+    @runs_on_main
     def _open(self, config: RunConfig) -> None:
         try:
             if self.wants_lock:
@@ -144,9 +144,10 @@ class RunLog:
         self._sizes: dict[str, int] = {}  # bytes of both files after this process's last change
         self._lost = ""  # that of them which another program has changed
 
+    @runs_on_main
     def write_config(self, config: RunConfig) -> None:
         """Records the resolved configuration; `--config` accepts the file. Collective."""
-        on_main(lambda: write_atomically(self.path / CONFIG, dump(config)))
+        write_atomically(self.path / CONFIG, dump(config))
 
     def write_status(self, state: str, step: int, reason: str = "") -> None:
         """Records running (with the process's identity), completed, stopped, diverged or failed."""
@@ -243,15 +244,13 @@ class RunLog:
         for file in (self.path / SAMPLES, self.path / METRICS):
             if file.is_file():  # a checkpoint has the chain of the last row, and a row the hash of all samples
                 with writing(file):
-                    fsync_file(file)
+                    fsync_path(file)
 
+    @runs_on_main
     def resume(self, end: LogEnd, progress: Progress, start: Row | None = None) -> None:
         """Drops the rows and samples after a checkpoint that has `end` and `progress`, and adds the row `start`, with
         the SHA-256 of the samples. In the same write: a kill leaves the old rows or these. A damaged file is copied
         aside, with a warning. Collective. Raises: UserError, on every rank."""
-        on_main(partial(self._resume, end, progress, start))
-
-    def _resume(self, end: LogEnd, progress: Progress, start: Row | None) -> None:
         self._folder.check_lock()
         file, samples = self.path / METRICS, self.path / SAMPLES
         self._samples, known = hashlib.sha256(), hashlib.sha256()

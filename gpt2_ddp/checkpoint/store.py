@@ -26,10 +26,10 @@ from gpt2_ddp.checkpoint.checkpoint import (
 )
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.distributed.environment import free_memory
-from gpt2_ddp.distributed.ranks import on_main
+from gpt2_ddp.distributed.ranks import on_main, runs_on_main
 from gpt2_ddp.distributed.watchdog import TIMEOUT
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import fsync_folder, writing
+from gpt2_ddp.files import fsync_path, writing
 from gpt2_ddp.state import State
 
 SLOW_DISK = 20e6  # bytes per second of the slowest disk for checkpoints, in timeouts
@@ -102,23 +102,17 @@ class CheckpointStore:
         self._states: dict[Path, State | None] = {}  # of checkpoints written or read; None for damaged ones
         self._hashed: set[Path] = set()  # those whose large files were hashed, too
 
+    @runs_on_main
     def peek(self) -> Checkpoint | None:
         """The newest checkpoint whose small files are intact; the weights are not read. Repairs the folder."""
-        return on_main(self._peek)
-
-    def _peek(self) -> Checkpoint | None:
-        if self._run_folder.wants_lock:
-            self._recover()
+        self._recover()
         return newest_intact(self.folder, weights=False, quiet=True)
 
+    @runs_on_main
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint that the run recorded, all files hashed; None in an empty folder. Repairs the
         folder. Sets others aside, with a warning. Raises: UserError if checkpoints exist, and none is such."""
-        return on_main(self._newest)
-
-    def _newest(self) -> Checkpoint | None:
-        if self._run_folder.wants_lock:
-            self._recover()
+        self._recover()
         found = self._newest_until(math.inf)
         if found is None and any(self.folder.glob("step-*")):
             hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
@@ -149,15 +143,13 @@ class CheckpointStore:
         on_main(read)
         return content[0] if content else Snapshot(checkpoint.state, "", {}, {})
 
+    @runs_on_main
     def save(
         self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = True
     ) -> None:
         """Saves the checkpoint of step `snapshot.state.step` durably, then prunes (`prune`); on a full disk, before. In
         the background, of a copy, if `should_save_async` and not `wait`; it is on disk once `wait` returns. Raises:
         UserError if writing failed; then no partial checkpoint is left, and the kept checkpoints are unchanged."""
-        on_main(partial(self._save, snapshot, last_good, wait, spare_core))
-
-    def _save(self, snapshot: Snapshot, last_good: int | None, wait: bool, spare_core: bool) -> None:
         self.background.wait()
         more = 0 if snapshot.is_copy else snapshot.bytes - sum(tensor.nbytes for tensor in self._memory.values())
         if wait or not should_save_async(self._wish, more, spare_core):
@@ -166,11 +158,9 @@ class CheckpointStore:
             copy = snapshot if snapshot.is_copy else snapshot.copied(self._memory)
             self.background.start(lambda: self._write(copy, last_good), self._patience + snapshot.bytes / SLOW_DISK)
 
+    @runs_on_main
     def wait(self) -> None:
         """Waits for the background save. Raises: UserError if it failed, or if the run folder is gone."""
-        on_main(self._wait)
-
-    def _wait(self) -> None:
         self._log.check()
         self.background.wait()
 
@@ -189,7 +179,7 @@ class CheckpointStore:
                 if place.exists():  # a step saved again: deleted once the new one is in place
                     place.rename(replaced)
                 temporary.rename(place)
-                fsync_folder(self.folder)
+                fsync_path(self.folder)
                 if replaced.exists():
                     shutil.rmtree(replaced)
         except UserError:
@@ -202,7 +192,10 @@ class CheckpointStore:
         self._delete_except(keep)
 
     def _recover(self) -> None:
-        """Repairs the folder after a killed or failed save: completes a replacement, and deletes partial folders."""
+        """Repairs the folder after a killed or failed save: completes a replacement, and deletes partial folders. A
+        process that only looks changes nothing."""
+        if not self._run_folder.wants_lock:
+            return
         self._run_folder.check_lock()
         with writing(self.folder):
             for replaced in self.folder.glob(".step-*.replaced"):
@@ -210,7 +203,7 @@ class CheckpointStore:
                 temporary = replaced.with_suffix(".tmp")
                 if not place.exists():
                     (temporary if temporary.exists() else replaced).rename(place)
-                    fsync_folder(self.folder)
+                    fsync_path(self.folder)
             for leftover in self.folder.glob(".step-*"):
                 shutil.rmtree(leftover)
 
@@ -229,15 +222,17 @@ class CheckpointStore:
         listing = {"checkpoint": checkpoint_ref(there[-1]) if there else None, "kept": steps_of(there)}
         return listing | ({"rejected": sorted(rejected)} if rejected else {})
 
+    @runs_on_main
     def remove_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, after a rollback."""
         there = list_checkpoints(self.folder)
-        on_main(lambda: self._delete_except([place for place in there if int(place.name[5:]) <= step]))
+        self._delete_except([place for place in there if int(place.name[5:]) <= step])
 
+    @runs_on_main
     def prune(self, last_good: int | None = None) -> None:
         """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need: the
         newest up to `last_good`, and all later ones. Deletes that of the first step once a later one is good."""
-        on_main(lambda: self._delete_except(self._to_keep(last_good)))
+        self._delete_except(self._to_keep(last_good))
 
     def close(self) -> None:
         """Waits until nothing is written any more. Not collective."""
@@ -280,7 +275,7 @@ class CheckpointStore:
         with writing(self.folder):
             for place, other in zip(leaving, hidden, strict=True):
                 place.rename(other)
-            fsync_folder(self.folder)  # after a crash, a partial folder must not look like a checkpoint
+            fsync_path(self.folder)  # after a crash, a partial folder must not look like a checkpoint
             for other in hidden:
                 shutil.rmtree(other)
 

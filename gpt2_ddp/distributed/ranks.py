@@ -1,7 +1,8 @@
 """Collective helpers: work on the main process, errors on all ranks, agreement and sums."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 from gpt2_ddp.distributed.launch import COLLECTIVE, LONGEST
 from gpt2_ddp.errors import UserError, truncate
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 CONTROL = "control"  # description of the control group
@@ -37,6 +39,16 @@ def on_main(function: Callable[[], T]) -> T:
     result, error = outcome[0]
     _raise_on_every_rank([error])
     return result  # pyright: ignore[reportReturnType]
+
+
+def runs_on_main(function: Callable[P, T]) -> Callable[P, T]:
+    """The function as a collective one, by `on_main`. Nothing that runs on the main process alone may call it."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return on_main(partial(function, *args, **kwargs))
+
+    return run
 
 
 def from_main(value: T) -> T:
