@@ -145,9 +145,6 @@ data/mixture.py: both have a value per source
 training/guard.py: losses are fp32, which is the default
 - self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
 + self._values = torch.empty(values.shape, pin_memory=True)
-model/optim.py: only read where decay_steps is set
-- end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)
-+ end, low, last = config.decay_steps or False, config.min_lr, lr_at(steps, config)
 model/muon.py: both have a value per parameter
 - for parameter, update in zip(parameters, share(parameters, direction, dtype, sent_dtype), strict=True):
 + for parameter, update in zip(parameters, share(parameters, direction, dtype, sent_dtype)):

@@ -3,13 +3,12 @@
 import json
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, find_checkpoint
 from gpt2_ddp.config.hints import differences
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.ranks import on_main
+from gpt2_ddp.distributed.ranks import runs_on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.state import LogEnd, Parent, Progress
@@ -18,13 +17,10 @@ BRANCHES = "branches.jsonl"
 """In a run's folder: a line for each run that started from one of its checkpoints."""
 
 
+@runs_on_main
 def find_parent(config: RunConfig) -> Checkpoint:
     """The checkpoint of `train.branch_from`, every file hashed. Collective. Raises: UserError if there is none, or if
     fields that a branch must keep differ; names each of them."""
-    return on_main(partial(_find_parent, config))
-
-
-def _find_parent(config: RunConfig) -> Checkpoint:
     field, path = "train.branch_from", Path(config.branch_from or "")
     parent = find_checkpoint(path, field, weights=False)
     if parent.kind != config.kind:
