@@ -248,7 +248,7 @@ def evaluate(
     stream = open_splits([os.fspath(data)], split, tokenizer)[1][0]
     scored = EvalSet(stream, model.config.block_size, tokens, tokenizer.token_bytes())
     # all fields of an Accelerator that `evaluate` reads: Accelerate's own state stays unused
-    alone: Any = SimpleNamespace(device=model.wte.weight.device, num_processes=1, process_index=0, is_main_process=True)
+    alone: Any = SimpleNamespace(device=model.wte.weight.device, num_processes=1, process_index=0)
     return evaluate(alone, model, scored, batch_size)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.ranks import is_main
 from gpt2_ddp.state import Scores
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
@@ -57,7 +58,7 @@ def measure(
         memory = peak_memory(accelerator.device)
         metrics = run.evaluate(run.watchdog.progress)
         parameters = {name: value.detach().cpu() for name, value in run.task.model.named_parameters()}
-        if accelerator.is_main_process:
+        if is_main():
             save_file(parameters, weights)
         share = None
         if accelerator.num_processes > 1:

@@ -25,7 +25,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.process import run_script
-from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
+from gpt2_ddp.distributed.ranks import check_ranks_agree, is_main, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import is_compiled
@@ -197,7 +197,7 @@ class Pretraining:
         if torch.get_default_device().type != "meta":  # which plan.py makes it on
             on_every_rank(partial(check_memory, config.model, self.manifest.vocab_size))
         torch.manual_seed(config.seed)
-        receives = bool(self._saved) or not accelerator.is_main_process  # from the checkpoint, or the main process
+        receives = bool(self._saved) or not is_main()  # from the checkpoint, or the main process
         empty = torch.device("meta") if config.parallel == "fsdp" else without_init()
         with empty if receives else nullcontext():
             self.model = GPT(config.model, self.manifest.vocab_size, self.manifest.eot)
@@ -208,7 +208,7 @@ class Pretraining:
             from gpt2_ddp.tasks.initial_weights import load_initial_weights
 
             load = lambda: load_initial_weights(config, path, self.model, self.tokenizer)  # noqa: E731
-            on_every_rank(load if accelerator.is_main_process else lambda: None)
+            on_every_rank(load if is_main() else lambda: None)
 
     def build_feed(self) -> None:
         """Chooses the micro-batch, and makes `feed`."""
@@ -304,7 +304,7 @@ class Pretraining:
         """Does nothing: `open_data` compared the data, and the feed has a state of its own."""
 
     def _print(self, notes: Iterable[str]) -> None:
-        for note in notes if self.accelerator.is_main_process else ():
+        for note in notes if is_main() else ():
             print(f"note: {note}", file=sys.stderr)
 
 

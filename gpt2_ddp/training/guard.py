@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.distributed.ranks import AsyncSum, sum_over_ranks
+from gpt2_ddp.distributed.ranks import AsyncSum, is_main, sum_over_ranks
 from gpt2_ddp.state import GuardState
 from gpt2_ddp.training.optimizer import RunningStatistics
 
@@ -83,7 +83,7 @@ class Guard:
         """Loads what `state_dict` returned. Collective."""
         self.judged, self.first_bad = state.judged, state.first_bad
         self.losses = RunningStatistics(state=state.losses)
-        saved = state if self._accelerator.is_main_process else GuardState()  # the sums are of all ranks
+        saved = state if is_main() else GuardState()  # the sums are of all ranks
         self._numbers = deque([_Numbers(sums=sums) for sums in saved.numbers], maxlen=LATE)
         self._sums.exchange(self._numbers[0].integers())  # the sum that was in flight at the checkpoint
 

@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.distributed.ranks import sum_over_ranks
+from gpt2_ddp.distributed.ranks import is_main, sum_over_ranks
 from gpt2_ddp.project import VERSION
 from gpt2_ddp.state import Losses, Sums
 from gpt2_ddp.training.task import Task
@@ -66,7 +66,7 @@ class LossSum:
 
     def load_state_dict(self, state: Sums) -> None:
         """Loads what `state_dict` returned, on the main process; the other ranks start at 0."""
-        loss, valid, units = state if self._accelerator.is_main_process else (0, 0, 0)
+        loss, valid, units = state if is_main() else (0, 0, 0)
         self._loss.fill_(loss)
         self._valid.fill_(valid)
         self._units = int(units)

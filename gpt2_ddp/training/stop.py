@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
-from gpt2_ddp.distributed.ranks import AsyncSum
+from gpt2_ddp.distributed.ranks import AsyncSum, is_main
 from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second_interrupt
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class StopRequest:
         by_machine: bool = False,
     ):
         self.reason, self.is_agreed, self._by_machine = "", False, by_machine
-        self._progress, self._is_main = progress, accelerator.is_main_process
+        self._progress, self._is_main = progress, is_main()
         self._alone = accelerator.num_processes == 1
         self._deadlines: list[tuple[float, str]] = []
         if self._is_main and max_minutes:
