@@ -40,21 +40,27 @@ class GPT(nn.Module):
         config: shape of the model.
         vocab_size: ids of the data; the embedding's padding rows above them are never predicted.
         eot: id of end-of-text, the first token of a document; a `document_mask` needs it.
-
-    Attributes:
         activation_checkpointing: recomputes each block's activations in the backward pass.
         loss_chunk: tokens per chunk of the loss (`model.chunked_loss`); None: all at once.
     """
 
     padding_mask: Tensor | None
 
-    def __init__(self, config: ModelConfig, vocab_size: int, eot: int | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        eot: int | None = None,
+        activation_checkpointing: bool = False,
+        loss_chunk: int | None = None,
+    ):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
         self.eot = eot
-        self.activation_checkpointing = self.compiles_blocks = False
-        self.loss_chunk: int | None = None
+        self.activation_checkpointing = activation_checkpointing
+        self.loss_chunk = loss_chunk
+        self.compiles_blocks = False
         padded = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         kind = ARCHITECTURES[config.architecture]
         self.soft_cap = kind.soft_cap

@@ -200,9 +200,13 @@ class Pretraining:
         receives = bool(self._saved) or not is_main()  # from the checkpoint, or the main process
         empty = torch.device("meta") if config.parallel == "fsdp" else without_init()
         with empty if receives else nullcontext():
-            self.model = GPT(config.model, self.manifest.vocab_size, self.manifest.eot)
-        self.model.activation_checkpointing = config.train.activation_checkpointing
-        self.model.loss_chunk = resolve_loss_chunk(config.train.loss_chunk, accelerator.device.type)
+            self.model = GPT(
+                config.model,
+                self.manifest.vocab_size,
+                self.manifest.eot,
+                config.train.activation_checkpointing,
+                resolve_loss_chunk(config.train.loss_chunk, accelerator.device.type),
+            )
         self.flops_per_unit = self.model.flops_per_token()
         if path := self._initial_weights:
             from gpt2_ddp.tasks.initial_weights import load_initial_weights
