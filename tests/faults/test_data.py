@@ -96,6 +96,15 @@ def test_damaged_folders(data, tmp_path, seed, cases):
     assert refused > 0.7 * cases, refused  # a damaged record, or a file copied to itself, is no reason
 
 
+def test_one_flipped_bit_of_a_manifest_is_found(data):
+    file = data / MANIFEST
+    content = file.read_bytes()
+    for case in range(100):
+        file.write_bytes(flip(content, random.Random(case)))
+        with pytest.raises(UserError):
+            read_manifest(data)
+
+
 def test_the_identity_of_data_is_pinned(tmp_path):
     data = shutil.copytree(CORPUS, tmp_path / "data")
     golden = state_of(CORPUS.parent / "gpt2_run")["task"]["data_manifest"]
