@@ -114,7 +114,8 @@ def walk(seed: int, accelerator: Any, workers: int = 0, actions: int = 25) -> No
     by_epoch, world, rank = rng.random() < 0.5, accelerator.num_processes, accelerator.process_index
     share, least = (contiguous(world, batch), 1) if by_epoch else (interleaved(world, batch), batch)
     order, source, random_state = Order(seed, n), Numbers(n), torch.get_rng_state()
-    feed = Feed(order, GlobalBatch(size, share, by_epoch, least), source, accelerator, workers)
+    whole = GlobalBatch(size, share, by_epoch=True) if by_epoch else GlobalBatch(size, share, rows=least)
+    feed = Feed(order, whole, source, accelerator, workers)
     state, delivered = FeedState(), list[int]()
 
     def check(found: Any, positions: list[int], number: int) -> list[int]:
@@ -164,7 +165,7 @@ def walk(seed: int, accelerator: Any, workers: int = 0, actions: int = 25) -> No
             at = rng.choice([state.position, rng.randrange(1000), 10**9])
             state = FeedState(position=at, skipped_ranges=[(at + 2, at + 5)], order_digest="5" * 64)
             if action == "restart" and not workers:
-                feed = Feed(order, GlobalBatch(size, share, by_epoch, least), source, accelerator, workers)
+                feed = Feed(order, whole, source, accelerator, workers)
             feed.load_state_dict(state)
             assert len(multiprocessing.active_children()) <= workers, "a move ends the loader's workers"
         assert feed.state_dict() == state
@@ -198,7 +199,7 @@ def walk_with_workers() -> None:
     from gpt2_ddp.tasks.supervised import score_each
 
     accelerator = build_accelerator("cpu", "no")
-    walk(246, accelerator, workers=1, actions=9)
+    walk(246, accelerator, workers=2, actions=9)
     source, batch = Vanished(4), GlobalBatch(4, interleaved(2, 2))
     message = "data.path = photos/1.png: is not an image"
     expect_error(message, Feed(Order(1, 4), batch, source, accelerator, workers=1).first_micro_batch)
