@@ -1,5 +1,4 @@
-"""A run: opened by small files, refused before long work, captured and restored in the middle, held by
-one trainer."""
+"""A run: opened by small files, refused before long work, captured and restored in the middle."""
 
 import json
 import os
@@ -247,7 +246,7 @@ def test_a_run_that_never_had_a_checkpoint_starts_over(corpus, tmp_path, halfway
     assert [row["step"] for row in rows(run)] == [0, 1, 2]
 
 
-# Held by one trainer
+# Ranks that are lost
 
 
 def recorded_early(config: TrainingConfig) -> dict[str, Any]:
