@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import math
 import os
 import random
@@ -19,7 +18,7 @@ import pytest
 import torch
 from disk import refuse
 from ranks import run_ranks
-from runs import edit_rows, open_folder, open_store, reseal, same, state_after
+from runs import change, edit_rows, open_folder, open_store, reseal, same, state_after
 from safetensors.torch import save_file
 
 from gpt2_ddp.checkpoint import store
@@ -39,7 +38,6 @@ from gpt2_ddp.checkpoint.checkpoint import (
     load_optimizer_state,
     misfit,
     optimizer_state,
-    seal,
     steps_of,
     verify,
 )
@@ -95,6 +93,12 @@ def after(log: RunLog, step: int, **progress: object) -> Snapshot:
     return replace(whole, state=whole.state.model_copy(update={"log": log.end()}))
 
 
+def alter(place: Path) -> None:
+    """Changes the last byte of a checkpoint's weights."""
+    weights = place / MODEL
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+
+
 @pytest.fixture
 def run(tmp_path) -> Path:
     return tmp_path / "run"
@@ -145,24 +149,23 @@ def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     memory: Tensors = {}
     live = Snapshot(state_after(1), "", model.state_dict(), optimizer_state(model, optimizer))
     copy = live.copied(memory)
-    before = {name: tensor.clone() for name, tensor in (copy.model | copy.optimizer).items()}
+    before = copy.copied({})
     optimizer.step()
     live.state.progress.scores["val_loss"] = 2.0
     assert copy.state == state_after(1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in (copy.model | copy.optimizer).items())
-    assert not torch.equal(live.model["wte.weight"], before["wte.weight"])
-    places = {name: tensor.data_ptr() for name, tensor in memory.items()}
-    assert {name: t.data_ptr() for name, t in (live.copied(memory).model | copy.optimizer).items()} == places
+    assert same(copy.model | copy.optimizer, before.model | before.optimizer)
+    assert not same(live.model, before.model)
+    again = live.copied(memory)
+    assert all(again.model[name] is tensor for name, tensor in copy.model.items())
 
 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
         (MODEL, None, "is missing"),
-        (STATE, None, "is missing"),
         (MODEL, "x", "has 1 bytes instead of"),
         (MANIFEST, None, "is missing"),
-        *((MANIFEST, text, "cannot be read") for text in ("", "{", "[]", '{"files": {"a": 3}}', '{"files": {}}')),
+        *((MANIFEST, text, "cannot be read") for text in ("", "[]", '{"files": {}}')),
         (MANIFEST, " " * 2**20 + "{}", r"cannot be read \(More than"),
         (STATE, "{", r"cannot be read \(Expecting property name"),
         (STATE, '{"kind": "gpt2"}', "has no progress"),
@@ -234,9 +237,7 @@ def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
     monkeypatch.setattr("gpt2_ddp.checkpoint.checkpoint.PAUSES", (0.0, 0.0, 0.0), raising=False)
     assert open_store(run).newest().step == 2
     failures += [errno.EIO] * 9
-    with pytest.raises(
-        UserError, match=rf"step-00000002/{name}: cannot be read \(Input/output error\); check that disk"
-    ):
+    with pytest.raises(UserError, match=rf"step-00000002/{name}: cannot be read"):
         open_store(run).newest()
     assert steps(run) == [1, 2]
     failures += [errno.EIO] * 9
@@ -349,19 +350,6 @@ def test_a_planted_name_reaches_no_terminal():
     assert str(CorruptCheckpoint(Path("a/\x1b[2J"), "is missing")) == r"a/\x1b[2J: is missing"
 
 
-def test_find_checkpoint_takes_a_run_or_a_checkpoint(run):
-    first, second = save(run, 1), save(run, 2)
-    assert find_checkpoint(run).path == second
-    assert find_checkpoint(first).path == first
-    (second / MANIFEST).unlink()
-    assert find_checkpoint(run).path == first
-    with pytest.raises(UserError, match=r"manifest\.json: is missing"):
-        find_checkpoint(second)
-    shutil.rmtree(first)
-    with pytest.raises(UserError, match="no intact checkpoint"):
-        find_checkpoint(run)
-
-
 def test_one_that_is_removed_while_it_is_read_is_not_damaged(run, monkeypatch, capsys):
     """By a run that goes on: the newest at first is none any longer, and there is a newer one."""
     save(run, 1)
@@ -382,47 +370,28 @@ def test_weights_that_are_removed_before_they_are_loaded_or_of_another_shape(run
     with pytest.raises(UserError, match=r"does not fit .*has shape"):
         load_weights(checkpoint, GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=4), 100))
     save(run, 2, keep_last=1)
-    with pytest.raises(UserError, match="step-00000001: was deleted, since a running training deletes old checkpoints"):
+    with pytest.raises(UserError, match="step-00000001: was deleted"):
         load_weights(checkpoint, model)
 
 
-def test_peeking_reads_the_small_files_alone(run, capsys):
-    """Damaged weights of the same size are not seen, a damaged state is; nothing is renamed."""
-    save(run, 1), save(run, 2)
-    weights = run / "checkpoints/step-00000002/model.safetensors"
-    weights.write_bytes(bytes(weights.stat().st_size))
-    assert open_store(run).peek().step == 2
-    (run / "checkpoints/step-00000002/state.json").write_text("{}")
-    assert open_store(run).peek().step == 1
-    assert steps(run) == [1, 2]
-    assert open_store(run.with_name("none")).peek() is None
-    assert capsys.readouterr().err == ""
-
-
-def with_manifest(place: Path, change: Callable[[dict], object]) -> None:
-    """Changes the manifest of a checkpoint, and its own hash with it."""
-    manifest = json.loads((place / MANIFEST).read_text())
-    del manifest["sha256"]
-    change(manifest)
-    (place / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
-
-
-@pytest.mark.parametrize("format", [None, 0, 2])
-def test_another_format_is_a_user_error_and_no_damage(run, format):
+def test_another_format_is_a_user_error_and_no_damage(run):
     """Nothing is renamed, and no older checkpoint is loaded in its place."""
     save(run, 1)
-    with_manifest(save(run, 2), lambda manifest: manifest.pop("format") and manifest.update({"format": format}))
+    place = save(run, 2)
+    change(place / MANIFEST, '"format": 1', '"format": 2')
+    reseal(place / STATE)
     checkpoints = open_store(run)
     for look in (checkpoints.peek, checkpoints.newest, lambda: find_checkpoint(run)):
-        with pytest.raises(UserError, match=rf"step-00000002: has format {format}, this release reads format 1"):
+        with pytest.raises(UserError, match=r"step-00000002: has format 2"):
             look()
     assert steps(run) == [1, 2]
 
 
 def test_a_manifest_lists_no_file_of_another_folder(run):
     place = save(run, 1)
-    with_manifest(place, lambda manifest: manifest["files"].update({"../x": manifest["files"][STATE]}))
-    shutil.copy(place / STATE, place.with_name("x"))
+    change(place / MANIFEST, '"files": {', '"files": {"../x": {"bytes": 0, "sha256": ""}, ')
+    place.with_name("x").touch()
+    reseal(place / STATE)
     with pytest.raises(CorruptCheckpoint, match=r"lists \.\./x, outside of the folder"):
         verify(place)
 
@@ -523,17 +492,15 @@ def test_room_is_made_only_once_that_is_recorded(run, monkeypatch):
     assert said == [("room", [2], [1, 2]), ("checkpoint", [2, 3], [2, 3])]
 
 
-def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(run, capsys):
+def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(run):
     """It was intact when it was written; it is put aside as at a resume."""
     checkpoints = open_store(run)
     for step in (1, 2, 3):
         checkpoints.save(snapshot(step))
     assert checkpoints.newest_until(2).step == 2
-    file = run / "checkpoints/step-00000002" / MODEL
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    alter(checkpoints.place(2))
     assert checkpoints.newest_until(2).step == 1
-    assert "step-00000002/model.safetensors: its SHA-256 differs" in capsys.readouterr().err
-    assert (run / "checkpoints/step-00000002.corrupt").is_dir()
+    assert steps(run) == [1, 3]
     assert checkpoints.newest_until(0) is None
 
 
@@ -543,8 +510,7 @@ def test_a_resume_hashes_one_checkpoint_and_opens_each_file_once(run, monkeypatc
     for step in (1, 2, 3, 4):
         save(run, step, val_loss=2.0 + step)
     assert steps(run) == [1, 2, 3, 4]
-    best = run / "checkpoints/step-00000001" / MODEL
-    best.write_bytes(best.read_bytes()[:-1] + b"x")
+    alter(run / "checkpoints/step-00000001")
     opened, opening, seldom = Counter(), Path.open, ("manifest.json", METRICS)
 
     def count(path: Path, *args, **kwargs):
@@ -571,17 +537,16 @@ def test_a_resume_hashes_one_checkpoint_and_opens_each_file_once(run, monkeypatc
 
 
 def foreign(place: Path) -> None:
-    """The checkpoint of another run."""
-    shutil.rmtree(place, ignore_errors=True)
-    save(place.parents[1].with_name("other"), int(place.name[5:]), run_id="other").rename(place)
+    """The checkpoint of another run, after this one."""
+    save(place.parents[1].with_name("other"), 4, run_id="other").rename(place.with_name("step-00000004"))
 
 
 def renamed(place: Path) -> None:
-    shutil.copytree(place.with_name("step-00000002"), place, dirs_exist_ok=True)
+    shutil.copytree(place.with_name("step-00000002"), place.with_name("step-00000004"))
 
 
 def resealed(place: Path) -> None:
-    (place / MODEL).write_bytes((place / MODEL).read_bytes()[:-1] + b"x")
+    alter(place)
     reseal(place / MODEL)
 
 
@@ -605,11 +570,9 @@ def recorded(run) -> Path:
 
 FORGED = {
     "resealed": (resealed, 3, "its manifest's SHA-256 differs from metrics.jsonl's"),
-    "foreign": (foreign, 3, "its manifest's SHA-256 differs from metrics.jsonl's"),
-    "renamed": (renamed, 3, "its manifest's SHA-256 differs from metrics.jsonl's"),
     "its row removed": (lambda place: cut(place, 6, 7), 3, "is not recorded in metrics.jsonl"),
-    "foreign and new": (lambda place: foreign(place.with_name("step-00000004")), 4, "is of the run other, its folder"),
-    "renamed and new": (lambda place: renamed(place.with_name("step-00000004")), 4, "holds the state of step 2"),
+    "foreign and new": (foreign, 4, "is of the run other, its folder"),
+    "renamed and new": (renamed, 4, "holds the state of step 2"),
 }
 
 
@@ -619,17 +582,17 @@ def test_a_checkpoint_that_the_run_did_not_record_is_not_taken(run, recorded, ca
     forge, step, reason = FORGED[forgery]
     forge(recorded)
     place = recorded.with_name(f"step-{step:08d}")
+    checkpoints = open_store(run)
+    assert checkpoints.peek().step == step - 1
+    assert capsys.readouterr().err == ""
     assert find_checkpoint(run).step == step - 1
     with pytest.raises(UserError, match=reason):
         find_checkpoint(place)
-    checkpoints = open_store(run)
-    assert checkpoints.peek().step == step - 1
     assert steps(run)[-1] == step
     capsys.readouterr()
     assert checkpoints.newest().step == step - 1
     said = capsys.readouterr().err
-    assert said.startswith(f"warning: {place}: {reason}")
-    assert said.endswith(f"; moved to {place.name}.rejected, trying the previous one\n")
+    assert f"{place}: {reason}" in said
     assert checkpoints.listing()["rejected"] == [f"{place.name}.rejected"]
     for place in list_checkpoints(checkpoints.folder):
         resealed(place)

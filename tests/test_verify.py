@@ -145,7 +145,6 @@ def rewrite(run: Path, file: str, old: str, new: Any) -> None:
 
 
 FAKE = json.dumps({"state": "\x1b[2K\rx\nok      everything", "step": 1})
-OTHER = f"{TEN}: its manifest"
 REWRITTEN: list[tuple[str, str, Any, str]] = [
     (METRICS, '{"step": 2,', '{"step" 2,', f"{METRICS}, line 5: "),
     (METRICS, '"step": 10,', '"step": 10000000000000,', f"{METRICS}, line 14: "),
@@ -165,10 +164,7 @@ REWRITTEN: list[tuple[str, str, Any, str]] = [
     ("checkpoints", "", None, FIVE),
     (NEW_STATE, "", "[1]", NEW_STATE),
     (NEW_CONFIG, "", "a: ]", NEW_CONFIG),
-    (NEW_STATE, '"run_id": "', '"run_id": "f', OTHER),
-    (NEW_CONFIG, "lr: 0.003\n", "lr: 0.004\n", OTHER),
-    (NEW_MODEL, "", Tensor.double, OTHER),
-    (NEW_OPTIMIZER, "", Tensor.neg, OTHER),
+    (NEW_OPTIMIZER, "", Tensor.neg, f"{TEN}: its manifest"),
     ("../data/train_000000.bin", "", None, "shard = "),
     ("../data/tokenizer.json", r"\A{", "{ ", ""),
 ]
@@ -288,22 +284,18 @@ def test_an_anchor_is_a_file_or_the_chain_of_a_row(run: Path, trained: Path, tmp
 
 
 @pytest.mark.parametrize(("name", "value", "field"), [
-    ("model.n_inner", 10**7, "model section"), ("model.n_head", [1], "model.n_head = "),
-    ("model.n_layer", 3, "h.2.attn.c_attn.bias"), ("seed", 2, ""),
+    ("n_inner", 10**7, "model section"), ("n_head", [1], "model.n_head = "),
+    ("n_layer", 3, "h.2.attn.c_attn.bias"),
 ])  # fmt: skip
 def test_a_checkpoint_of_a_stranger(run: Path, tmp_path: Path, monkeypatch, name: str, value: Any, field: str) -> None:
     """Its configuration may claim any size. Each reader gives one line before it builds anything."""
     monkeypatch.chdir(tmp_path)
     config = yaml.safe_load((run / NEW_CONFIG).read_text())
-    section, _, key = name.rpartition(".")
-    (config[section] if section else config)[key] = value
+    config["model"][name] = value
     (run / NEW_CONFIG).write_text(yaml.safe_dump(config))
     reseal(run / NEW_CONFIG)
     forge(run)
     checkpoint = find_checkpoint(run, kind="gpt2")
-    if not field:
-        load_model(checkpoint)
-        return
     for read in (load_model, lambda checkpoint: export(checkpoint, default_output(checkpoint))):
         expect_error(re.escape(field), read, checkpoint)
     assert not (tmp_path / "exports").exists()
