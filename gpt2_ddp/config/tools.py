@@ -244,8 +244,6 @@ class LabConfig(Command):
 
     only: tuple[str, ...] = ()
     """names of the experiments to run; empty: all"""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """seed of the experiments' data and initial weights"""
 
 
 def check_writable(output: str, field: str = "output") -> None:
