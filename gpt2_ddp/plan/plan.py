@@ -74,13 +74,12 @@ def find_target(config: PlanConfig, started: int) -> Target:
 
 
 def find_gpu(text: str) -> str:
-    """The name in the table that ends with `text`, or else contains it, in any case; `text` if there is none. Raises:
-    UserError for several names."""
-    found = [name for name in GPUS if text.lower() in name.lower()]
-    found = [name for name in found if f" {name}".lower().endswith(f" {text}".lower())] or found
-    if len(found) > 1:
-        raise UserError("gpu", text, f"is part of several names; name one of {', '.join(found)}")
-    return found[0] if found else text
+    """The name in the table that is `text`, in any case, without NVIDIA and GeForce, too; `text` if there is none."""
+    return next((name for name in GPUS if _model(name) == _model(text)), text)
+
+
+def _model(name: str) -> str:
+    return name.lower().removeprefix("nvidia ").removeprefix("geforce ")
 
 
 class Corpus(NamedTuple):
