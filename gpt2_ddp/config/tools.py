@@ -167,9 +167,6 @@ class ReportConfig(Command):
     output: str | None = None
     """folder for report.html and report.png. FOLDER/NAME.json: NAME.html, NAME.png, and NAME.json with the groups of
     seeds. null: the run's folder; for several runs comparison.html and comparison.png in the first run's folder"""
-    axis: Literal["auto", "steps", "tokens", "time"] = "auto"
-    """x axis of the picture: steps, tokens (or samples), or time in training steps; auto: steps, or tokens if runs
-    differ in tokens per step"""
 
 
 class StatusConfig(Command):
