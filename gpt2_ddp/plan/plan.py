@@ -24,7 +24,7 @@ from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, pick_micro_batch, setting_of
+from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, peak_of, pick_micro_batch, setting_of
 from gpt2_ddp.plan.preflight import Seen, preflight
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.meters import device_name
@@ -239,16 +239,11 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
     setting = make_setting(config, machine, precision, model, corpus)
     if machine.kind == "cpu":
         setting = replace(setting, base=base)
-
-    def peak(size: int) -> float:
-        return estimate(replace(setting, micro_batch=size)).peak
-
     windows = config.global_batch_windows
     processes = min(machine.processes, windows)  # more are refused
-    sizes = [*micro_batches(windows, processes)]
     size = config.train.micro_batch_size
     if size == "auto":
-        batch = pick_micro_batch(sizes, machine.kind, config.model.block_size, peak, machine.memory)
+        batch = pick_micro_batch(replace(setting, processes=processes), machine.memory)
     else:
         batch = split_batch(windows, processes, size)
     return Plan(
@@ -262,7 +257,7 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
         batch,
         padding_rows(windows, processes, batch),
         estimate(replace(setting, micro_batch=batch)),
-        next((size for size in sizes if peak(size) <= machine.memory), 0),
+        next((size for size in micro_batches(windows, processes) if peak_of(setting, size) <= machine.memory), 0),
         4 * (setting.parameters + setting.state),
         free_disk(config),
         seen.mistakes,
