@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, Contender, Done, StepTiming, make_case, time_contenders
 from gpt2_ddp.config.cli import resolve
-from gpt2_ddp.config.plan import GPT2_IDS
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
@@ -32,8 +31,6 @@ from gpt2_ddp.model.transformers_layout import CLASSES, transformers_config
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
-from gpt2_ddp.training.meters import device_name
-from gpt2_ddp.training.peaks import peak_flops
 from gpt2_ddp.training.run import build, open_run, start
 from gpt2_ddp.training.task import Due
 
@@ -43,9 +40,8 @@ ENDLESS, GRAD_CLIP = 10**9, 1.0  # steps of a contender, and the norm to which i
 
 
 def measure(config: BenchmarkConfig) -> Iterator[Case]:
-    """Of each variant: tokens per second (per CPU second on a CPU), MFU where the peak is known, and peak memory."""
+    """Of each variant: tokens per second (per CPU second on a CPU), and peak memory."""
     device = pick_device(config.device)
-    peak = peak_flops(device_name(device))
     for batch, precision, how in variants(config):
         with TemporaryDirectory(prefix="benchmark-") as folder:
             run = short_run(config, Path(folder), batch, precision, how, {})
@@ -54,10 +50,6 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
         tokens = run.train.global_batch_tokens
         unit = "tokens/s" if device.type == "cuda" else "tokens/CPU s"
         yield make_case(what, unit, timings, lambda one, tokens=tokens: tokens / one.seconds)
-        if peak:
-            with torch.device("meta"):
-                share = tokens * GPT(run.model, GPT2_IDS).flops_per_token() / peak
-            yield make_case(what, "MFU", timings, lambda one, share=share: share / one.seconds)
         yield make_case(what, "peak MiB", timings, lambda one: one.memory / 2**20, more_is_better=False)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.lab import experiment as helpers
 from gpt2_ddp.lab.experiment import Experiment
 from gpt2_ddp.lab.lab import EXPERIMENTS, run_experiments
@@ -51,7 +50,7 @@ def page(text: str, measured: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    rows = run_experiments(tuple(EXPERIMENTS), LabConfig().seed)
+    rows = run_experiments(tuple(EXPERIMENTS))
     assert all(row.holds for row in rows), [row for row in rows if not row.holds]
     figures = {row.experiment.name: row.measured for row in rows}
     DOCUMENTATION.write_text(page(DOCUMENTATION.read_text(encoding="utf-8"), figures), encoding="utf-8")

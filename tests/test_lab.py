@@ -40,7 +40,7 @@ def measure_all(names: list[str], broken: dict | None = None) -> dict[str, dict]
     changes = mutations() if broken is not None else {}
     for name in names:
         with mock.patch.object(*changes[name]) if broken is not None else nullcontext():
-            found[name] = EXPERIMENTS[name].run(accelerator, LabConfig().seed)
+            found[name] = EXPERIMENTS[name].run(accelerator)
     return found
 
 

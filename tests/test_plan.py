@@ -256,7 +256,8 @@ def test_machines():
     machine = find_target(plan_config(gpu="H100 80GB HBM3", gpus=16), 1)
     assert (machine.processes, machine.memory, machine.peak) == (16, 80e9, 989.5e12)
     for name in GPUS:  # each has a memory, by its name or by the table
-        assert find_gpu(name.lower()) == name
+        for said in (name.lower(), name.removeprefix("NVIDIA ").removeprefix("GeForce ")):
+            assert find_gpu(said) == name
         assert 16e9 <= find_target(plan_config(gpu=name), 1).memory <= 300e9
     assert find_target(plan_config(gpu="NVIDIA H200", gpu_memory=70), 2).memory == 70e9
     unknown = plan_of(gpu="H100 SXM", gpu_memory=80)
@@ -267,15 +268,9 @@ def test_machines():
     assert_close(given.seconds["steps"], 100 * 524_288 / 500)
 
 
-@pytest.mark.parametrize(("said", "name"), [
-    ("RTX 4090", "GeForce RTX 4090"), ("H100 80GB", "H100 80GB HBM3"), ("a10", "A10"), ("L40", "L40"),
-    ("H100", ""), ("80GB", ""), ("MI300X", ""), ("RTX 4090 D", ""),  # several, and none
-])  # fmt: skip
-def test_gpus_by_a_part_of_their_names(said, name):
-    if name:
-        assert find_gpu(said) == f"NVIDIA {name}"
-    else:
-        expect_error(f"gpu = {said}: ", find_target, plan_config(gpu=said), 1)
+@pytest.mark.parametrize("said", ["H100", "RTX 4090 D"])
+def test_a_gpu_of_no_known_name(said):
+    expect_error(f"gpu = {said}: ", find_target, plan_config(gpu=said), 1)
 
 
 def test_what_is_done_and_how_long_it_takes():

@@ -68,8 +68,8 @@ class Page:
         self.rows = {first: others for first, *others in reversed([[*map(unescape, row)] for row in cells])}
 
 
-def page_of(*runs: Path, axis: str = "auto") -> Page:
-    return Page(write_report([*runs], runs[0], axis))
+def page_of(*runs: Path) -> Page:
+    return Page(write_report([*runs], runs[0]))
 
 
 def drawn_text(page: Page) -> str:
@@ -168,14 +168,13 @@ def test_a_small_job_counts_samples(tmp_path: Path) -> None:
     assert "Throughput (samples or tokens per second)" in drawn_text(page)
 
 
-@pytest.mark.parametrize(("axis", "along"), [("steps", 1), ("tokens", BATCH), ("time", BATCH / 256 / 60)])
-def test_curves_are_the_rows(tmp_path: Path, axis: str, along: float) -> None:
+def test_curves_are_the_rows(tmp_path: Path) -> None:
     rows = metrics(30)
     rows[7] |= {"grad_norm": None}
-    loss, *panels = draw(read_runs([make_run(tmp_path / "run", rows)]), axis).axes
+    loss, *panels = draw(read_runs([make_run(tmp_path / "run", rows)])).axes
     lines = [loss.lines[1], *(panel.lines[0] for panel in panels)]
     for metric, line in zip(("loss", "lr", "grad_norm", "tokens_per_second"), lines, strict=True):
-        logged = np.array([(row["step"] * along, row[metric]) for row in rows if metric in row], float)
+        logged = np.array([(row["step"], row[metric]) for row in rows if metric in row], float)
         assert np.array_equal(np.isnan(line.get_ydata()), np.isnan(logged[:, 1]))
         assert_close(np.nan_to_num(line.get_xydata()), np.nan_to_num(logged))
 
@@ -203,11 +202,12 @@ def test_tokenizers_that_differ(tmp_path: Path) -> None:
 
 def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
     rows = metrics(3)
-    all_rows = [rows, rows, [row | {"tokens": 2 * row["tokens"]} for row in rows], [{"step": 1, "loss": 1.0}]]
+    doubled = [row | {"tokens": 2 * row["tokens"]} for row in rows]
+    all_rows = [rows, rows, doubled, [{"step": 1, "loss": 1.0}], [{"step": 1, "loss": 1.0, "tokens": math.inf}]]
     run, *others = [make_run(tmp_path / str(number), rows) for number, rows in enumerate(all_rows)]
-    for other, label in zip(others, ("step", "tokens", "step"), strict=True):
-        assert draw(read_runs([run, other])).axes[0].get_xlabel() == label
-    expect_error(f"axis = time: .*{others[-1].name}", write_report, [run, others[-1]], tmp_path, "time")
+    for other, label in zip(others, ("step", "tokens", "step", "step"), strict=True):
+        loss = draw(read_runs([run, other])).axes[0]
+        assert (loss.get_xlabel(), loss.dataLim.x1) == (label, 60 * BATCH if label == "tokens" else 30)
 
 
 def test_events_are_no_rows(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_events_are_no_rows(tmp_path: Path) -> None:
     (run,) = read_runs([make_run(tmp_path / "run", rows)])
     assert [row["step"] for row in run.rows] == [210, 220, 230, *range(250, 301, 10)]
     assert_close(run.clock[1][-1], 100 * BATCH / 256)
-    legend = str(draw([run], "time").axes[0].get_legend().texts)  # pyright: ignore[reportOptionalMemberAccess]
+    legend = str(draw([run]).axes[0].get_legend().texts)  # pyright: ignore[reportOptionalMemberAccess]
     assert all(key in legend for key in ("resumed", "rollback to this step", "not a finite number"))
 
 
@@ -251,8 +251,7 @@ def test_strange_content_is_left_out_and_said(tmp_path: Path) -> None:
 {"step": 50, "loss": 1e308, "lr": "x", "tokens": Infinity, "tokens_per_second": 1e-320}
 {"step": 60, "val_loss": -1e308, "loss": 1e-300, "grad_norm": 1e308, "mfu": []}
 """)
-    for axis in ("steps", "tokens", "time"):
-        assert "unreadable lines" not in page_of(run, axis=axis).text
+    assert "unreadable lines" not in page_of(run).text
 
 
 def test_a_report_needs_neither_torch_nor_a_display(tmp_path: Path) -> None:

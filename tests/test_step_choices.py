@@ -13,11 +13,11 @@ from ranks import run_ranks
 from runs import same, state_of, train, training_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, compiled, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.memory import micro_batches, pick_micro_batch, tried_micro_batch
+from gpt2_ddp.model.memory import Setting, peak_of, pick_micro_batch, setting_of, tried_micro_batch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -132,14 +132,15 @@ def test_without_a_compiler(monkeypatch):
 
 
 def test_a_micro_batch_by_estimate():
-    sizes = [
-        pick_micro_batch(micro_batches(12, 1), "cuda", 1024, lambda size: 10.0 * size, room)
-        for room in (1e9, 70, 30, 5)
-    ]
-    assert sizes == [12, 6, 2, 1], "a tenth of the memory is left"
-    assert [
-        pick_micro_batch(micro_batches(24, 1), "cpu", size, lambda size: 0.0, 0.0) for size in (16, 128, 512, 2048)
-    ] == [24, 4, 1, 1]
+    def setting(kind: str, block_size: int, windows: int) -> Setting:
+        sections = {"model": {"block_size": block_size}, "train": {"steps": 1}}
+        sections["train"]["global_batch_tokens"] = windows * block_size
+        return setting_of(TrainingConfig.model_validate(sections), gpt(), kind, 1, "no")
+
+    on_gpu = setting("cuda", 16, 12)
+    picked = [pick_micro_batch(on_gpu, peak_of(on_gpu, size) / 0.9001) for size in (12, 6, 1)]
+    assert picked == [6, 4, 1], "a tenth of the memory is left"
+    assert [pick_micro_batch(setting("cpu", size, 24), 0.0) for size in (16, 128, 512, 2048)] == [24, 4, 1, 1]
 
 
 def test_a_micro_batch_is_tried(monkeypatch):

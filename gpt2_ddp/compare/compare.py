@@ -67,12 +67,13 @@ def compare(config: CompareConfig) -> list[Row]:
     with TemporaryDirectory(prefix="compare-") as folder:
         # all user errors before any work
         jobs = [read_job(word, config, device, Path(folder)) for word in config.jobs]
+        found = ways(config.processes, gpus)
         for name, job in jobs:
-            rows += compare_job(name, job, config, gpus, Path(folder))
+            rows += compare_job(name, job, config, found, Path(folder))
             machine = {"device": device, "gpus": gpus, "torch": torch.__version__}
-            found = {"machine": machine, "settings": config.model_dump(mode="json"), "rows": rows}
+            record = {"machine": machine, "settings": config.model_dump(mode="json"), "rows": rows}
             write_atomically(output / "compare.md", as_markdown(rows) + "\n")
-            write_atomically(output / "compare.json", json.dumps(found, indent=1) + "\n")
+            write_atomically(output / "compare.json", json.dumps(record, indent=1) + "\n")
     print(as_markdown(rows))
     return rows
 
@@ -91,24 +92,22 @@ def read_job(word: str, config: CompareConfig, device: str, folder: Path) -> tup
     return Path(file or default).stem, resolve(command, [file or default], changes)
 
 
-def ways(processes: Sequence[int], gpus: int) -> dict[Strategy, str]:
-    """All strategies, the single process first, each with the reason why it cannot be measured here, or ''."""
-    found = [Strategy("single", 1, 1), Strategy("DataParallel", 1, max(gpus, 2))]
-    found += [Strategy(f"DDP-{n}", n, n) for n in processes]
+def ways(processes: Sequence[int], gpus: int) -> list[Strategy]:
+    """The strategies that this machine can measure, the single process first; a note names each other one."""
+    found = [Strategy("single", 1, 1)]
+    for way in [Strategy("DataParallel", 1, max(gpus, 2)), *(Strategy(f"DDP-{n}", n, n) for n in processes)]:
+        if way.devices > gpus and (gpus or way.processes == 1):
+            print(f"note: {way.name} is not measured: it needs {way.devices} GPUs", file=sys.stderr)
+        else:
+            found.append(way)
+    return found
 
-    def reason(way: Strategy) -> str:
-        lacks = way.devices > gpus and (gpus or way.name == "DataParallel")
-        return f"needs {way.devices} GPUs, this comparison has {gpus}" if lacks else ""
 
-    return {way: reason(way) for way in found}
-
-
-def compare_job(name: str, job: Job, config: CompareConfig, gpus: int, folder: Path) -> list[Row]:
+def compare_job(name: str, job: Job, config: CompareConfig, found: Sequence[Strategy], folder: Path) -> list[Row]:
     """Measures every strategy of one job, `repeats` times, interleaved."""
-    reasons = ways(config.processes, gpus)
-    runs: dict[Strategy, list[RunResult]] = {way: [] for way, reason in reasons.items() if not reason}
+    runs: dict[Strategy, list[RunResult]] = {way: [] for way in found}
     differences = dict.fromkeys(runs, 0.0)
-    single = next(iter(runs))
+    single = found[0]
     steps = config.steps or steps_for(name, job, config, single, folder)
     reference, weights = folder / f"{name}.safetensors", folder / "weights.safetensors"
     for repeat, way in product(range(config.repeats), runs):
@@ -119,11 +118,10 @@ def compare_job(name: str, job: Job, config: CompareConfig, gpus: int, folder: P
         differences[way] = max(differences[way], difference(weights, reference))
         progress = f"{name}  {way.name}  {repeat + 1}/{config.repeats}: {run.seconds:.3g} s for {steps} steps"
         print(progress, file=sys.stderr, flush=True)
-    rows = []
-    for way, reason in reasons.items():
-        about = {"job": name, "way": way.name, "why_missing": reason}
-        rows.append(about if reason else about | numbers(runs[way], runs[single], steps, differences[way]))
-    return rows
+    return [
+        {"job": name, "way": way.name} | numbers(measured, runs[single], steps, differences[way])
+        for way, measured in runs.items()
+    ]
 
 
 def numbers(runs: list[RunResult], singles: list[RunResult], steps: int, difference: float) -> Row:
@@ -171,8 +169,6 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 def table_row(row: Row) -> list[str]:
     """The cells of a row. A figure is the median of the repeats, with the least and the largest."""
-    if row["why_missing"]:
-        return [row["job"], row["way"], row["why_missing"], *["–"] * (len(COLUMNS) - 3)]
     metric = next((name for name in ("val_accuracy", "val_loss") if name in row["metrics"]), None)
     return [
         row["job"],

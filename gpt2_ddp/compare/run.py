@@ -105,8 +105,7 @@ def peak_memory(device: torch.device) -> int:
     if sys.platform == "linux":  # ru_maxrss would be that of the parent, where it was larger when it started this one
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 class ReplicatedGPT(nn.Module):

@@ -14,7 +14,7 @@ class PlanConfig(TrainingConfig):
     """plan.py: memory, time, disk and price of a training by train_gpt2.py, and its user errors, without starting it"""
 
     gpu: str | None = Field(default=None, exclude=True)
-    """GPU to plan for: its name in nvidia-smi, or a part that no other name has, like "RTX 4090"; null: this machine"""
+    """GPU to plan for: its name in nvidia-smi, with or without NVIDIA and GeForce; null: this machine"""
     gpus: int | None = Field(default=None, ge=1, exclude=True)
     """processes on all machines, one per GPU; null: as many as the launcher started, or 1"""
     gpu_memory: float | None = Field(default=None, gt=0, exclude=True)

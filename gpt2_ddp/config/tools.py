@@ -167,9 +167,6 @@ class ReportConfig(Command):
     output: str | None = None
     """folder for report.html and report.png. FOLDER/NAME.json: NAME.html, NAME.png, and NAME.json with the groups of
     seeds. null: the run's folder; for several runs comparison.html and comparison.png in the first run's folder"""
-    axis: Literal["auto", "steps", "tokens", "time"] = "auto"
-    """x axis of the picture: steps, tokens (or samples), or time in training steps; auto: steps, or tokens if runs
-    differ in tokens per step"""
 
 
 class StatusConfig(Command):
@@ -244,8 +241,6 @@ class LabConfig(Command):
 
     only: tuple[str, ...] = ()
     """names of the experiments to run; empty: all"""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """seed of the experiments' data and initial weights"""
 
 
 def check_writable(output: str, field: str = "output") -> None:

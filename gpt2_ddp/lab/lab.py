@@ -46,7 +46,7 @@ def run_lab(config: LabConfig) -> int:
     for name in config.only:
         if name not in EXPERIMENTS:
             raise UserError("only", name, f"is not an experiment; choose from {', '.join(EXPERIMENTS)}")
-    rows = run_experiments(config.only or tuple(EXPERIMENTS), config.seed)
+    rows = run_experiments(config.only or tuple(EXPERIMENTS))
     print(as_markdown(rows))
     return 0 if all(row.holds for row in rows) else 1
 
@@ -61,16 +61,16 @@ def as_markdown(rows: list[Row]) -> str:
     return markdown_table(("claim", "wrong way", "right way", "measured"), lines, align=False)
 
 
-def run_experiments(names: tuple[str, ...], seed: int) -> list[Row]:
+def run_experiments(names: tuple[str, ...]) -> list[Row]:
     """Runs experiments one after the other on two new processes."""
-    found = start_processes(measure, PROCESSES, names, seed)
+    found = start_processes(measure, PROCESSES, names)
     return [Row(EXPERIMENTS[name], numbers) for name, numbers in zip(names, found, strict=True)]
 
 
-def measure(names: tuple[str, ...], seed: int) -> list[Numbers]:
+def measure(names: tuple[str, ...]) -> list[Numbers]:
     """On each rank: numbers of experiments."""
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
     accelerator = build_accelerator("cpu", "no", timeout=BOUND)
     torch.set_num_threads(1)
-    return [EXPERIMENTS[name].run(accelerator, seed) for name in names]
+    return [EXPERIMENTS[name].run(accelerator) for name in names]

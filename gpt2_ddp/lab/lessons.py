@@ -31,10 +31,10 @@ from gpt2_ddp.lab.experiment import distance, experiment, gradient, largest, mak
     measured="off the big batch's gradient: {alone:.1%} alone, {ddp:.0e} with DDP",
     holds=lambda m: m.ddp < 1e-5 and m.alone > 0.01,
 )
-def mean_of_gradients(accelerator: Accelerator, seed: int):
-    rows, big = make_rows(seed, 32), make_model(seed)
+def mean_of_gradients(accelerator: Accelerator):
+    rows, big = make_rows(32), make_model()
     mse(big, *rows).backward()
-    for way, model in (("alone", make_model(seed)), ("ddp", DDP(make_model(seed)))):
+    for way, model in (("alone", make_model()), ("ddp", DDP(make_model()))):
         mse(model, *share(rows, accelerator)).backward()
         yield {way: largest(distance(gradient(model), gradient(big)))}
 
@@ -52,11 +52,11 @@ def record_bytes(sizes: list[int], bucket: GradBucket) -> torch.futures.Future[T
     measured="bytes all-reduced per step: {every:.0f} without, {last:.0f} with no_sync; gradients {apart:.0e} apart",
     holds=lambda m: m.last == m.parameter_bytes and m.every == 4 * m.last and m.apart < 1e-5,
 )
-def no_sync(accelerator: Accelerator, seed: int):
-    micro_batches = [part.chunk(4) for part in share(make_rows(seed, 32), accelerator)]
+def no_sync(accelerator: Accelerator):
+    micro_batches = [part.chunk(4) for part in share(make_rows(32), accelerator)]
     gradients = []
     for way, saves in (("every", False), ("last", True)):
-        model, sizes = DDP(make_model(seed)), []
+        model, sizes = DDP(make_model()), []
         model.register_comm_hook(sizes, record_bytes)
         for i, rows in enumerate(zip(*micro_batches, strict=True)):
             with model.no_sync() if saves and i < 3 else nullcontext():
@@ -73,10 +73,10 @@ def no_sync(accelerator: Accelerator, seed: int):
     measured="steps done of 5: {default} (`{error}`), {found} with find_unused_parameters",
     holds=lambda m: m.default == 1 and m.found == 5,
 )
-def unused_parameters(accelerator: Accelerator, seed: int):
-    rows = share(make_rows(seed, 32), accelerator)
+def unused_parameters(accelerator: Accelerator):
+    rows = share(make_rows(32), accelerator)
     for way, finds in (("default", False), ("found", True)):
-        model, done = make_model(seed), 0
+        model, done = make_model(), 0
         model.register_parameter("unused", nn.Parameter(torch.zeros(1)))  # like the other head of a multi-task model
         model = DDP(model, find_unused_parameters=finds)
         try:
@@ -95,11 +95,11 @@ def unused_parameters(accelerator: Accelerator, seed: int):
     measured="off the big batch: {plain:.0%} BatchNorm, {group:.0e} GroupNorm; SyncBatchNorm on CPU: `{sync}`",
     holds=lambda m: m.plain > 0.05 and m.group < 1e-5,
 )
-def batch_norm(accelerator: Accelerator, seed: int):
-    rows = make_rows(seed, 32)
+def batch_norm(accelerator: Accelerator):
+    rows = make_rows(32)
 
     def build(norm: nn.Module) -> nn.Sequential:
-        first, activation, last = make_model(seed)
+        first, activation, last = make_model()
         return nn.Sequential(first, norm, activation, last)
 
     for way, norm in (("plain", nn.BatchNorm1d), ("group", partial(nn.GroupNorm, 4))):
@@ -130,11 +130,11 @@ def gap(model: nn.Module) -> float:
     "{model:g} by model",
     holds=lambda m: m.model == 0 and m.module > 0.01,
 )
-def called_module(accelerator: Accelerator, seed: int):
+def called_module(accelerator: Accelerator):
     for way in ("module", "model"):
-        model = DDP(make_model(seed))
+        model = DDP(make_model())
         called = model.module if way == "module" else model
-        train(model, share(make_rows(seed, 32), accelerator), steps=10, lr=0.01, called=called)
+        train(model, share(make_rows(32), accelerator), steps=10, lr=0.01, called=called)
         yield {way: gap(model)}
 
 
@@ -146,14 +146,14 @@ def called_module(accelerator: Accelerator, seed: int):
     "{before:g} before",
     holds=lambda m: m.before == 0 and m.after > 0.01,
 )
-def loaded_after_wrapping(accelerator: Accelerator, seed: int):
+def loaded_after_wrapping(accelerator: Accelerator):
     for way in ("after", "before"):
-        bare = make_model(seed)
+        bare = make_model()
         model = DDP(bare) if way == "after" else bare
         if accelerator.is_main_process:
-            bare.load_state_dict(make_model(seed + 1).state_dict())
+            bare.load_state_dict(make_model(1).state_dict())
         model = model if way == "after" else DDP(bare)
-        train(model, share(make_rows(seed, 32), accelerator), steps=10, lr=0.01)
+        train(model, share(make_rows(32), accelerator), steps=10, lr=0.01)
         yield {way: gap(model)}
 
 
@@ -165,15 +165,15 @@ def loaded_after_wrapping(accelerator: Accelerator, seed: int):
     "unwrapped {unwrapped:.0f}",
     holds=lambda m: m.error != "no error" and m.forced == 0 and m.unwrapped == 4,
 )
-def module_prefix(accelerator: Accelerator, seed: int):
-    trained = DDP(make_model(seed))
+def module_prefix(accelerator: Accelerator):
+    trained = DDP(make_model())
     yield {"error": "no error"}
     try:
-        make_model(seed + 1).load_state_dict(trained.state_dict())
+        make_model(1).load_state_dict(trained.state_dict())
     except RuntimeError as error:
         yield {"error": " ".join(str(error).split())}
     for way, model in (("forced", trained), ("unwrapped", accelerator.unwrap_model(trained))):
-        bare = make_model(seed + 1)
+        bare = make_model(1)
         bare.load_state_dict(model.state_dict(), strict=False)
         yield {way: sum(map(torch.equal, bare.parameters(), trained.parameters()))}
 
@@ -186,12 +186,12 @@ def module_prefix(accelerator: Accelerator, seed: int):
     "{prepared:.1%} prepared by Accelerate",
     holds=lambda m: m.forgotten == 1 and m.told < 0.05 and m.prepared < 0.05,
 )
-def set_epoch(accelerator: Accelerator, seed: int):
+def set_epoch(accelerator: Accelerator):
     samples = TensorDataset(torch.arange(1000))
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     loader = Accelerator(cpu=True).prepare_data_loader(DataLoader(samples, batch_size=10, shuffle=True))
     orders: dict[str, list[list[int]]] = {"forgotten": [], "told": [], "prepared": []}
-    told, forgotten = DistributedSampler(samples, seed=seed), DistributedSampler(samples, seed=seed)
+    told, forgotten = DistributedSampler(samples), DistributedSampler(samples)
     for epoch in range(2):
         told.set_epoch(epoch)
         orders["told"].append(gather_object([*told]))
@@ -208,7 +208,7 @@ def set_epoch(accelerator: Accelerator, seed: int):
     "dropped: {dropped:.0f}, {dropped_accuracy:.1%}; on one process {true_accuracy:.1%}",
     holds=lambda m: m.dropped == 37 < m.padded and m.dropped_accuracy == m.true_accuracy > m.padded_accuracy + 0.1,
 )
-def padded_test_set(accelerator: Accelerator, seed: int):
+def padded_test_set(accelerator: Accelerator):
     labels, right = torch.zeros(37, dtype=torch.long), torch.ones(37, dtype=torch.bool)
     labels[[0, 1, 20, 30]] = 1
     right[[0, 1]] = False  # the model fails on two of the four; they stand where samples are repeated from
@@ -235,16 +235,16 @@ def brief_group(seconds: float) -> Any:
     "the timeout of {timeout:.0f} s; {joined:.0f} joined",
     holds=lambda m: m.alone == 3 and m.alone_waited > 0.8 * m.timeout and m.joined == 4,
 )
-def unequal_batches(accelerator: Accelerator, seed: int):
+def unequal_batches(accelerator: Accelerator):
     timeout = 2.0
     yield {"timeout": timeout}
     for way in ("alone", "joined"):
-        model, done, waited = DDP(make_model(seed), process_group=brief_group(timeout)), 0, 0.0
+        model, done, waited = DDP(make_model(), process_group=brief_group(timeout)), 0, 0.0
         with Join([model]) if way == "joined" else nullcontext():
             for _ in range(3 + accelerator.process_index):
                 start = time.perf_counter()
                 try:
-                    mse(model, *make_rows(seed, 8)).backward()
+                    mse(model, *make_rows(8)).backward()
                     done += 1
                 except RuntimeError:
                     waited = time.perf_counter() - start
@@ -271,8 +271,8 @@ def sum_over_ranks(value: float, group: Any) -> float:
         and (abs(m.all_mean / m.true_mean - 1) < 1e-5 and m.alone_mean != m.all_mean)
     ),
 )
-def collective_on_one_rank(accelerator: Accelerator, seed: int):
-    rows, model, timeout = make_rows(seed, 32), make_model(seed), 1.0
+def collective_on_one_rank(accelerator: Accelerator):
+    rows, model, timeout = make_rows(32), make_model(), 1.0
     loss = mse(model, *share(rows, accelerator)).item()
     yield {"timeout": timeout, "true_mean": mse(model, *rows).item(), "waited": 0.0, "error": "no error"}
     for way, logs in (("alone", accelerator.is_main_process), ("all", True)):
@@ -296,7 +296,7 @@ def collective_on_one_rank(accelerator: Accelerator, seed: int):
     "`{error}`; saved by {one:.0f}: {one_read:.0f} of 4",
     holds=lambda m: (m.every, m.every_read, m.one, m.one_read) == (2, 0, 1, 4),
 )
-def every_rank_saves(accelerator: Accelerator, seed: int):
+def every_rank_saves(accelerator: Accelerator):
     is_first = accelerator.process_index == 0
     yield {"error": "no error"}
     with TemporaryDirectory(prefix="ddp_lab") as own:
@@ -304,7 +304,7 @@ def every_rank_saves(accelerator: Accelerator, seed: int):
         for way, saves in (("every", True), ("one", accelerator.is_main_process)):
             path, read = folder / way, 0
             if saves and is_first:
-                torch.save(make_model(seed).state_dict(), path)
+                torch.save(make_model().state_dict(), path)
             accelerator.wait_for_everyone()
             if saves and not is_first:
                 path.write_bytes(path.read_bytes()[:1000])  # the beginning of its save
@@ -323,13 +323,13 @@ def every_rank_saves(accelerator: Accelerator, seed: int):
     measured="3 rows on rank 0 and 1 on rank 1; off the gradient of the 4: {means:.0%} by means, {sums:.0e} by sums",
     holds=lambda m: m.sums < 1e-5 and m.means > 0.1,
 )
-def unequal_shares(accelerator: Accelerator, seed: int):
-    rows, big = make_rows(seed, 4), make_model(seed)
+def unequal_shares(accelerator: Accelerator):
+    rows, big = make_rows(4), make_model()
     mse(big, *rows).backward()
     mine = [part[:3] if accelerator.is_main_process else part[3:] for part in rows]
     count = torch.as_tensor(accelerator.reduce(torch.tensor(len(mine[0])), reduction="sum"))
     for way, weight in (("means", 1), ("sums", len(mine[0]) * accelerator.num_processes / count)):
-        model = DDP(make_model(seed))
+        model = DDP(make_model())
         (mse(model, *mine) * weight).backward()
         yield {way: distance(gradient(model), gradient(big))}
 
@@ -341,10 +341,10 @@ def unequal_shares(accelerator: Accelerator, seed: int):
     measured="learning rate after 10 of 20 steps of a linear decay from 1 to 0: {prepared:.2f} prepared, {own:.2f} own",
     holds=lambda m: abs(m.own - 0.5) < 1e-6 and abs(m.prepared) < 1e-6,
 )
-def scheduler_steps(accelerator: Accelerator, seed: int):
+def scheduler_steps(accelerator: Accelerator):
     preparing = Accelerator(cpu=True)  # Accelerate's own defaults
     for way in ("prepared", "own"):
-        plain = SGD(make_model(seed).parameters(), lr=1.0)
+        plain = SGD(make_model().parameters(), lr=1.0)
         scheduler = LinearLR(plain, start_factor=1.0, end_factor=0.0, total_iters=20)
         optimizer = preparing.prepare_optimizer(plain)
         stepped = preparing.prepare_scheduler(scheduler) if way == "prepared" else scheduler
@@ -361,12 +361,12 @@ def scheduler_steps(accelerator: Accelerator, seed: int):
     measured="loss after 30 steps: {one:.3f} on one process, {same:.3f} on two, {multiplied:.2e} with twice the rate",
     holds=lambda m: abs(m.same / m.one - 1) < 1e-3 and m.multiplied > 10 * m.one,
 )
-def multiplied_learning_rate(accelerator: Accelerator, seed: int):
-    rows = make_rows(seed, 32)
+def multiplied_learning_rate(accelerator: Accelerator):
+    rows = make_rows(32)
     # 1.2 / curvature: gradient descent on a quadratic converges below 2 / curvature and diverges above (1.2 x 2)
     curvature = torch.linalg.eigvalsh(2 * rows[0].T @ rows[0] / len(rows[0]))[-1].item()
     for way, times in (("one", 1), ("same", 1), ("multiplied", accelerator.num_processes)):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = nn.Linear(8, 1, bias=False)
         own = rows if way == "one" else share(rows, accelerator)
         train(model if way == "one" else DDP(model), own, steps=30, lr=1.2 * times / curvature)

@@ -4,7 +4,7 @@
 On CPUs the estimate was within 20 % of the measured peaks; on GPUs it was compared with none.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,15 +74,6 @@ def setting_of(config: TrainingConfig, model: GPT, kind: str, processes: int, pr
         base=CUDA_BASE * (1 + (processes > 1)),
         copies=not reads_found_inf(optimizer),
     )
-
-
-def pick_micro_batch(
-    sizes: Iterable[int], kind: str, block_size: int, peak: Callable[[int], float], room: float
-) -> int:
-    """Estimate for `train.micro_batch_size: auto`: the first of `sizes`, the largest first, that is expected to fit.
-    `peak` returns the bytes of a process for a micro-batch; `room` is the device's."""
-    fits = (lambda size: peak(size) <= ROOM * room) if kind == "cuda" else lambda size: size * block_size <= CPU_TOKENS
-    return next(filter(fits, sizes), 1)
 
 
 Parts = dict[str, float]
@@ -203,20 +194,33 @@ def micro_batches(windows: int, processes: int) -> Iterator[int]:
         size -= 1
 
 
+def peak_of(setting: Setting, micro_batch: int) -> float:
+    """Bytes of one process at its peak, for windows per forward pass."""
+    return estimate(replace(setting, micro_batch=micro_batch)).peak
+
+
+def pick_micro_batch(setting: Setting, room: float) -> int:
+    """Estimate for `train.micro_batch_size: auto`: the largest that is expected to fit a GPU's memory, `room` bytes, or
+    a CPU's caches."""
+    config = setting.config
+    for size in micro_batches(config.global_batch_windows, setting.processes):
+        if setting.kind == "cuda":
+            fits = peak_of(setting, size) <= ROOM * room
+        else:
+            fits = size * config.model.block_size <= CPU_TOKENS
+        if fits:
+            return size
+    return 1
+
+
 def estimated_micro_batch(config: TrainingConfig, vocab_size: int, accelerator: Accelerator) -> int:
     """Windows per forward pass by the memory estimate, equal on all ranks. Collective."""
-    device, processes = accelerator.device, accelerator.num_processes
+    device = accelerator.device
     with torch.device("meta"), without_init():
         model = GPT(config.model, vocab_size)
-
-    setting = setting_of(config, model, device.type, processes, accelerator.mixed_precision)
-
-    def peak(size: int) -> float:
-        return estimate(replace(setting, micro_batch=size)).peak
-
+    setting = setting_of(config, model, device.type, accelerator.num_processes, accelerator.mixed_precision)
     room = float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0.0
-    sizes = micro_batches(config.global_batch_windows, processes)
-    return min(gather_object([pick_micro_batch(sizes, device.type, config.model.block_size, peak, room)]))
+    return min(gather_object([pick_micro_batch(setting, room)]))
 
 
 def tried_micro_batch(model: GPT, accelerator: Accelerator, windows: int, size: int) -> int:

@@ -24,7 +24,7 @@ from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, pick_micro_batch, setting_of
+from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, peak_of, pick_micro_batch, setting_of
 from gpt2_ddp.plan.preflight import Seen, preflight
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.meters import device_name
@@ -74,13 +74,12 @@ def find_target(config: PlanConfig, started: int) -> Target:
 
 
 def find_gpu(text: str) -> str:
-    """The name in the table that ends with `text`, or else contains it, in any case; `text` if there is none. Raises:
-    UserError for several names."""
-    found = [name for name in GPUS if text.lower() in name.lower()]
-    found = [name for name in found if f" {name}".lower().endswith(f" {text}".lower())] or found
-    if len(found) > 1:
-        raise UserError("gpu", text, f"is part of several names; name one of {', '.join(found)}")
-    return found[0] if found else text
+    """The name in the table that is `text`, in any case, without NVIDIA and GeForce, too; `text` if there is none."""
+    return next((name for name in GPUS if _model(name) == _model(text)), text)
+
+
+def _model(name: str) -> str:
+    return name.lower().removeprefix("nvidia ").removeprefix("geforce ")
 
 
 class Corpus(NamedTuple):
@@ -240,16 +239,11 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
     setting = make_setting(config, machine, precision, model, corpus)
     if machine.kind == "cpu":
         setting = replace(setting, base=base)
-
-    def peak(size: int) -> float:
-        return estimate(replace(setting, micro_batch=size)).peak
-
     windows = config.global_batch_windows
     processes = min(machine.processes, windows)  # more are refused
-    sizes = [*micro_batches(windows, processes)]
     size = config.train.micro_batch_size
     if size == "auto":
-        batch = pick_micro_batch(sizes, machine.kind, config.model.block_size, peak, machine.memory)
+        batch = pick_micro_batch(replace(setting, processes=processes), machine.memory)
     else:
         batch = split_batch(windows, processes, size)
     return Plan(
@@ -263,7 +257,7 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
         batch,
         padding_rows(windows, processes, batch),
         estimate(replace(setting, micro_batch=batch)),
-        next((size for size in sizes if peak(size) <= machine.memory), 0),
+        next((size for size in micro_batches(windows, processes) if peak_of(setting, size) <= machine.memory), 0),
         4 * (setting.parameters + setting.state),
         free_disk(config),
         seen.mistakes,

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, Formatter, LogFormatter, StrMethodFormatter
 
 from gpt2_ddp.checkpoint.run_files import FIELDS
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import truncate
 from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.runs import RunRecord, share_tokens
 
@@ -33,8 +33,6 @@ EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|"),
 """Marks below the loss, by event; `not_finite`: losses since the last row that are excluded from the mean."""
 PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
 """Titles of the panels beside the loss, by metric."""
-AXES = {"steps": "step", "tokens": "{unit}", "time": "minutes in training steps"}
-"""Labels of the x axis."""
 
 
 class Curve(NamedTuple):
@@ -54,20 +52,21 @@ class Curve(NamedTuple):
             return steps, values.mean(0), values.std(0, ddof=1) if len(found) > 1 else np.zeros(len(steps))
 
 
-def draw(runs: Sequence[RunRecord], axis: str = "auto") -> Figure:
-    """The figure of runs, along steps, tokens or time; auto: steps, or tokens if the runs differ in tokens per step.
-    Raises: UserError if a run lacks that axis."""
-    axis, curves = _choose_axis(runs, axis), [*_curves(runs)]
+def draw(runs: Sequence[RunRecord]) -> Figure:
+    """The figure of runs, along steps, or tokens if they differ in tokens per step and all are known."""
+    curves = [*_curves(runs)]
+    rates = {round(run.tokens_per_step) for run in runs}
+    by_tokens = len(rates) > 1 and 0 not in rates
     unit = " or ".join(dict.fromkeys(run.unit for run in runs))
     metrics = [metric for metric in PANELS if any(len(run.series(metric)[0]) for run in runs)]
     with matplotlib.rc_context(STYLE):
         rows = len(metrics) // 2 + 1
         figure = Figure(figsize=(11, 3.4 * rows), layout="constrained")
         loss, *others = figure.subplots(rows, 2, sharex=True, squeeze=False).flat
-        _draw_loss(loss, curves, axis, unit)
+        _draw_loss(loss, curves, by_tokens, unit)
         for panel, metric in zip(others, metrics, strict=False):
             panel.set_title(PANELS[metric].format(unit=unit))
-            _plot(panel, curves, metric, axis, alpha=0.8)
+            _plot(panel, curves, metric, by_tokens, alpha=0.8)
             if metric == "grad_norm":
                 _make_logarithmic(panel)
             else:
@@ -76,7 +75,7 @@ def draw(runs: Sequence[RunRecord], axis: str = "auto") -> Figure:
         for panel in others[len(metrics) :]:
             panel.remove()
         for panel in figure.axes:
-            panel.set_xlabel(AXES[axis].format(unit=unit))
+            panel.set_xlabel(unit if by_tokens else "step")
             panel.xaxis.set_major_formatter(_plain(loss.get_xlim()[1]))
             panel.tick_params(labelbottom=True)
         if len(curves) > 1:
@@ -86,16 +85,6 @@ def draw(runs: Sequence[RunRecord], axis: str = "auto") -> Figure:
             ]
             figure.legend(handles=handles, loc="outside upper center", ncols=2)
     return figure
-
-
-def _choose_axis(runs: Sequence[RunRecord], axis: str) -> str:
-    if axis == "auto":
-        differ = len({round(run.tokens_per_step) for run in runs}) > 1
-        axis = "tokens" if differ and all(run.along("tokens", np.zeros(1)) is not None for run in runs) else "steps"
-    for run in runs:
-        if run.along(axis, np.zeros(1)) is None:
-            raise UserError("axis", axis, f"the rows of {run.name} lack it; choose another axis, or omit that run")
-    return axis
 
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[Curve]:
@@ -112,18 +101,18 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[Curve]:
                 yield Curve(f"{run.name} ({run.state})", f"C{number}", [run], ":")
 
 
-def _draw_loss(panel: Axes, curves: Sequence[Curve], axis: str, unit: str) -> None:
+def _draw_loss(panel: Axes, curves: Sequence[Curve], by_tokens: bool, unit: str) -> None:
     runs = [run for curve in curves for run in curve.runs]
     ink = INK if len(curves) > 1 else "C0"
     look = {"linewidth": 1.6, "marker": "o", "markersize": 4, "markeredgecolor": INK}
     if share_tokens(runs):
         panel.set_title("Loss (nats per token, log scale)" if unit == "tokens" else "Loss (log scale)")
         panel.plot([], [], color=ink, alpha=0.6, label="train")
-        _plot(panel, curves, "loss_mean", axis, alpha=0.6)
-        _plot(panel, curves, "val_loss", axis, **look)
+        _plot(panel, curves, "loss_mean", by_tokens, alpha=0.6)
+        _plot(panel, curves, "val_loss", by_tokens, **look)
     else:
         panel.set_title("Validation loss (bits per byte, log scale; the tokenizers differ)")
-        _plot(panel, curves, "val_bits_per_byte", axis, **look)
+        _plot(panel, curves, "val_bits_per_byte", by_tokens, **look)
     panel.plot([], [], color=ink, label="validation", **look)
     for curve in curves:
         for run in curve.runs:
@@ -131,19 +120,19 @@ def _draw_loss(panel: Axes, curves: Sequence[Curve], axis: str, unit: str) -> No
             happened += [{"event": "not_finite", "step": row["step"]} for row in run.rows if row.get("not_finite")]
             for event, (label, marker) in EVENTS.items():
                 steps = np.array([row["step"] for row in happened if row["event"] == event])
-                _mark(panel, run.along(axis, steps), label, color=curve.color, marker=marker)
+                _mark(panel, _place(run, steps, by_tokens), label, color=curve.color, marker=marker)
     _make_logarithmic(panel)
     handles, labels = panel.get_legend_handles_labels()
     panel.legend(handles=dict(zip(labels, handles, strict=True)).values())
 
 
-def _plot(panel: Axes, curves: Sequence[Curve], metric: str, axis: str, **look: Any) -> None:
+def _plot(panel: Axes, curves: Sequence[Curve], metric: str, by_tokens: bool, **look: Any) -> None:
     """Draws a metric of each curve, the longest at the bottom, with crosses for values that are not finite."""
     for curve in sorted(curves, key=lambda curve: -curve.runs[0].rows[-1]["step"]):
         steps, values, deviation = curve.series(metric)
         kept = thin(values, POINTS // 3)
         steps, values, deviation = steps[kept], values[kept], deviation[kept]
-        x = np.mean([x for run in curve.runs if (x := run.along(axis, steps)) is not None], axis=0)
+        x = np.mean([_place(run, steps, by_tokens) for run in curve.runs], axis=0)
         finite = np.isfinite(values)
         dots = {"marker": "." if len(steps) < MARKED else "", "markevery": len(steps) // MARKED + 1}
         panel.plot(x, np.where(finite, values, np.nan), color=curve.color, linestyle=curve.style, **(dots | look))
@@ -154,9 +143,14 @@ def _plot(panel: Axes, curves: Sequence[Curve], metric: str, axis: str, **look: 
         _mark(panel, x[~finite], NOT_FINITE, color=curve.color, marker="x")
 
 
-def _mark(panel: Axes, x: np.ndarray | None, label: str, **look: Any) -> None:
+def _place(run: RunRecord, steps: np.ndarray, by_tokens: bool) -> np.ndarray:
+    """Positions of steps [n] on the x axis [n]."""
+    return run.tokens_at(steps) if by_tokens else steps
+
+
+def _mark(panel: Axes, x: np.ndarray, label: str, **look: Any) -> None:
     """Marks at the foot of a panel."""
-    if x is not None and len(x):
+    if len(x):
         foot = np.full(len(x), 0.03)
         panel.plot(x, foot, transform=panel.get_xaxis_transform(), linestyle="", label=label, **look)
 

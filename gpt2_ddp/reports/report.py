@@ -32,17 +32,17 @@ def report(config: ReportConfig) -> int:
         raise UserError("runs", "[]", "name at least one run folder, like runs/stdlib")
     runs = [Path(run) for run in config.runs]
     name = "comparison" if len(runs) > 1 and not config.output else "report"  # a run keeps its own report
-    print(write_report(runs, Path(config.output or runs[0]), config.axis, name))
+    print(write_report(runs, Path(config.output or runs[0]), name))
     return 0
 
 
-def write_report(runs: list[Path], output: Path, axis: str = "auto", name: str = "report") -> Path:
+def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
     """Writes NAME.html and NAME.png of run folders into the folder `output`, each complete or not at all. If `output`
     is FOLDER/NAME.json, writes that file, too, with the groups of runs. Returns the path of NAME.html. Missing and torn
-    rows and files are omitted, with a note on the page. Raises: UserError if a folder has no metrics to show, or none
-    along `axis`, or `output` cannot be written."""
+    rows and files are omitted, with a note on the page. Raises: UserError if a folder has no metrics to show, or
+    `output` cannot be written."""
     loaded = read_runs(runs)
-    figure = draw(loaded, axis)
+    figure = draw(loaded)
     files = {"png": as_png(figure), "html": page(loaded, as_svg(figure)).encode(errors="replace")}
     if output.suffix == ".json" and not output.is_dir():
         text = json.dumps({"groups": content(group_runs(loaded))}, ensure_ascii=False, default=str, indent=2)

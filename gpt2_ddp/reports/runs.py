@@ -96,7 +96,7 @@ class RunRecord:
     def tokens_per_step(self) -> float:
         """Tokens per optimizer step, 0 when unknown."""
         steps, tokens = self.series("tokens")
-        return tokens[-1] / steps[-1] if steps.any() else 0.0
+        return tokens[-1] / steps[-1] if steps.any() and np.isfinite(tokens[-1]) else 0.0
 
     @property
     def state(self) -> str:
@@ -120,22 +120,16 @@ class RunRecord:
         begun = next((event["step"] for event in self.events if event["event"] == "branch"), 0)
         steps, speed = self.series("tokens_per_second")
         steps, speed = steps[speed > 0], speed[speed > 0]
-        tokens = self.along("tokens", steps)
-        if tokens is None:
+        if not self.tokens_per_step:
             return np.zeros(1), np.zeros(1)
-        seconds = np.diff(tokens, prepend=begun * self.tokens_per_step).clip(0) / speed
+        seconds = np.diff(self.tokens_at(steps), prepend=begun * self.tokens_per_step).clip(0) / speed
         return np.append(begun, steps), np.append(0, np.cumsum(seconds))
 
-    def along(self, axis: str, steps: np.ndarray) -> np.ndarray | None:
-        """Positions of steps [n] on one of the axes steps, tokens and time (of training, in minutes) [n]; None if the
-        rows lack it."""
-        if axis == "steps":
-            return steps
-        places, values = self.series("tokens")
-        if axis == "time":
-            places, values = self.clock[0], self.clock[1] / 60
-        finite = np.isfinite(values)
-        return np.interp(steps, places[finite], values[finite]) if values[finite].any() else None
+    def tokens_at(self, steps: np.ndarray) -> np.ndarray:
+        """Tokens until each of the steps [n], between rows in proportion [n]. Needs a known `tokens_per_step`."""
+        places, tokens = self.series("tokens")
+        finite = np.isfinite(tokens)
+        return np.interp(steps, places[finite], tokens[finite])
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
