@@ -3,9 +3,7 @@
 import argparse
 import os
 import resource
-import sys
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -43,8 +41,8 @@ def start_run(config: RunConfig) -> PartialState:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     train = config.train
-    check = partial(pick_precision, train.mixed_precision, section="train.")
-    start = partial(connect_processes, train.device, check, section="train.", backend=config.backend)
+    precision = train.mixed_precision
+    start = partial(connect_processes, train.device, precision, section="train.", backend=config.backend)
     if world_size() == 1:
         processes = start()
     else:
@@ -61,14 +59,13 @@ def build_accelerator(
     device: str = "auto", mixed_precision: str = "auto", timeout: timedelta = COLLECTIVE
 ) -> Accelerator:
     """The Accelerator of every script but trainings. Raises UserError as `connect_processes`."""
-    check = partial(pick_precision, mixed_precision)
-    connect_processes(device, check, timeout=timeout)
-    return make_accelerator(check(pick_device(device)))
+    connect_processes(device, mixed_precision, timeout=timeout)
+    return make_accelerator(pick_precision(mixed_precision, pick_device(device)))
 
 
 def connect_processes(
     device: str,
-    check: Callable[[torch.device], object],
+    mixed_precision: str,
     *,
     section: str = "",
     backend: str = "auto",
@@ -78,7 +75,7 @@ def connect_processes(
 
     Args:
         device: as `pick_device`, whose messages begin with `section`.
-        check: called before connecting; may raise.
+        mixed_precision: as `pick_precision`.
         backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
         timeout: of collectives of the default group.
 
@@ -93,7 +90,7 @@ def connect_processes(
         raise UserError("processes", asked, hint)
     target = pick_device(device, section)
     _check_environment(target, backend)
-    check(target)
+    pick_precision(mixed_precision, target, section)
     if target.type == "cpu":
         set_cpu_threads()
     settings = {} if backend == "auto" else {"backend": backend}
@@ -102,8 +99,6 @@ def connect_processes(
     if processes.num_processes != started:
         hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)
         raise UserError("processes", started, hint)
-    if device == "auto" and target.type == "cpu" and torch.version.cuda and not torch.cuda.is_available():
-        processes.print(f"note: CPU: torch {torch.__version__} finds no NVIDIA driver or GPU", file=sys.stderr)
     return processes
 
 
@@ -143,9 +138,8 @@ def pick_device(name: str, section: str = "") -> torch.device:
     if name == "auto":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
         if not cuda and visible and any(Path("/dev").glob("nvidia[0-9]*")):
-            cure = "mend the driver" if torch.version.cuda else "install torch's CUDA build"
-            hint = f"an NVIDIA device is present but CUDA cannot use it; {cure}, or say --{field} cpu"
-            raise UserError(field, "auto", f"{hint} (torch {torch.__version__})")
+            hint = "an NVIDIA device is present but CUDA cannot use it; check the driver and torch's build"
+            raise UserError(field, "auto", f"{hint} ({torch.__version__}), or say --{field} cpu")
         name = "cuda" if cuda else "mps" if torch.backends.mps.is_available() else "cpu"
     if not {"cpu": True, "cuda": cuda, "mps": torch.backends.mps.is_available()}.get(name):
         raise UserError(field, name, f"is not available in torch {torch.__version__} here; use auto or cpu")
