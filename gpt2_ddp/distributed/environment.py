@@ -37,8 +37,7 @@ def world_size() -> int:
     for name, pattern in _VARIABLES.items():
         value = os.environ.get(name, "").strip()
         if value not in UNFILLED and not re.fullmatch(pattern, value):
-            kind = "a rank or port, 0 or more" if pattern == _NUMBER else "a number of processes or nodes, 1 or more"
-            raise UserError(name, value, f"should be {kind}; launchers set it: `unset {name}`, or correct it")
+            raise UserError(name, value, f"is not a launcher's number; `unset {name}`, or correct it")
     return int(os.environ["WORLD_SIZE"]) if has_other_ranks() else 1
 
 

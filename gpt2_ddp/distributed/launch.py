@@ -132,16 +132,17 @@ def allow_open_files(world: int) -> None:
 def pick_device(name: str, section: str = "") -> torch.device:
     """The torch device for `auto`, `cpu`, `cuda` or `mps`. Raises UserError: the device is not available, or `auto`
     finds a visible NVIDIA device that CUDA cannot use."""
-    field, cuda = f"{section}device", torch.cuda.is_available()
+    field = f"{section}device"
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") and name == "auto":
         name = "cpu"
     if name == "auto":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-        if not cuda and visible and any(Path("/dev").glob("nvidia[0-9]*")):
+        if not available["cuda"] and visible and any(Path("/dev").glob("nvidia[0-9]*")):
             hint = "an NVIDIA device is present but CUDA cannot use it; check the driver and torch's build"
             raise UserError(field, "auto", f"{hint} ({torch.__version__}), or say --{field} cpu")
-        name = "cuda" if cuda else "mps" if torch.backends.mps.is_available() else "cpu"
-    if not {"cpu": True, "cuda": cuda, "mps": torch.backends.mps.is_available()}.get(name):
+        name = next(kind for kind, is_available in available.items() if is_available)
+    if not available.get(name):
         raise UserError(field, name, f"is not available in torch {torch.__version__} here; use auto or cpu")
     return torch.device(name)
 
