@@ -221,6 +221,7 @@ def test_all_mistakes_at_once(write):
     parts = ("optim.lr = fast", "model.n_layers", "trian", "train.steps = many", "eval.evry = 3", "model.dropout = 1.5")
     assert all(part in "\n".join(found) for part in (*parts, "command line = stray"))
     assert len(found) == 7
+    assert mistakes("--bogus", "1") == ["bogus = 1: unknown key; --help lists all names"]
     wrong = ["--model.n_embd", "100", "--train.global_batch_tokens", "1000", "--optim.min_lr", "1"]
     text = "\n".join(mistakes(*wrong, "--optim.decay_steps", "5"))
     fields = ("model.n_embd = 100", "train.global_batch_tokens = 1000", "optim.min_lr = 1", "optim.warmup_steps = 700")
@@ -241,7 +242,6 @@ def test_help_lists_every_field_with_its_default(capsys):
     names = [name for name, _ in leaves(TrainingConfig)]
     assert re.findall(r"^  --(\S+)", text, re.MULTILINE) == ["config", "print_config", *names]
     words = " ".join(text.split())
-    assert "peak learning rate (default: 0.0006)" in words
     kinds = ("checkpoint.background {true,false,auto}", "train.loss_chunk {INT,null,auto}", "data.prepare {TEXT,null}")
     assert all(f"--{kind} " in words for kind in kinds)
     few = printed(capsys, TrainingConfig, "--seed", "1", "--help")
@@ -292,11 +292,6 @@ def test_help_has_the_defaults_of_a_run_without_flags(command, default):
         several = " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
         expected = json.dumps(value) if value is None or isinstance(value, bool) else several
         assert shown == expected or float(shown) == float(expected), name
-
-
-def test_one_error_for_an_unknown_flag_that_leaves_other_fields_empty():
-    assert mistakes("--bogus", "1", command=TrainingConfig) == ["bogus = 1: unknown key; --help lists all names"]
-    assert mistakes("--seed", "1", command=TrainingConfig) == ["train.steps = None: set train.steps or train.epochs"]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -49,13 +49,10 @@ def test_empty_is_unset_and_what_is_no_number_is_named(monkeypatch, name):
         assert os.environ[name] == value, "a query changes nothing"
         unset_unfilled_variables()
         assert name not in os.environ
-    zero = {"0": "should be a number of processes or nodes, 1 or more"}
-    counts = name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PET_NNODES")
-    for value, hint in (
-        dict.fromkeys(("two", "-2", "1.5", "$N"), f"`unset {name}`") | (zero if counts else {})
-    ).items():
+    zero = ["0"] if name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PET_NNODES") else []
+    for value in ("two", "-2", "1.5", "$N", *zero):
         monkeypatch.setenv(name, value)
-        expect_error(rf"^{name} = {re.escape(value)}: .*{re.escape(hint)}", world_size)
+        expect_error(rf"^{name} = {re.escape(value)}: ", world_size)
 
 
 def test_an_empty_rank_is_no_rank(monkeypatch):
@@ -71,7 +68,7 @@ def test_a_rank_that_is_no_number_is_said_aloud(monkeypatch, capsys):
 
     with pytest.raises(SystemExit, match="2"):
         run_command(CheckClusterConfig, check_cluster)
-    assert capsys.readouterr().err.startswith("error: RANK = first: should be a rank or port, 0 or more; ")
+    assert capsys.readouterr().err.startswith("error: RANK = first: ")
 
 
 @pytest.mark.parametrize(("command", "variable", "restarts", "nodes"), [

@@ -1,7 +1,6 @@
 """What a rank draws, and what ranks agree on."""
 
-import threading
-import time
+from queue import Queue
 
 import pytest
 import torch
@@ -80,19 +79,12 @@ def test_a_limit_of_open_files_is_raised_and_one_that_does_not_suffice_is_a_user
         launch.allow_open_files(1025)
 
 
-def test_a_rank_that_ended_before_the_ranks_connected_is_noticed(monkeypatch, capfd):
-    """It was on this machine, and no process has its number any more."""
-
-    def end(code: int) -> None:
-        raise SystemExit(code)
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(launch.os, "_exit", end)
-    monkeypatch.setattr(connecting, "CONNECTED", threading.Event())
-    monkeypatch.setattr(connecting, "LAST_SEEN", {"0": time.monotonic(), "1": time.monotonic() - connecting.GRACE})
-    with pytest.raises(SystemExit, match="2"):
-        connecting._watch_connecting(threading.Event(), 300)
-    assert capfd.readouterr().err == "error: processes = 2: rank 1 ended early; see its output\n"
+def test_a_rank_ends_that_cannot_connect_in_time(monkeypatch):
+    codes = Queue()
+    monkeypatch.setattr(connecting, "LEAST_CONNECTING", 0)
+    monkeypatch.setattr(connecting, "GRACE", 0)
+    monkeypatch.setattr(connecting.os, "_exit", codes.put)
+    assert connecting.connect(lambda timeout: codes.get(timeout=30), 0.01) == 2
 
 
 def compared(here: list[dict[str, object]]) -> str:

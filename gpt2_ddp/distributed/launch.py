@@ -3,9 +3,7 @@
 import argparse
 import os
 import resource
-import sys
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -20,7 +18,7 @@ from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwa
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.environment import CONNECTED, accelerate_words, under_launcher, usable_cores, world_size
+from gpt2_ddp.distributed.environment import accelerate_words, under_launcher, usable_cores, world_size
 from gpt2_ddp.errors import UserError
 
 USE_TORCHRUN = (
@@ -43,8 +41,8 @@ def start_run(config: RunConfig) -> PartialState:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     train = config.train
-    check = partial(pick_precision, train.mixed_precision, section="train.")
-    start = partial(connect_processes, train.device, check, section="train.", backend=config.backend)
+    precision = train.mixed_precision
+    start = partial(connect_processes, train.device, precision, section="train.", backend=config.backend)
     if world_size() == 1:
         processes = start()
     else:
@@ -61,14 +59,13 @@ def build_accelerator(
     device: str = "auto", mixed_precision: str = "auto", timeout: timedelta = COLLECTIVE
 ) -> Accelerator:
     """The Accelerator of every script but trainings. Raises UserError as `connect_processes`."""
-    check = partial(pick_precision, mixed_precision)
-    connect_processes(device, check, timeout=timeout)
-    return make_accelerator(check(pick_device(device)))
+    connect_processes(device, mixed_precision, timeout=timeout)
+    return make_accelerator(pick_precision(mixed_precision, pick_device(device)))
 
 
 def connect_processes(
     device: str,
-    check: Callable[[torch.device], object],
+    mixed_precision: str,
     *,
     section: str = "",
     backend: str = "auto",
@@ -78,7 +75,7 @@ def connect_processes(
 
     Args:
         device: as `pick_device`, whose messages begin with `section`.
-        check: called before connecting; may raise.
+        mixed_precision: as `pick_precision`.
         backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
         timeout: of collectives of the default group.
 
@@ -93,18 +90,15 @@ def connect_processes(
         raise UserError("processes", asked, hint)
     target = pick_device(device, section)
     _check_environment(target, backend)
-    check(target)
+    pick_precision(mixed_precision, target, section)
     if target.type == "cpu":
         set_cpu_threads()
     settings = {} if backend == "auto" else {"backend": backend}
     # without `cpu`, CPU ranks stay unconnected
     processes = PartialState(cpu=target.type == "cpu", timeout=timeout, **settings)
-    CONNECTED.set()
     if processes.num_processes != started:
         hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)
         raise UserError("processes", started, hint)
-    if device == "auto" and target.type == "cpu" and torch.version.cuda and not torch.cuda.is_available():
-        processes.print(f"note: CPU: torch {torch.__version__} finds no NVIDIA driver or GPU", file=sys.stderr)
     return processes
 
 
@@ -138,17 +132,17 @@ def allow_open_files(world: int) -> None:
 def pick_device(name: str, section: str = "") -> torch.device:
     """The torch device for `auto`, `cpu`, `cuda` or `mps`. Raises UserError: the device is not available, or `auto`
     finds a visible NVIDIA device that CUDA cannot use."""
-    field, cuda = f"{section}device", torch.cuda.is_available()
+    field = f"{section}device"
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") and name == "auto":
         name = "cpu"
     if name == "auto":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-        if not cuda and visible and any(Path("/dev").glob("nvidia[0-9]*")):
-            cure = "mend the driver" if torch.version.cuda else "install torch's CUDA build"
-            hint = f"an NVIDIA device is present but CUDA cannot use it; {cure}, or say --{field} cpu"
-            raise UserError(field, "auto", f"{hint} (torch {torch.__version__})")
-        name = "cuda" if cuda else "mps" if torch.backends.mps.is_available() else "cpu"
-    if not {"cpu": True, "cuda": cuda, "mps": torch.backends.mps.is_available()}.get(name):
+        if not available["cuda"] and visible and any(Path("/dev").glob("nvidia[0-9]*")):
+            hint = "an NVIDIA device is present but CUDA cannot use it; check the driver and torch's build"
+            raise UserError(field, "auto", f"{hint} ({torch.__version__}), or say --{field} cpu")
+        name = next(kind for kind, is_available in available.items() if is_available)
+    if not available.get(name):
         raise UserError(field, name, f"is not available in torch {torch.__version__} here; use auto or cpu")
     return torch.device(name)
 

@@ -21,7 +21,6 @@ from pydantic import BaseModel, Field, ValidationError
 from gpt2_ddp.checkpoint.checkpoint import (
     MANIFEST,
     MODEL,
-    STATE,
     Checkpoint,
     CorruptCheckpoint,
     list_checkpoints,
@@ -65,7 +64,7 @@ SAMPLED = 8
 """Number of shards that `sampled` hashes."""
 CHAIN = re.compile("[0-9a-f]{64}")
 Checkpoints = dict[str, Checkpoint]
-"""Intact checkpoints, by the place of their state in the run folder."""
+"""Intact checkpoints, by their place in the run folder."""
 
 
 class Row(FeedState, strict=True):
@@ -235,7 +234,7 @@ def _read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
     defects = []
     for folder in list_checkpoints(run / "checkpoints"):
         try:
-            checkpoints[f"checkpoints/{folder.name}/{STATE}"] = verify(folder)
+            checkpoints[f"checkpoints/{folder.name}"] = verify(folder)
         except CorruptCheckpoint as damage:
             if folder.is_dir():  # not deleted meanwhile by a running training
                 defects.append(f"{damage.file.relative_to(run)}: {damage.reason}")
@@ -246,7 +245,7 @@ def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Ancho
     log = found.log
     yield f"{METRICS}: {log.count} rows of steps, all rows chained by hashes up to {log.chain[:12]}", log.defects
     pins = {place: [*_check_pin(checkpoint, log)] for place, checkpoint in found.checkpoints.items()}
-    wrong = [f"{place.removesuffix(f'/{STATE}')}: {defect}" for place, defects in pins.items() for defect in defects]
+    wrong = [f"{place}: {defect}" for place, defects in pins.items() for defect in defects]
     wrong = [*found.damaged, *wrong, *_check_folder(found)]
     yield f"checkpoints: {len(found.checkpoints)}, all files unchanged, none missing", wrong
     if log.loose:
@@ -364,13 +363,10 @@ def _check_training(found: Found, command: VerifyConfig) -> Generator[Finding, N
     manifests: list[Manifest] = []
     if isinstance(config, TrainingConfig):
         folders = command.data or config.data.paths
-        if len(folders) != len(config.data.paths):
-            hint = f"the run was trained on {len(config.data.paths)} folders; name as many, separated by spaces"
-            raise UserError("data", " ".join(folders), hint)
         manifests = read_manifests(folders)
-        known = [mixture for row in found.events("start") if (mixture := recorded(row))]
+        known = [mixture.manifests for row in found.events("start") if (mixture := recorded(row))]
         hashes = [manifest.hash for manifest in manifests]
-        if any(mixture.manifests != hashes[: len(mixture.manifests)] for mixture in known):
+        if len(folders) != len(config.data.paths) or any(one != hashes[: len(one)] for one in known):
             hint = "has other tokens than the run was trained on"
             if command.data:
                 raise UserError("data", " ".join(folders), f"{hint}; name the run's data")
@@ -438,6 +434,6 @@ def _check_anchor(anchor: Anchor, found: Found) -> Iterator[str]:
         after = [*found.log.events.values()][seen[anchor.chain] :]
         if not after or after[0]["event"] != "start":  # a resume cuts the rows after its checkpoint
             yield f"{METRICS}: rows after step {anchor.step} were rewritten or cut off since the anchor"
-    for checkpoint in found.checkpoints.values():
+    for place, checkpoint in found.checkpoints.items():
         if checkpoint.step == anchor.step and sha256_file(checkpoint.path / MODEL) != anchor.sha256:
-            yield f"checkpoints/{checkpoint.path.name}/{MODEL}: differs from the anchor's weights"
+            yield f"{place}/{MODEL}: differs from the anchor's weights"
