@@ -220,6 +220,7 @@ def test_muon_steps_the_largest_first_and_no_embedding():
     model = GPT(TINY, 100)
     matrices = muon_matrices(model)
     assert [tuple(p.shape) for p in matrices] == [(32, 8), (8, 32), (24, 8), (8, 8)]
+    assert [group["bf16"] for group in build_optimizer(model, OptimConfig()).param_groups] == [False, False]
 
 
 def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], Optimizer]]:
@@ -227,6 +228,7 @@ def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], Optimizer]]:
     return {
         "adam": lambda parameters: torch.optim.Adam(parameters, fused=True),
         "sgd": lambda parameters: build_job_optimizer(_Holds(parameters), JobOptimConfig(momentum=0.9), 0.1),
+        "plain adamw": lambda parameters: torch.optim.AdamW(parameters, fused=False),
         "plain sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
         **{name: partial(_build, name) for name in OPTIMIZERS},
     }

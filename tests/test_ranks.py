@@ -1,12 +1,10 @@
 """What a rank draws, and what ranks agree on."""
 
-from queue import Queue
-
 import pytest
 import torch
 from ranks import in_turn, run_ranks
 
-from gpt2_ddp.distributed import connecting, launch
+from gpt2_ddp.distributed import launch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.loop import seed_micro_batch
 
@@ -77,14 +75,6 @@ def test_a_limit_of_open_files_is_raised_and_one_that_does_not_suffice_is_a_user
     assert limits == [4358, 4358]
     with pytest.raises(UserError, match="processes = 1025: need 4362 open files each, and the limit is 4358"):
         launch.allow_open_files(1025)
-
-
-def test_a_rank_ends_that_cannot_connect_in_time(monkeypatch):
-    codes = Queue()
-    monkeypatch.setattr(connecting, "LEAST_CONNECTING", 0)
-    monkeypatch.setattr(connecting, "GRACE", 0)
-    monkeypatch.setattr(connecting.os, "_exit", codes.put)
-    assert connecting.connect(lambda timeout: codes.get(timeout=30), 0.01) == 2
 
 
 def compared(here: list[dict[str, object]]) -> str:

@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from threading import Timer
+from threading import Event, Thread
 
 import torch.distributed as dist
 from accelerate import PartialState
@@ -21,10 +21,8 @@ GRACE = 5.0  # further seconds before a rank ends without gloo's error
 def connect(start: Callable[..., PartialState], patience: float | None) -> PartialState:
     """The result of `start(timeout=...)`, which connects the ranks. Raises: UserError, on every rank, if they do not
     connect within `patience` seconds (None: CONNECTING)."""
-    seconds = max(patience or CONNECTING, LEAST_CONNECTING)
-    limit = Timer(seconds + GRACE, _end, [seconds])
-    limit.daemon = True
-    limit.start()
+    seconds, connected = max(patience or CONNECTING, LEAST_CONNECTING), Event()
+    Thread(target=_watch_connecting, args=(connected, seconds), name="connecting", daemon=True).start()
     try:
         return start(timeout=timedelta(seconds=seconds))
     except RuntimeError as error:  # gloo has no error class
@@ -35,14 +33,16 @@ def connect(start: Callable[..., PartialState], patience: float | None) -> Parti
             print(f"error: {mistake}", file=sys.stderr)
         raise mistake from error
     finally:
-        limit.cancel()
+        connected.set()
 
 
-def _end(seconds: float) -> None:
-    """Ends this rank: gloo connects to an unreachable rank five times, each time for its whole timeout."""
-    error = _not_connected(f"one of them has not answered within {seconds:.0f} s")
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    os._exit(2)
+def _watch_connecting(connected: Event, seconds: float) -> None:
+    """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times, each time for its
+    whole timeout."""
+    if not connected.wait(seconds + GRACE):
+        error = _not_connected(f"one of them has not answered within {seconds:.0f} s")
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
 
 
 def _not_connected(reason: str) -> UserError:
