@@ -1,10 +1,13 @@
 """What a rank draws, and what ranks agree on."""
 
+import threading
+import time
+
 import pytest
 import torch
 from ranks import in_turn, run_ranks
 
-from gpt2_ddp.distributed import launch
+from gpt2_ddp.distributed import connecting, launch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.loop import seed_micro_batch
 
@@ -75,6 +78,21 @@ def test_a_limit_of_open_files_is_raised_and_one_that_does_not_suffice_is_a_user
     assert limits == [4358, 4358]
     with pytest.raises(UserError, match="processes = 1025: need 4362 open files each, and the limit is 4358"):
         launch.allow_open_files(1025)
+
+
+def test_a_rank_that_ended_before_the_ranks_connected_is_noticed(monkeypatch, capfd):
+    """It was on this machine, and no process has its number any more."""
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(launch.os, "_exit", end)
+    monkeypatch.setattr(connecting, "CONNECTED", threading.Event())
+    monkeypatch.setattr(connecting, "LAST_SEEN", {"0": time.monotonic(), "1": time.monotonic() - connecting.GRACE})
+    with pytest.raises(SystemExit, match="2"):
+        connecting._watch_connecting(threading.Event(), 300)
+    assert capfd.readouterr().err == "error: processes = 2: rank 1 ended early; see its output\n"
 
 
 def compared(here: list[dict[str, object]]) -> str:

@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Event, Thread
@@ -10,7 +11,7 @@ from threading import Event, Thread
 import torch.distributed as dist
 from accelerate import PartialState
 
-from gpt2_ddp.distributed.environment import world_size
+from gpt2_ddp.distributed.environment import CONNECTED, LAST_SEEN, world_size
 from gpt2_ddp.errors import UserError, is_main_process
 
 CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
@@ -38,11 +39,17 @@ def connect(start: Callable[..., PartialState], patience: float | None) -> Parti
 
 def _watch_connecting(connected: Event, seconds: float) -> None:
     """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times, each time for its
-    whole timeout."""
-    if not connected.wait(seconds + GRACE):
-        error = _not_connected(f"one of them has not answered within {seconds:.0f} s")
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
+    whole timeout. At the first connection, ranks of this machine that have ended are noticed within seconds."""
+    begun = time.monotonic()
+    while not connected.wait(0.5):
+        now = time.monotonic()
+        gone = [] if CONNECTED.is_set() else [rank for rank, seen in LAST_SEEN.items() if now > seen + GRACE]
+        if gone or now > begun + seconds + GRACE:
+            error = _not_connected(f"one of them has not answered within {seconds:.0f} s")
+            if gone:
+                error = UserError("processes", world_size(), f"rank {gone[0]} ended early; see its output")
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(2)
 
 
 def _not_connected(reason: str) -> UserError:

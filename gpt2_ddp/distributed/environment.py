@@ -2,7 +2,10 @@
 
 import os
 import re
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from gpt2_ddp.errors import UserError
@@ -10,6 +13,9 @@ from gpt2_ddp.errors import UserError
 DIVERGED, STOPPED = 3, 75
 """Exit codes of a run: diverged, which the same command would repeat; stopped early with a checkpoint (EX_TEMPFAIL)."""
 EXIT_CODES = "GPT2_DDP_EXIT_CODES"  # environment variable: the file of exit codes that cloud/launch.sh reads
+LAST_SEEN: dict[str, float] = {}
+"""Time on the monotonic clock when a process of each rank was last on this machine, before the ranks connected."""
+CONNECTED = threading.Event()
 ROOT = Path("/")  # folder of Linux's `proc` and `sys`
 
 UNFILLED = ("", "-1")  # values of launcher variables in templates
@@ -44,6 +50,19 @@ def world_size() -> int:
 def has_other_ranks() -> bool:
     """Whether the launcher started several processes; they may not be connected yet."""
     return os.environ.get("WORLD_SIZE", "").strip() not in (*UNFILLED, "1")
+
+
+def see_ranks_of_this_machine() -> None:
+    """Updates `LAST_SEEN` every second, until the ranks have connected."""
+    import psutil
+
+    while not CONNECTED.is_set():
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                values, names = process.environ(), ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # a dead one has none
+                if "RANK" in values and all(values.get(name) == os.environ.get(name) for name in names):
+                    LAST_SEEN[values["RANK"]] = time.monotonic()
+        CONNECTED.wait(1.0)
 
 
 def under_launcher() -> bool:

@@ -18,7 +18,7 @@ from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwa
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.environment import accelerate_words, under_launcher, usable_cores, world_size
+from gpt2_ddp.distributed.environment import CONNECTED, accelerate_words, under_launcher, usable_cores, world_size
 from gpt2_ddp.errors import UserError
 
 USE_TORCHRUN = (
@@ -96,6 +96,7 @@ def connect_processes(
     settings = {} if backend == "auto" else {"backend": backend}
     # without `cpu`, CPU ranks stay unconnected
     processes = PartialState(cpu=target.type == "cpu", timeout=timeout, **settings)
+    CONNECTED.set()
     if processes.num_processes != started:
         hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)
         raise UserError("processes", started, hint)

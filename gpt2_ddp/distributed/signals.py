@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from gpt2_ddp.distributed.environment import UNFILLED, has_other_ranks, stop_code
+from gpt2_ddp.distributed.environment import UNFILLED, has_other_ranks, see_ranks_of_this_machine, stop_code
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 INTERRUPTED = 130  # exit code after a SIGINT that ends the process at once, as in a shell
@@ -68,6 +68,8 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
     _state.exit_code = 1
     threading.Thread(target=_listen, args=(reader, print_line), name="signals", daemon=True).start()
     restore = _set_handlers()
+    if has_other_ranks():
+        threading.Thread(target=see_ranks_of_this_machine, name="ranks here", daemon=True).start()
     try:
         try:
             yield
