@@ -184,7 +184,9 @@ def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path)
     if page.name == "README.md":
         each_once = {words: command for words, command in each_once.items() if words not in ELSEWHERE}
     for number, command in enumerate(each_once.values()):
-        text = command.smaller(number).replace("step-00000400", "step-00000004")  # the stand-in's only checkpoint
+        text = command.smaller(number)
+        if not any(folder.glob("runs/*/checkpoints/step-00000400")):
+            text = text.replace("step-00000400", "step-00000004")  # the stand-in's only checkpoint
         found = run(text, folder, launches=page.name == "README.md")
         print(f"{page.name}:{command.line}: {command.text} -> {found.returncode}")
         assert (found.returncode, "Traceback" in found.stderr) == (0, False), found.stdout + found.stderr

@@ -314,7 +314,11 @@ def test_default_outputs():
     )
 
 
-def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path):
+@pytest.mark.parametrize(("documents", "digest"), [
+    ("line", "5d4180baf5f1a3b90b1e7aa469db18a638b4ddfbd7234fc12df99ee267c953ee"),
+    ("paragraph", "6a21db73c0d3527ccc6739a702af88845cdac367d56682b21e198b8a4aea63e1"),
+])  # fmt: skip
+def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path, documents, digest):
     draw = random.Random(0)
     words = ["one", "two ", "\n", "\r\n", "\n\n", "é", "漢字", " and", "\t", "😀", ", ", "\x0c", " \n"]
     (tmp_path / "texts").mkdir()
@@ -323,8 +327,7 @@ def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path):
         (tmp_path / "texts" / f"{number:02d}.txt").write_bytes(text.encode())
     rows = [{"id": number, "text": f"row {number} " * number} for number in range(30)] + [{"id": 1, "text": None}]
     (tmp_path / "texts" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"documents": "line", "tokenizer": "gpt2", "val_fraction": 0.2}
-    digest = "5d4180baf5f1a3b90b1e7aa469db18a638b4ddfbd7234fc12df99ee267c953ee"
+    changes = {"documents": documents, "tokenizer": "gpt2", "val_fraction": 0.2}
     assert prepare(config(tmp_path / "texts", tmp_path / "out", **changes)).hash == digest
 
 

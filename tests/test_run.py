@@ -24,7 +24,7 @@ from runs import (
     verified,
 )
 
-from gpt2_ddp.checkpoint.run_files import METRICS, STATUS
+from gpt2_ddp.checkpoint.run_files import METRICS, STATUS, is_locked
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -246,7 +246,24 @@ def test_a_run_that_never_had_a_checkpoint_starts_over(corpus, tmp_path, halfway
     assert [row["step"] for row in rows(run)] == [0, 1, 2]
 
 
-# Ranks that are lost
+# Held by one trainer
+
+
+def train_thrice(config: TrainingConfig) -> tuple[list[str], int]:
+    """The outcomes of two runs and a complete one, and whether another process then finds the folder locked."""
+    further = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
+    outcomes = [train(one) for one in (config, further, further)]
+    child = os.fork()
+    if not child:
+        os._exit(is_locked(Path(config.output_dir) / config.run_name))
+    return outcomes, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_one_process_may_train_again_and_lets_go_of_its_folder(corpus, tmp_path):
+    """Though the process, such as a notebook, lives on."""
+    config = training_config(corpus, tmp_path, {"train.steps": 2, "optim.decay_steps": 10})
+    assert run_ranks(train_thrice, 1, config) == [(["completed"] * 3, 0)]
+    assert rows(tmp_path / "run")[-1]["step"] == 3
 
 
 def recorded_early(config: TrainingConfig) -> dict[str, Any]:
