@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from gpt2_ddp.checkpoint.run_files import is_locked
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.plan import PlanConfig, SweepConfig
+from gpt2_ddp.config.plan import SweepConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED, usable_cores, world_size
 from gpt2_ddp.distributed.process import CHILD, POLL_SECONDS, run_script
@@ -110,16 +110,6 @@ def describe_end(member: Member, code: int) -> str:
     return {0: "is complete", DIVERGED: "diverged", STOPPED: "stopped"}.get(code, f"failed: {last or code}")
 
 
-def show_commands(members: list[Member]) -> int:
-    """Prints the commands, and the time of each if plan.py knows it."""
-    from gpt2_ddp.plan.plan import make_plan
-
-    for member in members:
-        seconds = sum(make_plan(PlanConfig(**dict(member.config))).seconds.values())
-        print(shlex.join(["python", "scripts/train_gpt2.py", *member.flags]), f" # {seconds:,.0f} s" if seconds else "")
-    return 0
-
-
 def compare(members: list[Member], incomplete: Mapping[Path, str], report: Path) -> int:
     """Prints the comparison, and writes it as `report`, NAME.json. Returns 1 if a run is `incomplete`. One that was
     refused is not in the comparison: what its folder has is of another configuration."""
@@ -146,7 +136,9 @@ def main(config: SweepConfig) -> int:
         raise UserError("sweep.py", "under a launcher", "starts the runs itself; start it with python")
     members = find_members(config, sys.argv[1:])
     if config.dry_run:
-        return show_commands(members)
+        for member in members:
+            print(shlex.join(["python", "scripts/train_gpt2.py", *member.flags]))
+        return 0
     from torch.cuda import device_count
 
     from gpt2_ddp.data.manifest import missing_data

@@ -49,4 +49,4 @@ class SweepConfig(TrainingConfig):
     at_once: int | None = Field(default=None, ge=1, exclude=True)
     """runs at a time, each on one GPU or an equal share of the cores; null: the number of GPUs, or 1"""
     dry_run: bool = Field(default=False, exclude=True)
-    """only print the commands, and the time of each by plan.py"""
+    """only print the commands"""
