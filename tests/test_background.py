@@ -104,6 +104,18 @@ def test_memory_is_asked_for_what_is_not_copied_yet(tmp_path, monkeypatch):
         assert len(in_background) == expected
 
 
+def test_a_background_save_prunes_and_is_recorded(tmp_path):
+    """As any other. A save waits for the one before it."""
+    checkpoints, model = open_store(tmp_path / "run", keep_last=1, wish=True), {"a": torch.zeros(25)}
+    for step in (1, 2, 3):
+        checkpoints.save(Snapshot(state_after(step), "", model, {}))
+    checkpoints.wait()
+    assert steps_of(list_checkpoints(checkpoints.folder)) == [3]
+    assert [(row["event"], row["step"], row["kept"]) for row in rows_of(tmp_path / "run")] == [
+        ("checkpoint", step, [step]) for step in (1, 2, 3)
+    ]
+
+
 def train(
     config: RunConfig, held: int = 0, then: str = "", number: int = 0, bad: tuple[int, int] = (0, 0)
 ) -> tuple[str, int]:

@@ -4,7 +4,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,35 @@ def test_a_trainer_that_lost_its_folder_or_rows_writes_nothing_more(tmp_path, lo
     else:
         log.write_failure(2, "why")
         assert json.loads((log.path / "status.json").read_text())["state"] == "failed"
+
+
+def lose_the_folder(config: TrainingConfig, loss: str) -> str:
+    """Trains steps until the folder is lost in step 3; the user error."""
+    from gpt2_ddp.distributed import watchdog
+
+    def lose(run):
+        if run.step == 2 and run.log.is_main:
+            (LOSSES | ROWS)[loss](run.folder.path)
+        time.sleep(0.01)
+
+    watchdog.REPORT_INTERVAL = 0.1
+    before_each_step(lose)
+    try:
+        return train(config)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["lock removed", "folder replaced", "rows removed"])
+def test_a_training_that_lost_its_folder_ends_on_all_ranks(corpus, tmp_path, loss):
+    """At the next heartbeat, long before its next row; where rows were lost, after the next one."""
+    changes = dict.fromkeys(("train.steps", "eval.every", "checkpoint.every"), 10**6)
+    changes["tracking.log_every"] = 1 if loss == "rows removed" else 10**6
+    found = run_ranks(lose_the_folder, 2, training_config(corpus, tmp_path, changes), loss)
+    assert len(set(found)) == 1
+    assert re.match(f"(run folder|file) = {tmp_path}/run(/{METRICS})?: ", found[0])
+    assert not (tmp_path / "run/metrics.jsonl").exists() or loss == "lock removed"
 
 
 def test_a_disk_that_does_not_answer_is_no_loss(log, monkeypatch):
