@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 from gpt2_ddp.data import feed as feed_module
 from gpt2_ddp.data.feed import Feed, GlobalBatch, Reading, interleaved, make_loader, padding_rows, split_batch
-from gpt2_ddp.data.order import Order, next_digest, skipped_digest
+from gpt2_ddp.data.order import Permutation, next_digest, skipped_digest
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.memory import micro_batches
@@ -87,11 +87,11 @@ def test_the_smallest_micro_batch_of_an_epoch():
             rng.randint(1, 24),
             contiguous(rng.choice([1, 2, 3, 30]), rng.randint(1, 9)),
         )
-        feed, rows = Feed(Order(1, n), GlobalBatch(size, share, by_epoch=True)), []
+        feed, rows = Feed(Permutation(1, n), GlobalBatch(size, share, by_epoch=True)), []
         while not feed.ended_epoch:
             rows += [max(len(part), 1) for ranks in share(len(feed.next_step().items)) for part in ranks]
         assert smallest_micro_batch(feed) == min(rows)
-    assert smallest_micro_batch(Feed(Order(1, n), GlobalBatch(12, interleaved(2, 3)))) == 3
+    assert smallest_micro_batch(Feed(Permutation(1, n), GlobalBatch(12, interleaved(2, 3)))) == 3
 
 
 def step_by_definition(n: int, size: int, by_epoch: bool, passed: list[tuple[int, int]], position: int) -> list[int]:
@@ -113,7 +113,7 @@ def walk(seed: int, accelerator: Any, workers: int = 0, actions: int = 25) -> No
     n, size, batch = rng.choice([rng.randint(1, 60), 10**6]), rng.randint(3, 24), rng.randint(1, 8)
     by_epoch, world, rank = rng.random() < 0.5, accelerator.num_processes, accelerator.process_index
     share, least = (contiguous(world, batch), 1) if by_epoch else (interleaved(world, batch), batch)
-    order, source, random_state = Order(seed, n), Numbers(n), torch.get_rng_state()
+    order, source, random_state = Permutation(seed, n), Numbers(n), torch.get_rng_state()
     whole = GlobalBatch(size, share, by_epoch=True) if by_epoch else GlobalBatch(size, share, rows=least)
     feed = Feed(order, whole, source, accelerator, workers)
     state, delivered = FeedState(), list[int]()
@@ -202,7 +202,7 @@ def walk_with_workers() -> None:
     walk(246, accelerator, workers=2, actions=9)
     source, batch = Vanished(4), GlobalBatch(4, interleaved(2, 2))
     message = "data.path = photos/1.png: is not an image"
-    expect_error(message, Feed(Order(1, 4), batch, source, accelerator, workers=1).first_micro_batch)
+    expect_error(message, Feed(Permutation(1, 4), batch, source, accelerator, workers=1).first_micro_batch)
     expect_error(message, score_each, accelerator, torch.nn.Identity(), cast(Any, source), lambda *_: {}, 4)
 
 
@@ -232,7 +232,7 @@ def test_another_micro_batch_than_the_next_is_refused(monkeypatch, how):
 
     prepare = feed_module.prepare_data_loader
     monkeypatch.setattr(feed_module, "prepare_data_loader", prepare_wrongly)
-    feed = Feed(Order(1, 100), GlobalBatch(8, interleaved(2, 2)), Numbers(100), rank_of(2, 1))
+    feed = Feed(Permutation(1, 100), GlobalBatch(8, interleaved(2, 2)), Numbers(100), rank_of(2, 1))
     for _ in range(3):
         assert len(list(feed.next_step().micro_batches)) == 2
     with pytest.raises(RuntimeError, match="the loader delivered micro-batch"):
@@ -243,7 +243,7 @@ def test_the_time_waited_for_the_loader_is_counted(monkeypatch):
     """A second per item, two items a micro-batch, one micro-batch ahead. A new loader leaves Accelerate's state."""
     source, known = Numbers(100), len(GradientState().dataloader_references)
     monkeypatch.setattr(feed_module, "time", SimpleNamespace(perf_counter=lambda: float(len(source.read_items))))
-    feed = Feed(Order(1, 100), GlobalBatch(4, interleaved(1, 2)), source, rank_of(1, 0))
+    feed = Feed(Permutation(1, 100), GlobalBatch(4, interleaved(1, 2)), source, rank_of(1, 0))
     waited = []
     for _ in range(5):
         list(feed.next_step().micro_batches)

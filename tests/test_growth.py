@@ -19,7 +19,7 @@ from gpt2_ddp.checkpoint.run_files import HASH, METRICS, STATUS, next_chain
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.project import PROJECT
@@ -45,7 +45,7 @@ def make_long_run(trained: Path, folder: Path, steps: int) -> None:
     shutil.copytree(trained / "checkpoints/step-00000010", run / last)
     facts = next(json.loads(line) for line in (trained / METRICS).read_text().splitlines())
     facts |= {"steps": steps, "config": config.model_dump(mode="json"), "kept": [], HASH: NO_SAMPLES}
-    feed = Feed(Order(config.seed, facts["epoch_size"]), GlobalBatch(12, contiguous(1, 1)))
+    feed = Feed(Permutation(config.seed, facts["epoch_size"]), GlobalBatch(12, contiguous(1, 1)))
     chain = FIRST_CHAIN
     with (run / METRICS).open("w") as stream:
 

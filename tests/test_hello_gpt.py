@@ -31,9 +31,10 @@ from functools import cache
 from pathlib import Path
 import accelerate, hello_gpt, numpy as np, torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Permutation
 vars(hello_gpt).update({sizes!r}, DATA=Path({data!r}))
-epoch_of = lambda epoch, count: Order(hello_gpt.SEED, count).items_at(np.arange(epoch * count, (epoch + 1) * count))
+positions = lambda epoch, count: np.arange(epoch * count, (epoch + 1) * count)
+epoch_of = lambda epoch, count: Permutation(hello_gpt.SEED, count).items_at(positions(epoch, count))
 hello_gpt.permutation = cache(lambda *args: torch.from_numpy(epoch_of(*args).astype(np.int64)))
 
 reduced, saves, prepare, replace = [], [], accelerate.Accelerator.prepare, os.replace

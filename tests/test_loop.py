@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import lr_at
@@ -50,7 +50,7 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path):
     decay = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], weight_decay=0.1)
-    order = Order(config.seed, n_windows)
+    order = Permutation(config.seed, n_windows)
     for step in range(1, 21):
         loss_sum = 0.0
         for micro in range(4):

@@ -62,7 +62,7 @@ def train_and_record(config: TrainingConfig, folder: Path) -> str:
         now[0] = run.step + 1
         result = step(run)
         with (folder / f"{run.accelerator.process_index}.txt").open("a") as file:
-            file.write(f"{run.step} {result.loss_sum.item()!r}\n")
+            file.write(f"{run.step} {result.losses["loss"].item()!r}\n")
         return result
 
     loop.train_step, Pretraining.loss = train_step, loss

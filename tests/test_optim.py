@@ -31,7 +31,7 @@ from gpt2_ddp.model.optim import (
 )
 from gpt2_ddp.model.roles import Role
 from gpt2_ddp.tasks.supervised import build_job_optimizer
-from gpt2_ddp.training.optimizer import GuardedOptimizer
+from gpt2_ddp.training.optimizer import GuardedOptimizer, set_values
 from gpt2_ddp.training.strategy import Replicated
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
@@ -124,6 +124,22 @@ def test_the_groups_of_a_model_follow_from_the_roles_of_its_trained_parameters(t
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.1, 0.1]
 
 
+def test_a_schedule_sets_the_groups_that_have_a_setting():
+    """A group's own value wins over that of all, whatever the order; vectors never decay."""
+    config = OptimConfig(name="muon", lr=1e-3, muon_lr=0.02, embedding_lr=4e-3)
+    groups = build_optimizer(Experts(False), config).param_groups
+    set_values(groups, {"muon_lr": 0.5, "lr": 2e-3, "weight_decay": 0.3, "momentum": 0.8, "muon_weight_decay": 0.7})
+    found = {group["name"]: (group["lr"], group["weight_decay"], group.get("momentum")) for group in groups}
+    assert found == {
+        "decayed": (2e-3, 0.3, None),
+        "vector": (2e-3, 0.0, None),
+        "embedding": (8e-3, 0.3, None),
+        "muon": (0.5, 0.7, 0.8),
+    }
+    with pytest.raises(UserError, match="vector_momentum"):
+        set_values(groups, {"lr": 1e-3, "vector_momentum": 0.5})
+
+
 @pytest.mark.parametrize("field", ["optim.name = muon", "optim.embedding_lr = 0.02"])
 def test_a_setting_of_a_group_that_no_parameter_is_in(field):
     config = OptimConfig(name="muon") if "muon" in field else OptimConfig(embedding_lr=0.02)
@@ -166,7 +182,7 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
         assert_close(*losses, says=step)
         optimizer.backward(losses[0] + losses[1])
         share = step / 20
-        optimizer.step(4e-3 * share, optimizer.clip(list(ours.parameters()), 1.0))
+        optimizer.step({"lr": 4e-3 * share}, optimizer.clip(list(ours.parameters()), 1.0))
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         for one in theirs:
             for group in one.param_groups:
@@ -262,7 +278,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
         optimizer.backward((layer(torch.randn(4, 6)) ** 2).sum())
         if poison:
             layer.weight.grad[3, 3] = bad
-        return optimizer.step(1e-3, optimizer.clip(list(layer.parameters()), 1.0)).item()
+        return optimizer.step({"lr": 1e-3}, optimizer.clip(list(layer.parameters()), 1.0)).item()
 
     if not first:
         assert step(0, 1) == step(1, 1) == 0
@@ -290,7 +306,7 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
         optimizer.backward((layer(torch.ones(4, 6)) * size).sum())
         assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
         optimizer.unscale()
-        return optimizer.step(1e-3, optimizer.clip(list(layer.parameters()), 0.0)).item()
+        return optimizer.step({"lr": 1e-3}, optimizer.clip(list(layer.parameters()), 0.0)).item()
 
     assert step(1e-3) == 0
     before = [p.detach().clone() for p in layer.parameters()]
@@ -315,14 +331,14 @@ def test_the_search_for_a_scale_is_not_bad():
         optimizer.backward(layer(torch.ones(1, 2)).sum())
         optimizer.unscale()
         scaler.update(scale)
-        assert optimizer.step(1e-3, torch.tensor(norm)).item() == skipped
+        assert optimizer.step({"lr": 1e-3}, torch.tensor(norm)).item() == skipped
         assert optimizer.bad.item() == bad
     assert optimizer.norms.state_dict()[0] == 51
 
 
 def test_norms_are_kept_only_where_they_have_a_limit():
     optimizer = guarded(build_optimizer(GPT(TINY, 100), OptimConfig()))
-    assert optimizer.step(1e-3, torch.tensor(1.0)).item() == 0
+    assert optimizer.step({"lr": 1e-3}, torch.tensor(1.0)).item() == 0
     assert optimizer.norms.state_dict() == (0, 0, 0)
 
 

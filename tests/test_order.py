@@ -9,7 +9,7 @@ from runs import by_definition
 
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.mixture import MixedOrder, Phase, normal
-from gpt2_ddp.data.order import Order, next_digest, skipped_digest
+from gpt2_ddp.data.order import Permutation, next_digest, skipped_digest
 from gpt2_ddp.state import FIRST_DIGEST
 
 
@@ -17,13 +17,16 @@ from gpt2_ddp.state import FIRST_DIGEST
 def test_the_order_follows_its_definition(n):
     """Every epoch is a permutation of its own. Few positions are those of all at once, whatever was asked before."""
     rng, seed = np.random.default_rng(n), n**3
-    order, epochs = Order(seed, n), Order(seed, n).items_at(np.arange(3 * n + 600))
+    order, epochs = Permutation(seed, n), Permutation(seed, n).items_at(np.arange(3 * n + 600))
     assert epochs.dtype == np.uint64
     for epoch in range(3):
         assert np.array_equal(np.sort(epochs[epoch * n : (epoch + 1) * n]), np.arange(n))
     if n > 50:
         assert (
-            len({tuple(epochs[at : at + 30]) for at in (0, n, 2 * n)} | {tuple(Order(1, n).items_at(np.arange(30)))})
+            len(
+                {tuple(epochs[at : at + 30]) for at in (0, n, 2 * n)}
+                | {tuple(Permutation(1, n).items_at(np.arange(30)))}
+            )
             == 4
         )
     for start in [*range(0, 64, 4), *rng.integers(0, 3 * n, 60), max(n - 2, 0), 2 * n - 1]:
@@ -39,7 +42,7 @@ def test_far_positions_of_large_orders_follow_the_definition():
         seed, n, first = rng.randrange(2**63), rng.randint(1, 10 ** rng.randint(1, 9)), rng.randrange(10**12)
         positions = sorted({first + rng.randrange(3 * n) for _ in range(12)})
         expected = [by_definition(seed, n, position) for position in positions]
-        assert Order(seed, n).items_at(np.array(positions)).tolist() == expected, (seed, n, first)
+        assert Permutation(seed, n).items_at(np.array(positions)).tolist() == expected, (seed, n, first)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,7 @@ def test_far_positions_of_large_orders_follow_the_definition():
 )
 def test_the_order_is_what_it_always_was(seed, n_items, start, items):
     for count in (1, len(items)):
-        assert Order(seed, n_items).items_at(np.arange(start, start + count)).tolist() == items[:count]
+        assert Permutation(seed, n_items).items_at(np.arange(start, start + count)).tolist() == items[:count]
 
 
 @pytest.mark.parametrize(("mixed", "most"), [(False, {4: 1.1, 4096: 1.01}), (True, {4: 3.6, 4096: 2.3})])
@@ -61,12 +64,12 @@ def test_a_step_costs_the_same_wherever_it_is(mixed, most, monkeypatch):
     """Values that go through the permutation: the positions themselves, which are made ahead for small steps, a few
     again, and in a mixture the blocks that they are of."""
     sizes: list[int] = []
-    permute = Order._feistel
-    monkeypatch.setattr(Order, "_feistel", lambda self, v, k: sizes.append(len(v)) or permute(self, v, k))
+    permute = Permutation._feistel
+    monkeypatch.setattr(Permutation, "_feistel", lambda self, v, k: sizes.append(len(v)) or permute(self, v, k))
     n = 10**9 + 7
     for size, limit in most.items():
         for begins in (0, 10**6 * size, 10**15):
-            order = MixedOrder(1, [n // 2, n, n], [Phase(0, normal([2, 1, 1]))], "abc") if mixed else Order(1, n)
+            order = MixedOrder(1, [n // 2, n, n], [Phase(0, normal([2, 1, 1]))], "abc") if mixed else Permutation(1, n)
             sizes.clear()
             for start in range(begins, begins + 10 * 4096, size):
                 for _ in ("of the feed", "of the loader")[: 1 + (size == 4)]:
@@ -98,7 +101,7 @@ def test_digests_follow_their_definition():
 )
 def test_the_digest_of_100_steps_is_what_it_always_was(passed, digest):
     """24 items a step: not quite half an epoch of 5,000."""
-    feed = Feed(Order(1337, 5000), GlobalBatch(24, interleaved(1, 4)))
+    feed = Feed(Permutation(1337, 5000), GlobalBatch(24, interleaved(1, 4)))
     for start, stop in passed:
         feed.skip_range(start, stop)
     for _ in range(100):

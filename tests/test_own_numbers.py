@@ -18,7 +18,7 @@ from ranks import in_turn, run_ranks, run_until_killed, start_ranks
 from runs import assert_same, before_each_step, built, rows, training_config, verified
 
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
@@ -69,7 +69,7 @@ def first_step(config: Any, corpus: Path, world: int, size: int) -> tuple[float,
     windows = Windows(TokenStream(corpus, manifest, "train"), 32)
     torch.manual_seed(config.seed)
     model = GPT(config.model, manifest.vocab_size, manifest.eot)
-    tokens = windows.read(Order(config.seed, len(windows)).items_at(np.arange(13)).astype(np.int64))[0]
+    tokens = windows.read(Permutation(config.seed, len(windows)).items_at(np.arange(13)).astype(np.int64))[0]
 
     def squares(first: int, last: int) -> list[float]:
         model.zero_grad()

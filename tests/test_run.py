@@ -57,7 +57,7 @@ def there_and_back(config: RunConfig) -> list[Any]:
         assert saved
         for _ in range(3):
             losses = [train_step(run) for _ in range(4)]
-            norms = torch.stack([torch.stack([step.loss_sum, step.grad_norm]) for step in losses]).tolist()
+            norms = torch.stack([torch.stack([step.losses["loss"], step.grad_norm]) for step in losses]).tolist()
             after = run.snapshot()
             moments = {name: value.numpy().tobytes() for name, value in after.optimizer.items()}
             weights = {name: value.detach().numpy().tobytes() for name, value in run.task.model.state_dict().items()}

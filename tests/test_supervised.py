@@ -24,7 +24,7 @@ from runs import (
 from runs import run_small_job as train
 
 from gpt2_ddp.config.tools import VerifyConfig
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import JobData
 from gpt2_ddp.tasks.jobs import LeNet, make_job
@@ -43,7 +43,7 @@ def assert_by_hand(folder: Path, config) -> list[float]:
     losses = []
     for epoch in range(config.train.epochs):
         positions = np.arange(epoch * len(x), (epoch + 1) * len(x))
-        order = Order(config.seed, len(x)).items_at(positions).astype("int64")
+        order = Permutation(config.seed, len(x)).items_at(positions).astype("int64")
         for batch in torch.from_numpy(order).split(config.train.global_batch_size):
             loss = torch.nn.functional.mse_loss(line(x[batch, None])[:, 0], y[batch])
             optimizer.zero_grad()

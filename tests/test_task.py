@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.state import Scores, TaskState
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.task import Due, Poll
@@ -59,7 +59,7 @@ class Letters:
         self.model = nn.Sequential(nn.Embedding(128, 16), nn.Dropout(0.1), nn.Linear(16, 128))
         pairs, shares = Pairs(), contiguous(self.accelerator.num_processes, 8)
         batch = GlobalBatch(50, shares, by_epoch=True)
-        self.feed = Feed(Order(self.config.seed, len(pairs)), batch, pairs, self.accelerator)
+        self.feed = Feed(Permutation(self.config.seed, len(pairs)), batch, pairs, self.accelerator)
 
     def total_steps(self, epoch_size: int | None) -> int:
         return self.config.steps
@@ -67,8 +67,8 @@ class Letters:
     def build_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), fused=True)
 
-    def lr_at(self, step: int) -> float:
-        return 0.03 / math.sqrt(step)
+    def schedule(self, step: int) -> dict[str, float]:
+        return {"lr": 0.03 / math.sqrt(step)}
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         letters, following = (row[: batch.n_valid] for row in batch.rows)

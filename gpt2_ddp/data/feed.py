@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from accelerate import Accelerator
@@ -20,9 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from gpt2_ddp.data.order import Order, next_digest, skipped_digest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import FIRST_DIGEST, FeedState
-
-if TYPE_CHECKING:
-    from gpt2_ddp.data.mixture import MixedOrder
 
 T = TypeVar("T")
 
@@ -167,7 +164,7 @@ class Feed:
 
     def __init__(
         self,
-        order: "Order | MixedOrder",
+        order: Order,
         batch: GlobalBatch,
         source: Source | None = None,
         accelerator: Accelerator | None = None,
@@ -260,7 +257,7 @@ class Feed:
         return self.state_dict().consumed
 
     def by_source(self, unit: str, per_item: int) -> dict[str, float]:
-        """Row fields of each source (`MixedOrder.by_source`); empty for a single source."""
+        """Row fields of each source (`Order.by_source`); empty for a single source."""
         return self.order.by_source(self.position, self.skipped_ranges, unit, per_item)
 
     def _next_free(self, position: int) -> int:

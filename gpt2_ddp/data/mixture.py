@@ -2,8 +2,8 @@
 
 The order is cut into blocks of M = 1,000 positions. In a block each source has a whole number of windows, by the
 weights of the block's phase; a keyed permutation shuffles the block. The k-th position of a source, over all blocks,
-takes item k of the source's own endless order. So the order is a pure function of seed and position, like `Order`, and
-equals `Order` while all weight is on source 0. docs/verify.md specifies it.
+takes item k of the source's own endless order. So the order is a pure function of seed and position. It is the
+`Permutation` of source 0 while all weight is on that. docs/verify.md specifies it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 from gpt2_ddp.config.training import WINDOWS_PER_BLOCK as BLOCK
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import Windows, count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import Mixture, State
@@ -37,7 +37,7 @@ class Phase(NamedTuple):
     weights: tuple[Fraction, ...]
 
 
-class MixedOrder:
+class MixedOrder(Order):
     """The endless order of the windows of several sources, with O(1) seek.
 
     Its length is an epoch: all windows of the first phase's sources. Sources that come later do not change it.
@@ -47,8 +47,8 @@ class MixedOrder:
 
     def __init__(self, seed: int, windows: Sequence[int], phases: Sequence[Phase], names: Sequence[str]):
         self.phases, self.names = phases, names
-        self._orders = [Order(seed, n, f"{number}/" if number else "") for number, n in enumerate(windows)]
-        self._slots = Order(seed, BLOCK, "block/")
+        self._orders = [Permutation(seed, n, f"{number}/" if number else "") for number, n in enumerate(windows)]
+        self._slots = Permutation(seed, BLOCK, "block/")
         self._length = sum(n for n, weight in zip(windows, phases[0].weights, strict=True) if weight)
         self._before = [np.zeros(len(windows), np.int64)]  # uses of each source before each phase
         for phase, after in pairwise(phases):
@@ -59,7 +59,6 @@ class MixedOrder:
         return self._length
 
     def items_at(self, positions: np.ndarray) -> np.ndarray:
-        """Items uint64 [n] at the ascending positions int [n]."""
         numbers, offsets = np.divmod(positions, BLOCK)
         sources, uses = np.empty((2, len(positions)), np.int64)
         start = 0
@@ -80,10 +79,10 @@ class MixedOrder:
         before = self._uses_before(number)
         return before + np.bincount(self._block(number)[0][:offset], minlength=len(before)) if offset else before
 
-    def by_source(self, position: int, passed: Sequence[Sequence[int]], unit: str, per_item: int) -> dict[str, float]:
+    def by_source(self, position: int, skipped: list[tuple[int, int]], unit: str, per_item: int) -> dict[str, float]:
         """Row fields at `position`: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of the source."""
         reached = self.uses(position)
-        gaps = [self.uses(min(stop, position)) - self.uses(start) for start, stop in passed if start < position]
+        gaps = [self.uses(min(stop, position)) - self.uses(start) for start, stop in skipped if start < position]
         trained = (reached - sum(gaps)) * per_item
         epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]
         row: dict[str, float] = {}
@@ -133,10 +132,8 @@ def normal(weights: Sequence[float]) -> tuple[Fraction, ...]:
     return tuple(weight / sum(exact) for weight in exact)
 
 
-def order_of(config: TrainingConfig, windows: Sequence[int]) -> Order | MixedOrder:
-    """The order of a run over sources of these numbers of windows; `Order` for a single one."""
-    if len(windows) == 1:
-        return Order(config.seed, windows[0])
+def mixed_order(config: TrainingConfig, windows: Sequence[int]) -> MixedOrder:
+    """The order of a run over several sources of these numbers of windows."""
     return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
 
 
@@ -236,10 +233,8 @@ class MixedWindows:
 
 
 def mix(
-    config: TrainingConfig, manifests: Sequence[Manifest], windows: Sequence[Windows]
-) -> tuple[MixedWindows, MixedOrder, dict[int, float], Mixture]:
-    """Windows, order, validation weights (`source_weights`) and identity of a mixture."""
-    sizes = [len(source) for source in windows]
-    phases = phases_of(config, sizes)
-    order = MixedOrder(config.seed, sizes, phases, config.data.names)
-    return MixedWindows(windows), order, source_weights(config, manifests), identity(manifests, phases)
+    config: TrainingConfig, manifests: Sequence[Manifest], sources: Sequence[Windows]
+) -> tuple[MixedWindows, dict[int, float], Mixture]:
+    """Windows, validation weights (`source_weights`) and identity of a mixture."""
+    phases = phases_of(config, [*map(len, sources)])
+    return MixedWindows(sources), source_weights(config, manifests), identity(manifests, phases)

@@ -6,6 +6,7 @@ each item once. docs/verify.md specifies permutation and digest, so that other c
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -14,7 +15,23 @@ FEW, AHEAD = 256, 2048
 """Requests for fewer than FEW positions compute and cache AHEAD items. 4 items take as long as 400 (estimate)."""
 
 
-class Order:
+class Order(ABC):
+    """The items at all positions of a training: a pure function of the position. Each epoch has as many positions."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Positions of an epoch."""
+
+    @abstractmethod
+    def items_at(self, positions: np.ndarray) -> np.ndarray:
+        """Items uint64 [n] at the ascending positions int [n]."""
+
+    def by_source(self, position: int, skipped: list[tuple[int, int]], unit: str, per_item: int) -> dict[str, float]:
+        """Row fields of each source at `position`; none, unless there are several sources."""
+        return {}
+
+
+class Permutation(Order):
     """The endless order of N items: a keyed bijection per epoch, in O(1) memory and with O(1) seek.
 
     A Feistel network (Luby and Rackoff, 1988) over pairs (left, right) of digits below a = ceil(sqrt(N)) permutes
@@ -32,7 +49,6 @@ class Order:
         return self.n_items
 
     def items_at(self, positions: np.ndarray) -> np.ndarray:
-        """Items uint64 [n] at the ascending positions int [n]."""
         if not len(positions) or positions[-1] - positions[0] >= FEW:
             return self._compute(positions)
         first, stop = int(positions[0]), int(positions[-1]) + 1
@@ -41,10 +57,6 @@ class Order:
             self._first, stop = first, max(stop, min(first + AHEAD, epoch_end))
             self._cached = self._compute(np.arange(first, stop))
         return self._cached[positions - self._first]
-
-    def by_source(self, *_: object) -> dict[str, float]:
-        """No row fields: there is one source."""
-        return {}
 
     def _compute(self, positions: np.ndarray) -> np.ndarray:
         parts = []

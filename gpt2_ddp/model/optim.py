@@ -41,7 +41,7 @@ def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
     from gpt2_ddp.model.muon import MuonAdamW
 
     matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, "momentum": MOMENTUM}
-    matrices |= {"relative_lr": config.muon_lr / config.lr, STATE_NUMBERS: 1}
+    matrices |= {"name": "muon", "relative_lr": config.muon_lr / config.lr, STATE_NUMBERS: 1}
     groups = [*decay_groups(model, config, {*matrices["params"]}), matrices]
     return without_dynamo(MuonAdamW)(groups, {"lr": config.lr, "betas": config.betas, "eps": EPSILON, "fused": True})
 
@@ -58,13 +58,14 @@ def decay_groups(model: nn.Module, config: OptimConfig, own: Set[nn.Parameter] =
     vectors = [p for p, role in trained.items() if role == "vector"]
     decays = {"weight_decay": config.weight_decay}
     groups = [
-        {"params": [p for p in trained if p not in {*tables, *vectors}], **decays},
-        {"params": vectors, "weight_decay": 0.0},
+        {"name": "decayed", "params": [p for p in trained if p not in {*tables, *vectors}], **decays},
+        {"name": "vector", "params": vectors, "weight_decay": 0.0, "relative_weight_decay": 0.0},
     ]
     if config.embedding_lr:
         if not tables:
             raise UserError("optim.embedding_lr", config.embedding_lr, NOBODY.format("embedding", "set it to null"))
-        groups.append({"params": tables, **decays, "relative_lr": config.embedding_lr / config.lr})
+        relative = config.embedding_lr / config.lr
+        groups.append({"name": "embedding", "params": tables, **decays, "relative_lr": relative})
     return groups
 
 

@@ -15,13 +15,14 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.manifest import Manifest
-from gpt2_ddp.data.mixture import order_of, source_weights
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.mixture import source_weights
+from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.state import FeedState, State
 from gpt2_ddp.tasks import pretraining, supervised
+from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.task import Due
 
 Record = dict[str, Any]
@@ -74,12 +75,13 @@ class Recomputed:
             if not all(windows):
                 raise UserError("model.block_size", self.per_item, f"in {METRICS}: longer than the training split")
             self.validates = bool(source_weights(config, manifests))
-            self.feed = Feed(order_of(config, windows), GlobalBatch(config.global_batch_windows, share))
+            order = Pretraining(config).make_order([*map(range, windows)])
+            self.feed = Feed(order, GlobalBatch(config.global_batch_windows, share))
         else:
             self.unit = "samples"
             self.per_item = 1
             batch = GlobalBatch(start["global_batch_size"], share, by_epoch=True)
-            self.feed = Feed(Order(config.seed, start["epoch_size"]), batch)
+            self.feed = Feed(Permutation(config.seed, start["epoch_size"]), batch)
         self.stood: dict[int, list[FeedState]] = {0: [self.feed.state_dict()]}
 
     def check(self, row: Record) -> Iterator[str]:

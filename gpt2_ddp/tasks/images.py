@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
 from gpt2_ddp.data.feed import Reading, make_loader, unwrap
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import load_from_hub, regular
@@ -185,7 +185,7 @@ def _hold_out(labels: np.ndarray, config: ClassifierDataConfig, seed: int) -> tu
     n = len(labels)
     held = min(max(round(n * config.test_fraction), 1), n - 1)
     # places at equal distances in the images sorted by class, in random order within each
-    order = Order(seed, n).items_at(np.arange(n)).astype(np.int64)
+    order = Permutation(seed, n).items_at(np.arange(n)).astype(np.int64)
     order = order[np.argsort(labels[order], kind="stable")]
     chosen = (2 * np.arange(held) + 1) * n // (2 * held)
     note(f"no split {', '.join(TEST)}: {held:,} of {n:,} images are test images, drawn from each class by the seed")

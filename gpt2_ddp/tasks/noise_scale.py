@@ -14,6 +14,7 @@ from gpt2_ddp.distributed.ranks import on_every_rank, sum_over_ranks
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import GPTData
 from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training.task import Loss
 
 DECAY = 0.9
 """Weight of the earlier logged steps in the averages."""
@@ -30,7 +31,7 @@ class NoiseScale(Pretraining):
         averages: of signal and noise, over the logged steps. They lack the same bias correction, which cancels.
     """
 
-    def __init__(self, config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None):
+    def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
         super().__init__(config, accelerator, saved)
         self.averages = (0.0, 0.0)
         self._position, self._count = -1, 0
@@ -50,7 +51,7 @@ class NoiseScale(Pretraining):
             raise UserError("train.micro_batch_size", self.config.train.micro_batch_size, hint)
         self._batch = len(shares[0][0])  # the first micro-batch of each rank is full
 
-    def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+    def loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
         """As `Pretraining`. Before, measures the gradient of a step's first micro-batch if the row will be written."""
         feed = self.feed
         if feed.position != self._position:  # the first micro-batch of a step

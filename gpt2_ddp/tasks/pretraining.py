@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
@@ -19,7 +19,7 @@ from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
 from gpt2_ddp.data.manifest import Manifest, missing_data, read_manifest
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import TokenStream, Windows, verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory
@@ -34,10 +34,10 @@ from gpt2_ddp.model.gpt import GPT, count_parameters, resolve_loss_chunk, withou
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
 from gpt2_ddp.state import GPTData, Mixture, Parent, Scores, State, TaskState
 from gpt2_ddp.training.meters import device_name
-from gpt2_ddp.training.task import Due, Poll
+from gpt2_ddp.training.task import Due, Loss, Poll
 
 if TYPE_CHECKING:
-    from gpt2_ddp.data.mixture import MixedOrder, MixedWindows
+    from gpt2_ddp.data.mixture import MixedWindows
     from gpt2_ddp.scoring import ItemSet
 
 
@@ -52,8 +52,8 @@ class Corpus(NamedTuple):
 
     manifests: list[Manifest]
     tokenizer: Tokenizer
-    source: "Windows | MixedWindows"  # of the training splits
-    order: "Order | MixedOrder"  # of these windows
+    sources: list[Windows]  # of the training splits
+    source: "Windows | MixedWindows"  # all of them
     validation: dict[str, tuple[float, TokenStream]]  # loss weight and validation split, by the name of the folder
     mixture: Mixture | None  # manifests and phases of several folders; None for one folder
 
@@ -81,22 +81,22 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
         check_tokenizer(tokenizer, manifest, folder)
     for prompt in config.tracking.sample_prompt:
         tokenizer.encode(prompt, "tracking.sample_prompt")  # raises where the tokenizer has no such character
-    windows = [Windows(TokenStream(*folder, "train", check), size) for folder in folders]
-    for (folder, _), source in zip(folders, windows, strict=True):
+    sources = [Windows(TokenStream(*folder, "train", check), size) for folder in folders]
+    for (folder, _), source in zip(folders, sources, strict=True):
         if not len(source):
             hint = f"a window needs {size + 1} tokens, but the training split has {len(source.stream)}"
             raise UserError("data.path", folder, f"{hint}; use more text or a smaller model.block_size")
-    if len(windows) == 1:
-        order, weights = Order(config.seed, len(windows[0])), {0: 1.0} if manifests[0].tokens("val") > 1 else {}
-        source, mixture = windows[0], None
+    if len(sources) == 1:
+        weights = {0: 1.0} if manifests[0].tokens("val") > 1 else {}
+        source, mixture = sources[0], None
     else:
         from gpt2_ddp.data.mixture import mix
 
-        source, order, weights, mixture = mix(config, manifests, windows)
+        source, weights, mixture = mix(config, manifests, sources)
     names = config.data.names
     streams = {number: TokenStream(*folders[number], "val", check) for number in weights}
     validation = {names[number]: (weight, streams[number]) for number, weight in weights.items()}
-    return Corpus(manifests, tokenizer, source, order, validation, mixture)
+    return Corpus(manifests, tokenizer, sources, source, validation, mixture)
 
 
 def check_same_data(config: TrainingConfig, corpus: Corpus, saved: State, data: GPTData) -> None:
@@ -112,16 +112,27 @@ class Pretraining:
     """Next-token training of a GPT; the loss is a mean over tokens.
 
     A feed item is a window of T = block_size tokens. A step has G windows and may straddle two epochs.
+
+    A subclass may replace `make_order`, `make_model`, `build_optimizer`, `schedule` and `loss`. The first, second and
+    fourth depend on `config` and their arguments alone: other commands call them on a task without an accelerator.
     """
 
     unit = "tokens"
 
-    def __init__(self, config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None):
-        self.config, self.accelerator, self._saved = config, accelerator, saved
+    def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
+        self.config = config
+        self.accelerator: Any = accelerator
+        self._saved = saved
         self._data: Any = saved.state.task if saved else None
         self.units_per_item = config.model.block_size
-        split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more processes than windows
         self._initial_weights = None
+        if accelerator:
+            self._check(accelerator)
+
+    def _check(self, accelerator: Accelerator) -> None:
+        """Raises: UserError for what is wrong without looking at the data."""
+        config, saved = self.config, self._saved
+        split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more processes than windows
         if saved:
             check_branch(config, saved.state.progress.branched_from, self.total_steps(saved.state.setup.epoch_size))
         elif config.train.init_from:
@@ -164,7 +175,8 @@ class Pretraining:
                 raise UserError(field, value, f"{' '.join(paths)} has no validation split; remove this setting")
         if self._saved:
             check_same_data(config, corpus, self._saved.state, self._data)
-        self.epoch_size = len(corpus.order)
+        self.order = self.make_order(corpus.sources)
+        self.epoch_size = len(self.order)
         self.config, notes = resolve(config, self._saved, self.epoch_size)
         steps = self.total_steps(self.epoch_size) or 0
         if note := schedule_note(self._saved.step if self._saved else 0, steps, self.config.optim):
@@ -191,6 +203,19 @@ class Pretraining:
             self.item_sets = on_main(partial(load_sets, "eval.tasks", evals.tasks, *sizes))
             self._print(notes_on(self.item_sets, self._data.tasks if self._data else {}))
 
+    def make_order(self, sources: Sequence[Sized]) -> Order:
+        """The order of the windows of all folders' training splits."""
+        if len(sources) == 1:
+            return Permutation(self.config.seed, len(sources[0]))
+        from gpt2_ddp.data.mixture import mixed_order
+
+        return mixed_order(self.config, [*map(len, sources)])
+
+    def make_model(self, vocab_size: int, eot: int, loss_chunk: int | None = None) -> GPT:
+        """The plain model. Arguments: as of `GPT`."""
+        config = self.config
+        return GPT(config.model, vocab_size, eot, config.train.activation_checkpointing, loss_chunk)
+
     def build_model(self) -> None:
         """Makes the model with its initial weights. Raises: UserError if memory or `train.init_from` does not fit."""
         config, accelerator = self.config, self.accelerator
@@ -200,13 +225,8 @@ class Pretraining:
         receives = bool(self._saved) or not is_main()  # from the checkpoint, or the main process
         empty = torch.device("meta") if config.parallel == "fsdp" else without_init()
         with empty if receives else nullcontext():
-            self.model = GPT(
-                config.model,
-                self.manifest.vocab_size,
-                self.manifest.eot,
-                config.train.activation_checkpointing,
-                resolve_loss_chunk(config.train.loss_chunk, accelerator.device.type),
-            )
+            loss_chunk = resolve_loss_chunk(config.train.loss_chunk, accelerator.device.type)
+            self.model = self.make_model(self.manifest.vocab_size, self.manifest.eot, loss_chunk)
         self.flops_per_unit = self.model.flops_per_token()
         if path := self._initial_weights:
             from gpt2_ddp.tasks.initial_weights import load_initial_weights
@@ -221,7 +241,7 @@ class Pretraining:
         self._print(notes)
         shares = interleaved(accelerator.num_processes, self.micro_batch)
         batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
-        self.feed = Feed(self._corpus.order, batch, self._corpus.source, accelerator)
+        self.feed = Feed(self.order, batch, self._corpus.source, accelerator)
 
     def check_hashes(self, record: bool = True) -> None:
         """Hashes the shards that have changed since they were last hashed (`verify_shards`). Raises: UserError."""
@@ -234,10 +254,10 @@ class Pretraining:
     def build_optimizer(self) -> Optimizer:
         return build_optimizer(self.model, self.config.optim, self.accelerator.mixed_precision != "no")
 
-    def lr_at(self, step: int) -> float:
-        return lr_at(step, self.config.optim)
+    def schedule(self, step: int) -> dict[str, float]:
+        return {"lr": lr_at(step, self.config.optim)}
 
-    def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+    def loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
         """Sum of the losses of the valid windows' tokens, in nats, fp32 scalar."""
         targets = tokens = batch.rows[0]  # [b, T + 1]
         if batch.n_valid < len(tokens):

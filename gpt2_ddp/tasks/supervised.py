@@ -19,7 +19,7 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint, fill
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Reading, Shares, Source, prepare_loader, unwrap
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
@@ -152,7 +152,10 @@ class Supervised:
             hint = "has other data than the run was started with; restore them, or choose another run_name"
             raise UserError("data", name, hint)
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
-        order, batch = Order(config.seed, len(self.job.train)), GlobalBatch(self.batch_size, shares, by_epoch=True)
+        order, batch = (
+            Permutation(config.seed, len(self.job.train)),
+            GlobalBatch(self.batch_size, shares, by_epoch=True),
+        )
         self.feed = Feed(order, batch, self.job.train, accelerator, self.job.train.workers)
         if smallest_micro_batch(self.feed) < self.job.least_rows:
             hint = "leaves a micro-batch of 1 sample, which BatchNorm cannot normalise in this model; "
@@ -163,8 +166,8 @@ class Supervised:
     def build_optimizer(self) -> Optimizer:
         return build_job_optimizer(self.model, self.config.optim, self.lr)
 
-    def lr_at(self, step: int) -> float:
-        return self._rate(step)
+    def schedule(self, step: int) -> dict[str, float]:
+        return {"lr": self._rate(step)}
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """Sum of the samples' losses, of inputs that are transformed as in training."""

@@ -4,6 +4,8 @@ import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,9 +145,9 @@ def find_ruin(run: Training) -> str:
 
 
 class StepResult(NamedTuple):
-    loss_sum: Tensor  # of this rank, fp32 scalar
+    losses: dict[str, Tensor]  # sums of this rank, fp32 scalars; `loss` first
     grad_norm: Tensor  # global, before clipping, fp32 scalar
-    lr: float
+    settings: dict[str, float]  # of the schedule
     units: int  # of all ranks
     due: Due
     fields: dict[str, float] | None  # the task's `row_fields`, if there are any
@@ -161,23 +163,28 @@ def train_step(run: Trainer) -> StepResult:
     run.watchdog.heartbeat("data", number)
     step = task.feed.next_step()
     units = len(step.items) * task.units_per_item
-    loss_sum, n_valid = torch.zeros((), device=accelerator.device), 0
+    sums: dict[str, Tensor] = {}
+    n_valid = 0
     for m, batch in enumerate(step.micro_batches):
         run.watchdog.heartbeat("forward/backward")
         seed_micro_batch(run.config.seed, number, m * accelerator.num_processes + accelerator.process_index)
         with run.strategy.accumulating(run.model, batch.last):
-            loss = task.loss(run.model, batch)
-            optimizer.backward(loss * (accelerator.num_processes / units))
-        loss_sum += loss.detach()
+            losses = run.losses_of(batch)
+            optimizer.backward(reduce(add, losses.values()) * (accelerator.num_processes / units))
+        for name, loss in losses.items():
+            sums[name] = sums.get(name, 0) + loss.detach()
         n_valid += batch.n_valid * task.units_per_item
         run.watchdog.heartbeat("step" if batch.last else "data")
     optimizer.unscale()
     due, row_fields = task.due(number, last=number == run.steps), getattr(task, "row_fields", None)
     fields = row_fields(number) if row_fields and (due.log or due.evaluate) else None
-    grad_norm, lr = optimizer.clip(run.parameters, run.config.optim.grad_clip), task.lr_at(number)
-    skipped = optimizer.step(lr, grad_norm)
-    run.record_step(loss_sum, n_valid, skipped)
-    return StepResult(loss_sum, grad_norm, lr, units, due, fields)
+    grad_norm = optimizer.clip(run.parameters, run.config.optim.grad_clip)
+    settings = task.schedule(number)
+    skipped = optimizer.step(settings, grad_norm)
+    if after_step := getattr(task, "after_step", None):
+        after_step(number)
+    run.record_step(sums["loss"], n_valid, skipped)
+    return StepResult(sums, grad_norm, settings, units, due, fields)
 
 
 def next_step(run: Training) -> str:
@@ -189,7 +196,7 @@ def next_step(run: Training) -> str:
             run.throughput.add(result.units)
             run.poll_save()
             run.stop.check()
-            verdict = run.guard.judge(run.step, result.loss_sum / result.units, run.optimizer.bad)
+            verdict = run.guard.judge(run.step, result.losses["loss"] / result.units, run.optimizer.bad)
         if verdict is Verdict.OK:
             break
         warn_of_bad_step(run)
@@ -261,15 +268,17 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
     """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the device."""
     feed = run.task.feed
     run.watchdog.heartbeat("all-reduce")
-    loss = sum_over_ranks(run.accelerator, result.loss_sum) / result.units
-    loss_value, grad_norm, skipped = torch.stack([loss, result.grad_norm, run.losses.skipped]).tolist()
+    losses = sum_over_ranks(run.accelerator, torch.stack([*result.losses.values()])) / result.units
+    *means, grad_norm, skipped = torch.stack([*losses, result.grad_norm, run.losses.skipped]).tolist()
+    others = dict(zip(result.losses, means, strict=True))
+    loss = others.pop("loss")
     loss_mean, not_finite = run.losses.since_row.pop_mean()
     row = {
         **_position(run),
-        "loss": loss_value,
+        "loss": loss,
         "loss_mean": loss_mean,
         **({"not_finite": not_finite} if not_finite else {}),
-        "lr": result.lr,
+        **result.settings,
         "grad_norm": grad_norm,
         "skipped": round(skipped),
         **run.throughput.read(),
@@ -277,6 +286,9 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
     }
     if feed.ended_epoch:
         run.progress.scores["train_loss"] = row["train_loss"] = run.losses.epoch.pop_mean()[0]
+    taken = row | run.progress.scores
+    if others:
+        row |= check_numbers("loss", others, taken, loss + grad_norm)
     if result.fields is not None:
-        row |= check_numbers("row_fields", result.fields, row | run.progress.scores, loss_value + grad_norm)
+        row |= check_numbers("row_fields", result.fields, taken | others, loss + grad_norm)
     return row

@@ -1,7 +1,7 @@
 """The optimizer of a training step: loss scale, clipping, learning rates, and skipped steps."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import reads_found_inf
 from gpt2_ddp.state import OptimizerState, Sums
 from gpt2_ddp.training.strategy import Replicated
@@ -107,10 +108,10 @@ class GuardedOptimizer:
         """Clips the unscaled gradients; returns their global norm before, fp32 scalar. `max_norm` 0: no clipping."""
         return self._strategy.clip(parameters, max_norm or math.inf)
 
-    def step(self, lr: float, grad_norm: Tensor) -> Tensor:
-        """Takes a step and zeroes the gradients; returns 1 if the step was skipped, else 0. `grad_norm`: of `clip`."""
-        for group in self.plain.param_groups:
-            group["lr"] = lr * group.get("relative_lr", 1.0)
+    def step(self, settings: Mapping[str, float], grad_norm: Tensor) -> Tensor:
+        """Takes a step and zeroes the gradients; returns 1 if the step was skipped, else 0. `settings`: for
+        `set_values`. `grad_norm`: of `clip`."""
+        set_values(self.plain.param_groups, settings)
         self._judge(grad_norm)
         (self._prepared if self._scaler else self.plain).step()
         # DDP's gradients are views of its buckets, which None would drop; one process saves a pass over the memory
@@ -139,6 +140,21 @@ class GuardedOptimizer:
             for tensor in _tensors(optimizer):  # state that this step created was 0 before
                 tensor.copy_(torch.where(self._flag.bool(), self._before.get(tensor, torch.zeros_like(tensor)), tensor))
             self._before = {}
+
+
+def set_values(groups: list[dict[str, Any]], settings: Mapping[str, float]) -> None:
+    """Sets the settings of a step: `lr` in all groups, times the `relative_lr` of each, and likewise others such as
+    `weight_decay`; then `muon_lr` in the group with the name `muon`. Raises: UserError for one that no group has."""
+    for name in sorted(settings, key=len):  # `muon_lr` after `lr`
+        is_known = False
+        for group in groups:
+            setting = name.removeprefix(f"{group.get('name')}_")
+            if setting in group:
+                factor = group.get(f"relative_{name}", 1.0) if setting == name else 1.0
+                group[setting] = settings[name] * factor
+                is_known = True
+        if not is_known:
+            raise UserError("schedule()", name, "the optimizer has no such setting")
 
 
 def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.data.feed import MicroBatch
 from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core, torchrun_option
 from gpt2_ddp.distributed.launch import make_accelerator, start_run
 from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
@@ -42,7 +44,7 @@ from gpt2_ddp.project import git_commit
 from gpt2_ddp.state import LogEnd, Progress, Scores, Setup, State
 from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import StepLosses, Throughput, describe_hardware, device_name, versions
-from gpt2_ddp.training.optimizer import GuardedOptimizer
+from gpt2_ddp.training.optimizer import GuardedOptimizer, set_values
 from gpt2_ddp.training.own_numbers import check_scores
 from gpt2_ddp.training.precision import Speeds, describe_precision, settle_precision
 from gpt2_ddp.training.stop import StopRequest
@@ -250,6 +252,12 @@ class Trainer(Opened):
         """Compares weights and optimizer state of all ranks. Collective. Raises: ReplicaMismatch, on every rank."""
         self.strategy.check_replicas(self.task.model, self.optimizer.plain, self.step)
 
+    def losses_of(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """The losses of a micro-batch by name, `loss` first, as sums over its valid rows: fp32 scalars."""
+        loss = self.task.loss(self.model, batch)
+        value, others = loss if isinstance(loss, tuple) else (loss, {})
+        return {"loss": value, **others}
+
     def record_step(self, loss_sum: Tensor, n_valid: int, skipped: Tensor) -> None:
         """Records the next step. `loss_sum`: over this rank's `n_valid` units; `skipped`: 1 if it changed nothing."""
         self.progress.step += 1
@@ -274,7 +282,7 @@ class Trainer(Opened):
     def warm_up(self) -> None:
         """Lets the strategy prepare for the first step."""
         self.watchdog.heartbeat("settle")
-        loss = lambda: self.task.loss(self.model, self.task.feed.first_micro_batch())  # noqa: E731
+        loss = lambda: reduce(add, self.losses_of(self.task.feed.first_micro_batch()).values())  # noqa: E731
         self.strategy.warm_up(self.model, self.optimizer.plain, loss)
 
 
@@ -287,14 +295,15 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     steps = task.total_steps(len(task.feed.order))
     how = _resolve_compile(run, steps)
     model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task.build_optimizer)
-    guard = run.config.guard
+    optimizer = GuardedOptimizer(prepared, run.strategy, run.config.guard.norm_sigmas)
+    on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))  # checks their names
     opened: Any = vars(run) | {"steps": steps}
     trainer = Trainer(
         **opened,
         model=model,
         parameters=list(model.parameters()),
-        optimizer=GuardedOptimizer(prepared, run.strategy, guard.norm_sigmas),
-        guard=Guard(guard, run.accelerator, run.progress.first_step),
+        optimizer=optimizer,
+        guard=Guard(run.config.guard, run.accelerator, run.progress.first_step),
         losses=StepLosses(run.accelerator),
         compile=how,
     )

@@ -22,6 +22,15 @@ RowFields = Callable[[int], dict[str, float]]
 clipping. `.grad` is of the step's mean loss, all-reduced (fsdp: this rank's part), without fp16's loss scale."""
 
 
+AfterStep = Callable[[int], None]
+"""Optional method `after_step(step)` of a task: work on the model after each step, also a skipped one. What it changes
+must follow from the weights and from buffers of the model, which checkpoints hold, and be equal on all ranks."""
+
+Loss = Tensor | tuple[Tensor, dict[str, Tensor]]
+"""A sum of losses, fp32 scalar; or such a sum and further ones by name, already weighted. Gradients are of all of
+them. Rows have the mean of the first as `loss`, and the others' means under their names."""
+
+
 class Due(NamedTuple):
     """The work that follows a step."""
 
@@ -58,12 +67,13 @@ class Task(Protocol):
         """The optimizer of the plain model, which is on its device."""
         ...
 
-    def lr_at(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, the first being 1. A pure function, so no state has to be saved."""
+    def schedule(self, step: int) -> dict[str, float]:
+        """The optimizer's settings in step `step`, the first being 1; `lr` is one of them (`optimizer.set_values`). A
+        pure function, so no state has to be saved. Rows have all of them."""
         ...
 
-    def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """Sum of the losses over the micro-batch's valid rows, by the prepared model: fp32 scalar."""
+    def loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
+        """Sum of the losses over the micro-batch's valid rows, by the prepared model."""
         ...
 
     def due(self, step: int, last: bool) -> Due:

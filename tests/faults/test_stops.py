@@ -26,7 +26,7 @@ from runs import assert_same, job_config, rows, train, training_config
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
-from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import on_every_rank
 from gpt2_ddp.distributed.signals import exit_on_signal
@@ -67,7 +67,7 @@ def load_under_signals() -> int:
                     sent += 1
 
     threading.Thread(target=flood, daemon=True).start()
-    feed = Feed(Order(1, 1000), GlobalBatch(6, interleaved(1, 2)), Numbers(1000), accelerator, workers=3)
+    feed = Feed(Permutation(1, 1000), GlobalBatch(6, interleaved(1, 2)), Numbers(1000), accelerator, workers=3)
     for _ in range(20):
         step = feed.next_step()
         delivered = [batch.rows[0] for batch in step.micro_batches]
@@ -85,9 +85,9 @@ def leave_stuck_workers() -> tuple[float, int]:
     """Seconds that it takes to leave four workers of which three never answer, and how many are there after that."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
-    accelerator, later = build_accelerator("cpu", "no"), Order(1, 1000).items_at(np.arange(5, 40)).tolist()
+    accelerator, later = build_accelerator("cpu", "no"), Permutation(1, 1000).items_at(np.arange(5, 40)).tolist()
     source, batch = Numbers(1000, stuck=tuple(later)), GlobalBatch(1, interleaved(1, 1))
-    feed = Feed(Order(1, 1000), batch, source, accelerator, workers=4)
+    feed = Feed(Permutation(1, 1000), batch, source, accelerator, workers=4)
     list(feed.next_step().micro_batches)
     workers = [psutil.Process(worker.pid) for worker in multiprocessing.active_children()]
     begun = time.monotonic()
