@@ -198,8 +198,9 @@ def test_a_flipped_byte_in_any_file(run: Path, tmp_path: Path, capsys: pytest.Ca
                 file.write_bytes(content)
                 with suppress(UserError):  # of a file without which nothing can be checked
                     found = verified(place, capsys, **options)[0]
-                    is_same = file == place / CONFIG and yaml.safe_load(content) == yaml.safe_load(sound)
-                    assert found == 1 or is_same, (file, offset, sound[offset], content[offset])
+                    if found != 1:  # the same values in other bytes
+                        assert file == place / CONFIG, (file, offset, sound[offset], content[offset])
+                        assert yaml.safe_load(bytes(content)) == yaml.safe_load(sound), (offset, content[offset])
             file.write_bytes(sound)
         assert verified(place, capsys, **options)[0] == 0
 
