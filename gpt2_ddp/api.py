@@ -5,6 +5,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,7 +80,8 @@ def train(
     Another Ctrl-C, a second or more later, raises KeyboardInterrupt at once.
 
     Args:
-        task: class of the training; None: `Pretraining`.
+        task: class of the training, whose source the run records; None: the one that `config.task` names, or that the
+            run recorded, or else `Pretraining`.
         on_row: called in the main process with each row of metrics.jsonl, once written; an exception ends the run.
         processes: None: train in this process, which may be a launcher's rank. A number: start so many new processes on
             this machine, one per GPU if there are GPUs; a script then needs `if __name__ == "__main__":`.
@@ -116,7 +118,7 @@ def _check_importable(name: str, value: object) -> None:
 def _train(config: RunConfig, task: "MakeTask | None", on_row: Callable[[dict[str, Any]], object] | None) -> "Result":
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
     from gpt2_ddp.training.loop import train
 
     if PartialState._shared_state:
@@ -126,15 +128,23 @@ def _train(config: RunConfig, task: "MakeTask | None", on_row: Callable[[dict[st
         hint = "their process group has ended; start the launcher once per training"
         raise UserError("train", "the ranks have trained already", hint)
     _trained.append(config.run_name)
+    make_task = task or make_pretraining
+    if isinstance(task, type) and task is not Pretraining and issubclass(task, Pretraining):
+        from gpt2_ddp.tasks.own_code import make_given
+
+        make_task = partial(make_given, task)
     try:
-        return train(config, task or Pretraining, on_row)
+        return train(config, make_task, on_row)
     finally:  # for the next training, which may want another device or precision
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
 
 def load_model(
-    run: str | os.PathLike[str], checkpoint: Which = "newest", device: Device = "auto"
+    run: str | os.PathLike[str],
+    checkpoint: Which = "newest",
+    device: Device = "auto",
+    trust_run_code: bool = False,
 ) -> "tuple[GPT, Tokenizer]":
     """A trained GPT (fp32, in evaluation mode) and its tokenizer. `model(ids)` returns logits [B, T, V] for ids int64
     [B, T] and a vocabulary of V tokens. `encode(text)` returns ids [n], `decode(ids)` the text; `eot` is end-of-text.
@@ -142,12 +152,13 @@ def load_model(
     Args:
         run: a run folder, or one checkpoint in it.
         checkpoint: in a run folder: the newest intact one, the best (lowest val_loss), or the number of a step.
+        trust_run_code: execute the class that the run recorded, even if it was never given on this machine.
     """
     from gpt2_ddp.distributed.launch import pick_device
     from gpt2_ddp.tasks.trained_model import load_model
 
     target = pick_device(device)
-    model, tokenizer = load_model(_find(run, checkpoint))
+    model, tokenizer = load_model(_find(run, checkpoint), trust_run_code)
     return model.to(target), tokenizer
 
 

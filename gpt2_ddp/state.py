@@ -189,6 +189,13 @@ class TaskState(Section, extra="allow"):
     """What the task of the run adds."""
 
 
+class OwnCode(Section):
+    """A task class of one's own: its name, FILE.py:CLASS, and the hash of its source."""
+
+    name: str
+    sha256: Digest
+
+
 class GPTData(TaskState):
     """Identity of a GPT's data, and the micro-batch."""
 
@@ -199,6 +206,7 @@ class GPTData(TaskState):
     micro_batch: Positive
     tasks: dict[str, str] = {}  # SHA-256 of the items of each of `eval.tasks`
     mixture: Mixture | None = None
+    code: OwnCode | None = None
     noise_scale: tuple[Finite, Finite] | None = None  # averages of signal and noise
 
 

@@ -32,10 +32,10 @@ def main(config: TrainingConfig) -> int:
 
             missing_data(config)
         print(f"{config.run_name}: loading PyTorch", flush=True)
-    from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.tasks.pretraining import make_pretraining
     from gpt2_ddp.training.loop import train
 
-    result = train(config, Pretraining)
+    result = train(config, make_pretraining)
     if result.outcome == "completed" and is_main_process():
         report, rows = result.run / "report.html", result.run / "metrics.jsonl"
         if not find_spec("matplotlib"):

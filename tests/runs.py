@@ -105,12 +105,13 @@ def run_small_job(config: JobConfig):
 def train(config: RunConfig) -> str:
     """Trains what the configuration describes, in this process or as one of its ranks; the outcome. A test's own
     configuration names its task."""
-    from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.tasks.pretraining import make_pretraining
     from gpt2_ddp.training import loop
 
     if isinstance(config, JobConfig):
         return run_small_job(config).outcome
-    return loop.train(config, getattr(config, "task", Pretraining)).outcome
+    own: Any = config
+    return loop.train(config, make_pretraining if isinstance(config, TrainingConfig) else own.task).outcome
 
 
 def before_each_step(action: Callable[[Any], object]) -> None:

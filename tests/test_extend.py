@@ -1,10 +1,11 @@
-"""The diffs of docs/extend.md: each is small, applies to the package, and does what the page says of it.
+"""The classes and diffs of docs/extend.md: each is small, and does what the page says of it.
 
 `python test_extend.py KIND FOLDER CORPUS` is the process in which a test uses a patched copy of the package.
 """
 
 import contextlib
 import io
+import math
 import os
 import re
 import shutil
@@ -15,7 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from close import assert_close
+from ranks import run_ranks, run_until_killed
+from runs import assert_same, rows, train, train_with_faults, training_config, verified
+
+from gpt2_ddp.tasks.own_code import find, trust
 
 ROOT = Path(__file__).parents[1]
 FILES, LINES = 2, 40
@@ -28,6 +32,59 @@ def diffs() -> dict[str, str]:
     sections = [part.partition("\n") for part in re.split(r"^## ", page, flags=re.MULTILINE)]
     found = {title: re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for title, _, text in sections}
     return {title: diff for title, (diff,) in ((title, diff) for title, diff in found.items() if diff)}
+
+
+def classes() -> dict[str, str]:
+    """The files of the page, by the names of their classes."""
+    page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+    files = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return {name[1]: file for file in files if (name := re.search(r"^class (\w+)\(Pretraining\)", file, re.MULTILINE))}
+
+
+OWN: dict[str, dict[str, object]] = {
+    "Differential": {},
+    "Mixture": {"optim.name": "muon"},
+    "Tanh": {},
+    "WithLion": {"optim.lr": 3e-4},
+    "Trapezoid": {"optim.name": "muon", "optim.decay_steps": 10},
+    "Curriculum": {"train.steps": 14},
+    "ZLoss": {},
+    "Rhymes": {},
+}
+"""What each class is trained with."""
+PARTS = ("whole", "parts")
+
+
+def test_each_class_is_one_short_file():
+    assert classes().keys() == OWN.keys()
+    for name, file in classes().items():
+        assert len([line for line in file.splitlines() if line.strip()]) <= LINES, name
+
+
+LAYOUTS = [(1, "ddp"), (2, "ddp"), (2, "fsdp")]
+CASES = [(name, *layout) for name in OWN for layout in LAYOUTS if (name, layout[1]) != ("Rhymes", "fsdp")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world", "parallel"), CASES)  # with fsdp, norms of gradients would be of parts
+def test_a_class_of_the_page_is_killed_and_resumed(short_documents, tmp_path, capsys, name, world, parallel):
+    """Bitwise, without a word of the class, and verified with its own schedule and order."""
+    file = tmp_path / "mine.py"
+    file.write_text(classes()[name])
+    task = f"{file}:{name}"
+    trust(find(task))
+    own = {"launch.parallel": parallel, **OWN[name]}
+    whole, parts = (training_config(short_documents, tmp_path / part, {"task": task, **own}) for part in PARTS)
+    assert run_ranks(train, world, whole) == ["completed"] * world
+    run_until_killed(train_with_faults, world, parts, (0, 0), math.nan, 8)
+    assert run_ranks(train, world, parts.model_copy(update={"task": None})) == ["completed"] * world
+    one, other = (tmp_path / part / "run" for part in PARTS)
+    assert_same(one, other)
+    code, _, lines = verified(other, capsys)
+    assert code == 0
+    assert any("recomputed from seed" in line for line in lines), lines
+    losses = [row["loss"] for row in rows(other) if "loss" in row]
+    assert losses[-1] < losses[0]
 
 
 def apply(diff: str, folder: Path) -> None:
@@ -50,41 +107,6 @@ def test_each_diff_is_small_and_applies(tmp_path):
         assert len(changed) <= LINES, title
         assert max(map(len, changed)) <= 121, title
         apply(diff, tmp_path / str(number))
-
-
-def norm(folder: Path, corpus: Path) -> None:
-    """The model trains and generates."""
-    from runs import rows
-
-    train_gpt(folder, corpus, {"model.architecture": "tanh", "optim.lr": 0.02})
-    losses = [row["loss"] for row in rows(folder / "run") if "loss" in row]
-    assert losses[-1] < losses[0] - 0.2
-    assert run_command("generate", "--checkpoint", folder / "run", "--max_new_tokens", 5)
-
-
-def optimizer(folder: Path, corpus: Path) -> None:
-    """It trains and resumes bitwise. The optimizers' own tests hold, bad steps included. The plan has its memory."""
-    from runs import newest_checkpoint, rows, training_config
-
-    from gpt2_ddp.model.gpt import GPT
-    from gpt2_ddp.model.memory import moments_of, setting_of
-
-    changes = {"optim.name": "lion", "optim.decay_steps": 10}
-    for name, *ends in (("whole", 10), ("parts", 5, 10)):
-        for steps in ends:
-            train_gpt(folder / name, corpus, changes | {"train.steps": steps})
-    losses = [row["loss"] for row in rows(folder / "whole/run") if "loss" in row]
-    assert losses[-1] < losses[0] - 0.2
-    whole, parts = (newest_checkpoint(folder / f"{name}/run") for name in ("whole", "parts"))
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (whole / file).read_bytes() == (parts / file).read_bytes()
-    config = training_config(corpus, folder, changes)
-    setting = setting_of(config, GPT(config.model, 512), "cuda", 1, "no")
-    assert (setting.state, setting.copies) == (setting.parameters, True)
-    found = sum(moments_of(setting)["the optimizer's step"].values())
-    assert_close(found, 20 * setting.parameters)  # bytes of weights, gradients, state, and two copies
-    tests = str(ROOT / "tests/test_optim.py")
-    assert pytest.main([tests, "-k", "lion", "-q", "-p", "no:cacheprovider"]) == 0
 
 
 def task(folder: Path, corpus: Path) -> None:
@@ -136,8 +158,6 @@ def source(folder: Path, corpus: Path) -> None:
 
 CHECKS: dict[str, Callable[[Path, Path], None]] = {
     "A data source": source,
-    "An optimizer": optimizer,
-    "A norm and an activation": norm,
     "A small task": task,
 }
 
@@ -150,14 +170,6 @@ def test_a_diff_does_what_the_page_says(title, tmp_path, corpus):
     command = [sys.executable, __file__, title, str(tmp_path), str(corpus)]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def train_gpt(folder: Path, corpus: Path, changes: dict[str, object]) -> None:
-    from runs import training_config
-
-    from gpt2_ddp import api
-
-    api.train(training_config(corpus, folder, changes))
 
 
 def run_command(*words: object) -> str:

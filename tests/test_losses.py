@@ -62,7 +62,8 @@ def train_and_record(config: TrainingConfig, folder: Path) -> str:
         now[0] = run.step + 1
         result = step(run)
         with (folder / f"{run.accelerator.process_index}.txt").open("a") as file:
-            file.write(f"{run.step} {result.losses["loss"].item()!r}\n")
+            loss = result.losses["loss"].item()
+            file.write(f"{run.step} {loss!r}\n")
         return result
 
     loop.train_step, Pretraining.loss = train_step, loss

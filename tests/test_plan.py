@@ -28,6 +28,7 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.memory import Setting, estimate, moments_of
 from gpt2_ddp.plan.plan import CPU_MARGIN, Plan, build_plan, find_gpu, find_target, format_plan, make_plan, spend
 from gpt2_ddp.plan.preflight import Seen
+from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.peaks import GPUS
 
 
@@ -285,6 +286,7 @@ def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
     assert plan_of("no", tracking={"peak_flops": 1e12}).speed
     of_data = {"manifest": SimpleNamespace(vocab_size=50_257), "validates": True, "epoch_size": 9}
     of_data |= {"total_steps": lambda windows: 100, "config": plan_config(eval={"tokens": 10**9})}
+    of_data["make_model"] = Pretraining(of_data["config"]).make_model
     for task, scored in ((None, 10**9), (SimpleNamespace(validation_tokens=300, **of_data), 300)):
         plan = plan_of(seen=Seen(task=task), eval={"tokens": 10**9})
         assert plan.speed == 0.4 * 989.5e12 / plan.flops_per_token

@@ -112,10 +112,8 @@ class Experts(torch.nn.Module):
 
 
 class OwnModel(Pretraining):
-    def build_model(self) -> None:
-        torch.manual_seed(self.config.seed)
-        self.model: Any = Experts(self.manifest.vocab_size)
-        self.flops_per_unit = 0
+    def make_model(self, vocab_size: int, *_: Any) -> Any:
+        return Experts(vocab_size)
 
 
 def train_own(configs: list[TrainingConfig]) -> list[str]:

@@ -17,6 +17,8 @@ from gpt2_ddp.errors import UserError
 TASKS_ONLY = "is for tasks only; add some, like --tasks hellaswag"
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
+TRUST = "execute the class that the run recorded (docs/extend.md), even if it was never given on this machine"
+TrustRunCode = Annotated[bool, Field(description=TRUST)]
 Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$")]
 Replay = Annotated[str | None, only(Steps | None, "the step of a checkpoint and a later step, like 1000:1100")]
 Floats = only(tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...], "positive multiples of 4, the bytes of a number")
@@ -30,6 +32,7 @@ class CheckpointCommand(Command):
 
     checkpoint: str = "runs/stdlib"
     """run folder (its newest intact checkpoint) or checkpoint"""
+    trust_run_code: TrustRunCode = False
 
 
 class PrepareConfig(Command):
@@ -192,6 +195,7 @@ class VerifyConfig(Command):
     replay: Replay = None
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
     folder, on as many processes as the run had; null: train nothing"""
+    trust_run_code: TrustRunCode = False
     anchor: str | None = None
     """chain of a row, which the run must have; or a file outside the run folder, with the newest
     checkpoint's step, chain and SHA-256 of its weights. An existing file is compared with the run. If the run is

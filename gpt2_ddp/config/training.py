@@ -257,6 +257,9 @@ class ParallelConfig(Section):
     gradients of the whole model; each: less memory, more communication"""
 
 
+TaskName = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]
+
+
 class TrainingConfig(RunConfig):
     """train_gpt2.py: pretrain a GPT on token shards"""
 
@@ -268,6 +271,11 @@ class TrainingConfig(RunConfig):
         *("train.mixed_precision", "train.max_minutes", "eval.every", "checkpoint.every"),
     )
 
+    task: Annotated[str | None, only(TaskName | None, "FILE.py:CLASS or MODULE:CLASS, a subclass of Pretraining")] = (
+        None
+    )
+    """FILE.py:CLASS or MODULE:CLASS, a subclass of `Pretraining` (docs/extend.md); checkpoints record its file, and a
+    resume takes it from there; null: Pretraining, or the class that the run recorded"""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()

@@ -64,6 +64,7 @@ class TokenStream:
             hint = f"{folder} has no such split, only {', '.join(manifest.splits)}; prepare it with val_fraction > 0"
             raise UserError("split", split, hint)
         self.vocab_size, self.dtype = manifest.vocab_size, token_dtype(manifest.vocab_size)
+        self.eot = manifest.eot  # begins each document
         shards = manifest.splits[split]
         self._files = [(str(Path(folder) / shard.file), shard.sha256) for shard in shards]
         for shard in shards if check else ():

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import Tokenizer
@@ -33,17 +33,17 @@ class ExportMismatch(Exception):
 
 
 @torch.inference_mode()
-def check_export(folder: Path, model: GPT, tokenizer: Tokenizer) -> str:
+def check_export(folder: Path, model: GPT, tokenizer: Tokenizer, own: nn.Module | None = None) -> str:
     """Loads the folder with transformers, without a network, and compares it with what it was made from: a model in
-    fp32, on the CPU, in evaluation mode. Returns what is equal, in words. Raises: ExportMismatch at the first
-    difference."""
+    fp32, on the CPU, in evaluation mode. `own`: the model that `model` was made of, whose logits count. Returns what is
+    equal, in words. Raises: ExportMismatch at the first difference."""
     theirs, their_tokenizer = _load(folder)
     tensors = _compare_weights(theirs, model)
     text, ids = _compare_tokens(their_tokenizer, tokenizer)
     _compare_settings(theirs, their_tokenizer, tokenizer.eot)
     windows = np.resize(ids, (WINDOWS, model.config.block_size)).astype(np.int64)
     windows[:, 0] = tokenizer.eot  # each holds one document, as transformers attends across documents
-    difference = _compare_logits(theirs, model, torch.from_numpy(windows))
+    difference = _compare_logits(theirs, own or model, torch.from_numpy(windows))
     same_ids = f"all {len(ids):,} token ids of {len(text):,} characters"
     return f"{tensors} tensors bit for bit, logits to {difference:.1e}, and {same_ids}"
 
@@ -111,7 +111,7 @@ def _compare_settings(theirs: Any, their_tokenizer: Any, eot: int) -> None:
             raise ExportMismatch(f"the tokenizer's {name} is {found}, in place of {eot}")
 
 
-def _compare_logits(theirs: Any, model: GPT, windows: Tensor) -> float:
+def _compare_logits(theirs: Any, model: nn.Module, windows: Tensor) -> float:
     """By how much logits differ at most."""
     ours, others = model(windows), theirs(windows).logits
     difference, largest = (ours - others).abs().max().item(), ours.abs().max().item()  # NaN where one is

@@ -26,7 +26,8 @@ from gpt2_ddp.files import sha256_file, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES, shape
 from gpt2_ddp.output import locked_output, publish
-from gpt2_ddp.tasks.trained_model import load_model, note_best, read_settings, still_there
+from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.trained_model import load_model, note_best, own_task, read_settings, still_there
 
 GGUF = "model.gguf"
 TRAINING = "training.yaml"
@@ -48,7 +49,7 @@ def export_hf(config: ExportConfig) -> int:
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     output = Path(config.output or default_output(checkpoint))
     try:
-        findings = export(checkpoint, output, config.gguf)
+        findings = export(checkpoint, output, config.gguf, config.trust_run_code)
     except ExportMismatch as rejected:
         print(f"rejected: {rejected}", file=sys.stderr)
         return 1
@@ -67,11 +68,17 @@ def default_output(checkpoint: Checkpoint) -> Path:
     return Path("exports", f"{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}")
 
 
-def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> str:
+def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code: bool = False) -> str:
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results; returns what is
-    equal. `gguf`: with a file for llama.cpp. Raises: UserError for another architecture, an `output` in use or among
-    the run's checkpoints, a deleted checkpoint, or a failed write. Raises: ExportMismatch for other results."""
+    equal. `gguf`: with a file for llama.cpp. `trust_code`: as for `load_model`. Raises: UserError for another
+    architecture, an `output` in use or among the run's checkpoints, a deleted checkpoint, or a failed write. Raises:
+    ExportMismatch for other results."""
     settings = read_settings(checkpoint)
+    task = own_task(checkpoint, trust_code)
+    convert = getattr(task, "to_transformers", None)
+    if task and not convert and type(task).make_model is not Pretraining.make_model:
+        hint = "makes a model of its own; write a method to_transformers(model), which returns a GPT with its logits"
+        raise UserError("task", settings.task, hint)
     architecture = settings.model.architecture
     for program, known in ("transformers", CLASSES), ("llama.cpp; leave --gguf away", LLAMA_CPP if gguf else CLASSES):
         if architecture not in known:
@@ -82,14 +89,15 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> str:
         raise UserError("output", output, "is among the run's checkpoints; name another folder")
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
-            model, tokenizer = load_model(checkpoint)
+            own, tokenizer = load_model(checkpoint, trust_code)
+            model = convert(own) if convert else own
             shutil.copyfile(checkpoint.path / CONFIG, folder / TRAINING)
             definition = checkpoint.path / checkpoint.state.record["tokenizer"]
             definition = definition.read_bytes() if definition.is_file() else None
             sha256 = sha256_file(checkpoint.path / MANIFEST)
         write_tokenizer(tokenizer, definition, model.config.block_size, folder)
         write_model(model, tokenizer, folder)
-        findings = check_export(folder, model, tokenizer)
+        findings = check_export(folder, model, tokenizer, own)
         if gguf:
             write_gguf(model, tokenizer, folder / GGUF)
         rows = {

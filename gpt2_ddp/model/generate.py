@@ -29,9 +29,16 @@ class KVCache:
         self.keys = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
         self.values = torch.zeros_like(self.keys)
         self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=weight.device)
+        self.extended = 0  # layers, by the last tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers have extended it. The attention of a model of one's own may do without a cache."""
+        return self.extended == len(self.keys)
 
     def place(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Sets the next tokens and their positions, int64 [B, t], for all layers. Returns the token before each."""
+        self.extended = 0
         self.tokens.scatter_(1, positions, tokens)
         end = int(positions.max()) + 1
         self.slots = positions[:, None, :, None].expand(-1, self.keys.size(2), -1, self.keys.size(4))  # [B, H, t, Q]
@@ -40,6 +47,7 @@ class KVCache:
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Stores [B, H, t, Q]. Returns keys and values [B, H, end, Q], and the attention mask [B, 1, t, end]."""
+        self.extended += 1
         keys, values = self.keys[layer].scatter_(2, self.slots, key), self.values[layer].scatter_(2, self.slots, value)
         end = self.mask.size(-1)
         return keys[:, :, :end], values[:, :, :end], self.mask
@@ -122,12 +130,12 @@ def _continue(
     windows = [last_document(prompt, begins)[-block_size:] for prompt in prompts]  # context of each row
     cache = KVCache(model, len(windows), min(max(map(len, windows)) + len(draws), block_size))
     running = set(range(len(windows)))
-    for step, draw in enumerate(draws):
+    for draw in draws:
         poll()
         full = [row for row, window in enumerate(windows) if len(window) > block_size]
         for row in full:
             windows[row] = windows[row][-max(block_size // 2, 1) :]
-        logits = next_logits(model, windows, cache, refill=step == 0 or bool(full))
+        logits = next_logits(model, windows, cache, refill=bool(full) or not cache.is_complete)
         for row, token in enumerate(draw(logits).tolist()):
             if token == eot:
                 running.discard(row)

@@ -15,7 +15,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.evaluate import BATCH
-from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
+from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
 from gpt2_ddp.model.optim import STATE_NUMBERS, build_optimizer, reads_found_inf
 
 ROOM = 0.9  # largest estimate for a micro-batch, as a fraction of a GPU's memory
@@ -213,11 +213,9 @@ def pick_micro_batch(setting: Setting, room: float) -> int:
     return 1
 
 
-def estimated_micro_batch(config: TrainingConfig, vocab_size: int, accelerator: Accelerator) -> int:
+def estimated_micro_batch(config: TrainingConfig, model: GPT, accelerator: Accelerator) -> int:
     """Windows per forward pass by the memory estimate, equal on all ranks. Collective."""
     device = accelerator.device
-    with torch.device("meta"), without_init():
-        model = GPT(config.model, vocab_size)
     setting = setting_of(config, model, device.type, accelerator.num_processes, accelerator.mixed_precision)
     room = float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0.0
     return min(gather_object([pick_micro_batch(setting, room)]))

@@ -235,7 +235,7 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
     """The plan of a dry run. `base`: bytes of a CPU's process without its model."""
     corpus = describe_corpus(config, seen.task)
     with torch.device("meta"), without_init():
-        model = GPT(config.model, corpus.vocab_size)
+        model = (seen.task or Pretraining(config)).make_model(corpus.vocab_size)
     setting = make_setting(config, machine, precision, model, corpus)
     if machine.kind == "cpu":
         setting = replace(setting, base=base)

@@ -14,7 +14,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.sources import scan
-from gpt2_ddp.tasks.pretraining import Pretraining, missing_data
+from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining, missing_data
 from gpt2_ddp.training.run import Opened, open_run
 
 
@@ -39,7 +39,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
 
             count_shards(processes, launch.replicas)
         split_batch(config.global_batch_windows, processes, 1)
-        return Pretraining(config, accelerator, saved)
+        return make_pretraining(config, accelerator, saved)
 
     with redirect_stdout(sys.stderr):
         try:

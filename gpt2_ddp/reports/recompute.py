@@ -5,8 +5,8 @@ The newest start row determines the rates and the due rows: each process of a ru
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any, NamedTuple
 
 from gpt2_ddp.checkpoint.run_files import METRICS
 from gpt2_ddp.config.jobs import JobConfig
@@ -17,9 +17,7 @@ from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.data.mixture import source_weights
 from gpt2_ddp.data.order import Permutation
-from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.state import FeedState, State
 from gpt2_ddp.tasks import pretraining, supervised
 from gpt2_ddp.tasks.pretraining import Pretraining
@@ -30,9 +28,21 @@ MOST_STEPS = 2_000_000
 """Most recomputed steps without a row (a minute of work): a file may claim any number."""
 
 
+class Data(NamedTuple):
+    """The data of a GPT, and the class of its task; a small job has none.
+
+    Args:
+        sources: the windows of the training split of each folder.
+    """
+
+    manifests: Sequence[Manifest]
+    sources: Sequence[Sized]
+    kind: type[Pretraining] = Pretraining
+
+
 def recompute(
     config: RunConfig,
-    manifests: Sequence[Manifest],
+    data: Data,
     start: Record,
     rows: Iterable[tuple[str, Record]],
     states: dict[str, State],
@@ -42,9 +52,10 @@ def recompute(
     the `states` of checkpoints. Raises: UserError for an unusable configuration.
 
     Args:
-        config, start: of the run's newest start. manifests: of a GPT's data. returns: steps that rollbacks return to.
+        config, start: of the run's newest start. returns: steps that rollbacks return to.
     """
-    again = Recomputed(config, manifests, start, returns | {state.step for state in states.values()})
+    returns = returns | {state.step for state in states.values()}
+    again = Recomputed(config, data, start, returns)
     rollbacks = 0
     for place, row in rows:
         rollbacks += row.get("event") == "rollback"
@@ -58,8 +69,9 @@ def recompute(
 class Recomputed:
     """The data and the due rows after each step of a run."""
 
-    def __init__(self, config: RunConfig, manifests: Sequence[Manifest], start: Record, returns: set[int]):
+    def __init__(self, config: RunConfig, data: Data, start: Record, returns: set[int]):
         self.config = config
+        self.kind = data.kind
         self.returns = returns
         self.step = 0  # that the feed has reached
         self.row = -1  # step of the last row
@@ -71,12 +83,12 @@ class Recomputed:
         if isinstance(config, TrainingConfig):
             self.unit = "tokens"
             self.per_item = config.model.block_size
-            windows = [count_windows(manifest.tokens("train"), self.per_item) for manifest in manifests]
-            if not all(windows):
+            if not all(map(len, data.sources)):
                 raise UserError("model.block_size", self.per_item, f"in {METRICS}: longer than the training split")
-            self.validates = bool(source_weights(config, manifests))
-            order = Pretraining(config).make_order([*map(range, windows)])
-            self.feed = Feed(order, GlobalBatch(config.global_batch_windows, share))
+            self.validates = bool(source_weights(config, data.manifests))
+            self.feed = Feed(
+                data.kind(config).make_order(data.sources), GlobalBatch(config.global_batch_windows, share)
+            )
         else:
             self.unit = "samples"
             self.per_item = 1
@@ -127,9 +139,11 @@ class Recomputed:
         if missing:
             yield f"{len(missing)} rows before step {step} are missing, the first of step {missing[0]}"
 
-    def _due(self) -> Due:
+    def _due(self) -> Due | None:
         last = self.step == self.steps
         if isinstance(self.config, TrainingConfig):
+            if self.kind.due is not Pretraining.due:
+                return None  # it may depend on anything
             return pretraining.due(self.config, self.step, last, self.feed.ended_epoch, self.validates)
         assert isinstance(self.config, JobConfig), "the other kinds"
         return supervised.due(self.config, self.step, last, self.feed.ended_epoch, self.feed.epochs)
@@ -153,11 +167,11 @@ class Recomputed:
             self.unit: feed.consumed * self.per_item,
             "epoch": round(feed.position / len(feed.order), 4),
             "order_digest": feed.order_digest,
-            "lr": self._rate(step),
         }
-        for name, value in right.items():
+        settings = self._settings(step)
+        for name, value in (right | settings).items():
             found = row.get(name, value)
-            is_close = name == "lr" and None not in (found, value) and math.isclose(found, value, rel_tol=1e-12)
+            is_close = name in settings and found is not None and math.isclose(found, value, rel_tol=1e-12)
             if found != value and not is_close:
                 yield f"{name} of step {step} is {found}, not {value}"
         known = [*feed.by_source(self.unit, self.per_item).values()]  # in their order: folders may have moved
@@ -165,16 +179,17 @@ class Recomputed:
         if found != known[: len(found)]:
             yield f"step {step} has the source numbers {found}, not {known}"
 
-    def _rate(self, step: int) -> float | None:
-        """The learning rate of a step; None before the first one."""
+    def _settings(self, step: int) -> dict[str, float]:
+        """The optimizer's settings in a step, as far as they are known."""
         if not step:
-            return None
+            return {}
         if isinstance(self.config, TrainingConfig):
             optim = self.config.optim
-            return None if optim.decay_steps is None and optim.schedule != "constant" else lr_at(step, optim)
+            is_known = optim.decay_steps is not None or optim.schedule == "constant"
+            return self.kind(self.config).schedule(step) if is_known else {}
         assert isinstance(self.config, JobConfig), "the other kinds"
         epoch_steps = math.ceil(len(self.feed.order) / self.feed.step_size)
-        return supervised.job_schedule(self.config, self.peak or self.config.optim.lr, epoch_steps)(step)
+        return {"lr": supervised.job_schedule(self.config, self.peak or self.config.optim.lr, epoch_steps)(step)}
 
     def _go_back(self, row: Record) -> Iterator[str]:
         """After a rollback, other data are expected: those that were read since its checkpoint are skipped."""

@@ -23,6 +23,7 @@ from gpt2_ddp.checkpoint.run_files import METRICS, Outcome, field_of, is_event, 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.launch import pick_device
@@ -30,6 +31,7 @@ from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import TaskState
 from gpt2_ddp.tasks.jobs import make_job
+from gpt2_ddp.tasks.own_code import Code, trusted
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train
@@ -77,7 +79,7 @@ def replay(
     rollbacks: list[Record],
     settings: Record,
     intact: Iterable[Checkpoint],
-    data: Sequence[str],
+    command: VerifyConfig,
 ) -> Iterator[Finding]:
     """Trains the span again. Compares rows, and weights and optimizer state at the end of each stretch between two of
     the `intact` checkpoints, since each stretch may have its own number of processes. `settings`: configuration after
@@ -97,17 +99,24 @@ def replay(
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
         stretch = Span(start, stop, rows, skipped)
         config = maker.config if maker else settings
-        yield _replay_stretch(run, stretch, checkpoints, (maker or checkpoints[start]).state.record, config, data)
+        yield _replay_stretch(run, stretch, checkpoints, maker or checkpoints[start], config, command)
 
 
 def _replay_stretch(
-    run: Path, span: Span, checkpoints: dict[int, Checkpoint], state: Record, settings: Record, data: Sequence[str]
+    run: Path,
+    span: Span,
+    checkpoints: dict[int, Checkpoint],
+    maker: Checkpoint,
+    settings: Record,
+    command: VerifyConfig,
 ) -> Finding:
+    state = maker.state.record
+    code = trusted(maker, command.trust_run_code)
     what = f"replay from step {span.start} to {span.stop}"
     begin = checkpoints[span.start]
     end = checkpoints.get(span.stop)
     with TemporaryDirectory(prefix="replay-") as folder:
-        config = _config(begin.kind, settings, folder, data, state)
+        config = _config(begin.kind, settings, folder, command.data, state)
         processes, reasons = _how_exactly(config, state)
         again = Path(folder) / config.run_name
         copy = again / "checkpoints" / begin.path.name
@@ -115,7 +124,7 @@ def _replay_stretch(
         for file in begin.path.iterdir():
             (copy / file.name).symlink_to(file.resolve())
         has_bits = end is not None and not reasons
-        if run_processes(_train_again, processes, config, span, has_bits, state["threads"]) == "stopped":
+        if run_processes(_train_again, processes, config, span, has_bits, state["threads"], code) == "stopped":
             raise SystemExit(STOPPED)
         defects = compare_rows(span.rows, {row["step"]: row for row in valid_rows(_rows(again))}, exact=not reasons)
         if end and has_bits:
@@ -172,8 +181,10 @@ class ReplayTask:
         return Due(log=row is not None, evaluate=row is not None and "val_loss" in row, save=last and self._save)
 
 
-def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None) -> Outcome:
-    make: Any = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
+def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None, code: Code | None) -> Outcome:
+    make: Any = partial(Supervised, make_job)
+    if isinstance(config, TrainingConfig):
+        make = code.load() if code else Pretraining
 
     def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
         torch.set_num_threads(threads or torch.get_num_threads())  # each number has its own order of sums

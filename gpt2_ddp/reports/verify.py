@@ -9,7 +9,7 @@ import hashlib
 import os
 import random
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice, zip_longest
@@ -44,17 +44,19 @@ from gpt2_ddp.checkpoint.run_files import (
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.run import MOST_ITEMS
+from gpt2_ddp.config.run import MOST_ITEMS, RunConfig
 from gpt2_ddp.config.tools import VerifyConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, token_dtype
 from gpt2_ddp.data.mixture import read_manifests, recorded
-from gpt2_ddp.data.shards import check_shard
+from gpt2_ddp.data.shards import TokenStream, Windows, check_shard, count_windows
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json, sha256_file, write_atomically
-from gpt2_ddp.reports.recompute import Record, recompute
+from gpt2_ddp.reports.recompute import Data, Record, recompute
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
 from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, Digest, FeedState, Mixture, Positive
+from gpt2_ddp.tasks.own_code import trusted
+from gpt2_ddp.tasks.pretraining import Pretraining
 
 LINE = 1000
 """Most characters of a printed line."""
@@ -266,9 +268,12 @@ def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Ancho
     elif is_right:
         settings = found.events("start")[-1]["config"]
         pinned = [checkpoint for place, checkpoint in found.checkpoints.items() if not pins[place]]
-        yield from replay(found.run, span, found.events("rollback"), settings, pinned, command.data)
+        yield from replay(found.run, span, found.events("rollback"), settings, pinned, command)
     else:
-        yield f"replay of {command.replay}: not possible, since the order of the data is not that of the run", None
+        yield (
+            f"replay of {command.replay}: not possible, since the order of the data is not known to be that of the run",
+            None,
+        )
 
 
 def _check_pin(checkpoint: Checkpoint, log: Log) -> Iterator[str]:
@@ -374,11 +379,44 @@ def _check_training(found: Found, command: VerifyConfig) -> Generator[Finding, N
             return False
         for folder, manifest in zip(folders, manifests, strict=True):
             yield _check_shards(Path(folder), manifest, command.shards)
+    kind, problem = _task_class(found, command.trust_run_code)
+    if problem:
+        yield f"order of the data, tokens, learning rates: not checked: {problem}", None
+        return command.trust_run_code
     states = {place: checkpoint.state for place, checkpoint in found.checkpoints.items()}
     returns = {row["step"] for row in found.events("rollback")}
-    defects = recompute(config, manifests, start, log.rows(), states, returns)
+    data = Data(manifests, _sources(config, manifests, command.data, kind), kind)
+    defects = recompute(config, data, start, log.rows(), states, returns)
     yield f"order of the data, tokens, learning rates, steps of rows: recomputed from seed {config.seed}", defects
     return not defects
+
+
+def _sources(
+    config: RunConfig, manifests: Sequence[Manifest], folders: Sequence[str], kind: type[Pretraining]
+) -> Sequence[Sized]:
+    """The windows of each training split. An order of one's own may read them; otherwise their number is enough."""
+    if not isinstance(config, TrainingConfig):
+        return []
+    size = config.model.block_size
+    if kind is Pretraining:
+        return [range(count_windows(manifest.tokens("train"), size)) for manifest in manifests]
+    places = zip(map(Path, folders or config.data.paths), manifests, strict=True)
+    return [Windows(TokenStream(*place, "train"), size) for place in places]
+
+
+def _task_class(found: Found, trust_code: bool) -> tuple[type[Pretraining], str]:
+    """The class of a GPT run, and why it is not known; else an empty text."""
+    hashes = {(row.get("code") or {}).get("sha256") for row in found.events("start")}
+    if hashes == {None}:
+        return Pretraining, ""
+    newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.step, default=None)
+    try:
+        code = trusted(newest, trust_code) if newest else None
+        if code and hashes == {code.sha256}:
+            return code.load(), ""
+    except UserError as error:
+        return Pretraining, str(error)
+    return Pretraining, "the class changed during the run, or no checkpoint has it"
 
 
 def _check_shards(folder: Path, manifest: Manifest, how: str) -> Finding:

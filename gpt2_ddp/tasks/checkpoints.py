@@ -91,12 +91,12 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     folders = settings.data.paths
 
     def load():
-        model, tokenizer = load_model(checkpoint)
+        model, tokenizer = load_model(checkpoint, config.trust_run_code)
         manifests, streams = open_splits(folders, config.split, tokenizer)
         return model, tokenizer, streams, source_weights(settings, manifests, config.split) if has_weights else {}
 
     model, tokenizer, streams, weights = on_every_rank(load)
-    size, lengths = model.config.block_size, tokenizer.token_bytes()
+    size, lengths = settings.model.block_size, tokenizer.token_bytes()
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     found = {
         number: evaluate(accelerator, prepared, EvalSet(stream, size, config.tokens, lengths), config.batch_size)
@@ -117,8 +117,8 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
 def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
     """The scores of `config.tasks` as a table. Saves items and scores after each task; another number of items has
     another file."""
-    model, tokenizer = on_every_rank(lambda: load_model(checkpoint))
-    size = model.config.block_size
+    model, tokenizer = on_every_rank(lambda: load_model(checkpoint, config.trust_run_code))
+    size = read_settings(checkpoint).model.block_size
     folder = Path(config.output or _evaluations(checkpoint))
 
     def load() -> list[ItemSet]:

@@ -32,15 +32,18 @@ from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
-from gpt2_ddp.state import GPTData, Mixture, Parent, Scores, State, TaskState
+from gpt2_ddp.state import GPTData, Mixture, OwnCode, Parent, Scores, State, TaskState
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.task import Due, Loss, Poll
 
 if TYPE_CHECKING:
     from gpt2_ddp.data.mixture import MixedWindows
     from gpt2_ddp.scoring import ItemSet
+    from gpt2_ddp.tasks.own_code import Code
 
 
+CODE = "task.py"
+"""In a checkpoint: the source of a class of one's own (`tasks.own_code`)."""
 MOST_PASSES = 40
 """Passes over the training split beyond which a note asks for more text."""
 FEWEST_VALIDATION_TOKENS = 1000
@@ -118,6 +121,8 @@ class Pretraining:
     """
 
     unit = "tokens"
+    code: "Code | None" = None
+    """Where a subclass comes from; None in this package."""
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
         self.config = config
@@ -179,7 +184,8 @@ class Pretraining:
         self.epoch_size = len(self.order)
         self.config, notes = resolve(config, self._saved, self.epoch_size)
         steps = self.total_steps(self.epoch_size) or 0
-        if note := schedule_note(self._saved.step if self._saved else 0, steps, self.config.optim):
+        before = self._saved.step if self._saved else 0
+        if type(self).schedule is Pretraining.schedule and (note := schedule_note(before, steps, self.config.optim)):
             notes.append(note)
         if not self._saved:
             passes = steps * config.global_batch_windows / self.epoch_size
@@ -187,6 +193,8 @@ class Pretraining:
         self._print(notes)
         file = Path(paths[0]) / self.manifest.tokenizer
         self.files: Mapping[str, bytes] = {file.name: file.read_bytes()} if file.is_file() else {}
+        if self.code:
+            self.files = {**self.files, CODE: self.code.source}
 
     def _prepare_missing_data(self) -> None:
         if (recipe := missing_data(self.config)) and self.accelerator.is_local_main_process:
@@ -211,8 +219,8 @@ class Pretraining:
 
         return mixed_order(self.config, [*map(len, sources)])
 
-    def make_model(self, vocab_size: int, eot: int, loss_chunk: int | None = None) -> GPT:
-        """The plain model. Arguments: as of `GPT`."""
+    def make_model(self, vocab_size: int, eot: int | None = None, loss_chunk: int | None = None) -> GPT:
+        """The plain model, which is called like a `GPT`. Arguments: as of `GPT`."""
         config = self.config
         return GPT(config.model, vocab_size, eot, config.train.activation_checkpointing, loss_chunk)
 
@@ -227,7 +235,7 @@ class Pretraining:
         with empty if receives else nullcontext():
             loss_chunk = resolve_loss_chunk(config.train.loss_chunk, accelerator.device.type)
             self.model = self.make_model(self.manifest.vocab_size, self.manifest.eot, loss_chunk)
-        self.flops_per_unit = self.model.flops_per_token()
+        self.flops_per_unit = self.model.flops_per_token() if isinstance(self.model, GPT) else 0
         if path := self._initial_weights:
             from gpt2_ddp.tasks.initial_weights import load_initial_weights
 
@@ -322,6 +330,7 @@ class Pretraining:
             micro_batch=self.micro_batch,
             tasks={items.name: items.sha256 for items in self.item_sets},
             mixture=self._corpus.mixture,
+            code=OwnCode(name=self.code.name, sha256=self.code.sha256) if self.code else None,
         )
 
     def load_state_dict(self, state: TaskState) -> None:
@@ -330,6 +339,15 @@ class Pretraining:
     def _print(self, notes: Iterable[str]) -> None:
         for note in notes if is_main() else ():
             print(f"note: {note}", file=sys.stderr)
+
+
+def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
+    """The task of a GPT run: `Pretraining`, or the class that `task` names or the run recorded. Collective."""
+    if config.task or (saved and getattr(saved.state.task, "code", None)):
+        from gpt2_ddp.tasks.own_code import make
+
+        return make(config, accelerator, saved)
+    return Pretraining(config, accelerator, saved)
 
 
 def total_steps(steps: int | None, epochs: float | None, windows: int, epoch_size: int | None) -> int | None:
@@ -396,7 +414,7 @@ def choose_micro_batch(
     if size == "auto":
         from gpt2_ddp.model.memory import estimated_micro_batch, tried_micro_batch
 
-        chosen = estimated_micro_batch(config, model.vocab_size, accelerator)
+        chosen = estimated_micro_batch(config, model, accelerator)
         if accelerator.device.type == "cuda" and config.parallel == "ddp":
             chosen = tried_micro_batch(model, accelerator, windows, chosen)
     else:

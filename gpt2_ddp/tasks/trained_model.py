@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import add
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -26,13 +27,18 @@ from gpt2_ddp.files import read_small
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
 
+if TYPE_CHECKING:
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
 LONGEST = 2**28  # bytes of a file of prompts
 
 
-def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
-    """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
+def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, Tokenizer]:
+    """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint. `trust_code`: execute
+    the class that the run recorded, even if it was never given on this machine.
     Raises: UserError if the tokenizer cannot be loaded, or state, configuration and weights do not fit each other."""
     config = read_settings(checkpoint)
+    task = own_task(checkpoint, trust_code)
     with still_there(checkpoint):
         weights = load_file(checkpoint.path / MODEL)
         vocab_size, name = checkpoint.state.record["vocab_size"], checkpoint.state.record["tokenizer"]
@@ -41,10 +47,21 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     if tokenizer.sha256 != checkpoint.state.record["tokenizer_sha256"]:
         raise UserError("checkpoint", file, "is not the tokenizer of the run; name another checkpoint")
     with torch.device("meta"), without_init():  # a stranger's configuration may claim any size
-        model = GPT(config.model, vocab_size, tokenizer.eot)
+        model = task.make_model(vocab_size, tokenizer.eot) if task else GPT(config.model, vocab_size, tokenizer.eot)
     check_weights(weights, model, checkpoint.path)
     model.load_state_dict(weights, assign=True)
     return model.eval(), tokenizer
+
+
+def own_task(checkpoint: Checkpoint, trust_code: bool) -> "Pretraining | None":
+    """The task of a class of one's own, without its data; None for runs of this package's."""
+    if not getattr(checkpoint.state.task, "code", None):
+        return None
+    from gpt2_ddp.tasks.own_code import trusted
+
+    code = trusted(checkpoint, trust_code)
+    assert code, "the checkpoint has one"
+    return code.load()(read_settings(checkpoint))
 
 
 def read_settings(checkpoint: Checkpoint) -> TrainingConfig:
@@ -114,7 +131,9 @@ def generate_text(config: GenerateConfig) -> int:
     device = pick_device(config.device)
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
-    model, tokenizer = load_model(checkpoint)
+    model, tokenizer = load_model(checkpoint, config.trust_run_code)
+    if not isinstance(model, GPT):
+        raise UserError("task", checkpoint.config.get("task"), "makes a model that is no GPT; only a GPT writes text")
     model.to(device)
     _print_samples(config, model, tokenizer, prompts)
     return 0

@@ -1,0 +1,253 @@
+"""The code of a task class of one's own: each checkpoint has its source, and only trusted source is executed.
+
+Who names a class by `--task`, or passes it to `train`, trusts its source on this machine from then on. Other source in
+a run folder stays data.
+"""
+
+import ast
+import difflib
+import hashlib
+import inspect
+import os
+import site
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from accelerate import Accelerator
+
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.ranks import on_every_rank, on_main
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import read_small
+from gpt2_ddp.project import PACKAGE
+from gpt2_ddp.tasks.pretraining import CODE, Pretraining
+
+LARGEST = 2**20
+"""Most bytes of a source file."""
+SHOWN = 20
+"""Most printed lines of a difference."""
+
+
+class Code(NamedTuple):
+    """The source of a task class. `name`: FILE.py:CLASS or MODULE:CLASS."""
+
+    name: str
+    source: bytes
+
+    @property
+    def place(self) -> str:
+        """The file or module."""
+        return self.name.rpartition(":")[0]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.source).hexdigest()
+
+    def load(self) -> type[Pretraining]:
+        """The class. Executes the source. Raises: UserError if that fails, or there is no such class."""
+        check_imports(self)
+        name = self.name.rpartition(":")[2]
+        module = ModuleType(f"task_{self.sha256[:16]}")
+        sys.modules[module.__name__] = module
+        try:
+            exec(compile(self.source, self.place, "exec"), vars(module))
+        except Exception as error:
+            hint = f"cannot be executed ({type(error).__name__}: {error})"
+            raise UserError("task", self.name, hint) from error
+        return self.bind(getattr(module, name, None))
+
+    def bind(self, found: object) -> type[Pretraining]:
+        """The class `found`, which records this code. Raises: UserError if it is no task class."""
+        if not (isinstance(found, type) and issubclass(found, Pretraining)):
+            hint = f"{self.place} has no such class that extends gpt2_ddp.Pretraining"
+            raise UserError("task", self.name, hint)
+        return type(found.__name__, (found,), {"code": self, "__module__": found.__module__})
+
+
+def find(name: str) -> Code:
+    """The code that `task` names. Raises: UserError if there is none."""
+    place = name.rpartition(":")[0]
+    file = place
+    if not place.endswith(".py"):
+        spec = None
+        with suppress(ImportError, ValueError):
+            spec = find_spec(place)
+        file = str(spec and spec.origin)
+    try:
+        return Code(name, read_small(Path(file), LARGEST))
+    except (OSError, ValueError) as error:
+        hint = "cannot be read; name FILE.py:CLASS, or MODULE:CLASS of an installed module"
+        raise UserError("task", name, hint) from error
+
+
+def of_class(kind: type) -> Code:
+    """The code of a class: its whole file, or of a notebook's class its own lines. Raises: UserError without either."""
+    try:
+        file = inspect.getsourcefile(kind)
+        if file and os.path.isfile(file):
+            inside = Path(file).is_relative_to(Path.cwd())
+            return Code(f"{os.path.relpath(file) if inside else file}:{kind.__qualname__}", Path(file).read_bytes())
+        return Code(f"notebook:{kind.__qualname__}", textwrap.dedent(inspect.getsource(kind)).encode())
+    except (OSError, TypeError) as error:
+        raise UserError("task", kind.__name__, "its source cannot be found; define it in a .py file") from error
+
+
+def check_imports(code: Code) -> None:
+    """Raises: UserError for an import of a module that is neither installed nor in the source."""
+    try:
+        names = {*imported(ast.parse(code.source))}
+    except (SyntaxError, ValueError) as error:
+        raise UserError("task", code.name, f"is no Python of this version ({error})") from error
+    for name in sorted(names):
+        if not is_installed(name):
+            hint = f"imports {name}, which the run would not record; put it into the same file, or install it"
+            raise UserError("task", code.name, hint)
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The top-level names of all imported modules; a dot for a relative import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." if node.level else str(node.module).partition(".")[0]
+
+
+def is_installed(name: str) -> bool:
+    """Whether a module belongs to Python, to an installed package or to this one."""
+    if name in sys.stdlib_module_names or name == PACKAGE.name:
+        return True
+    spec = find_spec(name) if name != "." else None
+    if not spec:
+        return name != "."  # its import will fail, and say so
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    places = [spec.origin or "", *(spec.submodule_search_locations or ())]
+    return any(Path(place).is_relative_to(folder) for place in places for folder in folders)
+
+
+def recorded(checkpoint: Checkpoint) -> Code | None:
+    """The code in a checkpoint. Raises: UserError if its file is missing or another one."""
+    known = getattr(checkpoint.state.task, "code", None)
+    if not known:
+        return None
+    file = checkpoint.path / CODE
+    with suppress(OSError, ValueError):
+        code = Code(known.name, read_small(file, LARGEST))
+        if code.sha256 == known.sha256:
+            return code
+    raise UserError("checkpoint", file, f"is not the source of {known.name} that the run recorded")
+
+
+def trusted(checkpoint: Checkpoint, trust: bool = False) -> Code | None:
+    """The code in a checkpoint; None without any. Raises: UserError for code that was never given on this machine,
+    unless `trust`."""
+    code = recorded(checkpoint)
+    if code and not trust and not is_trusted(code):
+        file = checkpoint.path / CODE
+        hint = f"its code was never given on this machine; read {file}, then give --trust_run_code true, or train "
+        raise UserError("task", code.name, f"{hint}with --task {code.name}")
+    return code
+
+
+def is_trusted(code: Code) -> bool:
+    """Whether somebody gave this source on this machine."""
+    with suppress(OSError):
+        return code.sha256 in _registry().read_text(encoding="utf-8").split()
+    return False
+
+
+def trust(code: Code) -> None:
+    """Records that somebody gave this source on this machine."""
+    if not is_trusted(code):
+        with suppress(OSError):  # without a home, the code has to be given again
+            _registry().parent.mkdir(parents=True, exist_ok=True)
+            with _registry().open("a", encoding="utf-8") as file:
+                file.write(f"{code.sha256}\n")
+
+
+def _registry() -> Path:
+    """The file with the SHA-256 of each trusted source."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / PACKAGE.name / "trusted_code"
+
+
+def make(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
+    """The task of a run with a class of one's own, given by `config.task` or recorded in `saved`. The main process's
+    source is that of all ranks. Collective. Raises: UserError."""
+    code, notes = on_main(partial(_settle, config, saved))
+    return _start(on_every_rank(code.load), code, notes, config, accelerator, saved)
+
+
+def make_given(
+    kind: type[Pretraining], config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None
+) -> Pretraining:
+    """As `make`, with a class that the caller has imported. Collective. Raises: UserError."""
+
+    def settle() -> tuple[Code, list[str]]:
+        code = of_class(kind)
+        check_imports(code)
+        return _compare(code, saved)
+
+    code, notes = on_main(settle)
+    return _start(code.bind(kind), code, notes, config, accelerator, saved)
+
+
+def _start(
+    kind: type[Pretraining],
+    code: Code,
+    notes: list[str],
+    config: TrainingConfig,
+    accelerator: Accelerator,
+    saved: Checkpoint | None,
+) -> Pretraining:
+    for note in notes:
+        accelerator.print(f"note: {note}")
+    return kind(config.model_copy(update={"task": code.name}), accelerator, saved)
+
+
+def _settle(config: TrainingConfig, saved: Checkpoint | None) -> tuple[Code, list[str]]:
+    """The code to train with, and notes."""
+    if config.task:
+        code = find(config.task)
+        if not is_trusted(code) and config.task not in (word.removeprefix("--task=") for word in sys.argv):
+            hint = f"only a file names this code; if you trust it, give --task {config.task}"
+            raise UserError("task", config.task, hint)
+        return _compare(code, saved)
+    assert saved, "a new run without a task is Pretraining"
+    code = trusted(saved)
+    assert code, "the checkpoint has a class of one's own"
+    if code.place.endswith(".py") and os.path.isfile(code.place) and (changes := _changes(code, find(code.name))):
+        shown = "; ".join(line for line in changes if not line.startswith("@@"))
+        raise UserError("task", code.name, f"has changed ({truncate(shown, 150)}); --task {code.name} accepts that")
+    return code, []
+
+
+def _compare(code: Code, saved: Checkpoint | None) -> tuple[Code, list[str]]:
+    """A given code, and notes on what is new in it."""
+    trust(code)
+    before = recorded(saved) if saved else None
+    if not saved or not before:
+        begins = saved is None or saved.step == saved.state.progress.first_step
+        if not begins:
+            hint = "the run was started without it; choose another run_name, or start from it with train.branch_from"
+            raise UserError("task", code.name, hint)
+        return code, []
+    renamed = [f"task changes from {before.name} to {code.name}"] * (before.name != code.name)
+    changes = _changes(before, code)
+    more = [f"and {len(changes) - SHOWN} more lines"] * (len(changes) > SHOWN)
+    return code, [*renamed, *(f"task: {line}" for line in changes[:SHOWN] + more)]
+
+
+def _changes(before: Code, now: Code) -> list[str]:
+    """A unified difference; empty for equal sources."""
+    old, new = (code.source.decode(errors="replace").splitlines() for code in (before, now))
+    return [*difflib.unified_diff(old, new, n=0, lineterm="")][2:]
