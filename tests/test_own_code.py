@@ -1,0 +1,248 @@
+"""The code of one's own class: what a resume does after each change of its file; a stranger's code stays data."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import chdir, suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from runs import train, training_config
+
+from gpt2_ddp import api
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from gpt2_ddp.config.cli import resolve
+from gpt2_ddp.config.plan import PlanConfig
+from gpt2_ddp.config.tools import (
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    ReportConfig,
+    StatusConfig,
+    VerifyConfig,
+)
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.plan.plan import show_plan
+from gpt2_ddp.reports.report import report
+from gpt2_ddp.reports.status import show_status
+from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.tasks import own_code
+from gpt2_ddp.tasks.own_code import find, make, make_given, recorded, trust
+from gpt2_ddp.training import loop
+
+FILE = '''
+"""A schedule of one's own."""
+from gpt2_ddp import Pretraining
+
+open("executed", "w").close()
+RATE = 1e-3
+
+
+class Mine(Pretraining):
+    def schedule(self, step):
+        return {"lr": RATE / step, "weight_decay": 0.1 / step}
+'''
+
+
+@pytest.fixture(scope="module")
+def made(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with mine.py and a run of its class."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine.py").write_text(FILE)
+    with chdir(folder):
+        trust(find("mine.py:Mine"))
+        config = training_config(corpus, folder, {"task": "mine.py:Mine", "train.steps": 5})
+        assert train(config) == "completed"
+    return folder
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the folder, which is the current one. Only this file is trusted."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    trust(find("mine.py:Mine"))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("task_")]:
+        del sys.modules[name]
+
+
+def resumed(corpus: Path, folder: Path, task: str | None = None) -> tuple[Any, list[str]]:
+    """The task of the run when it is resumed, and the printed notes."""
+    notes: list[str] = []
+    config = training_config(corpus, folder, {"task": task, "train.steps": 5})
+    alone: Any = SimpleNamespace(num_processes=1, print=notes.append)
+    return make(config, alone, checkpoint_of(folder)), notes
+
+
+def checkpoint_of(folder: Path) -> Checkpoint:
+    return find_checkpoint(folder / "run", "run")
+
+
+def given(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    """The command line has `--task`."""
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--task", task])
+
+
+def edit(old: str, new: str) -> Callable[[Path], object]:
+    return lambda file: file.write_text(FILE.replace(old, new))
+
+
+KEPT = [
+    lambda file: None,
+    lambda file: file.unlink(),
+    lambda file: (file.unlink(), file.mkdir()),
+    lambda file: (file.rename("other.py"), file.symlink_to("other.py")),
+    lambda file: file.write_text(FILE),
+    lambda file: os.chdir("/"),
+    lambda file: file.write_bytes(FILE.replace("\n", "\r\n").encode()),
+]
+"""Changes after which a resume goes on with the recorded class."""
+CHANGED = {
+    "comment": edit("own.", "own!"),
+    "constant": edit("1e-3", "2e-3"),
+    "spaces": edit("RATE / step", "RATE  /  step"),
+    "byte order mark": lambda file: file.write_bytes(b"\xef\xbb\xbf" + FILE.encode()),
+    "another method": edit("def schedule", "def unused(self):\n        ...\n\n    def schedule"),
+    "more classes": lambda file: file.write_text(FILE + "\n\nclass Other(Mine): ..."),
+    "an installed package": edit("RATE =", "import numpy\n\nRATE ="),
+}
+"""Changes that `--task` accepts."""
+REFUSED = {
+    "renamed class": edit("class Mine", "class Ours"),
+    "no task": edit("(Pretraining)", ""),
+    "a module beside it": edit("RATE =", "import helper\n\nRATE ="),
+    "a module beside it, inside": edit("        return", "        from helper import x\n\n        return"),
+    "a relative import": edit("RATE =", "from . import helper\n\nRATE ="),
+    "a missing module": edit("RATE =", "import no_such_module\n\nRATE ="),
+    "another Python": edit("RATE =", "print 'x'\nRATE ="),
+    "empty": lambda file: file.write_text(""),
+    "no text": lambda file: file.write_bytes(b"\0\xff" * 9),
+    "an exception": edit("RATE =", "RATE = 1 / 0 +"),
+    "huge": lambda file: file.write_text(FILE + "#" * 2**20),
+}
+"""Changes that nothing accepts."""
+
+
+@pytest.mark.parametrize("change", KEPT)
+def test_a_resume_takes_the_recorded_class(corpus, here, change):
+    change(here / "mine.py")
+    task, notes = resumed(corpus, here)
+    assert task.schedule(2) == {"lr": 5e-4, "weight_decay": 0.05}
+    assert (task.config.task, notes) == ("mine.py:Mine", [])
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_changed_file_has_to_be_accepted(corpus, here, monkeypatch, change):
+    """One line says what changed, and the notes of the accepted one."""
+    CHANGED[change](here / "mine.py")
+    with pytest.raises(UserError, match=r"task = mine\.py:Mine: has changed") as error:
+        resumed(corpus, here)
+    assert len(error.value.mistakes) == 1
+    with pytest.raises(UserError, match="only a file names this code"):
+        resumed(corpus, here, "mine.py:Mine")
+    given(monkeypatch, "mine.py:Mine")
+    task, notes = resumed(corpus, here, "mine.py:Mine")
+    assert task.schedule(2)["lr"] == (1e-3 if change == "constant" else 5e-4)
+    assert task.code.source == (here / "mine.py").read_bytes()
+    assert any(line.startswith(("note: task: +", "note: task: -")) for line in notes)
+    assert len(notes) <= 21
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_file_without_the_class_is_refused(corpus, here, monkeypatch, change):
+    (here / "helper.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(str(here))
+    REFUSED[change](here / "mine.py")
+    given(monkeypatch, "mine.py:Mine")
+    for task in (None, "mine.py:Mine"):
+        with pytest.raises(UserError, match=r"task = mine\.py:Mine: ") as error:
+            resumed(corpus, here, task)
+        assert len(error.value.mistakes) == 1
+
+
+def test_a_class_is_not_exchanged_in_silence(corpus, here, monkeypatch):
+    """Another class is named; a run without one takes none."""
+    (here / "mine.py").write_text(FILE.replace("Mine", "Ours"))
+    given(monkeypatch, "mine.py:Ours")
+    _, notes = resumed(corpus, here, "mine.py:Ours")
+    assert "note: task changes from mine.py:Mine to mine.py:Ours" in notes
+    plain = training_config(corpus, here / "plain", {"train.steps": 1})
+    assert train(plain) == "completed"
+    with pytest.raises(UserError, match="the run was started without it"):
+        resumed(corpus, here / "plain", "mine.py:Ours")
+
+
+@pytest.mark.parametrize("name", ["mine.py", "mine.py:", ":Mine", "a b:c d"])
+def test_a_name_has_a_file_and_a_class(corpus, tmp_path, name):
+    with pytest.raises(UserError, match="task = "):
+        training_config(corpus, tmp_path, {"task": name})
+
+
+@pytest.mark.parametrize("name", ["nothing.py:Mine", "no.such.module:Mine", "json.decoder:JSONDecoder"])
+def test_a_name_of_no_task(name):
+    with pytest.raises(UserError, match=f"task = {name}: "):
+        find(name).load()
+
+
+def test_an_installed_module_names_a_class():
+    assert find("gpt2_ddp.tasks.noise_scale:NoiseScale").load().__name__ == "NoiseScale"
+
+
+def test_a_run_of_a_class_in_python_is_that_of_a_file(corpus, tmp_path, monkeypatch):
+    """`train(config, Mine)` records its file."""
+    (tmp_path / "mine.py").write_text(FILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "mine", None)
+    del sys.modules["mine"]
+    kind = import_module("mine").Mine
+    config = training_config(corpus, tmp_path, {"train.steps": 2})
+    assert loop.train(config, partial(make_given, kind)).outcome == "completed"
+    code = recorded(checkpoint_of(tmp_path))
+    assert code == find("mine.py:Mine")
+    assert own_code.is_trusted(find("mine.py:Mine"))
+
+
+def command(main: str, config: type[Any], **fields: Any) -> Callable[[Path], object]:
+    """A command on the run in a folder."""
+    return lambda folder: resolve_name(f"gpt2_ddp.{main}")(config(**{name: str(folder / "run") for name in fields}))
+
+
+def by_its_file(folder: Path) -> object:
+    return train(resolve(TrainingConfig, [str(folder / "run/config.yaml")], {"train.steps": 9}))
+
+
+COMMANDS: dict[str, Callable[[Path], object]] = {
+    "train_gpt2": lambda folder: train(training_config(folder, folder, {"train.steps": 9})),
+    "train_gpt2 --config": by_its_file,
+    "evaluate": command("tasks.checkpoints:evaluate_checkpoint", EvaluateConfig, checkpoint=""),
+    "generate": command("tasks.trained_model:generate_text", GenerateConfig, checkpoint=""),
+    "export_hf": command("export.export:export_hf", ExportConfig, checkpoint=""),
+    "load_model": lambda folder: api.load_model(folder / "run"),
+    "verify_run": command("reports.verify:verify_run", VerifyConfig, run=""),
+    "replay": lambda folder: verify_run(VerifyConfig(run=str(folder / "run"), replay="0:5")),
+    "report": lambda folder: report(ReportConfig(runs=(str(folder / "run"),))),
+    "status": lambda folder: show_status(StatusConfig(runs=(str(folder / "run"),))),
+    "plan": lambda folder: show_plan(resolve(PlanConfig, [str(folder / "run/config.yaml")], {})),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_strangers_class_stays_data(here, monkeypatch, name):
+    """The code of a run folder that nobody gave on this machine, though its file is there."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(here / "elsewhere"))
+    (here / "executed").unlink()
+    with suppress(UserError):
+        COMMANDS[name](here)
+    assert not (here / "executed").exists()
+    api.load_model(here / "run", trust_run_code=True)
+    assert (here / "executed").exists()
