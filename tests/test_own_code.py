@@ -58,7 +58,7 @@ def made(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mine.py").write_text(FILE)
     with chdir(folder):
         trust(find("mine.py:Mine"))
-        config = training_config(corpus, folder, {"task": "mine.py:Mine", "train.steps": 5})
+        config = training_config(corpus, folder, {"task": "mine.py:Mine", "train.steps": 5, "checkpoint.every": 2})
         assert train(config) == "completed"
     return folder
 
@@ -78,7 +78,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def resumed(corpus: Path, folder: Path, task: str | None = None) -> tuple[Any, list[str]]:
     """The task of the run when it is resumed, and the printed notes."""
     notes: list[str] = []
-    config = training_config(corpus, folder, {"task": task, "train.steps": 5})
+    config = training_config(corpus, folder, {"task": task, "train.steps": 5, "checkpoint.every": 2})
     alone: Any = SimpleNamespace(num_processes=1, print=notes.append)
     return make(config, alone, checkpoint_of(folder)), notes
 
@@ -229,7 +229,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "export_hf": command("export.export:export_hf", ExportConfig, checkpoint=""),
     "load_model": lambda folder: api.load_model(folder / "run"),
     "verify_run": command("reports.verify:verify_run", VerifyConfig, run=""),
-    "replay": lambda folder: verify_run(VerifyConfig(run=str(folder / "run"), replay="0:5")),
+    "replay": lambda folder: verify_run(VerifyConfig(run=str(folder / "run"), replay="2:5")),
     "report": lambda folder: report(ReportConfig(runs=(str(folder / "run"),))),
     "status": lambda folder: show_status(StatusConfig(runs=(str(folder / "run"),))),
     "plan": lambda folder: show_plan(resolve(PlanConfig, [str(folder / "run/config.yaml")], {})),
