@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -134,10 +134,11 @@ class RunFolder:
 
 
 class RunLog:
-    """The records of a run, on every rank; the main process writes them."""
+    """The records of a run, on every rank; the main process writes them. `more`: keys for status.json while it runs."""
 
-    def __init__(self, folder: RunFolder):
+    def __init__(self, folder: RunFolder, more: Callable[[], Row] = dict):
         self.path, self.is_main, self._folder = folder.path, is_main(), folder
+        self._more = more
         self.is_gone = False  # by the last heartbeat
         self._state, self._writing, self._appending = "", threading.RLock(), threading.Lock()
         self._chain, self._samples = FIRST_CHAIN, hashlib.sha256()  # of the rows, and of samples.jsonl
@@ -164,7 +165,8 @@ class RunLog:
         has_lock = self._folder.has_lock()
         with self._writing, suppress(UserError):  # the disk may be full for a while
             if has_lock and self._state == "running":
-                self._put_status({"state": "running", "step": 0, "reason": "", **status}, durable=False)
+                status = {"state": "running", "step": 0, "reason": "", **status, **self._more()}
+                self._put_status(status, durable=False)
         self.is_gone = not has_lock or bool(self._lost)
 
     def check(self) -> None:

@@ -79,6 +79,10 @@ class GuardConfig(Section):
     """number of bad steps in a row after which the run has diverged"""
 
 
+Url = Annotated[str, Field(pattern=r"^[^@]+$")]
+MIRROR = "a URL without credentials, which come from the environment, like s3://BUCKET/runs"
+
+
 class KeepConfig(Section):
     """Checkpoints"""
 
@@ -87,6 +91,11 @@ class KeepConfig(Section):
     background: Annotated[Literal["auto"] | bool, only(Literal["auto"] | bool, "auto, true or false")] = "auto"
     """true: write checkpoints from a copy in host memory while the training continues; false: the training waits; auto:
     true if a core and enough memory are free, as on GPU machines"""
+    mirror: Annotated[str | None, only(Url | None, MIRROR)] = None
+    """URL of a folder for a copy of the run, such as s3://BUCKET/runs (any URL of fsspec); each checkpoint is copied in
+    the background, and a machine without the run restores it from there (docs/cloud.md); null: no copy"""
+    mirror_seconds: float = Field(default=20, ge=0)
+    """longest wait for the mirror when the run ends or is stopped"""
 
 
 class TrackingConfig(Section):

@@ -208,6 +208,7 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
         settled = {"compile": state["compile"], "micro_batch_size": state.get("micro_batch")}
         values["train"] |= {name: to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
     values["tracking"] |= {"log_with": "none"}
+    values["checkpoint"] |= {"mirror": None}
     if isinstance(config, TrainingConfig):
         values["data"] |= {"prepare": None, "path": data or config.data.paths}
         values["eval"] |= {"patience": None, "tasks": ()}

@@ -1,0 +1,283 @@
+"""A copy of a run at a URL, such as a bucket: kept up to date in the background, restored on a machine without the run.
+
+The rows are copied before the files of a checkpoint, and its manifest last. So a copied checkpoint with a manifest is
+whole, and its rows are there. Every object is read back and compared. A lease keeps two machines apart.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from gpt2_ddp.checkpoint.checkpoint import (
+    MANIFEST,
+    STATE,
+    Checkpoint,
+    CorruptCheckpoint,
+    list_checkpoints,
+    newest_intact,
+    verify,
+)
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import read_json, sha256_file
+from gpt2_ddp.state import State
+
+FIELD = "checkpoint.mirror"
+RECORDS = (METRICS, SAMPLES, CONFIG, STATUS)
+LEASE = "lease.json"
+EXPIRES = 60.0
+"""Seconds after which a lease that its owner has not renewed is over. The machines' clocks may differ by less."""
+LOOK = 1.0
+"""Seconds between two looks for new checkpoints."""
+RETRIES = (1.0, 5.0, 30.0)
+"""Seconds before the next attempt after one, two and more failures in a row."""
+BLOCK = 2**22
+"""Bytes that are read at a time."""
+
+
+class Bucket:
+    """The objects of one run at a URL of fsspec, by their names below it."""
+
+    def __init__(self, url: str, run_name: str):
+        self.url = f"{url.rstrip('/')}/{run_name}"
+        self._is_disk = url.startswith("file:")  # where a kill may leave half an object
+        options = {"auto_mkdir": True} if self._is_disk else {}
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
+        except (ImportError, ValueError) as error:  # the package of a protocol is missing; an unknown protocol
+            raise UserError(FIELD, url, f"cannot be used ({error})") from error
+
+    def checkpoints(self) -> dict[str, str]:
+        """The SHA-256 of the manifest of each whole checkpoint, by name, the newest first."""
+        self._files.invalidate_cache()
+        with suppress(FileNotFoundError):
+            names = [str(path).rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+            steps = sorted((name for name in names if name.startswith("step-")), reverse=True)
+            manifests = {name: self.read(f"{name}/{MANIFEST}") for name in steps}
+            return {name: hashlib.sha256(found).hexdigest() for name, found in manifests.items() if found}
+        return {}
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small object; None without it."""
+        with suppress(FileNotFoundError):
+            return self._files.cat_file(f"{self._root}/{name}")
+        return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a small object, and compares it. Raises: OSError if it differs."""
+        with self._whole(name) as target:
+            self._files.pipe_file(target, content)
+        if self.read(name) != content:
+            raise OSError(f"{name} is not what was written")
+
+    @contextmanager
+    def _whole(self, name: str) -> Iterator[str]:
+        """Where to write an object, which is then there as a whole."""
+        target = f"{self._root}/{name}"
+        yield f"{target}.tmp" if self._is_disk else target
+        if self._is_disk:
+            self._files.mv(f"{target}.tmp", target)
+
+    def put(self, file: Path, name: str, sha256: str) -> None:
+        """Copies a file there, and compares its hash. Raises: OSError if it differs."""
+        with self._whole(name) as target:
+            self._files.put_file(str(file), target)
+        digest = hashlib.sha256()
+        with self._files.open(f"{self._root}/{name}", "rb", block_size=BLOCK) as stream:
+            while block := stream.read(BLOCK):
+                digest.update(block)
+        if digest.hexdigest() != sha256:
+            raise OSError(f"{name} is not what was written")
+
+    def get(self, name: str, folder: Path) -> None:
+        """Copies all objects below a name into a new folder."""
+        folder.mkdir(parents=True)
+        for path in self._files.ls(f"{self._root}/{name}", detail=False):
+            self._files.get_file(path, str(folder / str(path).rpartition("/")[2]))
+
+    def remove(self, name: str) -> None:
+        """Deletes an object, if it is there."""
+        with suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{name}")
+
+    def remove_all(self, name: str) -> None:
+        """Deletes all objects below a name, a manifest first."""
+        self.remove(f"{name}/{MANIFEST}")
+        with suppress(FileNotFoundError):
+            self._files.rm(f"{self._root}/{name}", recursive=True)
+
+
+class Mirror:
+    """The copy of a run, on its main process. `seconds`: longest wait for it when the run ends."""
+
+    def __init__(self, url: str, run: Path, seconds: float):
+        self._run, self._seconds, self._bucket = run, seconds, Bucket(url, run.name)
+        self._owner = f"{socket.gethostname()}:{run.absolute()}"
+        self._whole: dict[str, str] = {}  # manifests of the copied checkpoints, by name
+        self._problem = ""  # of the newest attempt
+        self._end = threading.Event()
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._copy_loop, self._lease_loop)]
+
+    def start(self) -> None:
+        """Takes the lease, restores what is newer there than here, and begins to copy. Raises: UserError if the URL
+        cannot be read, has another run, or another machine trains this one."""
+        try:
+            self._take_lease()
+            self._whole = self._bucket.checkpoints()
+            self._restore()
+        except UserError:
+            raise
+        except Exception as error:  # each kind of storage has its own
+            raise UserError(FIELD, self._bucket.url, f"cannot be read ({describe(error)})") from error
+        for thread in self._threads:
+            thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """The newest step that is there, and why the last attempt to copy failed, for status.json."""
+        steps = [int(name[5:]) for name in list(self._whole)]
+        return {"mirror_step": max(steps, default=None), "mirror_problem": self._problem}
+
+    def close(self) -> None:
+        """Copies what is left, and gives the lease back. Gives up after `seconds`, unless the run is complete."""
+        copying = self._threads[0]
+        if not copying.is_alive():
+            return
+        self._end.set()
+        copying.join(None if self._is_complete() else self._seconds)
+        if copying.is_alive() or self._problem:
+            problem = self._problem or f"it takes more than {self._seconds:g} s (checkpoint.mirror_seconds)"
+            warn(f"{self._bucket.url} lacks the end of the run: {problem}; the same command copies it")
+        else:
+            self._bucket.remove(LEASE)
+
+    def _is_complete(self) -> bool:
+        with suppress(OSError, ValueError):
+            return read_json(self._run / STATUS).get("state") == "completed"
+        return False
+
+    def _restore(self) -> None:
+        """Takes the newest whole checkpoint, and the records, if the run here is older or missing."""
+        here = newest_intact(self._run / "checkpoints", weights=False, quiet=True)
+        for name in self._whole:
+            step = int(name[5:])
+            if here:
+                self._check_same_run(here, name)
+                if here.step >= step:
+                    return
+            aside = self._run / "checkpoints" / f".{name}.tmp"
+            shutil.rmtree(aside, ignore_errors=True)
+            self._bucket.get(name, aside)
+            try:
+                verify(aside)
+            except CorruptCheckpoint as damage:
+                shutil.rmtree(aside)
+                warn(f"{self._bucket.url}/{name}: {damage.file.name} {damage.reason}; trying the previous one")
+                continue
+            for record in RECORDS:
+                if (content := self._bucket.read(record)) is not None:
+                    (self._run / record).write_bytes(content)
+            aside.rename(self._run / "checkpoints" / name)
+            print(f"note: restored step {step} from {self._bucket.url}", file=sys.stderr)
+            return
+
+    def _check_same_run(self, here: Checkpoint, name: str) -> None:
+        with suppress(ValueError):
+            there = State.parse(self._bucket.read(f"{name}/{STATE}") or b"")
+            if there.progress.run_id != here.state.progress.run_id:
+                hint = f"has another run of this name than {self._run}; choose another run_name"
+                raise UserError(FIELD, self._bucket.url, hint)
+
+    def _copy_loop(self) -> None:
+        failures = 0
+        while True:
+            is_last = self._end.is_set()
+            try:
+                self._copy(is_last)
+                self._problem, failures = "", 0
+            except Exception as error:  # each kind of storage has its own
+                self._problem = describe(error)
+                if not failures:
+                    warn(f"{self._bucket.url} cannot be written ({self._problem}); the run goes on and tries again")
+                failures += 1
+            if is_last and (not failures or failures > len(RETRIES)):
+                return
+            self._end.wait(RETRIES[min(failures, len(RETRIES)) - 1] if failures else LOOK)
+            if failures and self._end.is_set():
+                time.sleep(LOOK)
+
+    def _copy(self, is_last: bool) -> None:
+        """Copies new checkpoints and the records, and deletes what the run has deleted."""
+        here = {place.name: place for place in list_checkpoints(self._run / "checkpoints")}
+        new = dict(self._new(here))
+        gone = self._whole.keys() - here.keys()
+        if new or gone or is_last:
+            for record in RECORDS:
+                if (self._run / record).is_file():
+                    self._bucket.write(record, (self._run / record).read_bytes())
+        for name, manifest in new.items():
+            self._bucket.remove_all(name)  # a step that was saved again; a part of an earlier attempt
+            with suppress(FileNotFoundError):  # deleted by the run meanwhile
+                for file, entry in json.loads(manifest)["files"].items():
+                    self._bucket.put(here[name] / file, f"{name}/{file}", entry["sha256"])
+                self._bucket.write(f"{name}/{MANIFEST}", manifest)
+                self._whole[name] = hashlib.sha256(manifest).hexdigest()
+        for name in gone:
+            self._bucket.remove_all(name)
+            del self._whole[name]
+
+    def _new(self, here: dict[str, Path]) -> Iterator[tuple[str, bytes]]:
+        """Names and manifests of the checkpoints that are not there."""
+        for name, place in here.items():
+            with suppress(FileNotFoundError):
+                if sha256_file(place / MANIFEST) != self._whole.get(name):
+                    yield name, (place / MANIFEST).read_bytes()
+
+    def _take_lease(self) -> None:
+        first: dict[str, Any] | None = None
+        while (lease := self._lease()) and lease["owner"] != self._owner and time.time() - lease["time"] < EXPIRES:
+            if first and lease["time"] != first["time"]:
+                hint = f"{lease['owner']} trains this run now; stop it, or choose another run_name"
+                raise UserError(FIELD, self._bucket.url, hint)
+            if not first:
+                print(f"note: waiting for {lease['owner']}, which trained this run until now", file=sys.stderr)
+            first = lease
+            time.sleep(LOOK)
+        self._renew()
+
+    def _lease(self) -> dict[str, Any] | None:
+        content = self._bucket.read(LEASE)
+        return json.loads(content) if content else None
+
+    def _renew(self) -> None:
+        self._bucket.write(LEASE, json.dumps({"owner": self._owner, "time": time.time()}).encode())
+
+    def _lease_loop(self) -> None:
+        """Renews the lease. Stops the run if another machine has taken it."""
+        while not self._end.wait(EXPIRES / 4):
+            with suppress(Exception):  # the next one may succeed
+                if (lease := self._lease()) and lease["owner"] != self._owner:
+                    warn(f"{lease['owner']} has begun to train this run; stopping here")
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+                self._renew()
+
+
+def describe(error: Exception) -> str:
+    """The kind and text of an error of the storage, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
