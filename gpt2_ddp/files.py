@@ -153,6 +153,15 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def local_copy(path: str) -> str:
+    """The folder in the user's cache for a copy of what is at a URL; other paths as they are."""
+    if "://" not in path:
+        return path
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    digest = hashlib.sha256(path.encode()).hexdigest()[:12]
+    return str(cache / "gpt2_ddp" / digest / path.rstrip("/").rpartition("/")[2])
+
+
 def free_name(path: Path) -> Path:
     """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
     names = (path.with_name(f"{path.name}-{number}") if number > 1 else path for number in count(1))

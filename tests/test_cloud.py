@@ -152,7 +152,9 @@ def test_pods_and_the_sky_task_run_what_there_is(tmp_path, monkeypatch):
         check_launch([*machine.container["command"], *machine.container["args"]], tmp_path)
     (task,) = documents("skypilot.yaml")
     (line,) = re.findall(r"cloud/launch\.sh .*", task["run"].replace("\\\n", ""))
-    assert check_launch(line.split(), tmp_path) == task["envs"]["RUN"]
+    assert check_launch(line.split(), tmp_path) == "runs/gpt2_124m"
+    assert line.endswith("--checkpoint.mirror $MIRROR")
+    assert task["envs"]["MIRROR"].startswith("s3://")
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [STOPPED]
     assert (ROOT / re.search(r"-r (\S+)", task["setup"])[1]).is_file()
     for script in (task["setup"], task["run"]):

@@ -19,9 +19,12 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint import mirror
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
-from gpt2_ddp.checkpoint.mirror import LEASE, Bucket, Mirror
+from gpt2_ddp.checkpoint.mirror import LEASE, Mirror
+from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.remote import Bucket
+from gpt2_ddp.script import with_local_runs
 
 
 def train_fast(config: TrainingConfig, *arguments: Any) -> str:
@@ -122,6 +125,13 @@ def bucket(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "bucket"
 
 
+def test_an_object_that_differs_is_written_again(bucket, tmp_path):
+    """Written is what is read back."""
+    (tmp_path / "file").write_bytes(b"content")
+    with pytest.raises(OSError, match="is not what was written"):
+        Bucket(f"file://{bucket}", "").put(tmp_path / "file", "file", "0" * 64)
+
+
 def hold_lease(bucket: Path, owner: str, age: float = 0.0) -> None:
     (bucket / "aside").write_text(json.dumps({"owner": owner, "time": time.time() - age}))
     (bucket / "aside").replace(bucket / "run" / LEASE)
@@ -201,7 +211,7 @@ def test_a_bucket_that_fails_is_a_warning(corpus, tmp_path, capfd, monkeypatch):
     assert train_fast(with_mirror(corpus, tmp_path, tmp_path / "bucket")) == "completed"
     assert "cannot be written (TimeoutError: 503: slow down); the run goes on" in capfd.readouterr().err
     names = {place.name for place in list_checkpoints(tmp_path / "run/checkpoints")}
-    assert Bucket(f"file://{tmp_path}/bucket", "run").checkpoints().keys() == names
+    assert Bucket(f"file://{tmp_path}/bucket/run", "").checkpoints().keys() == names
 
 
 def test_a_bucket_that_is_down_at_the_end(corpus, tmp_path, capfd, monkeypatch):
@@ -227,3 +237,35 @@ def test_a_wrong_url_is_one_line_before_the_first_step(corpus, tmp_path, url, hi
         train_fast(training_config(corpus, tmp_path, {"checkpoint.mirror": url}))
     assert len(error.value.mistakes) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_commands_read_a_run_at_a_url(copied, bucket, tmp_path, capsys, monkeypatch):
+    """A copy follows the bucket: what is new there, and what is gone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{bucket}/run"
+    shutil.move(bucket / "run/step-00000010", tmp_path / "aside")
+    for newest in ("step-00000008", "step-00000010"):
+        run = Path(with_local_runs(VerifyConfig(run=url)).run)
+        assert newest_checkpoint(run).name == newest
+        if newest == "step-00000008":
+            shutil.move(tmp_path / "aside", bucket / "run/step-00000010")
+    assert verified(run, capsys)[0] == 0
+    assert Path(with_local_runs(EvaluateConfig(checkpoint=url)).checkpoint) == run
+    shutil.rmtree(bucket / "run/step-00000008")
+    (status,) = with_local_runs(StatusConfig(runs=(url,))).runs
+    assert (Path(status) / "status.json").exists()
+    with pytest.raises(UserError, match=r"run = file.*cannot be read"):
+        with_local_runs(VerifyConfig(run=f"file://{bucket}/nothing"))
+
+
+def test_data_at_a_url(corpus, tmp_path, monkeypatch):
+    """They are copied once. The run is that of the folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{corpus}"
+    for name, path in (("here", corpus), ("there", url), ("again", url)):
+        config = training_config(Path("."), tmp_path / name, {"data": {"path": str(path)}})
+        assert train_with_faults(config) == "completed"
+        monkeypatch.setattr(Bucket, "get_file", None if name == "there" else Bucket.get_file)
+    assert_same(tmp_path / "here/run", tmp_path / "again/run")
+    with pytest.raises(UserError, match=r"data.path = file.*cannot be read"):
+        train_with_faults(training_config(Path("."), tmp_path / "none", {"data": {"path": f"file://{tmp_path}/no"}}))

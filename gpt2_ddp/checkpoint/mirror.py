@@ -14,11 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import fsspec
 
 from gpt2_ddp.checkpoint.checkpoint import (
     MANIFEST,
@@ -32,6 +30,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json, sha256_file
+from gpt2_ddp.remote import Bucket, describe, reading
 from gpt2_ddp.state import State
 
 FIELD = "checkpoint.mirror"
@@ -43,87 +42,13 @@ LOOK = 1.0
 """Seconds between two looks for new checkpoints."""
 RETRIES = (1.0, 5.0, 30.0)
 """Seconds before the next attempt after one, two and more failures in a row."""
-BLOCK = 2**22
-"""Bytes that are read at a time."""
-
-
-class Bucket:
-    """The objects of one run at a URL of fsspec, by their names below it."""
-
-    def __init__(self, url: str, run_name: str):
-        self.url = f"{url.rstrip('/')}/{run_name}"
-        self._is_disk = url.startswith("file:")  # where a kill may leave half an object
-        options = {"auto_mkdir": True} if self._is_disk else {}
-        try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
-        except (ImportError, ValueError) as error:  # the package of a protocol is missing; an unknown protocol
-            raise UserError(FIELD, url, f"cannot be used ({error})") from error
-
-    def checkpoints(self) -> dict[str, str]:
-        """The SHA-256 of the manifest of each whole checkpoint, by name, the newest first."""
-        self._files.invalidate_cache()
-        with suppress(FileNotFoundError):
-            names = [str(path).rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
-            steps = sorted((name for name in names if name.startswith("step-")), reverse=True)
-            manifests = {name: self.read(f"{name}/{MANIFEST}") for name in steps}
-            return {name: hashlib.sha256(found).hexdigest() for name, found in manifests.items() if found}
-        return {}
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a small object; None without it."""
-        with suppress(FileNotFoundError):
-            return self._files.cat_file(f"{self._root}/{name}")
-        return None
-
-    def write(self, name: str, content: bytes) -> None:
-        """Writes a small object, and compares it. Raises: OSError if it differs."""
-        with self._whole(name) as target:
-            self._files.pipe_file(target, content)
-        if self.read(name) != content:
-            raise OSError(f"{name} is not what was written")
-
-    @contextmanager
-    def _whole(self, name: str) -> Iterator[str]:
-        """Where to write an object, which is then there as a whole."""
-        target = f"{self._root}/{name}"
-        yield f"{target}.tmp" if self._is_disk else target
-        if self._is_disk:
-            self._files.mv(f"{target}.tmp", target)
-
-    def put(self, file: Path, name: str, sha256: str) -> None:
-        """Copies a file there, and compares its hash. Raises: OSError if it differs."""
-        with self._whole(name) as target:
-            self._files.put_file(str(file), target)
-        digest = hashlib.sha256()
-        with self._files.open(f"{self._root}/{name}", "rb", block_size=BLOCK) as stream:
-            while block := stream.read(BLOCK):
-                digest.update(block)
-        if digest.hexdigest() != sha256:
-            raise OSError(f"{name} is not what was written")
-
-    def get(self, name: str, folder: Path) -> None:
-        """Copies all objects below a name into a new folder."""
-        folder.mkdir(parents=True)
-        for path in self._files.ls(f"{self._root}/{name}", detail=False):
-            self._files.get_file(path, str(folder / str(path).rpartition("/")[2]))
-
-    def remove(self, name: str) -> None:
-        """Deletes an object, if it is there."""
-        with suppress(FileNotFoundError):
-            self._files.rm_file(f"{self._root}/{name}")
-
-    def remove_all(self, name: str) -> None:
-        """Deletes all objects below a name, a manifest first."""
-        self.remove(f"{name}/{MANIFEST}")
-        with suppress(FileNotFoundError):
-            self._files.rm(f"{self._root}/{name}", recursive=True)
 
 
 class Mirror:
     """The copy of a run, on its main process. `seconds`: longest wait for it when the run ends."""
 
     def __init__(self, url: str, run: Path, seconds: float):
-        self._run, self._seconds, self._bucket = run, seconds, Bucket(url, run.name)
+        self._run, self._seconds, self._bucket = run, seconds, Bucket(f"{url.rstrip('/')}/{run.name}", FIELD)
         self._owner = f"{socket.gethostname()}:{run.absolute()}"
         self._whole: dict[str, str] = {}  # manifests of the copied checkpoints, by name
         self._problem = ""  # of the newest attempt
@@ -133,14 +58,10 @@ class Mirror:
     def start(self) -> None:
         """Takes the lease, restores what is newer there than here, and begins to copy. Raises: UserError if the URL
         cannot be read, has another run, or another machine trains this one."""
-        try:
+        with reading(self._bucket.url, FIELD):
             self._take_lease()
             self._whole = self._bucket.checkpoints()
             self._restore()
-        except UserError:
-            raise
-        except Exception as error:  # each kind of storage has its own
-            raise UserError(FIELD, self._bucket.url, f"cannot be read ({describe(error)})") from error
         for thread in self._threads:
             thread.start()
 
@@ -261,6 +182,9 @@ class Mirror:
         return json.loads(content) if content else None
 
     def _renew(self) -> None:
+        """Renews the lease. And shows the state of the run meanwhile."""
+        with suppress(FileNotFoundError):
+            self._bucket.write(STATUS, (self._run / STATUS).read_bytes())
         self._bucket.write(LEASE, json.dumps({"owner": self._owner, "time": time.time()}).encode())
 
     def _lease_loop(self) -> None:
@@ -272,11 +196,6 @@ class Mirror:
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
                 self._renew()
-
-
-def describe(error: Exception) -> str:
-    """The kind and text of an error of the storage, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def warn(text: str) -> None:

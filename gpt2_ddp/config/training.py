@@ -18,6 +18,7 @@ from gpt2_ddp.config.run import (
     TrackingConfig,
     only,
 )
+from gpt2_ddp.files import local_copy
 
 WINDOWS_PER_BLOCK = 1000
 """Windows per block of a mixture's order; each block holds every source in proportion (`data.mixture`)."""
@@ -42,8 +43,8 @@ class DataConfig(Section):
     """The tokens to train on"""
 
     path: str | tuple[str, ...] = "data/stdlib"
-    """folder of token shards with a manifest.json, written by prepare_data.py; or a mixture of several folders with the
-    same tokenizer, like data/web data/code"""
+    """folder of token shards with a manifest.json, written by prepare_data.py, or its URL, such as s3://BUCKET/data/web;
+    or a mixture of several with the same tokenizer, like data/web data/code"""
     weights: tuple[float, ...] = ()
     """several folders: relative weight of each in the training data, like 7 2 1 (0: unused until a later phase); none:
     in proportion to their windows"""
@@ -55,7 +56,16 @@ class DataConfig(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The folder of each source, in order."""
+        """The folder of each source, in order: of a URL that of its copy."""
+        return tuple(map(local_copy, self._given))
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """The sources that are URLs, by the folders of their copies."""
+        return {local_copy(path): path for path in self._given if "://" in path}
+
+    @property
+    def _given(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path
 
     @property

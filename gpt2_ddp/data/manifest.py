@@ -142,7 +142,8 @@ def content_sha256(content: dict[str, Any]) -> str:
 def missing_data(config: TrainingConfig) -> str | None:
     """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError for a folder without a manifest that
     the recipe does not write."""
-    missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
+    here = [path for path in config.data.paths if path not in config.data.urls]
+    missing = [path for path in here if not os.path.exists(os.path.join(path, MANIFEST))]
     recipe = config.data.prepare
     output = str(read_yaml(recipe, "data.prepare").get("output")) if recipe and missing else ""
     for folder in missing:

@@ -155,6 +155,7 @@ class Pretraining:
         only opens the data. Raises: UserError."""
         long = LONGEST.total_seconds()
         watchdog.heartbeat("preparing data", timeout=long)
+        on_every_rank(self._fetch_data)
         on_every_rank(self._prepare_missing_data)
         self.open_data()
         if is_complete:
@@ -195,6 +196,13 @@ class Pretraining:
         self.files: Mapping[str, bytes] = {file.name: file.read_bytes()} if file.is_file() else {}
         if self.code:
             self.files = {**self.files, CODE: self.code.source}
+
+    def _fetch_data(self) -> None:
+        if self.config.data.urls and self.accelerator.is_local_main_process:
+            from gpt2_ddp.remote import fetch_data
+
+            for folder, url in self.config.data.urls.items():
+                fetch_data(url, Path(folder))
 
     def _prepare_missing_data(self) -> None:
         if (recipe := missing_data(self.config)) and self.accelerator.is_local_main_process:

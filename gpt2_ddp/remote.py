@@ -1,0 +1,153 @@
+"""Runs and data at a URL of fsspec, such as s3://BUCKET/runs/mine: their objects, and copies on this machine."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import fsspec
+
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import local_copy, sha256_file
+
+MANIFEST = "manifest.json"
+BLOCK = 2**22
+"""Bytes that are read at a time."""
+
+
+class Bucket:
+    """The objects below a URL of fsspec, by their names. `field`: of the URL, for messages."""
+
+    def __init__(self, url: str, field: str):
+        self.url = url.rstrip("/")
+        self._is_disk = url.startswith("file:")  # where a kill may leave half an object
+        options = {"auto_mkdir": True} if self._is_disk else {}
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
+        except (ImportError, ValueError) as error:  # the package of a protocol is missing; an unknown protocol
+            raise UserError(field, url, f"cannot be used ({error})") from error
+
+    def names(self) -> list[str]:
+        """Names of the objects and of what looks like folders; empty if there is nothing."""
+        self._files.invalidate_cache()
+        with suppress(FileNotFoundError):
+            return [str(path).rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+        return []
+
+    def checkpoints(self) -> dict[str, str]:
+        """The SHA-256 of the manifest of each whole checkpoint, by name, the newest first."""
+        steps = sorted((name for name in self.names() if name.startswith("step-")), reverse=True)
+        manifests = {name: self.read(f"{name}/{MANIFEST}") for name in steps}
+        return {name: hashlib.sha256(found).hexdigest() for name, found in manifests.items() if found}
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small object; None without it."""
+        with suppress(FileNotFoundError):
+            return self._files.cat_file(f"{self._root}/{name}")
+        return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a small object, and compares it. Raises: OSError if it differs."""
+        with self._whole(name) as target:
+            self._files.pipe_file(target, content)
+        if self.read(name) != content:
+            raise OSError(f"{name} is not what was written")
+
+    @contextmanager
+    def _whole(self, name: str) -> Iterator[str]:
+        """Where to write an object, which is then there as a whole."""
+        target = f"{self._root}/{name}"
+        yield f"{target}.tmp" if self._is_disk else target
+        if self._is_disk:
+            self._files.mv(f"{target}.tmp", target)
+
+    def put(self, file: Path, name: str, sha256: str) -> None:
+        """Copies a file there, and compares its hash. Raises: OSError if it differs."""
+        with self._whole(name) as target:
+            self._files.put_file(str(file), target)
+        digest = hashlib.sha256()
+        with self._files.open(f"{self._root}/{name}", "rb", block_size=BLOCK) as stream:
+            while block := stream.read(BLOCK):
+                digest.update(block)
+        if digest.hexdigest() != sha256:
+            raise OSError(f"{name} is not what was written")
+
+    def get(self, name: str, folder: Path) -> None:
+        """Copies all objects below a name into a folder, a manifest last."""
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [str(path).rpartition("/")[2] for path in self._files.ls(f"{self._root}/{name}", detail=False)]
+        for file in sorted(names, key=MANIFEST.__eq__):
+            self.get_file(f"{name}/{file}", folder / file)
+
+    def get_file(self, name: str, file: Path) -> None:
+        """Copies an object into a file. Raises: FileNotFoundError without it."""
+        self._files.get_file(f"{self._root}/{name}", str(file))
+
+    def remove(self, name: str) -> None:
+        """Deletes an object, if it is there."""
+        with suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{name}")
+
+    def remove_all(self, name: str) -> None:
+        """Deletes all objects below a name, a manifest first."""
+        self.remove(f"{name}/{MANIFEST}")
+        with suppress(FileNotFoundError):
+            self._files.rm(f"{self._root}/{name}", recursive=True)
+
+
+def fetch_run(url: str, field: str, weights: bool) -> str:
+    """The folder in the cache with a copy of the run at a URL: its records and, if `weights`, its whole checkpoints.
+    Raises: UserError if there is no such run."""
+    bucket, folder = Bucket(url, field), Path(local_copy(url))
+    with reading(url, field):
+        records = [name for name in bucket.names() if "." in name]
+        if not records:
+            raise FileNotFoundError("there is no run")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in records:
+            (folder / name).write_bytes(bucket.read(name) or b"")
+        there = bucket.checkpoints() if weights else {}
+        for place in (folder / "checkpoints").glob("*"):
+            if place.name not in there:
+                shutil.rmtree(place)
+        for name, manifest in there.items():
+            place = folder / "checkpoints" / name
+            if not place.exists() or sha256_file(place / MANIFEST) != manifest:
+                bucket.get(name, place)
+    return str(folder)
+
+
+def fetch_data(url: str, folder: Path) -> None:
+    """Copies the shards at a URL into a folder, unless they are there; the manifest last. A training compares their
+    hashes. Raises: UserError if there are none."""
+    bucket = Bucket(url, "data.path")
+    with reading(url, "data.path"):
+        manifest = bucket.read(MANIFEST)
+        if manifest is None:
+            raise FileNotFoundError(f"it has no {MANIFEST}")
+        if (folder / MANIFEST).exists() and (folder / MANIFEST).read_bytes() == manifest:
+            return
+        content = json.loads(manifest)
+        folder.mkdir(parents=True, exist_ok=True)
+        shards = [shard["file"] for split in content["splits"].values() for shard in split]
+        for name in (*shards, content["tokenizer"]):
+            bucket.get_file(name, folder / Path(name).name)
+        (folder / MANIFEST).write_bytes(manifest)
+
+
+@contextmanager
+def reading(url: str, field: str) -> Iterator[None]:
+    """Raises: UserError for any error inside, since each kind of storage has its own."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(field, url, f"cannot be read ({describe(error)})") from error
+
+
+def describe(error: Exception) -> str:
+    """The kind and text of an error of the storage, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
