@@ -130,9 +130,9 @@ def _train(config: RunConfig, task: "MakeTask | None", on_row: Callable[[dict[st
     _trained.append(config.run_name)
     make_task = task or make_pretraining
     if isinstance(task, type) and task is not Pretraining and issubclass(task, Pretraining):
-        from gpt2_ddp.tasks.own_code import make_given
+        from gpt2_ddp.tasks.own_code import make
 
-        make_task = partial(make_given, task)
+        make_task = partial(make, given=task)
     try:
         return train(config, make_task, on_row)
     finally:  # for the next training, which may want another device or precision

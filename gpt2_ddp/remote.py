@@ -6,13 +6,18 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import fsspec
 
+from gpt2_ddp.config.base import Command
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import local_copy, sha256_file
 
+Config = TypeVar("Config", bound=Command)
 MANIFEST = "manifest.json"
+RUN_FIELDS = {"checkpoint", "run", "runs"}
+"""Fields of commands that name runs."""
 BLOCK = 2**22
 """Bytes that are read at a time."""
 
@@ -97,6 +102,18 @@ class Bucket:
             self._files.rm(f"{self._root}/{name}", recursive=True)
 
 
+def with_local_runs(config: Config) -> Config:
+    """The configuration, with copies in place of runs that are named by URLs. Raises: UserError."""
+    changes: dict[str, object] = {}
+    for field in RUN_FIELDS & type(config).model_fields.keys():
+        value = getattr(config, field)
+        given = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
+        if any("://" in one for one in given):
+            copies = [fetch_run(one, field, field != "runs") if "://" in one else one for one in given]
+            changes[field] = copies[0] if isinstance(value, str) else tuple(copies)
+    return config.model_copy(update=changes)
+
+
 def fetch_run(url: str, field: str, weights: bool) -> str:
     """The folder in the cache with a copy of the run at a URL: its records and, if `weights`, its whole checkpoints.
     Raises: UserError if there is no such run."""
@@ -119,7 +136,7 @@ def fetch_run(url: str, field: str, weights: bool) -> str:
     return str(folder)
 
 
-def fetch_data(url: str, folder: Path) -> None:
+def fetch_data(folder: Path, url: str) -> None:
     """Copies the shards at a URL into a folder, unless they are there; the manifest last. A training compares their
     hashes. Raises: UserError if there are none."""
     bucket = Bucket(url, "data.path")

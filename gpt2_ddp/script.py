@@ -18,23 +18,6 @@ from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.errors import UserError, print_line
 
-RUN_FIELDS = {"checkpoint", "run", "runs"}
-"""Fields of commands that name runs."""
-
-
-def with_local_runs(config: C) -> C:
-    """The configuration, with copies in place of runs that are named by URLs. Raises: UserError."""
-    changes: dict[str, object] = {}
-    for field in RUN_FIELDS & type(config).model_fields.keys():
-        value = getattr(config, field)
-        given = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
-        if any("://" in one for one in given):
-            from gpt2_ddp.remote import fetch_run
-
-            copies = [fetch_run(one, field, field != "runs") if "://" in one else one for one in given]
-            changes[field] = copies[0] if isinstance(value, str) else tuple(copies)
-    return config.model_copy(update=changes)
-
 
 def run_command(command: type[C], main: Callable[[C], object] | str, default: Default = None) -> NoReturn:
     """The body of every script: parses `sys.argv`, calls `main` and exits.
@@ -52,7 +35,11 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
         if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on
             end_with_parent(signal.SIGTERM)
         try:
-            config = with_local_runs(load(command, sys.argv[1:], default))
+            config = load(command, sys.argv[1:], default)
+            if any("://" in word for word in sys.argv):
+                from gpt2_ddp.remote import with_local_runs
+
+                config = with_local_runs(config)
             if isinstance(main, str) and "checkpoint" in command.model_fields:
                 print_line("loading PyTorch")  # for seconds
             code = (resolve_name(main) if isinstance(main, str) else main)(config)

@@ -23,8 +23,7 @@ from gpt2_ddp.checkpoint.mirror import LEASE, Mirror
 from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.remote import Bucket
-from gpt2_ddp.script import with_local_runs
+from gpt2_ddp.remote import Bucket, with_local_runs
 
 
 def train_fast(config: TrainingConfig, *arguments: Any) -> str:

@@ -34,7 +34,7 @@ from gpt2_ddp.reports.report import report
 from gpt2_ddp.reports.status import show_status
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.tasks import own_code
-from gpt2_ddp.tasks.own_code import find, make, make_given, recorded, trust
+from gpt2_ddp.tasks.own_code import find, make, recorded, trust
 from gpt2_ddp.training import loop
 
 FILE = '''
@@ -206,7 +206,7 @@ def test_a_run_of_a_class_in_python_is_that_of_a_file(corpus, tmp_path, monkeypa
     del sys.modules["mine"]
     kind = import_module("mine").Mine
     config = training_config(corpus, tmp_path, {"train.steps": 2})
-    assert loop.train(config, partial(make_given, kind)).outcome == "completed"
+    assert loop.train(config, partial(make, given=kind)).outcome == "completed"
     code = recorded(checkpoint_of(tmp_path))
     assert code == find("mine.py:Mine")
     assert own_code.is_trusted(find("mine.py:Mine"))

@@ -13,8 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ from gpt2_ddp.checkpoint.checkpoint import (
     verify,
 )
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS
+from gpt2_ddp.config.run import KeepConfig
+from gpt2_ddp.distributed.launch import LONGEST
+from gpt2_ddp.distributed.ranks import on_main
+from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.remote import Bucket, describe, reading
@@ -196,6 +200,22 @@ class Mirror:
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
                 self._renew()
+
+
+def open_mirror(config: KeepConfig, run: Path, watchdog: Watchdog, closing: ExitStack) -> Callable[[], dict[str, Any]]:
+    """Starts the mirror on the main process, and closes it with the stack; returns its `status`. What was newer there
+    is here now. Collective."""
+    started: list[Mirror] = []  # of this process, as on_main would send it to all
+
+    def start() -> None:
+        started.append(Mirror(str(config.mirror), run, config.mirror_seconds))
+        started[0].start()
+
+    watchdog.heartbeat("restoring", timeout=LONGEST.total_seconds())
+    on_main(start)
+    for mirror in started:
+        closing.callback(mirror.close)
+    return started[0].status if started else dict
 
 
 def warn(text: str) -> None:

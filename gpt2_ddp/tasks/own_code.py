@@ -180,42 +180,29 @@ def _registry() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / PACKAGE.name / "trusted_code"
 
 
-def make(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
-    """The task of a run with a class of one's own, given by `config.task` or recorded in `saved`. The main process's
-    source is that of all ranks. Collective. Raises: UserError."""
-    code, notes = on_main(partial(_settle, config, saved))
-    return _start(on_every_rank(code.load), code, notes, config, accelerator, saved)
-
-
-def make_given(
-    kind: type[Pretraining], config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None
-) -> Pretraining:
-    """As `make`, with a class that the caller has imported. Collective. Raises: UserError."""
-
-    def settle() -> tuple[Code, list[str]]:
-        code = of_class(kind)
-        check_imports(code)
-        return _compare(code, saved)
-
-    code, notes = on_main(settle)
-    return _start(code.bind(kind), code, notes, config, accelerator, saved)
-
-
-def _start(
-    kind: type[Pretraining],
-    code: Code,
-    notes: list[str],
+def make(
     config: TrainingConfig,
     accelerator: Accelerator,
     saved: Checkpoint | None,
+    given: type[Pretraining] | None = None,
 ) -> Pretraining:
+    """The task of a run with a class of one's own: `given` by the caller, named by `config.task`, or recorded in
+    `saved`. The main process's source is that of all ranks. Collective. Raises: UserError."""
+    code, notes = on_main(partial(_settle, config, saved, given))
     for note in notes:
         accelerator.print(f"note: {note}")
+    kind = code.bind(given) if given else on_every_rank(code.load)
     return kind(config.model_copy(update={"task": code.name}), accelerator, saved)
 
 
-def _settle(config: TrainingConfig, saved: Checkpoint | None) -> tuple[Code, list[str]]:
+def _settle(
+    config: TrainingConfig, saved: Checkpoint | None, given: type[Pretraining] | None
+) -> tuple[Code, list[str]]:
     """The code to train with, and notes."""
+    if given:
+        code = of_class(given)
+        check_imports(code)
+        return _compare(code, saved)
     if config.task:
         code = find(config.task)
         if not is_trusted(code) and config.task not in (word.removeprefix("--task=") for word in sys.argv):

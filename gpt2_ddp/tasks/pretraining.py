@@ -155,7 +155,8 @@ class Pretraining:
         only opens the data. Raises: UserError."""
         long = LONGEST.total_seconds()
         watchdog.heartbeat("preparing data", timeout=long)
-        on_every_rank(self._fetch_data)
+        if self.config.data.urls:
+            on_every_rank(self._fetch_data)
         on_every_rank(self._prepare_missing_data)
         self.open_data()
         if is_complete:
@@ -198,11 +199,10 @@ class Pretraining:
             self.files = {**self.files, CODE: self.code.source}
 
     def _fetch_data(self) -> None:
-        if self.config.data.urls and self.accelerator.is_local_main_process:
-            from gpt2_ddp.remote import fetch_data
+        from gpt2_ddp.remote import fetch_data
 
-            for folder, url in self.config.data.urls.items():
-                fetch_data(url, Path(folder))
+        for folder, url in self.config.data.urls.items() if self.accelerator.is_local_main_process else ():
+            fetch_data(Path(folder), url)
 
     def _prepare_missing_data(self) -> None:
         if (recipe := missing_data(self.config)) and self.accelerator.is_local_main_process:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -35,8 +35,8 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.data.feed import MicroBatch
 from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core, torchrun_option
-from gpt2_ddp.distributed.launch import LONGEST, make_accelerator, start_run
-from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank, on_main
+from gpt2_ddp.distributed.launch import make_accelerator, start_run
+from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
@@ -50,9 +50,6 @@ from gpt2_ddp.training.precision import Speeds, describe_precision, settle_preci
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.strategy import Replicated
 from gpt2_ddp.training.task import MakeTask, Poll, Task
-
-if TYPE_CHECKING:
-    from gpt2_ddp.checkpoint.mirror import Mirror
 
 
 @dataclass(frozen=True)
@@ -140,10 +137,12 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             if lock and elastic_nodes():
                 folder.check_is_shared()
             keep, patience = config.checkpoint, config.train.patience_seconds or TIMEOUT
-            mirror = open_mirror(config, folder, watchdog) if lock else None
-            if mirror:
-                closing.callback(mirror.close)
-            log = RunLog(folder, mirror.status if mirror else dict)
+            mirror_status: Callable[[], dict[str, Any]] = dict
+            if config.checkpoint.mirror and lock:
+                from gpt2_ddp.checkpoint.mirror import open_mirror
+
+                mirror_status = open_mirror(config.checkpoint, folder.path, watchdog, closing)
+            log = RunLog(folder, mirror_status)
             store = CheckpointStore(folder, log, keep.keep_last, keep.background, patience)
             closing.callback(store.close)
             progress = Progress()
@@ -181,24 +180,6 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
         except BaseException as error:
             watchdog.failed(error)  # ends this process if another rank is at fault
             raise
-
-
-def open_mirror(config: RunConfig, folder: RunFolder, watchdog: Watchdog) -> "Mirror | None":
-    """The copy of the run at `checkpoint.mirror`, on the main process; what was newer there is here now. Collective."""
-    url = config.checkpoint.mirror
-    if not url:
-        return None
-    from gpt2_ddp.checkpoint.mirror import Mirror
-
-    watchdog.heartbeat("restoring", timeout=LONGEST.total_seconds())
-    mirror: list[Mirror] = []  # of this process, as on_main would send it to all
-
-    def start() -> None:
-        mirror.append(Mirror(url, folder.path, config.checkpoint.mirror_seconds))
-        mirror[0].start()
-
-    on_main(start)
-    return mirror[0] if mirror else None
 
 
 def _reports(log: RunLog) -> Callable[[dict[str, Any]], None]:
