@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -124,6 +124,9 @@ class ModelConfig(Section):
         return self.bias and self.architecture == "gpt2"
 
 
+WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
+"""Fields of the model section that weights depend on."""
+
 Optimizers = Literal["adamw", "muon"]
 OPTIMIZERS = get_args(Optimizers)
 """Optimizers of a GPT. A field like `muon_lr` belongs to one of them."""
@@ -195,7 +198,8 @@ class TrainConfig(LoopConfig):
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
     """source of a new run's weights: a run folder or checkpoint; or, by transformers (extra `export`), a folder with
-    config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data needs its tokenizer; null: random"""
+    config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data needs its tokenizer; fields of the model
+    section that neither a file nor a flag gives are the source's; null: random"""
     branch_from: str | None = None
     """run folder or checkpoint to branch a new run from, with its step, weights, optimizer state and data position;
     learning rate, schedule and the optimizer's settings may differ; null: none"""
@@ -278,9 +282,21 @@ class TrainingConfig(RunConfig):
     tracking: TextTrackingConfig = TextTrackingConfig()
     launch: ParallelConfig = ParallelConfig()
 
+    @property
+    def inherited(self) -> set[str]:
+        """Fields of the model section that come from the model of `train.init_from`, since none of them is given."""
+        return WEIGHT_FIELDS - self.model.model_fields_set if self.train.init_from else set()
+
+    def with_model(self, other: ModelConfig) -> Self:
+        """The configuration with the inherited fields of another model section. Raises: UserError, as `load`."""
+        model = self.model.model_dump() | other.model_dump(include=self.inherited)
+        return self.model_validate(self.model_dump() | {"model": model})
+
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """Allows a new end of the schedule before the decay begins, null for the saved end, and new sources of weight 0
-        in val_loss."""
+        """Allows inherited fields, a new end of the schedule before the decay begins, null for the saved end, and new
+        sources of weight 0 in val_loss."""
+        if name.removeprefix("model.") in self.inherited:
+            return True
         if name == "eval.weights":
             now = self.eval.weights
             return bool(before) and list(now[: len(before)]) == before and not any(now[len(before) :])
@@ -311,15 +327,10 @@ class TrainingConfig(RunConfig):
         return max(round(0.06 * self.eval.every * self.global_batch_windows), 16) * self.model.block_size
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        model, optim, train = self.model, self.optim, self.train
-        yield from self._model_mistakes()
-        if train.global_batch_tokens % model.block_size:
-            near = max(round(train.global_batch_tokens / model.block_size), 1) * model.block_size
-            hint = f"should be a multiple of model.block_size ({model.block_size}), like {near}"
-            yield "train.global_batch_tokens", train.global_batch_tokens, hint
-        elif self.global_batch_windows > MOST_ITEMS:
-            hint = f"should be at most {MOST_ITEMS:,} times model.block_size ({model.block_size})"
-            yield "train.global_batch_tokens", train.global_batch_tokens, hint
+        optim, train = self.optim, self.train
+        if not self.inherited:
+            yield from self._model_mistakes()
+            yield from self._batch_mistakes(train.global_batch_tokens, self.model.block_size)
         if train.steps is None and train.epochs is None:
             yield "train.steps", None, "set train.steps or train.epochs"
         if train.branch_from is not None and train.init_from is not None:
@@ -336,6 +347,15 @@ class TrainingConfig(RunConfig):
         if end is not None and optim.warmup_steps >= end:
             hint = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
             yield "optim.warmup_steps", optim.warmup_steps, hint
+
+    def _batch_mistakes(self, tokens: int, size: int) -> Iterator[tuple[str, object, str]]:
+        if tokens % size:
+            near = max(round(tokens / size), 1) * size
+            hint = f"should be a multiple of model.block_size ({size}), like {near}"
+            yield "train.global_batch_tokens", tokens, hint
+        elif self.global_batch_windows > MOST_ITEMS:
+            hint = f"should be at most {MOST_ITEMS:,} times model.block_size ({size})"
+            yield "train.global_batch_tokens", tokens, hint
 
     def _ignored_fields(self) -> Iterator[tuple[str, object, str]]:
         """Fields of another optimizer, and of sharding without it, which `accelerate config` may select, too."""

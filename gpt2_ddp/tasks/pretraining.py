@@ -121,13 +121,9 @@ class Pretraining:
         self._data: Any = saved.state.task if saved else None
         self.units_per_item = config.model.block_size
         split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more processes than windows
-        self._initial_weights = None
+        self._needs_weights = bool(config.train.init_from) and not saved
         if saved:
             check_branch(config, saved.state.progress.branched_from, self.total_steps(saved.state.setup.epoch_size))
-        elif config.train.init_from:
-            from gpt2_ddp.tasks.initial_weights import find_initial_weights
-
-            self._initial_weights = on_main(partial(find_initial_weights, config))
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """`train.steps`, or the steps of `train.epochs`; None where these need an unknown epoch size."""
@@ -145,7 +141,7 @@ class Pretraining:
             return
         watchdog.heartbeat("reading tasks", timeout=FIRST_TIMEOUT)
         self.load_tasks()
-        watchdog.heartbeat("building", timeout=long if self._initial_weights else FIRST_TIMEOUT)
+        watchdog.heartbeat("building", timeout=long if self._needs_weights else FIRST_TIMEOUT)
         self.build_model()
         self.build_feed()
         watchdog.heartbeat("hashing", timeout=long)
@@ -208,10 +204,10 @@ class Pretraining:
                 resolve_loss_chunk(config.train.loss_chunk, accelerator.device.type),
             )
         self.flops_per_unit = self.model.flops_per_token()
-        if path := self._initial_weights:
-            from gpt2_ddp.tasks.initial_weights import load_initial_weights
+        if self._needs_weights:
+            from gpt2_ddp.training.initial_weights import load_initial_weights
 
-            load = lambda: load_initial_weights(config, path, self.model, self.tokenizer)  # noqa: E731
+            load = lambda: load_initial_weights(config, self.model, self.tokenizer)  # noqa: E731
             on_every_rank(load if is_main() else lambda: None)
 
     def build_feed(self) -> None:
