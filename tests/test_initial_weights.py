@@ -350,7 +350,8 @@ def test_train_and_plan_take_the_shape(tmp_path):
     settled = load(TrainingConfig, ["--config", str(tmp_path / "runs/small_corpus/config.yaml")])
     assert (settled.model.n_layer, settled.model.block_size, settled.inherited) == (1, 16, set())
     for script in ("plan", "train_gpt2"):
-        refused = forked([f"scripts/{script}.py", *flags, "--run_name", "other"], ROOT)
+        less_than_a_window = ["--run_name", "other", "--train.global_batch_tokens", "64"]  # of the preset
+        refused = forked([f"scripts/{script}.py", *flags, *less_than_a_window], ROOT)
         assert refused.returncode == 2
         assert "error: train.init_from = " in refused.stderr
 
