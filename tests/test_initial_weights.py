@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from close import assert_close, float64
+from close import assert_close, distance, float64
 from commands import expect_error, expect_field, forked
 from ranks import RankError, run_ranks
 from runs import change, same, train, training_config
@@ -354,6 +354,109 @@ def test_train_and_plan_take_the_shape(tmp_path):
         refused = forked([f"scripts/{script}.py", *flags, *less_than_a_window], ROOT)
         assert refused.returncode == 2
         assert "error: train.init_from = " in refused.stderr
+
+
+LAYERS, HEADS, WIDTH, CONTEXT, IDS = 3, 2, 16, 32, 300
+BLOCK = {  # in llm.c's order
+    "ln_1": (WIDTH,),
+    "attn.c_attn": (3 * WIDTH, WIDTH),
+    "attn.c_proj": (WIDTH, WIDTH),
+    "ln_2": (WIDTH,),
+    "mlp.c_fc": (4 * WIDTH, WIDTH),
+    "mlp.c_proj": (WIDTH, 4 * WIDTH),
+}
+
+
+def their_weights(biased: bool) -> dict[str, Tensor]:
+    """Random weights of nanoGPT's names, which are llm.c's, too."""
+    shapes = {"transformer.wte.weight": (IDS, WIDTH), "transformer.wpe.weight": (CONTEXT, WIDTH)}
+    blocks = {f"h.{layer}.{part}": shape for layer in range(LAYERS) for part, shape in BLOCK.items()}
+    for part, shape in (blocks | {"ln_f": (WIDTH,)}).items():
+        shapes[f"transformer.{part}.weight"] = shape
+        if biased:
+            shapes[f"transformer.{part}.bias"] = shape[:1]
+    torch.manual_seed(5)
+    return {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+
+
+def their_loss(weights: dict[str, Tensor], tokens: Tensor, gelu: str) -> Tensor:
+    """Their forward pass, without the package's code."""
+    of = {name.removeprefix("transformer."): value for name, value in weights.items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), of[f"{name}.weight"], of.get(f"{name}.bias"))
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, of[f"{name}.weight"], of.get(f"{name}.bias"))
+
+    inputs, (rows, length) = tokens[:, :-1], tokens[:, 1:].shape
+    x = of["wte.weight"][inputs] + of["wpe.weight"][:length]
+    for layer in range(LAYERS):
+        parts = linear(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn").split(WIDTH, dim=2)
+        q, k, v = (part.view(rows, length, HEADS, -1).transpose(1, 2) for part in parts)
+        scores = q @ k.transpose(2, 3) / (WIDTH // HEADS) ** 0.5
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, length, WIDTH)
+        x = x + linear(attended, f"h.{layer}.attn.c_proj")
+        hidden = F.gelu(linear(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc"), approximate=gelu)
+        x = x + linear(hidden, f"h.{layer}.mlp.c_proj")
+    logits = norm(x, "ln_f") @ of["wte.weight"].T
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def write_nanogpt(weights: dict[str, Tensor], file: Path, prefix: str, bias: bool) -> None:
+    """As its train.py does; the embedding and the head are one tensor."""
+    model = {f"{prefix}{name}": value for name, value in weights.items()}
+    model[f"{prefix}lm_head.weight"] = weights["transformer.wte.weight"]
+    args = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": CONTEXT, "bias": bias}
+    args |= {"vocab_size": IDS, "dropout": 0.2}
+    rest = {"optimizer": {}, "iter_num": 7, "best_val_loss": torch.tensor(3.0), "config": {"out_dir": "out"}}
+    torch.save({"model": model, "model_args": args, **rest}, file)
+
+
+def write_llm_c(weights: dict[str, Tensor], file: Path, version: int) -> None:
+    """As `write_model` of its train_gpt2.py does, and train_gpt2.cu."""
+    header = torch.zeros(256, dtype=torch.int32)
+    header[:8] = torch.tensor([20240326, version, CONTEXT, IDS, LAYERS, HEADS, WIDTH, 384])
+    padded = F.pad(weights["transformer.wte.weight"], (0, 0, 0, 84))
+    ordered = [padded, weights["transformer.wpe.weight"]]
+    for part in BLOCK:
+        for kind in ("weight", "bias"):
+            ordered += [weights[f"transformer.h.{layer}.{part}.{kind}"] for layer in range(LAYERS)]
+    ordered += [weights["transformer.ln_f.weight"], weights["transformer.ln_f.bias"]]
+    with file.open("wb") as stream:
+        stream.write(header.numpy().tobytes())
+        for value in ordered:
+            exact = value if version == 3 else value.bfloat16().view(torch.int16)
+            stream.write(exact.numpy().tobytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "setting"), [
+    ("ckpt.pt", ("", True)), ("ckpt.pt", ("_orig_mod.", False)), ("model.bin", 3), ("model.bin", 5),
+])  # fmt: skip
+def test_what_the_page_converts_begins_with_the_loss_of_its_source(file, setting, tmp_path):
+    page = (ROOT / "docs/export.md").read_text()
+    (program,) = re.findall(r"```python\n(\"\"\"python convert.py .*?)```", page, re.DOTALL)
+    (tmp_path / "convert.py").write_text(program)
+    if file == "ckpt.pt":
+        prefix, biased = setting
+        weights, gelu = their_weights(biased), "none"
+        write_nanogpt(weights, tmp_path / file, prefix, biased)
+    else:
+        weights, gelu, biased = their_weights(True), "tanh", True
+        if setting == 5:
+            weights = {name: value.bfloat16().float() for name, value in weights.items()}
+        write_llm_c(weights, tmp_path / file, setting)
+    converted = forked(["convert.py", file, str(GOLDEN / "corpus/tokenizer.json"), "converted"], tmp_path)
+    assert converted.returncode == 0, converted
+    own = ["--model.bias", "false"] if not biased else []
+    settled = settle_model(typed(tmp_path / "converted", *own), None, print)
+    assert (settled.model.n_layer, settled.model.n_head, settled.model.block_size) == (LAYERS, HEADS, CONTEXT)
+    tokens = torch.randint(IDS, (8, CONTEXT + 1))
+    loss = start(settled).eval()(tokens[:, :-1], tokens[:, 1:])
+    assert_close(loss, their_loss(weights, tokens, "tanh"), 1e-5)
+    assert distance(loss, their_loss(weights, tokens, gelu), scale=1.0) < 1e-4
 
 
 def test_without_transformers_a_line_names_the_package(theirs, monkeypatch):
