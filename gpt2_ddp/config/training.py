@@ -125,7 +125,7 @@ class ModelConfig(Section):
 
 
 WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
-"""Fields of the model section that weights depend on."""
+"""Fields of the model section that belong to the weights."""
 
 Optimizers = Literal["adamw", "muon"]
 OPTIMIZERS = get_args(Optimizers)
@@ -330,7 +330,6 @@ class TrainingConfig(RunConfig):
         optim, train = self.optim, self.train
         if not self.inherited:
             yield from self._model_mistakes()
-            yield from self._batch_mistakes(train.global_batch_tokens, self.model.block_size)
         if train.steps is None and train.epochs is None:
             yield "train.steps", None, "set train.steps or train.epochs"
         if train.branch_from is not None and train.init_from is not None:
@@ -348,15 +347,6 @@ class TrainingConfig(RunConfig):
             hint = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
             yield "optim.warmup_steps", optim.warmup_steps, hint
 
-    def _batch_mistakes(self, tokens: int, size: int) -> Iterator[tuple[str, object, str]]:
-        if tokens % size:
-            near = max(round(tokens / size), 1) * size
-            hint = f"should be a multiple of model.block_size ({size}), like {near}"
-            yield "train.global_batch_tokens", tokens, hint
-        elif self.global_batch_windows > MOST_ITEMS:
-            hint = f"should be at most {MOST_ITEMS:,} times model.block_size ({size})"
-            yield "train.global_batch_tokens", tokens, hint
-
     def _ignored_fields(self) -> Iterator[tuple[str, object, str]]:
         """Fields of another optimizer, and of sharding without it, which `accelerate config` may select, too."""
         owners = {name: name.partition("_")[0] for name in OptimConfig.model_fields}
@@ -372,6 +362,7 @@ class TrainingConfig(RunConfig):
                     yield f"{part}.{name}", given, hint
 
     def _model_mistakes(self) -> Iterator[tuple[str, object, str]]:
+        """User errors of the shape, and of a step's tokens, which depend on it."""
         width, heads, keys = self.model.n_embd, self.model.n_head, self.model.key_heads
         gpt2 = self.model.architecture == "gpt2"
         unit, what = (heads, "model.n_head") if gpt2 else (2 * heads, "2 model.n_head")  # rotary positions rotate pairs
@@ -380,6 +371,14 @@ class TrainingConfig(RunConfig):
             yield "model.n_embd", width, f"should be a multiple of {what} ({unit}), like {lower}"
         if heads % keys or (gpt2 and keys != heads):
             yield "model.n_kv_head", keys, f"should divide model.n_head ({heads})" + ", or be it for gpt2" * gpt2
+        tokens, size = self.train.global_batch_tokens, self.model.block_size
+        if tokens % size:
+            near = max(round(tokens / size), 1) * size
+            hint = f"should be a multiple of model.block_size ({size}), like {near}"
+            yield "train.global_batch_tokens", tokens, hint
+        elif tokens > MOST_ITEMS * size:
+            hint = f"should be at most {MOST_ITEMS:,} times model.block_size ({size})"
+            yield "train.global_batch_tokens", tokens, hint
 
 
 BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"
