@@ -311,7 +311,7 @@ def test_a_shape_that_nobody_gives_is_the_models(kind, tmp_path):
 def test_a_run_may_be_continued_with_a_shorter_context():
     settled = settle_model(typed(GOLDEN / "gpt2_run", "--model.block_size", "8"), None, print)
     theirs = load_file(find_checkpoint(GOLDEN / "gpt2_run").path / "model.safetensors")
-    assert torch.equal(start(settled).wpe.weight, theirs["wpe.weight"][:8])
+    assert torch.equal(start(settled).state_dict()["wpe.weight"], theirs["wpe.weight"][:8])
 
 
 @pytest.mark.parametrize(("flags", "error"), [
@@ -357,7 +357,7 @@ def test_train_and_plan_take_the_shape(tmp_path):
 
 
 LAYERS, HEADS, WIDTH, CONTEXT, IDS = 3, 2, 16, 32, 300
-BLOCK = {  # in llm.c's order
+BLOCK: dict[str, tuple[int, ...]] = {  # in llm.c's order
     "ln_1": (WIDTH,),
     "attn.c_attn": (3 * WIDTH, WIDTH),
     "attn.c_proj": (WIDTH, WIDTH),
@@ -369,7 +369,8 @@ BLOCK = {  # in llm.c's order
 
 def their_weights(biased: bool) -> dict[str, Tensor]:
     """Random weights of nanoGPT's names, which are llm.c's, too."""
-    shapes = {"transformer.wte.weight": (IDS, WIDTH), "transformer.wpe.weight": (CONTEXT, WIDTH)}
+    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (IDS, WIDTH)}
+    shapes["transformer.wpe.weight"] = (CONTEXT, WIDTH)
     blocks = {f"h.{layer}.{part}": shape for layer in range(LAYERS) for part, shape in BLOCK.items()}
     for part, shape in (blocks | {"ln_f": (WIDTH,)}).items():
         shapes[f"transformer.{part}.weight"] = shape
