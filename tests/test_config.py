@@ -132,6 +132,14 @@ def test_defaults_then_files_left_to_right_then_flags_wherever_they_stand(write)
     assert load(TrainingConfig, [*files[2:], *files[:2]]).optim.lr == 0.01
 
 
+def test_a_section_knows_what_is_given_by_files_and_flags_without_the_default_preset(write):
+    file, flags = write("model: {n_layer: 3}\neval: {every: 9}\n"), ["--model.n_head", "6"]
+    preset = load(TrainingConfig, flags, BUILT_IN)
+    assert (preset.model.n_layer, preset.model.model_fields_set) == (2, {"n_head"})
+    named = load(TrainingConfig, ["--config", file, *flags, "--train.steps", "1"], BUILT_IN)
+    assert [named.model.model_fields_set, named.eval.model_fields_set] == [{"n_layer", "n_head"}, {"every"}]
+
+
 def test_the_default_file_stands_in_only_when_no_file_is_named(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # it is found from any folder
     default = "configs/gpt2_stdlib.yaml"

@@ -18,8 +18,8 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model import documents
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.tasks.initial_weights import find_initial_weights
 from gpt2_ddp.tasks.trained_model import load_model
+from gpt2_ddp.training.initial_weights import find_model
 
 EOT, VOCAB, T = 0, 65, 16
 WINDOWS = {
@@ -125,6 +125,6 @@ def test_trained_and_evaluated(short_documents: Path, tmp_path: Path):
     changes |= {"model.n_layer": 1, "eval.every": 5}
     run_ranks(train, 1, training_config(short_documents, tmp_path, changes))
     begun = {"model.document_mask": False, "train.init_from": str(tmp_path / "run")}
-    assert find_initial_weights(training_config(short_documents, tmp_path, changes | begun))
+    assert find_model(training_config(short_documents, tmp_path, changes | begun))
     last = rows(tmp_path / "run")[-1]
     assert_close(last["val_loss"], loss_of_documents_alone(tmp_path / "run", short_documents), 1e-5, 1)

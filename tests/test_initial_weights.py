@@ -11,23 +11,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from close import assert_close, float64
-from commands import expect_error, expect_field
+from close import assert_close, distance, float64
+from commands import expect_error, expect_field, forked
 from ranks import RankError, run_ranks
 from runs import change, same, train, training_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
-from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.hints import check_resumable
+from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import CLASSES, transformers_config
+from gpt2_ddp.model.transformers_layout import CLASSES, resolved, transformers_config
 from gpt2_ddp.preparation.prepare import train_bpe
-from gpt2_ddp.tasks.initial_weights import find_initial_weights, load_initial_weights
+from gpt2_ddp.training.initial_weights import find_model, load_initial_weights, settle_model
 
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests/golden"
 TOKENIZER = load_tokenizer(str(GOLDEN / "corpus"))  # 300 ids, of 384 rows
 
 
@@ -45,10 +48,10 @@ def config(folder: Path | str, **model: Any) -> TrainingConfig:
 
 def start(config: TrainingConfig) -> GPT:
     """A new run's model, before its first step."""
-    path = find_initial_weights(config)
+    find_model(config)
     torch.manual_seed(config.seed)
     model = GPT(config.model, TOKENIZER.vocab_size)
-    load_initial_weights(config, path, model, TOKENIZER)
+    load_initial_weights(config, model, TOKENIZER)
     return model
 
 
@@ -240,7 +243,7 @@ def test_refused_by_its_small_files(tmp_path, case):
     kind, changes = re.match(r"(?:(\w+): )?(.*)", theirs_and_kind).groups("gpt2")
     fields(**json.loads(changes))(saved(tmp_path, kind))
     with pytest.raises(UserError) as error:
-        find_initial_weights(config(tmp_path, **{**SHAPES[kind], **json.loads(ours)}))
+        find_model(config(tmp_path, **{**SHAPES[kind], **json.loads(ours)}))
     for mistake, line in zip(error.value.mistakes, re.split(" +& ", lines), strict=True):
         assert re.search(line, mistake), mistake
 
@@ -271,13 +274,195 @@ LATE: list[tuple[Callable[[Path], object], dict[str, Any], str]] = [
 def test_refused_by_its_weights_or_its_tokenizer(tmp_path, damage, model, line):
     damage(saved(tmp_path, model.get("architecture", "gpt2")))
     settings = config(tmp_path, **model)
-    path, ours = find_initial_weights(settings), GPT(settings.model, TOKENIZER.vocab_size)
-    expect_error(f"train.init_from = .*{line}", load_initial_weights, settings, path, ours, TOKENIZER)
+    find_model(settings)
+    ours = GPT(settings.model, TOKENIZER.vocab_size)
+    expect_error(f"train.init_from = .*{line}", load_initial_weights, settings, ours, TOKENIZER)
+
+
+def words(folder: Path, *flags: str) -> list[str]:
+    """What a user types who gives no shape."""
+    return ["--train.init_from", str(folder), "--data.path", str(GOLDEN / "corpus"), *flags]
+
+
+def typed(folder: Path, *flags: str) -> TrainingConfig:
+    return load(TrainingConfig, words(folder, *flags), training_default)
+
+
+@pytest.mark.parametrize("kind", [*SHAPES, "a run"])
+def test_a_shape_that_nobody_gives_is_the_models(kind, tmp_path):
+    """Neither the default preset's nor the default, but its dropout is the preset's."""
+    folder, wanted = GOLDEN / "gpt2_run", {"n_layer": 1, "n_embd": 16, "block_size": 16, "n_inner": 64}
+    if kind != "a run":
+        folder, wanted = saved(tmp_path, kind), resolved(config("", **SHAPES[kind]).model)
+    notes: list[str] = []
+    settled = settle_model(typed(folder, "--model.n_head", "2"), None, notes.append)
+    assert resolved(settled.model) == resolved(settled.model) | wanted | {"n_head": 2, "dropout": 0.1}
+    own = settled.model
+    shape = f"{own.n_layer} layers, 2 heads, {own.n_embd} wide, context {own.block_size}"
+    assert notes == [f"note: model from {folder}: {own.architecture}, {shape}"]
+    start(settled)
+    (tmp_path / "settled.yaml").write_text(dump(settled))
+    again = load(TrainingConfig, ["--config", str(tmp_path / "settled.yaml")])
+    assert again == settled
+    assert settle_model(again, None, notes.append) == settled
+    assert len(notes) == 1, "a configuration that gives all of it is not commented on"
+
+
+def test_a_run_may_be_continued_with_a_shorter_context():
+    settled = settle_model(typed(GOLDEN / "gpt2_run", "--model.block_size", "8"), None, print)
+    theirs = load_file(find_checkpoint(GOLDEN / "gpt2_run").path / "model.safetensors")
+    assert torch.equal(start(settled).state_dict()["wpe.weight"], theirs["wpe.weight"][:8])
+
+
+@pytest.mark.parametrize(("flags", "error"), [
+    ("--model.n_head 3", "model.n_head = 3: .* has 2; set it to 2"),
+    ("--train.global_batch_tokens 40", r"global_batch_tokens = 40: should be a multiple of model.block_size \(16\)"),
+    ("--config configs/gpt2_small_corpus.yaml", "model.n_layer = 6: .* has 1"),
+])  # fmt: skip
+def test_what_is_given_is_compared_and_the_rest_is_checked_once_settled(flags, error):
+    expect_error(error, settle_model, typed(GOLDEN / "gpt2_run", *flags.split()), None, print)
+
+
+def test_a_resume_has_the_shape_of_its_checkpoint(tmp_path):
+    """The folder may be gone."""
+    found = find_checkpoint(GOLDEN / "gpt2_run")
+    found.config["optim"] = typed(tmp_path).optim.model_dump(mode="json")
+    found.config["train"]["global_batch_tokens"] = 4096
+    assert check_resumable(typed(tmp_path), "gpt2", found.config, found.step) == []
+    assert settle_model(typed(tmp_path), found, pytest.fail).model.n_layer == 1
+    other = typed(tmp_path, "--model.n_layer", "3")
+    expect_error("model.n_layer = 3: the run was started with 1", check_resumable, other, "gpt2", found.config, 5)
+
+
+@pytest.mark.slow
+def test_train_and_plan_take_the_shape(tmp_path):
+    folder = tmp_path / "mine"
+    shutil.copytree(GOLDEN / "gpt2_run", folder)
+    flags = words(folder, "--train.device", "cpu", "--train.steps", "2", "--output_dir", str(tmp_path / "runs"))
+    run = ["scripts/train_gpt2.py", *flags]
+    plan = forked(["scripts/plan.py", *flags], ROOT)
+    assert "parameters   9,712" in plan.stdout, plan
+    begun = forked(run, ROOT, world=2)
+    assert "9,712 parameters, 2 x cpu" in begun.stdout, begun
+    shutil.rmtree(folder)
+    went_on = forked([*run, "--train.steps", "3"], ROOT, world=2)
+    assert "completed at step 3" in went_on.stdout, went_on
+    settled = load(TrainingConfig, ["--config", str(tmp_path / "runs/small_corpus/config.yaml")])
+    assert (settled.model.n_layer, settled.model.block_size, settled.inherited) == (1, 16, set())
+    for script in ("plan", "train_gpt2"):
+        less_than_a_window = ["--run_name", "other", "--train.global_batch_tokens", "64"]  # of the preset
+        refused = forked([f"scripts/{script}.py", *flags, *less_than_a_window], ROOT)
+        assert refused.returncode == 2
+        assert "error: train.init_from = " in refused.stderr
+
+
+LAYERS, HEADS, WIDTH, CONTEXT, IDS = 3, 2, 16, 32, 300
+BLOCK: dict[str, tuple[int, ...]] = {  # in llm.c's order
+    "ln_1": (WIDTH,),
+    "attn.c_attn": (3 * WIDTH, WIDTH),
+    "attn.c_proj": (WIDTH, WIDTH),
+    "ln_2": (WIDTH,),
+    "mlp.c_fc": (4 * WIDTH, WIDTH),
+    "mlp.c_proj": (WIDTH, 4 * WIDTH),
+}
+
+
+def their_weights(biased: bool) -> dict[str, Tensor]:
+    """Random weights of nanoGPT's names, which are llm.c's, too."""
+    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (IDS, WIDTH)}
+    shapes["transformer.wpe.weight"] = (CONTEXT, WIDTH)
+    blocks = {f"h.{layer}.{part}": shape for layer in range(LAYERS) for part, shape in BLOCK.items()}
+    for part, shape in (blocks | {"ln_f": (WIDTH,)}).items():
+        shapes[f"transformer.{part}.weight"] = shape
+        if biased:
+            shapes[f"transformer.{part}.bias"] = shape[:1]
+    torch.manual_seed(5)
+    return {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+
+
+def their_loss(weights: dict[str, Tensor], tokens: Tensor, gelu: str) -> Tensor:
+    """Their forward pass, without the package's code."""
+    of = {name.removeprefix("transformer."): value for name, value in weights.items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), of[f"{name}.weight"], of.get(f"{name}.bias"))
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, of[f"{name}.weight"], of.get(f"{name}.bias"))
+
+    inputs, (rows, length) = tokens[:, :-1], tokens[:, 1:].shape
+    x = of["wte.weight"][inputs] + of["wpe.weight"][:length]
+    for layer in range(LAYERS):
+        parts = linear(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn").split(WIDTH, dim=2)
+        q, k, v = (part.view(rows, length, HEADS, -1).transpose(1, 2) for part in parts)
+        scores = q @ k.transpose(2, 3) / (WIDTH // HEADS) ** 0.5
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, length, WIDTH)
+        x = x + linear(attended, f"h.{layer}.attn.c_proj")
+        hidden = F.gelu(linear(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc"), approximate=gelu)
+        x = x + linear(hidden, f"h.{layer}.mlp.c_proj")
+    logits = norm(x, "ln_f") @ of["wte.weight"].T
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def write_nanogpt(weights: dict[str, Tensor], file: Path, prefix: str, bias: bool) -> None:
+    """As its train.py does; the embedding and the head are one tensor."""
+    model = {f"{prefix}{name}": value for name, value in weights.items()}
+    model[f"{prefix}lm_head.weight"] = weights["transformer.wte.weight"]
+    args = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": CONTEXT, "bias": bias}
+    args |= {"vocab_size": IDS, "dropout": 0.2}
+    rest = {"optimizer": {}, "iter_num": 7, "best_val_loss": torch.tensor(3.0), "config": {"out_dir": "out"}}
+    torch.save({"model": model, "model_args": args, **rest}, file)
+
+
+def write_llm_c(weights: dict[str, Tensor], file: Path, version: int) -> None:
+    """As `write_model` of its train_gpt2.py does, and train_gpt2.cu."""
+    header = torch.zeros(256, dtype=torch.int32)
+    header[:8] = torch.tensor([20240326, version, CONTEXT, IDS, LAYERS, HEADS, WIDTH, 384])
+    padded = F.pad(weights["transformer.wte.weight"], (0, 0, 0, 84))
+    ordered = [padded, weights["transformer.wpe.weight"]]
+    for part in BLOCK:
+        for kind in ("weight", "bias"):
+            ordered += [weights[f"transformer.h.{layer}.{part}.{kind}"] for layer in range(LAYERS)]
+    ordered += [weights["transformer.ln_f.weight"], weights["transformer.ln_f.bias"]]
+    with file.open("wb") as stream:
+        stream.write(header.numpy().tobytes())
+        for value in ordered:
+            exact = value if version == 3 else value.bfloat16().view(torch.int16)
+            stream.write(exact.numpy().tobytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "setting"), [
+    ("ckpt.pt", ("", True)), ("ckpt.pt", ("_orig_mod.", False)), ("model.bin", 3), ("model.bin", 5),
+])  # fmt: skip
+def test_what_the_page_converts_begins_with_the_loss_of_its_source(file, setting, tmp_path):
+    page = (ROOT / "docs/export.md").read_text()
+    (program,) = re.findall(r"```python\n(\"\"\"python convert.py .*?)```", page, re.DOTALL)
+    (tmp_path / "convert.py").write_text(program)
+    if file == "ckpt.pt":
+        prefix, biased = setting
+        weights, gelu = their_weights(biased), "none"
+        write_nanogpt(weights, tmp_path / file, prefix, biased)
+    else:
+        weights, gelu, biased = their_weights(True), "tanh", True
+        if setting == 5:
+            weights = {name: value.bfloat16().float() for name, value in weights.items()}
+        write_llm_c(weights, tmp_path / file, setting)
+    converted = forked(["convert.py", file, str(GOLDEN / "corpus/tokenizer.json"), "converted"], tmp_path)
+    assert converted.returncode == 0, converted
+    own = ["--model.bias", "false"] if not biased else []
+    settled = settle_model(typed(tmp_path / "converted", *own), None, print)
+    assert (settled.model.n_layer, settled.model.n_head, settled.model.block_size) == (LAYERS, HEADS, CONTEXT)
+    tokens = torch.randint(IDS, (8, CONTEXT + 1))
+    loss = start(settled).eval()(tokens[:, :-1], tokens[:, 1:])
+    assert_close(loss, their_loss(weights, tokens, "tanh"), 1e-5)
+    assert distance(loss, their_loss(weights, tokens, gelu), scale=1.0) < 1e-4
 
 
 def test_without_transformers_a_line_names_the_package(theirs, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    expect_field("train.init_from", "theirs", find_initial_weights, config(theirs))
+    expect_field("train.init_from", "theirs", find_model, config(theirs))
 
 
 def test_from_the_hub(theirs, monkeypatch):
@@ -293,7 +478,7 @@ def test_from_the_hub(theirs, monkeypatch):
     assert asked[0][2] == ["config.json"]
     assert {"model*.safetensors", "tokenizer.json"} < {*asked[1][2]}
     monkeypatch.undo()
-    expect_field("train.init_from", "hub:nobody/none", find_initial_weights, config("hub:nobody/none"))
+    expect_field("train.init_from", "hub:nobody/none", find_model, config("hub:nobody/none"))
 
 
 def test_a_run_needs_no_transformers(monkeypatch):
@@ -301,9 +486,11 @@ def test_a_run_needs_no_transformers(monkeypatch):
     checkpoint = find_checkpoint(GOLDEN / "gpt2_run")
     settings = config(GOLDEN / "gpt2_run", **checkpoint.config["model"])
     model = GPT(settings.model, checkpoint.state.task.vocab_size)
-    path = find_initial_weights(settings)
-    load_initial_weights(settings, path, model, TOKENIZER)
-    assert all(torch.equal(v, model.state_dict()[n]) for n, v in load_file(path / "model.safetensors").items())
+    find_model(settings)
+    load_initial_weights(settings, model, TOKENIZER)
+    assert all(
+        torch.equal(v, model.state_dict()[n]) for n, v in load_file(checkpoint.path / "model.safetensors").items()
+    )
 
 
 @pytest.mark.parametrize("changes", [{"n_embd": 64}, {"n_layer": 3, "bias": False}, {"n_inner": 48}, {"n_head": 4},
@@ -314,11 +501,11 @@ def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_h
     weights.write_bytes(weights.read_bytes()[:-4] + b"spam")
     own = find_checkpoint(place, weights=False).config["model"]
     with pytest.raises(UserError) as error:
-        find_initial_weights(config(place, **{**own, **changes}))
+        find_model(config(place, **{**own, **changes}))
     assert [mistake.split(" = ")[0] for mistake in error.value.mistakes] == [f"model.{name}" for name in changes]
     another_tokenizer(tmp_path)
     model, other = GPT(config(place, **own).model, TOKENIZER.vocab_size), load_tokenizer(str(tmp_path))
-    expect_error("another tokenizer", load_initial_weights, config(place, **own), place, model, other)
+    expect_error("another tokenizer", load_initial_weights, config(place, **own), model, other)
 
 
 def test_what_wants_a_checkpoint_says_what_such_a_folder_is_for(theirs):

@@ -26,7 +26,7 @@ HEAVY = (
 UNUSED = (
     *("checkpoint.trackers", "config.jobs", "config.hints", "config.tools", "data.mixture", "distributed.workers"),
     *("model.chunked_loss", "model.documents", "model.memory", "model.muon", "preparation", "reports", "scoring"),
-    *("tasks.initial_weights", "training.branch", "training.peaks", "training.replica_check"),
+    *("training.branch", "training.initial_weights", "training.peaks", "training.replica_check"),
 )
 """Modules and folders of this package that a training on prepared data loads only where they are switched on."""
 

@@ -89,15 +89,19 @@ def resolve(
     default: Default = None,
 ) -> C:
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
-    Raises: UserError, as `load`."""
+    `model_fields_set` of its sections has the fields of both, without a preset's. Raises: UserError, as `load`."""
     note = ""
+    values = {name: section.model_dump(exclude_unset=True) for name, section in sections(command).items()}
     if not files and default:
         file, note = (default, "") if isinstance(default, str) else default(changes)
-        files = [file]
-    values = {name: section.model_dump(exclude_unset=True) for name, section in sections(command).items()}
+        _merge(values, read_yaml(file))
+    given: dict[str, Any] = {}
     for content in (*map(read_yaml, files), changes):
-        _merge(values, content)
+        _merge(given, content)
+    _merge(values, given)
     config = command.model_validate(values)
+    for name in sections(command):
+        getattr(config, name).model_fields_set.intersection_update(given.get(name) or ())
     if note:
         print_line(note)
     return config

@@ -152,6 +152,7 @@ class RunConfig(Command):
     rollbacks = _optional("guard.rollbacks", 0)
     eval_patience = _optional("eval.patience", None)
     branch_from = _optional("train.branch_from", None)
+    init_from = _optional("train.init_from", None)
 
     @property
     def matrix(self) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -134,6 +134,9 @@ class ModelConfig(Section):
         return self.bias and self.architecture == "gpt2"
 
 
+WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
+"""Fields of the model section that belong to the weights."""
+
 Optimizers = Literal["adamw", "muon"]
 OPTIMIZERS = get_args(Optimizers)
 """Optimizers of a GPT. A field like `muon_lr` belongs to one of them."""
@@ -205,7 +208,8 @@ class TrainConfig(LoopConfig):
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
     """source of a new run's weights: a run folder or checkpoint; or, by transformers (extra `export`), a folder with
-    config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data needs its tokenizer; null: random"""
+    config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data needs its tokenizer; fields of the model
+    section that neither a file nor a flag gives are the source's; null: random"""
     branch_from: str | None = None
     """run folder or checkpoint to branch a new run from, with its step, weights, optimizer state and data position;
     learning rate, schedule and the optimizer's settings may differ; null: none"""
@@ -296,9 +300,21 @@ class TrainingConfig(RunConfig):
     tracking: TextTrackingConfig = TextTrackingConfig()
     launch: ParallelConfig = ParallelConfig()
 
+    @property
+    def inherited(self) -> set[str]:
+        """Fields of the model section that come from the model of `train.init_from`, since none of them is given."""
+        return WEIGHT_FIELDS - self.model.model_fields_set if self.train.init_from else set()
+
+    def with_model(self, other: ModelConfig) -> Self:
+        """The configuration with the inherited fields of another model section. Raises: UserError, as `load`."""
+        model = self.model.model_dump() | other.model_dump(include=self.inherited)
+        return self.model_validate(self.model_dump() | {"model": model})
+
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """Allows a new end of the schedule before the decay begins, null for the saved end, and new sources of weight 0
-        in val_loss."""
+        """Allows inherited fields, a new end of the schedule before the decay begins, null for the saved end, and new
+        sources of weight 0 in val_loss."""
+        if name.removeprefix("model.") in self.inherited:
+            return True
         if name == "eval.weights":
             now = self.eval.weights
             return bool(before) and list(now[: len(before)]) == before and not any(now[len(before) :])
@@ -329,15 +345,9 @@ class TrainingConfig(RunConfig):
         return max(round(0.06 * self.eval.every * self.global_batch_windows), 16) * self.model.block_size
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        model, optim, train = self.model, self.optim, self.train
-        yield from self._model_mistakes()
-        if train.global_batch_tokens % model.block_size:
-            near = max(round(train.global_batch_tokens / model.block_size), 1) * model.block_size
-            hint = f"should be a multiple of model.block_size ({model.block_size}), like {near}"
-            yield "train.global_batch_tokens", train.global_batch_tokens, hint
-        elif self.global_batch_windows > MOST_ITEMS:
-            hint = f"should be at most {MOST_ITEMS:,} times model.block_size ({model.block_size})"
-            yield "train.global_batch_tokens", train.global_batch_tokens, hint
+        optim, train = self.optim, self.train
+        if not self.inherited:
+            yield from self._model_mistakes()
         if train.steps is None and train.epochs is None:
             yield "train.steps", None, "set train.steps or train.epochs"
         if train.branch_from is not None and train.init_from is not None:
@@ -370,6 +380,7 @@ class TrainingConfig(RunConfig):
                     yield f"{part}.{name}", given, hint
 
     def _model_mistakes(self) -> Iterator[tuple[str, object, str]]:
+        """User errors of the shape, and of a step's tokens, which depend on it."""
         width, heads, keys = self.model.n_embd, self.model.n_head, self.model.key_heads
         gpt2 = self.model.architecture == "gpt2"
         unit, what = (heads, "model.n_head") if gpt2 else (2 * heads, "2 model.n_head")  # rotary positions rotate pairs
@@ -378,6 +389,14 @@ class TrainingConfig(RunConfig):
             yield "model.n_embd", width, f"should be a multiple of {what} ({unit}), like {lower}"
         if heads % keys or (gpt2 and keys != heads):
             yield "model.n_kv_head", keys, f"should divide model.n_head ({heads})" + ", or be it for gpt2" * gpt2
+        tokens, size = self.train.global_batch_tokens, self.model.block_size
+        if tokens % size:
+            near = max(round(tokens / size), 1) * size
+            hint = f"should be a multiple of model.block_size ({size}), like {near}"
+            yield "train.global_batch_tokens", tokens, hint
+        elif tokens > MOST_ITEMS * size:
+            hint = f"should be at most {MOST_ITEMS:,} times model.block_size ({size})"
+            yield "train.global_batch_tokens", tokens, hint
 
 
 BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"

@@ -228,11 +228,15 @@ def make_plan(config: PlanConfig) -> Plan:
     with suppress(UserError):  # it is among those of training
         config, precision, _ = settle_precision(config, torch.device(machine.kind))
     base = psutil.Process().memory_info().rss + FIRST_STEP  # before the meta device loads more than a training has
-    return build_plan(config, machine, precision, preflight(training, machine.processes), base)
+    seen = preflight(training, machine.processes)
+    if config.inherited and not seen.model:
+        raise UserError.join(seen.mistakes)
+    return build_plan(config, machine, precision, seen, base)
 
 
 def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, base: float = 0.0) -> Plan:
     """The plan of a dry run. `base`: bytes of a CPU's process without its model."""
+    config = config.model_copy(update={"model": seen.model or config.model})
     corpus = describe_corpus(config, seen.task)
     with torch.device("meta"), without_init():
         model = (seen.task or Pretraining(config)).make_model(corpus.vocab_size)

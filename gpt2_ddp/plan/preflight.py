@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.sources import scan
@@ -24,6 +24,7 @@ class Seen:
 
     mistakes: list[str] = field(default_factory=list)  # user errors, as the lines printed after `error:`
     task: Pretraining | None = None  # with its data open; None for missing data, and after most user errors
+    model: ModelConfig | None = None  # settled; None after most user errors
     step: int = 0  # of the checkpoint
 
 
@@ -44,7 +45,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
     with redirect_stdout(sys.stderr):
         try:
             with open_run(config, make_task, lock=False) as run:
-                seen.step = run.step
+                seen.model, seen.step = run.config.model, run.step
                 if not (file := missing_data(config)):
                     _look_at(run, seen)
                 elif not (recipe := load(PrepareConfig, ["--config", file])).source.startswith(("bin:", "hub:")):

@@ -130,20 +130,11 @@ class Pretraining:
         self._saved = saved
         self._data: Any = saved.state.task if saved else None
         self.units_per_item = config.model.block_size
-        self._initial_weights = None
+        self._needs_weights = bool(config.train.init_from) and not saved
         if accelerator:
-            self._check(accelerator)
-
-    def _check(self, accelerator: Accelerator) -> None:
-        """Raises: UserError for what is wrong without looking at the data."""
-        config, saved = self.config, self._saved
-        split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more processes than windows
+            split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more than windows
         if saved:
             check_branch(config, saved.state.progress.branched_from, self.total_steps(saved.state.setup.epoch_size))
-        elif config.train.init_from:
-            from gpt2_ddp.tasks.initial_weights import find_initial_weights
-
-            self._initial_weights = on_main(partial(find_initial_weights, config))
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """`train.steps`, or the steps of `train.epochs`; None where these need an unknown epoch size."""
@@ -163,7 +154,7 @@ class Pretraining:
             return
         watchdog.heartbeat("reading tasks", timeout=FIRST_TIMEOUT)
         self.load_tasks()
-        watchdog.heartbeat("building", timeout=long if self._initial_weights else FIRST_TIMEOUT)
+        watchdog.heartbeat("building", timeout=long if self._needs_weights else FIRST_TIMEOUT)
         self.build_model()
         self.build_feed()
         watchdog.heartbeat("hashing", timeout=long)
@@ -244,10 +235,10 @@ class Pretraining:
             loss_chunk = resolve_loss_chunk(config.train.loss_chunk, accelerator.device.type)
             self.model = self.make_model(self.manifest.vocab_size, self.manifest.eot, loss_chunk)
         self.flops_per_unit = self.model.flops_per_token() if isinstance(self.model, GPT) else 0
-        if path := self._initial_weights:
-            from gpt2_ddp.tasks.initial_weights import load_initial_weights
+        if self._needs_weights:
+            from gpt2_ddp.training.initial_weights import load_initial_weights
 
-            load = lambda: load_initial_weights(config, path, self.model, self.tokenizer)  # noqa: E731
+            load = lambda: load_initial_weights(config, self.model, self.tokenizer)  # noqa: E731
             on_every_rank(load if is_main() else lambda: None)
 
     def build_feed(self) -> None:

@@ -152,6 +152,10 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             checkpoint, parent = find_start(config, store, processes.print)
             if checkpoint:
                 progress.load_state_dict(checkpoint.state.progress)
+            if config.init_from:
+                from gpt2_ddp.training.initial_weights import settle_model
+
+                config = settle_model(config, checkpoint, processes.print)
             before = checkpoint.config["train"].get("mixed_precision", "") if checkpoint else ""
             config, precision, speeds = settle_precision(config, device, before)
             accelerator: Accelerator = make_accelerator(precision)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, TRANSFORMERS, find_checkpoint, fit_weights
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, TRANSFORMERS, Checkpoint, find_checkpoint, fit_weights
 from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import (
@@ -35,41 +36,53 @@ GPT2_SIZES = ("block_size", "bias")
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # names of the tanh-GELU, the only activation of `GPT`
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # saved by older releases of transformers
 
-Mistake = tuple[str, object, str]  # field, value, hint
+
+def settle_model(config: Any, saved: Checkpoint | None, note: Callable[[str], None]) -> Any:
+    """The configuration whose inherited fields of the model section are those of `saved`, the checkpoint to resume, or
+    else of `train.init_from`. Collective. Raises: UserError, as `find_model`."""
+
+    def settled() -> ModelConfig:
+        return config.with_model(_model_of(saved) if saved else find_model(config)).model
+
+    model = on_main(settled)
+    if config.inherited and not saved:
+        shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, context {model.block_size}"
+        note(f"note: model from {config.train.init_from}: {model.architecture}, {shape}")
+    return config.model_copy(update={"model": model})
 
 
-def find_initial_weights(config: TrainingConfig) -> Path:
-    """Folder of `train.init_from`: a checkpoint or a transformers model, whose configuration fits the model section. It
-    reads small files only. Raises: UserError if there is no such folder, or its model does not fit."""
+def find_model(config: TrainingConfig) -> ModelConfig:
+    """The model section of `train.init_from`, a run or a transformers model. It reads small files only. Raises:
+    UserError if there is no such folder, if `GPT` does not support its model, or if given fields differ."""
     named = config.train.init_from or ""
-    path = _fetch(named, [TRANSFORMERS]) if named.startswith(HUB) else Path(named)
+    path = _folder(named, [TRANSFORMERS])
     if os.path.isfile(path / TRANSFORMERS):
-        misfits = _misfits(named, path, config.model)
+        theirs = _read_config(named, path)
+        names = ("architecture", *SHAPE[theirs.architecture])
     else:
-        found = find_checkpoint(path, FIELD, weights=False, kind="gpt2")
-        path = found.path
-        with _reading(path, f"its {CONFIG} cannot be read"):
-            theirs = ModelConfig.model_validate(complete(TrainingConfig, found.config)[0]["model"])
-        misfits = _differences(named, theirs, config.model, SIZES + GPT2_SIZES * (theirs.architecture == "gpt2"))
-    if misfits:
-        raise UserError.join([str(UserError(*misfit)) for misfit in misfits])
-    return path
+        theirs = _model_of(find_checkpoint(path, FIELD, weights=False, kind="gpt2"))
+        names = SIZES + GPT2_SIZES * (theirs.architecture == "gpt2")
+    if differing := [*_differences(named, theirs, config.model, names)]:
+        raise UserError.join(differing)
+    return theirs
 
 
-def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokenizer: Tokenizer) -> None:
-    """Loads the weights of `find_initial_weights` into the plain model: the ids of the data, and the positions of the
+def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenizer) -> None:
+    """Loads the weights of `train.init_from` into the plain model: the ids of the data, and the positions of the
     context. Raises: UserError for a missing or damaged file, other ids than the data's, or a tensor that does not fit.
     """
-    named = config.train.init_from or ""
-    if named.startswith(HUB):
-        path = _fetch(named, NEEDED)
+    path = _folder(config.train.init_from or "", NEEDED)
     if not os.path.isfile(path / TRANSFORMERS):
-        data = find_checkpoint(path, FIELD, weights=False).state.record
+        found = find_checkpoint(path, FIELD, weights=False)
+        data = found.state.record
         if data.get("tokenizer_sha256", tokenizer.sha256) != tokenizer.sha256:
             hint = f"has another tokenizer ({data['tokenizer']}) than the data ({tokenizer.name})"
             raise UserError(FIELD, path, f"{hint}; prepare the text with that one")
-        find_checkpoint(path, FIELD)  # hashes
-        fit_weights(load_file(path / MODEL), model, path)
+        find_checkpoint(found.path, FIELD)  # hashes
+        weights = load_file(found.path / MODEL)
+        if "wpe.weight" in weights:
+            weights["wpe.weight"] = weights["wpe.weight"][: config.model.block_size]
+        fit_weights(weights, model, found.path)
         return
     theirs = _load(path, CLASSES[config.model.architecture])
     _check_ids(path, theirs.config.vocab_size, tokenizer)
@@ -91,8 +104,10 @@ def _reading(source: object, problem: str = "transformers cannot read it", hint:
         raise UserError(FIELD, source, f"{problem} ({type(error).__name__}: {error}); {hint}") from error
 
 
-def _fetch(named: str, patterns: list[str]) -> Path:
-    """Local folder of these files of `hub:OWNER/NAME`, or of its branch, tag or commit `@…`."""
+def _folder(named: str, patterns: list[str]) -> Path:
+    """Local folder: `named`, or of these files of `hub:OWNER/NAME`, or of its branch, tag or commit `@…`."""
+    if not named.startswith(HUB):
+        return Path(named)
     import huggingface_hub
 
     name, _, revision = named.removeprefix(HUB).partition("@")
@@ -100,39 +115,44 @@ def _fetch(named: str, patterns: list[str]) -> Path:
         return Path(huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=patterns))
 
 
-def _misfits(named: str, path: Path, model: ModelConfig) -> Sequence[Mistake]:
-    """Field, value and hint for what a `GPT` does not support of the config.json, or else for where the model section
-    differs. (`reorder_and_upcast_attn` only changes the order.)"""
+def _model_of(checkpoint: Checkpoint) -> ModelConfig:
+    with _reading(checkpoint.path, f"its {CONFIG} cannot be read"):
+        return ModelConfig.model_validate(complete(TrainingConfig, checkpoint.config)[0]["model"])
+
+
+def _read_config(named: str, path: Path) -> ModelConfig:
+    """The model section of a config.json. Raises: UserError, which names all that a `GPT` does not support.
+    (`reorder_and_upcast_attn` only changes the order.)"""
     with _reading(path, "transformers (the extra `export`) cannot read it"):
         import transformers
 
         fields, _ = transformers.PretrainedConfig.get_config_dict(path, local_files_only=True)
         kind = str(fields.get("model_type"))
     if kind not in CLASSES:
-        return [(FIELD, named, f"is a model of type {kind}; only {', '.join(CLASSES)} are supported")]
+        raise UserError(FIELD, named, f"is a model of type {kind}; only {', '.join(CLASSES)} are supported")
     with _reading(path):
         theirs = getattr(transformers, CLASSES[kind]).config_class.from_dict(fields).to_dict()
         theirs |= theirs.get("rope_parameters") or {}
         found = {name: theirs[field] for name, field in SHAPE[kind].items()}
         fitting = ModelConfig.model_validate({"architecture": kind, **found})
     choices = [
-        (FIELD, named, f"has {field}: {json.dumps(theirs[field])}; only {json.dumps(ours)} is supported")
+        str(UserError(FIELD, named, f"has {field}: {json.dumps(theirs[field])}; only {json.dumps(ours)} is supported"))
         for field, ours in (fixed_fields(fitting) | {"quantization_config": None}).items()
         if theirs.get(field, ours) not in (TANH_GELUS if field == "activation_function" else (ours,))
     ]
-    fitting = fitting.model_copy(update={"block_size": min(fitting.block_size, model.block_size)})
-    return choices or _differences(named, fitting, model, ("architecture", *SHAPE[kind]))
+    if choices:
+        raise UserError.join(choices)
+    return fitting
 
 
-def _differences(named: str, theirs: ModelConfig, ours: ModelConfig, names: Iterable[str]) -> list[Mistake]:
-    """Field, value and hint for each of these fields in which the model section differs."""
-    given, needed = ours.model_dump(), resolved(theirs)
+def _differences(named: str, theirs: ModelConfig, ours: ModelConfig, names: Iterable[str]) -> Iterator[str]:
+    """A user error for each of these fields that is given and differs, or exceeds their context."""
+    needed = resolved(theirs) | {"block_size": min(ours.block_size, theirs.block_size)}
     nulls = resolved(theirs.model_copy(update=dict.fromkeys(OPTIONAL)))
-    return [
-        (f"model.{name}", given[name], f"{named} has {needed[name]}; set it to {needed[name]}")
-        for name in names
-        if needed[name] != (nulls[name] if given[name] is None else given[name])
-    ]
+    for name in names:
+        given = getattr(ours, name)
+        if name in ours.model_fields_set and needed[name] != (nulls[name] if given is None else given):
+            yield str(UserError(f"model.{name}", given, f"{named} has {needed[name]}; set it to {needed[name]}"))
 
 
 def _load(path: Path, name: str) -> Any:
