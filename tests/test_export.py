@@ -192,8 +192,8 @@ def test_what_differs_is_rejected_and_removed(change, words, checkpoint, tmp_pat
 
 
 def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, monkeypatch):
-    def load_broken(found: Any) -> tuple[GPT, Tokenizer]:
-        model, tokenizer = load_model(found)
+    def load_broken(found: Any, trust_code: bool) -> tuple[GPT, Tokenizer]:
+        model, tokenizer = load_model(found, trust_code)
         model.ln_f.weight.data[3] = torch.nan
         return model, tokenizer
 
