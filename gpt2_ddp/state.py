@@ -207,7 +207,6 @@ class GPTData(TaskState):
     tasks: dict[str, str] = {}  # SHA-256 of the items of each of `eval.tasks`
     mixture: Mixture | None = None
     code: OwnCode | None = None
-    noise_scale: tuple[Finite, Finite] | None = None  # averages of signal and noise
 
 
 class JobData(TaskState):

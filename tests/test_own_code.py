@@ -193,8 +193,11 @@ def test_a_name_of_no_task(name):
         find(name).load()
 
 
-def test_an_installed_module_names_a_class():
-    assert find("gpt2_ddp.tasks.noise_scale:NoiseScale").load().__name__ == "NoiseScale"
+def test_a_module_names_a_class(here, monkeypatch):
+    monkeypatch.syspath_prepend(str(here))
+    (here / "package").mkdir()
+    (here / "mine.py").rename(here / "package/tasks.py")
+    assert find("package.tasks:Mine").load().__name__ == "Mine"
 
 
 def test_a_run_of_a_class_in_python_is_that_of_a_file(corpus, tmp_path, monkeypatch):

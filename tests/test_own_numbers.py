@@ -1,4 +1,4 @@
-"""A stranger's own evaluation and numbers in rows: the class of docs/extend.md, killed and resumed; wrong numbers."""
+"""A stranger's own evaluation and numbers in rows: classes of docs/, killed and resumed; wrong numbers."""
 
 import json
 import math
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from close import assert_close, distance
+from pages import load_docs
 from ranks import in_turn, run_ranks, run_until_killed, start_ranks
 from runs import assert_same, before_each_step, built, rows, training_config, verified
 
@@ -22,12 +23,12 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.tasks import noise_scale
-from gpt2_ddp.tasks.noise_scale import NoiseScale
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.own_numbers import check_numbers
 from gpt2_ddp.training.task import Due
 
+noise_scale = load_docs("noise_scale")
+NoiseScale: Any = noise_scale.NoiseScale
 ROOT = Path(__file__).parents[1]
 MANY = pytest.mark.slow
 

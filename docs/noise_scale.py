@@ -1,4 +1,9 @@
-"""Pretraining that measures the gradient noise scale (McCandlish et al., 2018, appendix A.1) in ordinary steps."""
+"""Pretraining that measures the gradient noise scale (McCandlish et al., 2018, appendix A.1) in ordinary steps.
+
+    python scripts/train_gpt2.py --task docs/noise_scale.py:NoiseScale
+
+docs/tracking.md explains the numbers.
+"""
 
 import math
 from typing import Any
@@ -86,7 +91,8 @@ class NoiseScale(Pretraining):
 
     def load_state_dict(self, state: Any) -> None:
         """Loads what `state_dict` returned."""
-        self.averages = state.noise_scale or (0.0, 0.0)
+        signal, noise = getattr(state, "noise_scale", (0.0, 0.0))
+        self.averages = signal, noise
 
     def _squared_norm(self) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
