@@ -19,6 +19,7 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.model.architecture import Attention, Context
 from gpt2_ddp.model.generate import BATCH_ROWS, Sampling, generate, sample
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import train_bpe
@@ -50,6 +51,19 @@ def test_greedy_continues_as_the_plain_forward_says(block_size):
     results = generate(model, PROMPTS, -1, Sampling(40, temperature=0))
     assert results == [plain_greedy(model, prompt, 40) for prompt in PROMPTS]
     assert len({tuple(result) for result in results}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("layers", [{0}, {0, 1}])
+def test_attention_without_a_cache_is_encoded_anew(monkeypatch, layers):
+    """That of a model of one's own may ignore the cache, in one layer or all."""
+    attend = Attention.forward
+
+    def forward(self: Attention, x: torch.Tensor, context: Context = Context()) -> torch.Tensor:  # noqa: B008
+        return attend(self, x, context._replace(cache=None) if self.layer in layers else context)
+
+    monkeypatch.setattr(Attention, "forward", forward)
+    model = tiny(n_layer=2)
+    assert generate(model, [[1, 2, 3]], 64, Sampling(12, 0))[0] == plain_greedy(model, [1, 2, 3], 12)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,5 +1,6 @@
 """The code of one's own class: what a resume does after each change of its file; a stranger's code stays data."""
 
+import copy
 import os
 import shutil
 import sys
@@ -29,12 +30,17 @@ from gpt2_ddp.config.tools import (
 )
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.export import export
+from gpt2_ddp.export.check import ExportMismatch
+from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.plan.plan import show_plan
 from gpt2_ddp.reports.report import report
 from gpt2_ddp.reports.status import show_status
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.tasks import own_code
 from gpt2_ddp.tasks.own_code import find, make, recorded, trust
+from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.trained_model import read_settings
 from gpt2_ddp.training import loop
 
 FILE = '''
@@ -249,3 +255,28 @@ def test_a_strangers_class_stays_data(here, monkeypatch, name):
     assert not (here / "executed").exists()
     api.load_model(here / "run", trust_run_code=True)
     assert (here / "executed").exists()
+
+
+@pytest.mark.slow
+def test_the_export_of_a_model_of_ones_own(here, monkeypatch):
+    """It is refused without a method that makes a plain GPT of it, whose logits are compared."""
+
+    class Own(Pretraining):
+        def make_model(self, *arguments: Any) -> GPT:
+            return super().make_model(*arguments)
+
+    monkeypatch.setattr(export, "own_task", lambda checkpoint, trust: Own(read_settings(checkpoint)))
+    checkpoint = checkpoint_of(here)
+    with pytest.raises(UserError, match=r"task = mine\.py:Mine: makes a model of its own; write .*to_transformers"):
+        export.export(checkpoint, here / "exported")
+    Own.to_transformers = lambda self, model: model  # pyright: ignore
+    assert "logits" in export.export(checkpoint, here / "exported")
+
+    def other(self: Any, model: GPT) -> GPT:
+        changed = copy.deepcopy(model)
+        changed.wte.weight.data += 1
+        return changed
+
+    Own.to_transformers = other  # pyright: ignore
+    with pytest.raises(ExportMismatch, match="logits differ"):
+        export.export(checkpoint, here / "again")
