@@ -19,7 +19,7 @@ from runs import training_config
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
-from gpt2_ddp.reports.groups import compare, content, describe, group_runs
+from gpt2_ddp.reports.groups import compare, content, critical_value, describe, group_runs
 from gpt2_ddp.reports.picture import draw, thin
 from gpt2_ddp.reports.report import report, write_report
 from gpt2_ddp.reports.runs import read_runs
@@ -302,9 +302,20 @@ def test_differences_are_scipys(other: dict) -> None:
     stats = pytest.importorskip("scipy.stats")
     found, shared = compare(ONE, other), ONE.keys() & other.keys()
     a, b = ([each[seed] for seed in shared] for each in (ONE, other))
-    ratio = stats.ttest_rel(b, a)[0]
-    assert_close((found.difference, found.difference / found.standard_error), (np.mean(b) - np.mean(a), ratio))
-    assert (found.n, found.differs) == (len(shared), abs(ratio) > 2)
+    test = stats.ttest_rel(b, a)
+    assert_close((found.difference, found.difference / found.standard_error), (np.mean(b) - np.mean(a), test[0]))
+    assert (found.n, found.differs) == (len(shared), test[1] < 0.05)
+    assert_close(found.interval, test.confidence_interval())
+    several = compare(ONE, other, 7)
+    assert_close(several.interval, test.confidence_interval(1 - 0.05 / 7))
+
+
+@pytest.mark.parametrize(
+    ("level", "freedom", "value"),
+    [(0.95, 1, 12.7062047), (0.95, 2, 4.3026527), (0.95, 3, 3.1824463), (0.95, 9, 2.2621572), (0.99, 4, 4.6040949)],
+)
+def test_critical_values_are_those_of_tables(level: float, freedom: int, value: float) -> None:
+    assert_close(critical_value(level, freedom), value, 1e-7)
 
 
 def test_left_out_runs_are_named(runs: Runs) -> None:

@@ -54,7 +54,8 @@ class Difference(NamedTuple):
     difference: float | None = None
     standard_error: float | None = None
     n: int | None = None  # seeds
-    differs: bool | None = None  # by more than twice the standard error
+    interval: tuple[float, float] | None = None  # with the true difference in 95 % of tables, for all of its rows
+    differs: bool | None = None  # whether the interval is without 0
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
@@ -80,8 +81,9 @@ def differing(runs: Iterable[RunRecord]) -> list[str]:
     return [name for name in names if len({repr(config.get(name, ...)) for config in known}) > 1]
 
 
-def compare(one: dict[str, float], two: dict[str, float]) -> Difference:
-    """The difference of scores by seed, of the first group and another, over the seeds that both have."""
+def compare(one: dict[str, float], two: dict[str, float], comparisons: int = 1) -> Difference:
+    """The difference of scores by seed, of the first group and another, over the seeds that both have, with Student's
+    interval of paired differences. Of several `comparisons` in a table, each has a wider one (Bonferroni)."""
     pairs = [two[seed] - one[seed] for seed in one if seed in two]
     if not pairs:
         return Difference("not compared: no seed with this score in both groups")
@@ -89,10 +91,34 @@ def compare(one: dict[str, float], two: dict[str, float]) -> Difference:
     if n == 1:
         return Difference(f"{difference:+.3g} (one seed: no spread)", difference, n=n)
     error = math.sqrt(variance(pairs) / n)
-    differs = abs(difference) > 2 * error
-    verb = "differs" if differs else "does not differ"
-    text = f"{difference:+.3g}, standard error {error:.2g} ({n} seeds): {verb} by more than twice the standard error"
-    return Difference(text, difference, error, n, differs)
+    width = critical_value(1 - 0.05 / comparisons, n - 1) * error
+    low, high = difference - width, difference + width
+    differs = not low <= 0 <= high
+    verb = "differs" if differs else "no difference shown"
+    count = f"{n} seeds" + f", {comparisons} comparisons" * (comparisons > 1)
+    text = f"{difference:+.3g}, 95 % interval {low:+.3g} to {high:+.3g} ({count}): {verb}"
+    return Difference(text, difference, error, n, (low, high), differs)
+
+
+def critical_value(level: float, freedom: int) -> float:
+    """The t with this probability between -t and t, of Student's distribution with so many degrees of freedom."""
+    low, high = 0.0, 1e6
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability_within(middle, freedom) < level else (low, middle)
+    return high
+
+
+def probability_within(t: float, freedom: int) -> float:
+    """Probability between -t and t, of Student's distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    is_odd = freedom % 2
+    angle = math.atan(t / math.sqrt(freedom))
+    term = math.sin(angle) * (math.cos(angle) if is_odd else 1.0)
+    total = 0.0
+    for number in range(1 + is_odd, freedom, 2):
+        total += term
+        term *= number / (number + 1) * math.cos(angle) ** 2
+    return 2 / math.pi * (angle + total) if is_odd else total
 
 
 def content(groups: Sequence[Group]) -> list[Row]:
@@ -103,7 +129,8 @@ def content(groups: Sequence[Group]) -> list[Row]:
         differences = {}
         for score in SCORES if found else ():
             reason = _unlike([*groups[0].scored, *group.scored], score)
-            each = Difference(reason) if reason else compare(groups[0].values(score), group.values(score))
+            values_of = (groups[0].values(score), group.values(score))
+            each = Difference(reason) if reason else compare(*values_of, len(groups) - 1)
             differences[score] = each._asdict()
         found.append({
             "heading": group.heading,
