@@ -132,7 +132,7 @@ def _train(config: RunConfig, task: "MakeTask | None", on_row: Callable[[dict[st
     if isinstance(task, type) and task is not Pretraining and issubclass(task, Pretraining):
         from gpt2_ddp.tasks.own_code import make
 
-        make_task = partial(make, given=task)
+        make_task = partial(make, Pretraining, given=task)
     try:
         return train(config, make_task, on_row)
     finally:  # for the next training, which may want another device or precision

@@ -189,6 +189,10 @@ class TaskState(Section, extra="allow"):
     """What the task of the run adds."""
 
 
+CODE = "task.py"
+"""In a checkpoint: the source of a task class of one's own."""
+
+
 class OwnCode(Section):
     """A task class of one's own: its name, FILE.py:CLASS, and the hash of its source."""
 

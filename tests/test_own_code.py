@@ -86,7 +86,7 @@ def resumed(corpus: Path, folder: Path, task: str | None = None) -> tuple[Any, l
     notes: list[str] = []
     config = training_config(corpus, folder, {"task": task, "train.steps": 5, "checkpoint.every": 2})
     alone: Any = SimpleNamespace(num_processes=1, print=notes.append)
-    return make(config, alone, checkpoint_of(folder)), notes
+    return make(Pretraining, config, alone, checkpoint_of(folder)), notes
 
 
 def checkpoint_of(folder: Path) -> Checkpoint:
@@ -196,14 +196,14 @@ def test_a_name_has_a_file_and_a_class(corpus, tmp_path, name):
 @pytest.mark.parametrize("name", ["nothing.py:Mine", "no.such.module:Mine", "json.decoder:JSONDecoder"])
 def test_a_name_of_no_task(name):
     with pytest.raises(UserError, match=f"task = {name}: "):
-        find(name).load()
+        find(name).load(Pretraining)
 
 
 def test_a_module_names_a_class(here, monkeypatch):
     monkeypatch.syspath_prepend(str(here))
     (here / "package").mkdir()
     (here / "mine.py").rename(here / "package/tasks.py")
-    assert find("package.tasks:Mine").load().__name__ == "Mine"
+    assert find("package.tasks:Mine").load(Pretraining).__name__ == "Mine"
 
 
 def test_a_run_of_a_class_in_python_is_that_of_a_file(corpus, tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_a_run_of_a_class_in_python_is_that_of_a_file(corpus, tmp_path, monkeypa
     del sys.modules["mine"]
     kind = import_module("mine").Mine
     config = training_config(corpus, tmp_path, {"train.steps": 2})
-    assert loop.train(config, partial(make, given=kind)).outcome == "completed"
+    assert loop.train(config, partial(make, Pretraining, given=kind)).outcome == "completed"
     code = recorded(checkpoint_of(tmp_path))
     assert code == find("mine.py:Mine")
     assert own_code.is_trusted(find("mine.py:Mine"))

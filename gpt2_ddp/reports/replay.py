@@ -184,7 +184,7 @@ class ReplayTask:
 def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None, code: Code | None) -> Outcome:
     make: Any = partial(Supervised, make_job)
     if isinstance(config, TrainingConfig):
-        make = code.load() if code else Pretraining
+        make = code.load(Pretraining) if code else Pretraining
 
     def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
         torch.set_num_threads(threads or torch.get_num_threads())  # each number has its own order of sums

@@ -413,7 +413,7 @@ def _task_class(found: Found, trust_code: bool) -> tuple[type[Pretraining], str]
     try:
         code = trusted(newest, trust_code) if newest else None
         if code and hashes == {code.sha256}:
-            return code.load(), ""
+            return code.load(Pretraining), ""
     except UserError as error:
         return Pretraining, str(error)
     return Pretraining, "the class changed during the run, or no checkpoint has it"

@@ -19,7 +19,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from accelerate import Accelerator
 
@@ -29,8 +29,9 @@ from gpt2_ddp.distributed.ranks import on_every_rank, on_main
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_small
 from gpt2_ddp.project import PACKAGE
-from gpt2_ddp.tasks.pretraining import CODE, Pretraining
+from gpt2_ddp.state import CODE
 
+T = TypeVar("T")
 LARGEST = 2**20
 """Most bytes of a source file."""
 SHOWN = 20
@@ -52,8 +53,8 @@ class Code(NamedTuple):
     def sha256(self) -> str:
         return hashlib.sha256(self.source).hexdigest()
 
-    def load(self) -> type[Pretraining]:
-        """The class. Executes the source. Raises: UserError if that fails, or there is no such class."""
+    def load(self, base: type[T]) -> type[T]:
+        """The class. Executes the source. Raises: UserError if that fails, or no such class extends `base`."""
         check_imports(self)
         name = self.name.rpartition(":")[2]
         module = ModuleType(f"task_{self.sha256[:16]}")
@@ -63,13 +64,13 @@ class Code(NamedTuple):
         except Exception as error:
             hint = f"cannot be executed ({type(error).__name__}: {error})"
             raise UserError("task", self.name, hint) from error
-        return self.bind(getattr(module, name, None))
+        found = getattr(module, name, None)
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise UserError("task", self.name, f"{self.place} has no such class that extends gpt2_ddp.{base.__name__}")
+        return self.bind(found)
 
-    def bind(self, found: object) -> type[Pretraining]:
-        """The class `found`, which records this code. Raises: UserError if it is no task class."""
-        if not (isinstance(found, type) and issubclass(found, Pretraining)):
-            hint = f"{self.place} has no such class that extends gpt2_ddp.Pretraining"
-            raise UserError("task", self.name, hint)
+    def bind(self, found: type) -> Any:
+        """The class, which then records this code."""
         return type(found.__name__, (found,), {"code": self, "__module__": found.__module__})
 
 
@@ -181,23 +182,22 @@ def _registry() -> Path:
 
 
 def make(
+    base: type[T],
     config: TrainingConfig,
     accelerator: Accelerator,
     saved: Checkpoint | None,
-    given: type[Pretraining] | None = None,
-) -> Pretraining:
-    """The task of a run with a class of one's own: `given` by the caller, named by `config.task`, or recorded in
-    `saved`. The main process's source is that of all ranks. Collective. Raises: UserError."""
+    given: type[T] | None = None,
+) -> T:
+    """The task of a run with a class of one's own, which extends `base`: `given` by the caller, named by `config.task`,
+    or recorded in `saved`. The main process's source is that of all ranks. Collective. Raises: UserError."""
     code, notes = on_main(partial(_settle, config, saved, given))
     for note in notes:
         accelerator.print(f"note: {note}")
-    kind = code.bind(given) if given else on_every_rank(code.load)
+    kind: Any = code.bind(given) if given else on_every_rank(partial(code.load, base))
     return kind(config.model_copy(update={"task": code.name}), accelerator, saved)
 
 
-def _settle(
-    config: TrainingConfig, saved: Checkpoint | None, given: type[Pretraining] | None
-) -> tuple[Code, list[str]]:
+def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None) -> tuple[Code, list[str]]:
     """The code to train with, and notes."""
     if given:
         code = of_class(given)

@@ -32,18 +32,15 @@ from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
-from gpt2_ddp.state import GPTData, Mixture, OwnCode, Parent, Scores, State, TaskState
+from gpt2_ddp.state import CODE, GPTData, Mixture, OwnCode, Parent, Scores, State, TaskState
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.task import Due, Loss, Poll
 
 if TYPE_CHECKING:
     from gpt2_ddp.data.mixture import MixedWindows
     from gpt2_ddp.scoring import ItemSet
-    from gpt2_ddp.tasks.own_code import Code
 
 
-CODE = "task.py"
-"""In a checkpoint: the source of a class of one's own (`tasks.own_code`)."""
 MOST_PASSES = 40
 """Passes over the training split beyond which a note asks for more text."""
 FEWEST_VALIDATION_TOKENS = 1000
@@ -121,8 +118,8 @@ class Pretraining:
     """
 
     unit = "tokens"
-    code: "Code | None" = None
-    """Where a subclass comes from; None in this package."""
+    code: Any = None
+    """Where a subclass comes from, an `own_code.Code`; None in this package."""
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
         self.config = config
@@ -345,7 +342,7 @@ def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Ch
     if config.task or (saved and getattr(saved.state.task, "code", None)):
         from gpt2_ddp.tasks.own_code import make
 
-        return make(config, accelerator, saved)
+        return make(Pretraining, config, accelerator, saved)
     return Pretraining(config, accelerator, saved)
 
 

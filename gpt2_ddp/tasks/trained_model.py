@@ -58,10 +58,11 @@ def own_task(checkpoint: Checkpoint, trust_code: bool) -> "Pretraining | None":
     if not getattr(checkpoint.state.task, "code", None):
         return None
     from gpt2_ddp.tasks.own_code import trusted
+    from gpt2_ddp.tasks.pretraining import Pretraining
 
     code = trusted(checkpoint, trust_code)
     assert code, "the checkpoint has one"
-    return code.load()(read_settings(checkpoint))
+    return code.load(Pretraining)(read_settings(checkpoint))
 
 
 def read_settings(checkpoint: Checkpoint) -> TrainingConfig:
