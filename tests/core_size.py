@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 58_765, "reachable": 77_602, "product": 144_250, "tests": 197_255}
+CEILINGS = {"loaded": 60_119, "reachable": 83_460, "product": 150_466, "tests": 204_483}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 
