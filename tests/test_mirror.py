@@ -18,7 +18,7 @@ from runs import assert_same, newest_checkpoint, same, train_with_faults, traini
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint import mirror
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
+from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, newest_intact
 from gpt2_ddp.checkpoint.mirror import LEASE, Mirror
 from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -91,24 +91,22 @@ def test_damaged_objects(copied, tmp_path, capsys, count):
     rng = random.Random(count)
     objects = sorted(file.relative_to(copied / "bucket") for file in (copied / "bucket").rglob("step-*/*"))
     known = {place.name: weights_of(place) for place in list_checkpoints(copied / "run/checkpoints")}
-    newest = max(known)
     for number in range(count):
         bucket = tmp_path / f"bucket-{number}"
         shutil.copytree(copied / "bucket", bucket)
         damaged = rng.choice(objects)
         content = bytearray((bucket / damaged).read_bytes())
-        place = rng.randrange(len(content))
+        place = rng.randrange(1, len(content))
         if number % 2:
             del content[place:]
         else:
             content[place] ^= 1 << rng.randrange(8)
         (bucket / damaged).write_bytes(content)
         run = restored(bucket, tmp_path / f"machine-{number}")
-        (found,) = list_checkpoints(run / "checkpoints")
-        assert same(weights_of(found), known[found.name])
-        if damaged.parent.name == newest:
-            assert found.name != newest
-            assert newest in capsys.readouterr().err or damaged.name == "manifest.json"
+        found = list_checkpoints(run / "checkpoints")
+        assert {place.name for place in found} == known.keys() - {damaged.parent.name}
+        assert all(same(weights_of(place), known[place.name]) for place in found)
+        assert f"{damaged.parent.name}: {damaged.name}" in capsys.readouterr().err
         shutil.rmtree(bucket)
 
 
@@ -171,7 +169,10 @@ def test_a_machine_whose_lease_was_taken_stops(bucket, tmp_path, monkeypatch):
     one.start()
     hold_lease(bucket, "other:/runs/run")
     assert sent.wait(10)
+    shutil.move(run / "checkpoints/step-00000008", run / "checkpoints/step-00000009")
     one.close()
+    assert {place.name for place in (bucket / "run").glob("step-*")} == {"step-00000008", "step-00000010"}
+    assert json.loads((bucket / "run" / LEASE).read_text())["owner"] == "other:/runs/run"
 
 
 def test_the_newer_state_wins_and_another_run_is_refused(corpus, copied, bucket, tmp_path):
@@ -189,6 +190,16 @@ def test_the_newer_state_wins_and_another_run_is_refused(corpus, copied, bucket,
     assert train_fast(other) == "completed"
     with pytest.raises(UserError, match="has another run of this name"):
         Mirror(f"file://{bucket}", tmp_path / "other/run", 5).start()
+    assert not (bucket / "run" / LEASE).exists()
+
+
+def test_a_damaged_checkpoint_here_is_replaced(copied, bucket, tmp_path):
+    shutil.copytree(copied / "run", tmp_path / "here/run")
+    (tmp_path / "here/run/checkpoints/step-00000010/state.json").write_text("{}")
+    one = Mirror(f"file://{bucket}", tmp_path / "here/run", 5)
+    one.start()
+    one.close()
+    assert newest_intact(tmp_path / "here/run/checkpoints").step == 10
 
 
 def test_a_bucket_that_fails_is_a_warning(corpus, tmp_path, capfd, monkeypatch):

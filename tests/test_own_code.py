@@ -146,6 +146,12 @@ def test_a_resume_takes_the_recorded_class(corpus, here, change):
     assert (task.config.task, notes) == ("mine.py:Mine", [])
 
 
+def test_a_recorded_name_without_its_file_is_the_recorded_class(corpus, here):
+    """As in `--config RUN/config.yaml`."""
+    (here / "mine.py").unlink()
+    assert resumed(corpus, here, "mine.py:Mine")[0].schedule(2)["lr"] == 5e-4
+
+
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_changed_file_has_to_be_accepted(corpus, here, monkeypatch, change):
     """One line says what changed, and the notes of the accepted one."""

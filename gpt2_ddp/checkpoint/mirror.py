@@ -56,6 +56,7 @@ class Mirror:
         self._owner = f"{socket.gethostname()}:{run.absolute()}"
         self._whole: dict[str, str] = {}  # manifests of the copied checkpoints, by name
         self._problem = ""  # of the newest attempt
+        self._is_lost = False  # the lease, to another machine
         self._end = threading.Event()
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._copy_loop, self._lease_loop)]
 
@@ -64,8 +65,12 @@ class Mirror:
         cannot be read, has another run, or another machine trains this one."""
         with reading(self._bucket.url, FIELD):
             self._take_lease()
-            self._whole = self._bucket.checkpoints()
-            self._restore()
+            try:
+                self._whole = self._bucket.checkpoints()
+                self._restore()
+            except BaseException:
+                self._bucket.remove(LEASE)
+                raise
         for thread in self._threads:
             thread.start()
 
@@ -77,7 +82,7 @@ class Mirror:
     def close(self) -> None:
         """Copies what is left, and gives the lease back. Gives up after `seconds`, unless the run is complete."""
         copying = self._threads[0]
-        if not copying.is_alive():
+        if self._is_lost or not copying.is_alive():
             return
         self._end.set()
         copying.join(None if self._is_complete() else self._seconds)
@@ -93,29 +98,37 @@ class Mirror:
         return False
 
     def _restore(self) -> None:
-        """Takes the newest whole checkpoint, and the records, if the run here is older or missing."""
+        """Takes the whole checkpoints that are newer than those here, and with the first of them the records."""
         here = newest_intact(self._run / "checkpoints", weights=False, quiet=True)
+        restored: list[str] = []
         for name in self._whole:
-            step = int(name[5:])
             if here:
                 self._check_same_run(here, name)
-                if here.step >= step:
-                    return
-            aside = self._run / "checkpoints" / f".{name}.tmp"
-            shutil.rmtree(aside, ignore_errors=True)
-            self._bucket.get(name, aside)
-            try:
-                verify(aside)
-            except CorruptCheckpoint as damage:
-                shutil.rmtree(aside)
-                warn(f"{self._bucket.url}/{name}: {damage.file.name} {damage.reason}; trying the previous one")
-                continue
-            for record in RECORDS:
-                if (content := self._bucket.read(record)) is not None:
-                    (self._run / record).write_bytes(content)
-            aside.rename(self._run / "checkpoints" / name)
-            print(f"note: restored step {step} from {self._bucket.url}", file=sys.stderr)
-            return
+                if here.step >= int(name[5:]):
+                    break
+            if self._fetch(name, with_records=not restored):
+                restored.append(name)
+        if restored:
+            print(f"note: restored {', '.join(restored)} from {self._bucket.url}", file=sys.stderr)
+
+    def _fetch(self, name: str, with_records: bool) -> bool:
+        """Copies a checkpoint from there, unless it is damaged; before it is in place, maybe the records."""
+        place = self._run / "checkpoints" / name
+        aside = place.with_name(f".{name}.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        self._bucket.get(name, aside)
+        try:
+            verify(aside)
+        except CorruptCheckpoint as damage:
+            shutil.rmtree(aside)
+            warn(f"{self._bucket.url}/{name}: {damage.file.name} {damage.reason}; it is left out")
+            return False
+        for record in RECORDS if with_records else ():
+            if (content := self._bucket.read(record)) is not None:
+                (self._run / record).write_bytes(content)
+        shutil.rmtree(place, ignore_errors=True)  # a damaged one
+        aside.rename(place)
+        return True
 
     def _check_same_run(self, here: Checkpoint, name: str) -> None:
         with suppress(ValueError):
@@ -126,7 +139,7 @@ class Mirror:
 
     def _copy_loop(self) -> None:
         failures = 0
-        while True:
+        while not self._is_lost:
             is_last = self._end.is_set()
             try:
                 self._copy(is_last)
@@ -148,6 +161,8 @@ class Mirror:
         new = dict(self._new(here))
         gone = self._whole.keys() - here.keys()
         if new or gone or is_last:
+            if not self._keeps_lease():
+                return
             for record in RECORDS:
                 if (self._run / record).is_file():
                     self._bucket.write(record, (self._run / record).read_bytes())
@@ -192,14 +207,20 @@ class Mirror:
         self._bucket.write(LEASE, json.dumps({"owner": self._owner, "time": time.time()}).encode())
 
     def _lease_loop(self) -> None:
-        """Renews the lease. Stops the run if another machine has taken it."""
         while not self._end.wait(EXPIRES / 4):
             with suppress(Exception):  # the next one may succeed
-                if (lease := self._lease()) and lease["owner"] != self._owner:
-                    warn(f"{lease['owner']} has begun to train this run; stopping here")
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    return
-                self._renew()
+                if self._keeps_lease():
+                    self._renew()
+
+    def _keeps_lease(self) -> bool:
+        """Whether no other machine has the lease. Otherwise stops the run, which writes nothing more there."""
+        lease = self._lease()
+        if lease and lease["owner"] != self._owner and not self._is_lost:
+            self._is_lost = True
+            self._end.set()
+            warn(f"{lease['owner']} has begun to train this run; stopping here")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return not self._is_lost
 
 
 def open_mirror(config: KeepConfig, run: Path, watchdog: Watchdog, closing: ExitStack) -> Callable[[], dict[str, Any]]:

@@ -203,7 +203,11 @@ def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None
         code = of_class(given)
         check_imports(code)
         return _compare(code, saved)
-    if config.task:
+    before = recorded(saved) if saved else None
+    is_gone = (
+        before and before.name == config.task and before.place.endswith(".py") and not os.path.exists(before.place)
+    )
+    if config.task and not is_gone:
         code = find(config.task)
         if not is_trusted(code) and config.task not in (word.removeprefix("--task=") for word in sys.argv):
             hint = f"only a file names this code; if you trust it, give --task {config.task}"
