@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 60_119, "reachable": 83_460, "product": 150_466, "tests": 204_483}
+CEILINGS = {"loaded": 60_119, "reachable": 83_640, "product": 150_571, "tests": 204_664}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 import random
 import re
-from collections.abc import Generator, Iterator, Sequence, Sized
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice, zip_longest
@@ -44,12 +44,12 @@ from gpt2_ddp.checkpoint.run_files import (
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.run import MOST_ITEMS, RunConfig
+from gpt2_ddp.config.run import MOST_ITEMS
 from gpt2_ddp.config.tools import VerifyConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, token_dtype
 from gpt2_ddp.data.mixture import read_manifests, recorded
-from gpt2_ddp.data.shards import TokenStream, Windows, check_shard, count_windows
+from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json, sha256_file, write_atomically
 from gpt2_ddp.reports.recompute import Data, Record, recompute
@@ -366,6 +366,7 @@ def _check_training(found: Found, command: VerifyConfig) -> Generator[Finding, N
     start = found.events("start")[-1]
     config = read_config(str(start.get("kind")), start["config"], METRICS)
     manifests: list[Manifest] = []
+    sources: list[Windows] = []
     if isinstance(config, TrainingConfig):
         folders = command.data or config.data.paths
         manifests = read_manifests(folders)
@@ -379,29 +380,17 @@ def _check_training(found: Found, command: VerifyConfig) -> Generator[Finding, N
             return False
         for folder, manifest in zip(folders, manifests, strict=True):
             yield _check_shards(Path(folder), manifest, command.shards)
+            sources.append(Windows(TokenStream(Path(folder), manifest, "train", check=False), config.model.block_size))
     kind, problem = _task_class(found, command.trust_run_code)
     if problem:
         yield f"order of the data, tokens, learning rates: not checked: {problem}", None
         return command.trust_run_code
     states = {place: checkpoint.state for place, checkpoint in found.checkpoints.items()}
     returns = {row["step"] for row in found.events("rollback")}
-    data = Data(manifests, _sources(config, manifests, command.data, kind), kind)
+    data = Data(manifests, sources, kind)
     defects = recompute(config, data, start, log.rows(), states, returns)
     yield f"order of the data, tokens, learning rates, steps of rows: recomputed from seed {config.seed}", defects
     return not defects
-
-
-def _sources(
-    config: RunConfig, manifests: Sequence[Manifest], folders: Sequence[str], kind: type[Pretraining]
-) -> Sequence[Sized]:
-    """The windows of each training split. An order of one's own may read them; otherwise their number is enough."""
-    if not isinstance(config, TrainingConfig):
-        return []
-    size = config.model.block_size
-    if kind is Pretraining:
-        return [range(count_windows(manifest.tokens("train"), size)) for manifest in manifests]
-    places = zip(map(Path, folders or config.data.paths), manifests, strict=True)
-    return [Windows(TokenStream(*place, "train"), size) for place in places]
 
 
 def _task_class(found: Found, trust_code: bool) -> tuple[type[Pretraining], str]:

@@ -173,6 +173,8 @@ def _read_prompts(config: GenerateConfig) -> Sequence[str]:
     """`prompts`, or the lines of `prompts_file` or standard input that are not empty. Raises: UserError for none."""
     if not (name := config.prompts_file):
         return config.prompts
+    if name == "-" and sys.stdin and sys.stdin.isatty():
+        print("type prompts, one per line, and end them with Ctrl-D", file=sys.stderr)
     try:
         text = (sys.stdin or io.StringIO()).read() if name == "-" else read_small(Path(name), LONGEST).decode()
     except OSError as error:
