@@ -169,6 +169,7 @@ def write_more(folder: Path) -> None:
     (folder / "dump/some.jsonl").write_text("".join(f'{{"text": "Truth {n} of many."}}\n' for n in range(3000)))
     (folder / "stories.txt").write_text("\n<|endoftext|>\n".join(f"Once upon {n} times." for n in range(3000)))
     (folder / "prompts.txt").write_text("def \nimport \n")
+    (folder / "mine.py").write_text("from gpt2_ddp import Pretraining\n\n\nclass Mine(Pretraining): ...\n")
 
 
 @pytest.mark.slow
