@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 60_119, "reachable": 83_640, "product": 150_571, "tests": 204_673}
+CEILINGS = {"loaded": 60_119, "reachable": 83_636, "product": 150_567, "tests": 204_670}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

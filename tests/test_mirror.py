@@ -47,8 +47,7 @@ def copied(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_copy_has_what_the_run_has(copied):
     """Files of kept checkpoints, byte by byte, and no lease."""
-    for place in (copied / "run", copied / "bucket/run"):
-        assert not (place / LEASE).exists()
+    assert not (copied / "bucket/run" / LEASE).exists()
     files = {file.relative_to(copied / "run") for file in (copied / "run").rglob("*") if file.is_file()}
     there = {file.relative_to(copied / "bucket/run") for file in (copied / "bucket/run").rglob("*") if file.is_file()}
     assert {Path(*file.parts[-2:]) for file in files if file.name[0] != "."} == there
@@ -225,10 +224,11 @@ def test_a_bucket_that_fails_is_a_warning(corpus, tmp_path, capfd, monkeypatch):
 
 
 def test_a_bucket_that_is_down_at_the_end(corpus, tmp_path, capfd, monkeypatch):
-    def fail(*_: Any) -> None:
-        raise ConnectionRefusedError
+    def fail(_: Any, name: str) -> None:
+        if name == LEASE:  # removed last
+            raise ConnectionRefusedError
 
-    monkeypatch.setattr(Bucket, "put", fail)
+    monkeypatch.setattr(Bucket, "remove", fail)
     monkeypatch.setattr(mirror, "RETRIES", (0.01,))
     assert train_fast(with_mirror(corpus, tmp_path, tmp_path / "bucket")) == "completed"
     assert "lacks the end of the run: ConnectionRefusedError" in capfd.readouterr().err

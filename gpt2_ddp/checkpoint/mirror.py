@@ -89,8 +89,6 @@ class Mirror:
         if copying.is_alive() or self._problem:
             problem = self._problem or f"it takes more than {self._seconds:g} s (checkpoint.mirror_seconds)"
             warn(f"{self._bucket.url} lacks the end of the run: {problem}; the same command copies it")
-        else:
-            self._bucket.remove(LEASE)
 
     def _is_complete(self) -> bool:
         with suppress(OSError, ValueError):
@@ -156,7 +154,7 @@ class Mirror:
                 time.sleep(LOOK)
 
     def _copy(self, is_last: bool) -> None:
-        """Copies new checkpoints and the records, and deletes what the run has deleted."""
+        """Copies new checkpoints and the records, and deletes what the run has deleted; in the end also the lease."""
         here = {place.name: place for place in list_checkpoints(self._run / "checkpoints")}
         new = dict(self._new(here))
         gone = self._whole.keys() - here.keys()
@@ -176,6 +174,8 @@ class Mirror:
         for name in gone:
             self._bucket.remove_all(name)
             del self._whole[name]
+        if is_last:
+            self._bucket.remove(LEASE)
 
     def _new(self, here: dict[str, Path]) -> Iterator[tuple[str, bytes]]:
         """Names and manifests of the checkpoints that are not there."""
@@ -197,8 +197,7 @@ class Mirror:
         self._renew()
 
     def _lease(self) -> dict[str, Any] | None:
-        content = self._bucket.read(LEASE)
-        return json.loads(content) if content else None
+        return json.loads(self._bucket.read(LEASE) or b"null")
 
     def _renew(self) -> None:
         """Renews the lease. And shows the state of the run meanwhile."""
