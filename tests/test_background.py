@@ -15,9 +15,10 @@ from disk import refuse
 from ranks import run_ranks, start_ranks
 from runs import before_each_step, open_store, same, state_after, train_with_faults, training_config, weights
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, Snapshot, list_checkpoints, steps_of, verify
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, list_checkpoints, steps_of, verify
 from gpt2_ddp.checkpoint.run_files import read_lines
 from gpt2_ddp.checkpoint.store import Background, should_save_async
+from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig

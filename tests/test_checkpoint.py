@@ -23,27 +23,29 @@ from safetensors.torch import save_file
 
 from gpt2_ddp.checkpoint import store
 from gpt2_ddp.checkpoint.checkpoint import (
-    DTYPES,
     MANIFEST,
-    MODEL,
-    OPTIMIZER,
     STATE,
     Checkpoint,
     CorruptCheckpoint,
     Snapshot,
-    as_safetensors,
     find_checkpoint,
     list_checkpoints,
-    load_model_state,
-    load_optimizer_state,
-    misfit,
-    optimizer_state,
     steps_of,
     verify,
 )
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
+from gpt2_ddp.checkpoint.tensors import (
+    DTYPES,
+    MODEL,
+    OPTIMIZER,
+    as_safetensors,
+    load_model_state,
+    load_optimizer_state,
+    misfit,
+    optimizer_state,
+)
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed

@@ -14,8 +14,9 @@ from ranks import run_ranks
 from runs import edit_manifest, reseal, train, training_config
 from safetensors.torch import load_file, save_file
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoint_ref, verify
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, STATE, checkpoint_ref, verify
 from gpt2_ddp.checkpoint.run_files import HASH, METRICS, STATUS, next_chain
+from gpt2_ddp.checkpoint.tensors import OPTIMIZER
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch

@@ -20,10 +20,11 @@ from runs import change, edit_rows, expect_defect, forge, open_folder, reseal, t
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, STATE, find_checkpoint
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import HASH, METRICS, SAMPLES, STATUS
 from gpt2_ddp.checkpoint.run_folder import RunLog
+from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.export import default_output, export

@@ -18,8 +18,9 @@ import torch
 from accelerate import Accelerator
 from safetensors import safe_open
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.run_files import METRICS, Outcome, field_of, is_event, is_rollback, read_lines, valid_rows
+from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig

@@ -20,7 +20,6 @@ from pydantic import BaseModel, Field, ValidationError
 
 from gpt2_ddp.checkpoint.checkpoint import (
     MANIFEST,
-    MODEL,
     Checkpoint,
     CorruptCheckpoint,
     list_checkpoints,
@@ -41,6 +40,7 @@ from gpt2_ddp.checkpoint.run_files import (
     read_lines,
     split_chain,
 )
+from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import read_config

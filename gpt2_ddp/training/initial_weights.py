@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, TRANSFORMERS, Checkpoint, find_checkpoint, fit_weights
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, TRANSFORMERS, Checkpoint, find_checkpoint
+from gpt2_ddp.checkpoint.tensors import MODEL, fit_weights
 from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE

@@ -20,17 +20,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gpt2_ddp.checkpoint.checkpoint import (
-    Checkpoint,
-    Snapshot,
-    load_model_state,
-    load_optimizer_state,
-    optimizer_state,
-)
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot
 from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
+from gpt2_ddp.checkpoint.tensors import load_model_state, load_optimizer_state, optimizer_state
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.data.feed import MicroBatch

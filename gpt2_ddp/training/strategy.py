@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot, fill
+from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.metrics import Metrics
+from gpt2_ddp.checkpoint.tensors import fill
 from gpt2_ddp.training.stop import StopRequest
 
 

@@ -16,7 +16,8 @@ from disk import interpose, refuse
 from ranks import in_turn, run_ranks
 from runs import rows, train, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, steps_of, verify
+from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of, verify
+from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 

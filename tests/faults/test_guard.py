@@ -98,7 +98,8 @@ def changed_by_a_rollback(config: TrainingConfig) -> list[str]:
     not those of the first."""
     import torch.distributed as dist
 
-    from gpt2_ddp.checkpoint.checkpoint import MODEL, verify
+    from gpt2_ddp.checkpoint.checkpoint import verify
+    from gpt2_ddp.checkpoint.tensors import MODEL
     from gpt2_ddp.distributed.launch import GROUPS
     from gpt2_ddp.training.loop import roll_back, train_step
 
