@@ -202,7 +202,14 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(newest_checkpoint(run) / "model.safetensors")
+    return tensors_of(newest_checkpoint(run), "model")
+
+
+def tensors_of(place: Path, what: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint's `model` or `optimizer`, whole: the rows of all parts, in their order."""
+    parts = [load_file(file) for file in sorted(place.glob(f"{what}*.safetensors"))]
+    found = {name: [part[name] for part in parts if name in part] for part in parts for name in part}
+    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in found.items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -130,11 +130,11 @@ def train(
     from gpt2_ddp.checkpoint import store
     from gpt2_ddp.files import writing
 
-    write, join, gate, at = store.write, Background.join, threading.Event(), [0]
+    write, join, gate, at = store.write_manifest, Background.join, threading.Event(), [0]
 
-    def holding(snapshot: Any, folder: Path) -> None:
-        write(snapshot, folder)
-        if held and snapshot.state.step == held:
+    def holding(files: Any, folder: Path) -> None:
+        write(files, folder)
+        if held and folder.name == f".step-{held:08d}.tmp":
             assert gate.wait(60)
             if number:
                 with writing(folder):
@@ -159,7 +159,7 @@ def train(
                 while not run.store.background.error:
                     time.sleep(0.02)
 
-    store.write = holding
+    store.write_manifest = holding
     Background.join = opening  # pyright: ignore
     before_each_step(happen)
     try:

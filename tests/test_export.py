@@ -17,7 +17,7 @@ from nasty import CL100K_PATTERN
 from runs import gpt_state, training_config
 from safetensors.torch import load_file, save_file
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot, find_checkpoint, write
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, find_checkpoint, write_manifest, write_part
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -47,8 +47,10 @@ def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: P
     state.task = state.task.model_copy(update=task | {"data_manifest": "ab" * 32})
     files = {file.name: file.read_bytes()} if file else {}
     saved = yaml.safe_dump(config.model_dump(mode="json"))
-    write(Snapshot(state, saved, model.state_dict(), {}, files), folder / "run")
-    return folder / "run"
+    run = folder / "run"
+    run.mkdir()
+    write_manifest(write_part(Snapshot(state, saved, model.state_dict(), {}, files), run), run)
+    return run
 
 
 OTHERS = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}

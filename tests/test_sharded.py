@@ -12,8 +12,7 @@ from close import distance
 from conftest import once
 from hellaswag import items_file
 from ranks import run_ranks
-from runs import built, newest_checkpoint, rows, train, training_config, untimed, verified, weights
-from safetensors.torch import load_file
+from runs import built, newest_checkpoint, rows, tensors_of, train, training_config, untimed, verified, weights
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.launch import LONGEST
@@ -129,7 +128,7 @@ def test_muon_and_sharding_of_a_model_without_blocks(text, tmp_path):
         assert run_ranks(train_own, 2, [config]) == [["completed"]] * 2
     found = compare(*(tmp_path / way / "gpt2-muon" for way in WAYS))
     assert (found["loss"] <= 5e-6, found["weights"] <= 1e-4) == (True, True), found
-    state = load_file(newest_checkpoint(tmp_path / "fsdp/gpt2-muon") / "optimizer.safetensors")
+    state = tensors_of(newest_checkpoint(tmp_path / "fsdp/gpt2-muon"), "optimizer")
     matrices = {name.partition(".")[2] for name in state if name.startswith("momentum_buffer.")}
     assert matrices == {"experts", "down.weight"}
 

@@ -1,7 +1,8 @@
 """Checkpoints that verify themselves: folders `step-XXXXXXXX/`, written and read whole.
 
-A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, state.json, config.yaml, a tokenizer
-file if there is one, and manifest.json: size and SHA-256 of every file, itself included. No file is a pickle.
+A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, both in parts if ranks share a model
+(`checkpoint.tensors`), state.json, config.yaml, a tokenizer file if there is one, and manifest.json: size and SHA-256
+of every file, itself included. No file is a pickle.
 """
 
 import errno
@@ -10,24 +11,23 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.run_files import METRICS, is_data, read_events, recorded_checkpoint
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, as_safetensors
+from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Part, Tensors, as_safetensors, part_name, part_names
 from gpt2_ddp.config.cli import parse_yaml
+from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import (
     free_name,
@@ -44,6 +44,7 @@ from gpt2_ddp.state import GPTState, State
 FORMAT = 1
 """Format of a checkpoint folder."""
 STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
+TENSORS = ".safetensors"  # end of the large files' names
 TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
 FOLDER, RUN_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})"), re.compile(r"\w[\w.-]*")
 
@@ -55,19 +56,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of a checkpoint, on the main process."""
+    """What a rank has of the content of a checkpoint: its part of the tensors, and the rest."""
 
     state: State
     config: str  # the run's configuration as YAML
     model: dict[str, Tensor]  # parameters and buffers by their plain names
     optimizer: dict[str, Tensor]  # by `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`
     files: Mapping[str, bytes] = field(default_factory=dict)  # more content by name, such as a tokenizer
-    is_copy: bool = False  # whether its tensors are on the host, and training leaves them alone
+    part: Part = field(default_factory=Part)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of this part's tensors."""
+        return sum(tensor.nbytes for tensor in (*self.model.values(), *self.optimizer.values()))
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors, nearly all of the checkpoint."""
-        return sum(tensor.nbytes for tensor in (*self.model.values(), *self.optimizer.values()))
+        """Bytes of all parts' tensors, nearly all of the checkpoint; the parts are about equal."""
+        return self.part_bytes * self.part.count
 
     def copied(self, memory: dict[str, Tensor]) -> "Snapshot":
         """A copy on the host, which training does not change. The first allocates `memory`, later ones reuse it."""
@@ -117,6 +123,7 @@ class Checkpoint:
     path: Path
     state: State
     config: dict[str, Any]
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # size and SHA-256 of each, by its name
 
     @property
     def kind(self) -> str:
@@ -127,10 +134,14 @@ class Checkpoint:
     def step(self) -> int:
         return self.state.step
 
-    def read(self) -> Snapshot:
-        """The whole content, weights and optimizer state included."""
-        model, optimizer = (_read(self.path / name, load_file) for name in (MODEL, OPTIMIZER))
-        return Snapshot(self.state, yaml.safe_dump(self.config), model, optimizer)
+    def tensors(self, file: str) -> Tensors:
+        """The tensors of `MODEL` or `OPTIMIZER`, to be read. Raises: as `Tensors`."""
+        return Tensors([self.path / name for name in part_names(file, self.files)])
+
+    def sha256(self, file: str) -> str:
+        """SHA-256 of the file `MODEL` or `OPTIMIZER`, in hex; of several parts, that of their own ones."""
+        first, *others = [sha256_file(self.path / name) for name in part_names(file, self.files)]
+        return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -203,20 +214,26 @@ def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], befo
 def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
     """Checks every file of a checkpoint against its manifest; without `weights`, only sizes of the large files. Raises:
     CorruptCheckpoint for a damaged file; UserError for another format, and for a file that the disk fails to read."""
-    files, content = _parse_manifest(checkpoint, _read(checkpoint / MANIFEST, read_small, 2**20)), {}
-    for name, (size, sha256) in files.items():
-        is_hashed = weights or name not in (MODEL, OPTIMIZER)
-        content[name] = _read(checkpoint / name, _check_file, size, sha256 if is_hashed else "")
+    files = _parse_manifest(checkpoint, _read(checkpoint / MANIFEST, read_small, 2**20))
+
+    def check(name: str) -> bytes:
+        size, sha256 = files[name]
+        is_hashed = weights or not name.endswith(TENSORS)
+        return _read(checkpoint / name, _check_file, size, sha256 if is_hashed else "")
+
+    with ThreadPoolExecutor(usable_cores()) as pool:  # hashing and reading release Python's lock
+        content = dict(zip(files, pool.map(check, files), strict=True))
     try:
         state = State.parse(content[STATE])
     except ValueError as error:
         raise CorruptCheckpoint(checkpoint / STATE, " ".join(str(error).split())) from error
-    if isinstance(state, GPTState) and state.task.vocab_size > files[MODEL][0]:  # each id has some bytes of weights
+    weights_size = sum(files[name][0] for name in part_names(MODEL, files))
+    if isinstance(state, GPTState) and state.task.vocab_size > weights_size:  # each id has some bytes of weights
         raise CorruptCheckpoint(checkpoint / STATE, f"has vocab_size = {state.task.vocab_size}")
     config = _parse_fields(checkpoint / CONFIG, content[CONFIG])
     if defect := _config_defect(config, state.kind):
         raise CorruptCheckpoint(checkpoint / CONFIG, defect)
-    return Checkpoint(checkpoint, state, config)
+    return Checkpoint(checkpoint, state, config, files)
 
 
 def _read(file: Path, read: Callable[..., T], *more: Any) -> T:
@@ -244,7 +261,7 @@ def _check_file(file: Path, size: int, sha256: str) -> bytes:
         found = hashlib.sha256(content) if content else hashlib.file_digest(stream, "sha256")
     if found.hexdigest() != sha256:
         raise CorruptCheckpoint(file, "its SHA-256 differs from the manifest's")
-    if file.name in (MODEL, OPTIMIZER):
+    if file.name.endswith(TENSORS):
         try:
             with safe_open(file, "pt"):  # reads the header
                 pass
@@ -267,8 +284,9 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
     if format != FORMAT:
         hint = f"has format {format}, this release reads format {FORMAT}; use the release that wrote it"
         raise UserError("checkpoint", checkpoint, hint)
-    if missing := {MODEL, OPTIMIZER, STATE, CONFIG} - {*files}:
-        raise CorruptCheckpoint(file, f"does not list {min(missing)}")
+    for name in (CONFIG, MODEL, OPTIMIZER, STATE):
+        if name not in files and not part_names(name, files):
+            raise CorruptCheckpoint(file, f"does not list {name}")
     if outside := [name for name in files if os.path.basename(name) != name]:
         raise CorruptCheckpoint(file, f"lists {truncate(outside[0], 40)}, outside of the folder")
     return files
@@ -315,24 +333,28 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
     return found
 
 
-def write(snapshot: Snapshot, folder: Path) -> None:
-    """Writes and fsyncs the files of a checkpoint, its manifest last. Raises: UserError, as `files.writing`."""
-    contents = {
-        MODEL: as_safetensors(snapshot.model),
-        OPTIMIZER: as_safetensors(snapshot.optimizer),
-        STATE: [snapshot.state.to_json().encode()],
-        CONFIG: [snapshot.config.encode()],
-        **{name: [content] for name, content in snapshot.files.items()},
+def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:
+    """Writes and fsyncs a part's files of a checkpoint into its folder; the first part's have all but the tensors, too.
+    Returns the files' entries in the manifest. Raises: UserError, as `files.writing`."""
+    number, count = snapshot.part.number, snapshot.part.count
+    contents: dict[str, Iterable[Any]] = {
+        part_name(MODEL, number, count): as_safetensors(snapshot.model),
+        part_name(OPTIMIZER, number, count): as_safetensors(snapshot.optimizer),
     }
-    with writing(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+    if number == 0:
+        contents |= {STATE: [snapshot.state.to_json().encode()], CONFIG: [snapshot.config.encode()]}
+        contents |= {name: [content] for name, content in snapshot.files.items()}
     files = {}
     for name in sorted(contents):
         with writing(folder / name):
             size, sha256 = write_hashed(folder / name, contents[name])
             files[name] = {"bytes": size, "sha256": sha256}
-    manifest = {"format": FORMAT, "files": files}
+    return files
+
+
+def write_manifest(files: Mapping[str, dict[str, Any]], folder: Path) -> None:
+    """Writes the manifest of a checkpoint, whose other files are on disk. Raises: UserError, as `files.writing`."""
+    manifest = {"format": FORMAT, "files": {name: files[name] for name in sorted(files)}}
     write_atomically(folder / MANIFEST, json.dumps({**manifest, "sha256": seal(manifest)}, indent=1))
 
 

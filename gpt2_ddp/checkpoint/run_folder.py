@@ -105,13 +105,14 @@ class RunFolder:
             hint = "was removed, renamed or replaced, or another trainer has it; this run writes nothing more there"
             raise UserError("run folder", self.path, f"the folder or its .lock {hint}")
 
-    def check_is_shared(self) -> None:
-        """Raises: UserError, on every rank, if a machine has another folder: an elastic launcher may move rank 0."""
+    def check_is_shared(self, is_needed: bool = True) -> None:
+        """Raises: UserError, on every rank, if the machine of a rank that needs it has another folder: an elastic
+        launcher may move rank 0, and ranks that share a model write parts. Collective."""
         lock = self.path / ".lock"
         there = on_main(lambda: lock.stat().st_ino)
 
         def compare() -> None:
-            if not lock.exists() or lock.stat().st_ino != there:
+            if is_needed and (not lock.exists() or lock.stat().st_ino != there):
                 hint = f"is another folder on {socket.gethostname()} than on rank 0's machine; use a shared disk"
                 raise UserError("output_dir", self.path.parent, hint)
 

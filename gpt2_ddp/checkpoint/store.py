@@ -1,16 +1,18 @@
 """The checkpoints of a run: found, read, saved in the background or not, and deleted. Each is complete or absent."""
 
 import math
+import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import (
@@ -22,11 +24,13 @@ from gpt2_ddp.checkpoint.checkpoint import (
     newest_intact,
     steps_of,
     verify_recorded,
-    write,
+    write_manifest,
+    write_part,
 )
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
+from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Part
 from gpt2_ddp.distributed.environment import free_memory
-from gpt2_ddp.distributed.ranks import on_main, runs_on_main
+from gpt2_ddp.distributed.ranks import from_main, gather, on_every_rank, on_main, runs_on_main
 from gpt2_ddp.distributed.watchdog import TIMEOUT
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_path, writing
@@ -84,8 +88,9 @@ class Background:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, on every rank: the main process reads and writes, the others take part. Methods are
-    collective, but where they say otherwise, and raise UserError on every rank. Events are recorded in `log`.
+    """The checkpoints of one run, on every rank. The ranks with a part of their own read and write it; the main process
+    does all else. Methods are collective, but where they say otherwise, and raise UserError on every rank. Events are
+    recorded in `log`.
 
     Args:
         keep_last: checkpoints to keep. wish: `checkpoint.background`.
@@ -130,66 +135,89 @@ class CheckpointStore:
             self._note(found.path, found.state)
         return found
 
-    def read(self, checkpoint: Checkpoint) -> Snapshot:
-        """The content of a checkpoint; on other ranks than the main process without tensors."""
-        content: list[Snapshot] = []  # of this process, as on_main would send a result to all
+    def read(self, checkpoint: Checkpoint, part: Part) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """The weights and the optimizer state of a checkpoint, for the ranks with a part of their own to read; empty on
+        others."""
 
-        def read() -> None:
+        def opened() -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
             try:
-                content.append(checkpoint.read())
-            except CorruptCheckpoint as damage:  # since it was hashed
-                raise UserError("checkpoint", damage.file, f"{damage.reason}; run the same command again") from damage
+                return checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER)
+            except (OSError, SafetensorError) as damage:  # since it was hashed
+                raise UserError("checkpoint", checkpoint.path, f"{damage}; run the same command again") from damage
 
-        on_main(read)
-        return content[0] if content else Snapshot(checkpoint.state, "", {}, {})
+        return on_every_rank(opened if part.is_own else lambda: ({}, {}))
 
-    @runs_on_main
     def save(
         self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = True
     ) -> None:
-        """Saves the checkpoint of step `snapshot.state.step` durably, then prunes (`prune`); on a full disk, before. In
-        the background, of a copy, if `should_save_async` and not `wait`; it is on disk once `wait` returns. Raises:
-        UserError if writing failed; then no partial checkpoint is left, and the kept checkpoints are unchanged."""
-        self.background.wait()
-        more = 0 if snapshot.is_copy else snapshot.bytes - sum(tensor.nbytes for tensor in self._memory.values())
-        if wait or not should_save_async(self._wish, more, spare_core):
-            self._write(snapshot, last_good)
-        else:
-            copy = snapshot if snapshot.is_copy else snapshot.copied(self._memory)
+        """Saves the checkpoint of step `snapshot.state.step` durably, then prunes (`prune`); on a full disk, before.
+        Each rank writes its part. In the background, of a copy, if `should_save_async` and not `wait`; it is on disk
+        once `wait` returns. Raises: UserError if writing failed; then no partial checkpoint is left, and the kept
+        checkpoints are unchanged."""
+        self.wait()
+        on_main(lambda: self._prepare(snapshot, last_good))
+        more = snapshot.part_bytes - sum(tensor.nbytes for tensor in self._memory.values())
+        parts_here = min(snapshot.part.count, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if wait or not from_main(should_save_async(self._wish, more * parts_here, spare_core)):
+            on_every_rank(lambda: self._write(snapshot, last_good))
+        elif snapshot.part.is_own:
+            copy = snapshot.copied(self._memory)
             self.background.start(lambda: self._write(copy, last_good), self._patience + snapshot.bytes / SLOW_DISK)
 
-    @runs_on_main
     def wait(self) -> None:
         """Waits for the background save. Raises: UserError if it failed, or if the run folder is gone."""
-        self._log.check()
-        self.background.wait()
 
-    def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
-        self._log.check()
-        self._log.sync()
-        place = self.place(snapshot.state.step)
-        temporary, replaced = (place.with_name(f".{place.name}.{end}") for end in ("tmp", "replaced"))
+        def done() -> None:
+            self._log.check()
+            self.background.wait()
+
+        on_every_rank(done)
+
+    def _prepare(self, snapshot: Snapshot, last_good: int | None) -> None:
+        """Makes room, and the folder that the ranks write to; on the main process."""
         if _free_bytes(self.folder) < snapshot.bytes:
             keep = self._to_keep(last_good, snapshot.state)
             self._log.append({"event": "room", "step": snapshot.state.step, "kept": steps_of(keep)})
             self._delete_except(keep)
+        temporary = _hidden(self.place(snapshot.state.step), "tmp")
+        with writing(temporary):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+
+    def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
+        """Writes this rank's part, if it is its own. The first part's rank completes the checkpoint once all parts are
+        on disk. Not collective: the ranks with a part call it, in any thread."""
+        place, part = self.place(snapshot.state.step), snapshot.part
+        if not part.is_own:
+            return
         try:
-            write(snapshot, temporary)
-            with writing(place):
-                if place.exists():  # a step saved again: deleted once the new one is in place
-                    place.rename(replaced)
-                temporary.rename(place)
-                fsync_path(self.folder)
-                if replaced.exists():
-                    shutil.rmtree(replaced)
+            parts = gather(lambda: write_part(snapshot, _hidden(place, "tmp")), part.group)
+            if part.number == 0:
+                self._complete(place, {name: entry for entries in parts for name, entry in entries.items()})
         except UserError:
-            with suppress(UserError):  # the next start deletes any rest
-                self._recover()
+            if part.number == 0:
+                with suppress(UserError):  # the next start deletes any rest
+                    self._recover()
             raise
-        self._note(place, snapshot.state)
-        keep = self._to_keep(last_good)
-        self._log.append({"event": "checkpoint", **checkpoint_ref(place), "kept": steps_of(keep)})
-        self._delete_except(keep)
+        if part.number == 0:
+            self._note(place, snapshot.state)
+            keep = self._to_keep(last_good)
+            self._log.append({"event": "checkpoint", **checkpoint_ref(place), "kept": steps_of(keep)})
+            self._delete_except(keep)
+
+    def _complete(self, place: Path, files: dict[str, dict[str, Any]]) -> None:
+        """Writes the manifest, and gives the folder its name."""
+        self._log.check()
+        self._log.sync()
+        temporary, replaced = _hidden(place, "tmp"), _hidden(place, "replaced")
+        write_manifest(files, temporary)
+        with writing(place):
+            if place.exists():  # a step saved again: deleted once the new one is in place
+                place.rename(replaced)
+            temporary.rename(place)
+            fsync_path(self.folder)
+            if replaced.exists():
+                shutil.rmtree(replaced)
 
     def _recover(self) -> None:
         """Repairs the folder after a killed or failed save: completes a replacement, and deletes partial folders. A
@@ -271,13 +299,18 @@ class CheckpointStore:
         if not (leaving := [place for place in list_checkpoints(self.folder) if place not in keep]):
             return
         self._log.sync()  # the rows of what was saved, and of what is kept
-        hidden = [place.with_name(f".{place.name}.removed") for place in leaving]
+        hidden = [_hidden(place, "removed") for place in leaving]
         with writing(self.folder):
             for place, other in zip(leaving, hidden, strict=True):
                 place.rename(other)
             fsync_path(self.folder)  # after a crash, a partial folder must not look like a checkpoint
             for other in hidden:
                 shutil.rmtree(other)
+
+
+def _hidden(place: Path, end: str) -> Path:
+    """The name of a checkpoint's folder while it is written, replaced or deleted."""
+    return place.with_name(f".{place.name}.{end}")
 
 
 def _free_bytes(folder: Path) -> int:

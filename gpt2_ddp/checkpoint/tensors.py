@@ -1,22 +1,153 @@
-"""The tensors of a checkpoint: weights and optimizer state, from a run to a safetensors file, and back."""
+"""The tensors of a checkpoint: weights and optimizer state, from a run to safetensors files, and back.
+
+A file is whole, or there is one for each rank that shares a model: `model-00002-of-00004.safetensors` has the rows that
+the second of four ranks holds, of each tensor that is divided. The first file also has the tensors that are not.
+"""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import _TYPES
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.distributed.ranks import is_main, on_main, world_size
+from gpt2_ddp.distributed.ranks import on_main, world_size
 from gpt2_ddp.errors import UserError
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+DTYPES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in a safetensors file, in the order of its tensors."""
 
-_ORDER = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8", "BOOL")
-DTYPES = {_TYPES[name]: name for name in _ORDER}  # names of dtypes in a safetensors file, in the order of its tensors
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a checkpoint's tensors that a rank has: its number, from 0, and the `count` of parts.
+
+    Attributes:
+        is_own: whether this rank reads and writes the part; otherwise another rank with the same part does.
+        group: the ranks that do, in the order of their parts; None for a single one.
+    """
+
+    number: int = 0
+    count: int = 1
+    is_own: bool = True
+    group: dist.ProcessGroup | None = None
+
+
+def part_name(file: str, number: int, count: int) -> str:
+    """Name of the file with a part's tensors, by that of a file with all."""
+    stem, _, ending = file.partition(".")
+    return file if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.{ending}"
+
+
+def part_names(file: str, names: Collection[str]) -> list[str]:
+    """Those of the names that are the file or its parts, in order; none if one of the parts is missing."""
+    stem, _, ending = file.partition(".")
+    pattern = re.compile(rf"{stem}-\d{{5}}-of-(\d{{5}})\.{ending}")
+    counts = {int(found[1]) for name in names if (found := pattern.fullmatch(name))}
+    for count in (1, *counts):
+        wanted = [part_name(file, number, count) for number in range(count)]
+        if {*wanted} <= {*names}:
+            return wanted
+    return []
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors in a file, or in files of its parts. Each is read when it is asked for: one at a time needs memory.
+    Raises: OSError; SafetensorError for files that do not belong together.
+
+    Attributes:
+        shapes, dtypes: of the whole tensors, by their names.
+    """
+
+    def __init__(self, files: Sequence[Path]):
+        self.shapes: dict[str, list[int]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._rows: dict[str, list[tuple[Path, int]]] = {}  # the files with a tensor, and how many rows each has
+        known = {name: dtype for dtype, name in DTYPES.items()}
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  it is no mapping
+                    found = opened.get_slice(name)
+                    self._add(name, file, found.get_shape(), known.get(found.get_dtype()))
+
+    def _add(self, name: str, file: Path, shape: list[int], dtype: torch.dtype | None) -> None:
+        before = self.shapes.get(name)
+        fits = before is None or (shape and before[1:] == shape[1:] and dtype == self.dtypes[name])
+        if dtype is None or not fits:
+            raise SafetensorError(f"{name} has a part of another kind in {file.name}")
+        rows = shape[0] if shape else 1
+        self.shapes[name] = [before[0] + rows, *shape[1:]] if before else shape
+        self.dtypes[name] = dtype
+        self._rows.setdefault(name, []).append((file, rows))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, name: str) -> Tensor:
+        files = self._rows[name]
+        if len(files) > 1:
+            return self.rows(name, 0, self.shapes[name][0])
+        with safe_open(files[0][0], "pt") as opened:
+            return opened.get_tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor, of which it has at least one."""
+        parts, first = [], 0
+        for file, rows in self._rows[name]:
+            begin, end = max(start - first, 0), min(stop - first, rows)
+            if begin < end:
+                with safe_open(file, "pt") as opened:
+                    parts.append(opened.get_slice(name)[begin:end])
+            first += rows
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+Fill = Callable[[dict[str, Tensor], Mapping[str, Tensor]], None]
+"""`fill(targets, values)` copies values of the same names into the targets of all ranks; collective. `values` are read
+on the ranks that have a part of their own."""
+
+
+@torch.no_grad()
+def fill(targets: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Fills targets that each rank has whole with the main process's `values`. Collective."""
+
+    def read() -> None:
+        for name, target in targets.items():
+            target.copy_(values[name])
+
+    on_main(read)
+    broadcast(targets)
+
+
+@torch.no_grad()
+def broadcast(targets: Mapping[str, Tensor]) -> None:
+    """Copies the main process's targets into those of the other ranks. Collective."""
+    for target in targets.values() if world_size() > 1 else ():
+        dist.broadcast(target, src=0)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -28,48 +159,48 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     }
 
 
-@torch.no_grad()
-def fill(targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copies the main process's `values` into the `targets` of all ranks, by their names; collective."""
-    for name, target in targets.items():
-        if is_main():
-            target.copy_(values[name])
-        if world_size() > 1:
-            dist.broadcast(target, src=0)
-
-
-def load_model_state(weights: dict[str, Tensor], model: nn.Module, fill: Callable[..., None] = fill) -> None:
-    """Loads the main process's weights on all ranks, in place. `fill`: that of sharded tensors, for these. Collective.
-    Raises: UserError, as `fit_weights`."""
+def load_model_state(weights: Mapping[str, Tensor], model: nn.Module, fill: Fill = fill) -> None:
+    """Loads weights on all ranks, in place. `fill`: that of sharded tensors, for these. Collective. Raises: UserError,
+    as `fit_weights`."""
     on_main(lambda: check_weights(weights, model, "of this run"))
     fill(model.state_dict(), weights)
 
 
-def fit_weights(weights: dict[str, Tensor], model: nn.Module, source: object) -> None:
+@torch.no_grad()
+def fit_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
     """Copies the weights of `source` into the plain module. Raises: UserError if names or shapes differ."""
     check_weights(weights, model, source)
-    model.load_state_dict(weights)
+    for name, target in model.state_dict().items():
+        target.copy_(weights[name])
 
 
-def check_weights(weights: dict[str, Tensor], model: nn.Module, source: object) -> None:
+def check_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
     """Raises: UserError if names or shapes of the weights of `source` are not the module's."""
-    found, own = ({name: list(value.shape) for name, value in some.items()} for some in (weights, model.state_dict()))
+    found, own = shapes_of(weights), shapes_of(model.state_dict())
     for name in sorted({*found, *own}):
         if found.get(name) != own.get(name):
             reason = f"{name} has shape {found.get(name)}, in the model {own.get(name)}"
             raise UserError("checkpoint", source, f"does not fit the model section: {reason}")
 
 
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """The shapes of tensors by their names."""
+    return tensors.shapes if isinstance(tensors, Tensors) else {name: [*one.shape] for name, one in tensors.items()}
+
+
 def load_optimizer_state(
-    state: dict[str, Tensor], model: nn.Module, optimizer: Optimizer, fill: Callable[..., None] = fill
+    state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer, fill: Fill = fill
 ) -> None:
-    """Loads the main process's optimizer state on all ranks. Collective; reuses the tensors that are there."""
+    """Loads optimizer state on all ranks; the main process decides what there is. Collective; reuses the tensors that
+    are there."""
     parameters = dict(model.named_parameters())
 
-    def check() -> list[tuple[str, torch.Size, torch.dtype]]:
-        if wrong := misfit({name: value.shape for name, value in state.items()}, model):
+    def check() -> list[tuple[str, list[int], torch.dtype]]:
+        shapes = shapes_of(state)
+        if wrong := misfit(shapes, model):
             raise UserError("checkpoint", OPTIMIZER, f"{wrong}; restore the file, or resume from another checkpoint")
-        return [(key, value.shape, value.dtype) for key, value in state.items()]
+        dtypes = state.dtypes if isinstance(state, Tensors) else {name: one.dtype for name, one in state.items()}
+        return [(key, shape, dtypes[key]) for key, shape in shapes.items()]
 
     layout = on_main(check)
     before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters.values()}

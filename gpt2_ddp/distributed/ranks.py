@@ -74,12 +74,20 @@ def on_every_rank(function: Callable[[], T]) -> T:
     """This rank's result of `function`, once all ranks have succeeded. Raises, on every rank, any rank's first
     UserError."""
     group = control_group() if world_size() > 1 else None  # before the work, since connecting has a shorter timeout
-    result, error = _attempt(function)
-    errors = [error] * world_size()
+    results: list[T] = []  # of this process, as it may be no object to send
+    gather(lambda: results.append(function()), group)
+    return results[0]
+
+
+def gather(function: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """The picklable results of `function` on the ranks of a gloo group, on each of them; None: of this rank alone.
+    Raises, on every rank of the group, any rank's first UserError."""
+    outcomes = [_attempt(function)]
     if group:
-        dist.all_gather_object(errors, error, group=group)
-    _raise_on_every_rank(errors)
-    return result  # pyright: ignore[reportReturnType]
+        own, outcomes = outcomes[0], outcomes * group.size()
+        dist.all_gather_object(outcomes, own, group=group)
+    _raise_on_every_rank([error for _, error in outcomes])
+    return [result for result, _ in outcomes]  # pyright: ignore[reportReturnType]
 
 
 def check_ranks_agree(here: Mapping[str, object]) -> None:

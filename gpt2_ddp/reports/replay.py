@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint, list_checkpoints, steps_of
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, list_checkpoints, steps_of, verify
 from gpt2_ddp.checkpoint.run_files import METRICS, Outcome, field_of, is_event, is_rollback, read_lines, valid_rows
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
+from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Tensors
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -129,9 +128,9 @@ def _replay_stretch(
             raise SystemExit(STOPPED)
         defects = compare_rows(span.rows, {row["step"]: row for row in valid_rows(_rows(again))}, exact=not reasons)
         if end and has_bits:
-            ours = again / "checkpoints" / end.path.name
+            ours = verify(again / "checkpoints" / end.path.name)
             for name in (MODEL, OPTIMIZER):
-                if wrong := _differing(end.path / name, ours / name):
+                if wrong := _differing(end.tensors(name), ours.tensors(name)):
                     place = (end.path / name).relative_to(run)
                     defects.append(f"{place}: {len(wrong)} tensors, {wrong[0]} first, differ when trained again")
     compared = f"rows: {len(span.rows)}{', and all tensors' * has_bits}"
@@ -243,14 +242,12 @@ def _how_exactly(config: RunConfig, state: Record) -> tuple[int, list[str]]:
     return processes, reasons
 
 
-def _differing(file: Path, again: Path) -> list[str]:
-    """Names of the tensors that have other bits in the other file."""
-    with safe_open(file, "pt") as old, safe_open(again, "pt") as new:
-        names = {*old.keys()} ^ {*new.keys()}
-        for name in {*old.keys()} & {*new.keys()}:
-            one = old.get_tensor(name)
-            other = new.get_tensor(name)
-            bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
-            if (one.dtype, one.shape) != (other.dtype, other.shape) or not torch.equal(*bits):
-                names.add(name)
+def _differing(old: Tensors, new: Tensors) -> list[str]:
+    """Names of the tensors that have other bits in the other checkpoint."""
+    names = {*old} ^ {*new}
+    for name in {*old} & {*new}:
+        bits = [tensors[name].reshape(-1).view(torch.uint8) for tensors in (old, new)]
+        is_alike = (old.shapes[name], old.dtypes[name]) == (new.shapes[name], new.dtypes[name])
+        if not is_alike or not torch.equal(*bits):
+            names.add(name)
     return sorted(names)

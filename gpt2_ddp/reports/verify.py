@@ -447,7 +447,7 @@ def _write_anchor(file: Path, found: Found) -> str:
     if newest is None or newest.state.log.chain == FIRST_CHAIN:
         return "note    no checkpoint holds a chain yet: no anchor is written"
     chain = newest.state.log.chain
-    anchor = Anchor(step=newest.step, chain=chain, sha256=sha256_file(newest.path / MODEL), newest=found.log.chain)
+    anchor = Anchor(step=newest.step, chain=chain, sha256=newest.sha256(MODEL), newest=found.log.chain)
     write_atomically(file, anchor.model_dump_json() + "\n")
     return f"ok      the anchor of step {newest.step} is in {file}"
 
@@ -462,5 +462,5 @@ def _check_anchor(anchor: Anchor, found: Found) -> Iterator[str]:
         if not after or after[0]["event"] != "start":  # a resume cuts the rows after its checkpoint
             yield f"{METRICS}: rows after step {anchor.step} were rewritten or cut off since the anchor"
     for place, checkpoint in found.checkpoints.items():
-        if checkpoint.step == anchor.step and sha256_file(checkpoint.path / MODEL) != anchor.sha256:
+        if checkpoint.step == anchor.step and checkpoint.sha256(MODEL) != anchor.sha256:
             yield f"{place}/{MODEL}: differs from the anchor's weights"

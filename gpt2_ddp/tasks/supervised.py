@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
-from gpt2_ddp.checkpoint.tensors import fill
+from gpt2_ddp.checkpoint.tensors import broadcast
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Reading, Shares, Source, prepare_loader, unwrap
@@ -181,7 +181,7 @@ class Supervised:
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """The test samples' scores, with the main process's BatchNorm statistics."""
-        fill(dict(self.model.named_buffers()), dict(self.model.named_buffers()))
+        broadcast(dict(self.model.named_buffers()))
         size = self.config.eval.batch_size
         score = lambda *batch: self.job.score(*batch)[1]  # noqa: E731
         return means(*score_each(self.accelerator, model, self.job.test, score, size, poll))

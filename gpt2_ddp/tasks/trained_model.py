@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
@@ -41,7 +40,7 @@ def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, T
     config = read_settings(checkpoint)
     task = own_task(checkpoint, trust_code)
     with still_there(checkpoint):
-        weights = load_file(checkpoint.path / MODEL)
+        weights = checkpoint.tensors(MODEL)
         vocab_size, name = checkpoint.state.record["vocab_size"], checkpoint.state.record["tokenizer"]
     file = checkpoint.path / name
     tokenizer = load_tokenizer(str(file) if file.is_file() else name)
@@ -50,7 +49,8 @@ def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, T
     with torch.device("meta"), without_init():  # a stranger's configuration may claim any size
         model = task.make_model(vocab_size, tokenizer.eot) if task else GPT(config.model, vocab_size, tokenizer.eot)
     check_weights(weights, model, checkpoint.path)
-    model.load_state_dict(weights, assign=True)
+    with still_there(checkpoint):
+        model.load_state_dict({**weights}, assign=True)
     return model.eval(), tokenizer
 
 
@@ -77,8 +77,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copies a checkpoint's weights into the plain module.
     Raises: UserError if names or shapes differ, or the checkpoint was removed since it was verified."""
     with still_there(checkpoint):
-        weights = load_file(checkpoint.path / MODEL)
-    fit_weights(weights, model, checkpoint.path)
+        fit_weights(checkpoint.tensors(MODEL), model, checkpoint.path)
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 import json
 import os
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, TRANSFORMERS, Checkpoint, find_checkpoint
 from gpt2_ddp.checkpoint.tensors import MODEL, fit_weights
@@ -30,6 +30,7 @@ from gpt2_ddp.model.transformers_layout import (
 )
 
 FIELD, HUB = "train.init_from", "hub:"
+POSITIONS = "wpe.weight"
 NEEDED = [TRANSFORMERS, "model*.safetensors", f"{MODEL}.index.json", TOKENIZER_FILE]  # to fetch from the Hub
 OPTIONAL = ("n_kv_head", "n_inner")  # null: follows from other fields
 SIZES = ("architecture", "n_layer", "n_head", "n_embd", *OPTIONAL)  # decide on names and shapes of the weights
@@ -79,11 +80,10 @@ def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenize
         if data.get("tokenizer_sha256", tokenizer.sha256) != tokenizer.sha256:
             hint = f"has another tokenizer ({data['tokenizer']}) than the data ({tokenizer.name})"
             raise UserError(FIELD, path, f"{hint}; prepare the text with that one")
-        find_checkpoint(found.path, FIELD)  # hashes
-        weights = load_file(found.path / MODEL)
-        if "wpe.weight" in weights:
-            weights["wpe.weight"] = weights["wpe.weight"][: config.model.block_size]
-        fit_weights(weights, model, found.path)
+        found = find_checkpoint(found.path, FIELD)  # hashes
+        weights: Any = found.tensors(MODEL)
+        shorter = {POSITIONS: weights[POSITIONS][: config.model.block_size]} if POSITIONS in weights else {}
+        fit_weights(ChainMap(shorter, weights), model, found.path)
         return
     theirs = _load(path, CLASSES[config.model.architecture])
     _check_ids(path, theirs.config.vocab_size, tokenizer)

@@ -159,6 +159,8 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
                 from gpt2_ddp.training.sharded import Sharded
 
                 strategy = on_every_rank(partial(Sharded, accelerator, config))
+                if lock and machines() > 1:
+                    folder.check_is_shared(strategy.part.is_own)
             task: Task = make_task(config, accelerator, checkpoint)
             steps = task.total_steps(checkpoint.state.setup.epoch_size if checkpoint else None)
             yield Opened(
@@ -234,17 +236,18 @@ class Trainer(Opened):
         )
 
     def snapshot(self) -> Snapshot:
-        """Content of a checkpoint, of the run's own tensors. Collective."""
-        model = self.task.model
-        moments = optimizer_state(model, self.optimizer.plain)
-        return Snapshot(self.state(), dump(self.config), model.state_dict(), moments, self.task.files)
+        """This rank's part of a checkpoint, of the run's own tensors. Collective."""
+        strategy, model = self.strategy, self.task.model
+        weights, moments = model.state_dict(), optimizer_state(model, self.optimizer.plain)
+        held = strategy.held(weights), strategy.held(moments)
+        return Snapshot(self.state(), dump(self.config), *held, self.task.files, strategy.part)
 
     def load(self, start: Checkpoint) -> None:
         """Loads a checkpoint on all ranks, in place. Collective."""
-        model, content = self.task.model, self.store.read(start)
-        state = start.state
-        load_model_state(content.model, model, self.strategy.fill)
-        load_optimizer_state(content.optimizer, model, self.optimizer.plain, self.strategy.fill)
+        model, state = self.task.model, start.state
+        weights, moments = self.store.read(start, self.strategy.part)
+        load_model_state(weights, model, self.strategy.fill)
+        load_optimizer_state(moments, model, self.optimizer.plain, self.strategy.fill)
         self.progress.load_state_dict(state.progress)
         self.task.feed.load_state_dict(state.feed)
         self.guard.load_state_dict(state.guard)
@@ -375,7 +378,7 @@ class Training(Trainer):
             good = self.step if self.is_complete and not self.guard.first_bad else self.guard.last_good
             wait = self.is_complete or self.stop.is_agreed
             has_core = spare_core(self.accelerator.device.type, torch.get_num_threads(), self.task.feed.workers)
-            self.store.save(self.strategy.whole(snapshot), good, wait, has_core)
+            self.store.save(snapshot, good, wait, has_core)
         self.stop.sync()
 
     def wait_for_save(self) -> None:

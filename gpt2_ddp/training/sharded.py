@@ -7,7 +7,6 @@ forward and the backward pass of a block gather its weights, and free them after
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +22,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.metrics import Metrics
+from gpt2_ddp.checkpoint.tensors import Part
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.launch import LONGEST
-from gpt2_ddp.distributed.ranks import from_main, is_main
+from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.muon import MuonAdamW, batches, orthogonal
 from gpt2_ddp.training.stop import StopRequest
@@ -94,6 +93,10 @@ class Sharded(Replicated):
         for group in filter(None, (self.shards, self.replicas)):
             _set_pg_timeout(LONGEST, group)  # the watchdog detects late ranks
         self._rank, self._world = self.shards.rank(), self.shards.size()
+        group: Any = None  # for what ranks with a part of their own say in the background
+        if shards > 1:
+            group = dist.new_group([*range(shards)], timeout=LONGEST, backend="gloo")
+        self.part = Part(self._rank, shards, not self.replicas or self.replicas.rank() == 0, group)
 
     def prepare(self, model: Any, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
         device = self.accelerator.device
@@ -106,7 +109,7 @@ class Sharded(Replicated):
             fully_shard(module, mesh=self.mesh, mp_policy=policy)
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         if from_main(bool(weights)):
-            self.fill(model.state_dict(), weights)
+            self.scatter(model.state_dict(), weights)
         prepared: Any = self.accelerator.prepare_optimizer(optimizer(), device_placement=False)
         if isinstance(prepared.optimizer, MuonAdamW):
             prepared.optimizer.share = self.orthogonal_updates
@@ -138,24 +141,33 @@ class Sharded(Replicated):
     def local(self, tensor: Any) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def whole(self, snapshot: Snapshot) -> Snapshot:
-        model, optimizer = (dict(self._whole(part)) for part in (snapshot.model, snapshot.optimizer))
-        return replace(snapshot, model=model, optimizer=optimizer, is_copy=True)
-
-    def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Gathers one tensor at a time in host memory, on the main process."""
-        for name, tensor in tensors.items():
-            parts = [tensor[None]]  # a number of steps
-            if isinstance(tensor, DTensor):
-                parts, work = self._gather(self._padded(tensor.to_local(), tensor), 0)
-                work.wait()
-            if is_main():
-                whole = torch.cat([part.cpu() for part in parts])
-                yield name, whole[: len(tensor)] if tensor.dim() else whole[0]
+    def held(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
+        """The rows of this rank; and all of the tensors that are not divided, in the first part."""
+        parts = {name: self.local(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        others = {} if self.part.number else {name: tensor for name, tensor in tensors.items() if name not in parts}
+        return others | {name: part for name, part in parts.items() if len(part)}
 
     @torch.no_grad()
-    def fill(self, targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-        """Copies the main process's `values` into the `targets` of all ranks, one tensor at a time. Collective."""
+    def fill(self, targets: dict[str, Tensor], values: Any) -> None:
+        """Fills the targets: each rank with a part of its own reads its rows of the `Tensors`. Collective."""
+
+        def read() -> None:
+            for name, target in targets.items():
+                rows = self.local(target)
+                if not isinstance(target, DTensor):
+                    rows.copy_(values[name])
+                elif len(rows):
+                    first = self.part.number * _most_rows(target, self.part.count)
+                    rows.copy_(values.rows(name, first, first + len(rows)))
+
+        on_every_rank(read if self.part.is_own else lambda: None)
+        if self.replicas:
+            for target in targets.values():
+                dist.broadcast(self.local(target), group=self.replicas, group_src=0)
+
+    @torch.no_grad()
+    def scatter(self, targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+        """Divides the main process's `values` among the `targets` of all ranks, one tensor at a time. Collective."""
         for name, target in targets.items():
             local, value = self.local(target), values.get(name)
             if not isinstance(target, DTensor):
@@ -163,7 +175,7 @@ class Sharded(Replicated):
                     local.copy_(value)
                 dist.broadcast(local, src=0)
                 continue
-            if not self.replicas or self.replicas.rank() == 0:
+            if self.part.is_own:
                 received = self._padded(local, target)
                 self._scatter(received, None if value is None else value.to(received), 0).wait()
                 local.copy_(received[: len(local)])
@@ -221,7 +233,7 @@ class Sharded(Replicated):
 
     def _padded(self, part: Tensor, whole: Tensor) -> Tensor:
         """The part with the most rows that any rank has of `whole`; the last ones are zeros."""
-        return _with_rows(part, -(-len(whole) // self._world))
+        return _with_rows(part, _most_rows(whole, self._world))
 
     def _gather(self, part: Tensor, rank: int) -> tuple[list[Tensor], Any]:
         """Starts to gather padded parts on a rank of the group; they are there once the work is done."""
@@ -232,6 +244,11 @@ class Sharded(Replicated):
         """Starts to scatter the padded parts of a rank's tensor."""
         parts = None if whole is None else [*_with_rows(whole, self._world * len(part)).chunk(self._world)]
         return dist.scatter(part, parts, group=self.shards, group_src=rank, async_op=True)
+
+
+def _most_rows(whole: Tensor, count: int) -> int:
+    """Rows of a tensor's first part, of `count` parts; no part has more."""
+    return -(-len(whole) // count)
 
 
 def _with_rows(tensor: Tensor, rows: int) -> Tensor:

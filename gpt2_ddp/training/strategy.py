@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.metrics import Metrics
-from gpt2_ddp.checkpoint.tensors import fill
+from gpt2_ddp.checkpoint.tensors import Part, fill
+from gpt2_ddp.distributed.ranks import is_main
 from gpt2_ddp.training.stop import StopRequest
 
 
@@ -23,6 +23,7 @@ class Replicated:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.keeps_gradients = accelerator.num_processes > 1  # as views of the buckets, between steps
+        self.part = Part(is_own=is_main())  # of a checkpoint
 
     def prepare(self, model: nn.Module, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
         """The model on its device as the loop calls it, with the main process's weights; its optimizer. Collective."""
@@ -57,9 +58,9 @@ class Replicated:
         """The part of a parameter, gradient or optimizer state that this rank holds."""
         return tensor
 
-    def whole(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with whole tensors on the main process. Collective."""
-        return snapshot
+    def held(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank's part of a checkpoint has of the run's tensors."""
+        return tensors
 
     def check_replicas(self, model: nn.Module, optimizer: Optimizer, step: int) -> None:
         """Compares the ranks' weights and optimizer state, as `replica_check.check_replicas`. Collective."""
