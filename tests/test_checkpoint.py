@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import math
 import os
 import random
@@ -19,9 +20,10 @@ import torch
 from disk import refuse
 from ranks import run_ranks
 from runs import change, edit_rows, open_folder, open_store, reseal, same, state_after
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpt2_ddp.checkpoint import store
+from gpt2_ddp.checkpoint import store, tensors
 from gpt2_ddp.checkpoint.checkpoint import (
     MANIFEST,
     STATE,
@@ -32,6 +34,8 @@ from gpt2_ddp.checkpoint.checkpoint import (
     list_checkpoints,
     steps_of,
     verify,
+    write_manifest,
+    write_part,
 )
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunLog
@@ -40,6 +44,7 @@ from gpt2_ddp.checkpoint.tensors import (
     DTYPES,
     MODEL,
     OPTIMIZER,
+    Part,
     as_safetensors,
     load_model_state,
     load_optimizer_state,
@@ -130,6 +135,55 @@ def test_weights_and_moments_come_back_bitwise(run):
     load_optimizer_state({}, model, optimizer)
     assert not optimizer_state(model, optimizer)
     assert not any(b"cpickle" in file.read_bytes() or file.suffix in (".pt", ".pkl") for file in place.iterdir())
+
+
+def rows_of(tensors: Tensors, number: int, count: int) -> Tensors:
+    """What a rank has of tensors that `count` ranks divide: rows, if any; and what has none in the first part."""
+    held = {name: value.chunk(count)[number:][:1] for name, value in tensors.items() if value.dim()}
+    whole = {name: value for name, value in tensors.items() if not value.dim() and number == 0}
+    return whole | {name: part[0] for name, part in held.items() if part}
+
+
+def write_parts(whole: Snapshot, place: Path, count: int) -> None:
+    """Writes a checkpoint as ranks do that share a model."""
+    files = {}
+    for number in range(count):
+        held = [rows_of(tensors, number, count) for tensors in (whole.model, whole.optimizer)]
+        part = replace(whole, model=held[0], optimizer=held[1], part=Part(number, count, number == 0))
+        files |= write_part(part, place)
+    write_manifest(files, place)
+
+
+@pytest.mark.parametrize("count", [2, 3, 100])
+def test_parts_are_read_as_the_whole(tmp_path, count):
+    """Tensor by tensor, and by any rows; also where a part has no row of a tensor."""
+    whole = snapshot(3)
+    write_parts(whole, tmp_path, count)
+    for file, values in ((MODEL, whole.model), (OPTIMIZER, whole.optimizer)):
+        read = verify(tmp_path).tensors(file)
+        assert same({**read}, values)
+        for name, value in values.items():
+            assert (read.shapes[name], read.dtypes[name]) == ([*value.shape], value.dtype)
+            size = len(value) if value.dim() else 0
+            for start in range(0, size, 5):
+                for stop in range(start + 1, size + 1, 7):
+                    assert torch.equal(read.rows(name, start, stop), value[start:stop])
+
+
+def test_parts_that_do_not_belong_together(tmp_path):
+    write_parts(snapshot(3), tmp_path, 3)
+    second, third = (tmp_path / f"model-0000{number}-of-00003.safetensors" for number in (2, 3))
+    third.unlink()
+    with pytest.raises(CorruptCheckpoint, match=f"{third.name}: is missing"):
+        verify(tmp_path)
+    files = json.loads((tmp_path / MANIFEST).read_text())["files"]
+    write_manifest({name: entry for name, entry in files.items() if name != third.name}, tmp_path)
+    with pytest.raises(CorruptCheckpoint, match="does not list model"):
+        verify(tmp_path)
+    for other in ({"wte.weight": torch.ones(3, 9)}, {"wte.weight": torch.ones(3, 8, dtype=torch.float64)}):
+        save_file(other, tmp_path / "other")
+        with pytest.raises(SafetensorError, match=r"wte\.weight has a part of another kind in other"):
+            tensors.Tensors([second, tmp_path / "other"])
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])

@@ -3,16 +3,31 @@
 import json
 import os
 import resource
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from close import distance
 from conftest import once
 from hellaswag import items_file
-from ranks import run_ranks
-from runs import built, newest_checkpoint, rows, tensors_of, train, training_config, untimed, verified, weights
+from ranks import run_ranks, start_ranks
+from runs import (
+    assert_same,
+    built,
+    newest_checkpoint,
+    rows,
+    tensors_of,
+    train,
+    training_config,
+    untimed,
+    verified,
+    weights,
+)
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.launch import LONGEST
@@ -159,6 +174,53 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, capsys):
     assert verified(changed, capsys)[0] == 0
 
 
+def train_until_killed_in_a_save(config: TrainingConfig, step: int, killed: int, at_manifest: bool) -> None:
+    """Trains. In the save of this step, that rank is killed, or all (-1): after its own files, or when the main process
+    has the manifest."""
+    from gpt2_ddp.checkpoint import store
+
+    write_part, write_manifest = store.write_part, store.write_manifest
+
+    def kill(folder: Path) -> None:
+        if folder.name == f".step-{step:08d}.tmp":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(snapshot: Any, folder: Path) -> Any:
+        files = write_part(snapshot, folder)
+        if not at_manifest and killed in (-1, snapshot.part.number):
+            kill(folder)
+        return files
+
+    def seal(files: Any, folder: Path) -> None:
+        write_manifest(files, folder)
+        kill(folder)
+
+    store.write_part = write
+    if at_manifest:
+        store.write_manifest = seal
+    train(config)
+
+
+KILLS = [(5, 0, False), (5, 1, False), (5, -1, False), (5, 0, True), (10, 1, False), (10, 0, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
+def test_kills_while_parts_are_written(corpus, tmp_path, capsys, background):
+    """Nothing half written is taken, and the resumed run is that which was left alone, bit for bit."""
+    more = FSDP | {"optim.name": "muon", "model.dropout": 0.1, "checkpoint.background": background}
+    alone, killed = (training_config(corpus, tmp_path / name, more) for name in ("alone", "killed"))
+    run_ranks(train, 2, alone)
+    for step, rank, at_manifest in KILLS:
+        started = start_ranks(train_until_killed_in_a_save, 2, killed, step, rank, at_manifest)
+        for process, _ in started:
+            process.join(120)
+        assert -signal.SIGKILL in [process.exitcode for process, _ in started]
+    assert run_ranks(train, 2, killed) == ["completed"] * 2
+    assert_same(tmp_path / "alone/run", tmp_path / "killed/run")
+    assert verified(tmp_path / "killed/run", capsys)[0] == 0
+
+
 SCARCE = {"model.architecture": "qwen3", "model.n_embd": 8, "model.n_head": 4}
 
 
@@ -212,9 +274,26 @@ def test_memory_is_divided_by_the_number_of_processes(text, tmp_path):
     assert distance(parts, [whole / 2] * 2) < 0.02
 
 
+def growth(work: Callable[[], object]) -> int:
+    """MiB by which this process's resident set grows while it works, at most."""
+    size = psutil.Process().memory_info
+    found, done = [size().rss], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            found.append(size().rss)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    work()
+    done.set()
+    watching.join()
+    return (max(found) - found[0]) >> 20
+
+
 def rank_memory(config: TrainingConfig) -> dict[str, int]:
     """MiB of this rank: the peak of its resident set before, after the start and after three steps; what torch's
-    tracker finds at the peak of the fourth step."""
+    tracker finds at the peak of the fourth step; and what a save and a load add."""
     import torch.distributed.fsdp  # its import is no part of the start
 
     from gpt2_ddp.training import loop
@@ -240,7 +319,10 @@ def rank_memory(config: TrainingConfig) -> dict[str, int]:
             loop.train_step(run)
         sizes = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         found |= {str(getattr(kind, "value", kind)): size >> 20 for kind, size in sizes.items() if size >> 20}
-        return found
+        found["save"] = growth(lambda: run.store.save(run.snapshot()))
+        newest = run.store.newest()
+        assert newest
+        return found | {"load": growth(lambda: run.load(newest))}
 
 
 @pytest.mark.slow
@@ -249,7 +331,8 @@ def rank_memory(config: TrainingConfig) -> dict[str, int]:
     [(2, "fsdp"), *(pytest.param(number, way, marks=pytest.mark.soak) for number in (1, 2, 4) for way in WAYS)],
 )
 def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
-    """Only the main process has the whole model at the start, of 382 MiB."""
+    """Only the main process has the whole model at the start, of 382 MiB. A save and a load take one tensor, of 11 MiB,
+    beside this rank's part."""
     size = {"n_layer": 12, "n_embd": 832, "n_head": 13, "block_size": 64}
     more = {f"model.{name}": value for name, value in size.items()} | {"train.global_batch_tokens": 256}
     more |= {"train.micro_batch_size": 4 // processes, "launch.parallel": way}
@@ -257,6 +340,7 @@ def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
     print(processes, way, *found, sep="\n")
     assert way == "ddp" or found[0]["Total"] <= 1580 / processes + 150
     assert way == "ddp" or all(rank["start"] - rank["before"] < 382 / processes + 100 for rank in found[1:])
+    assert max(rank[what] for rank in found for what in ("save", "load")) < 11 + 30
 
 
 def flip_on_rank(config: TrainingConfig, rank: int) -> str:
