@@ -24,7 +24,6 @@ import torch.cuda.nccl
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
@@ -80,7 +79,7 @@ def connect(rank: int, timeout: float) -> Store:
         _await_answer(address, port, timeout)
     share = {"wait_for_workers": False, "multi_tenant": True}  # the process group's rendezvous will share the server
     host = "localhost" if serves else address
-    store = TCPStore(host, port, is_master=serves, timeout=timedelta(seconds=timeout), **share)
+    store = dist.TCPStore(host, port, is_master=serves, timeout=timedelta(seconds=timeout), **share)  # pyright: ignore[reportPrivateImportUsage]
     if serves:
         _await_answer(address, port, timeout)  # the other ranks connect to this address, and so will the process group
     return PrefixStore(f"check_cluster/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -39,7 +38,7 @@ def mean_of_gradients(accelerator: Accelerator):
         yield {way: largest(distance(gradient(model), gradient(big)))}
 
 
-def record_bytes(sizes: list[int], bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def record_bytes(sizes: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
     """All-reduces a bucket of gradients, and adds its bytes to `sizes`."""
     sizes.append(bucket.buffer().nbytes)
     return allreduce_hook(None, bucket)  # pyright: ignore[reportArgumentType]

@@ -34,15 +34,33 @@ def orthogonal_updates(
     return updates
 
 
-class MuonAdamW(Optimizer):
-    """Muon for parameter groups with a `momentum`, fused AdamW for the others. Both read `found_inf` on the device.
+def sharded_updates(
+    parameters: Sequence[Any], direction: Callable[[int], Tensor], dtype: torch.dtype, sent_dtype: torch.dtype
+) -> list[Tensor]:
+    """As `orthogonal_updates`, of this rank's rows of each parameter: each rank gathers some directions, and scatters
+    their updates."""
+    from gpt2_ddp.distributed import rows
 
-    Attributes:
-        share: computes the updates of all directions, with the other ranks.
-    """
+    group = parameters[0].device_mesh.get_group("shards")
+    numbers, rank, world = range(len(parameters)), group.rank(), group.size()
+    parts = [rows.padded(direction(n).to(dtype), parameters[n], world) for n in numbers]
+    gathers = [rows.gather(part, n % world, group) for n, part in enumerate(parts)]
+    for _, work in gathers:
+        work.wait()
+    updates: dict[int, Tensor] = {}
+    for batch in batches(parameters, range(rank, len(parameters), world), dtype):
+        matrices = torch.stack([torch.cat(gathers[n][0])[: len(parameters[n])] for n in batch])
+        updates |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype), strict=True)
+    parts = [torch.empty_like(part, dtype=sent_dtype) for part in parts]
+    for work in [rows.scatter(part, updates.get(n), n % world, group) for n, part in enumerate(parts)]:
+        work.wait()
+    return [part[: len(local(one))] for part, one in zip(parts, parameters, strict=True)]
+
+
+class MuonAdamW(Optimizer):
+    """Muon for parameter groups with a `momentum`, fused AdamW for the others. Both read `found_inf` on the device."""
 
     _step_supports_amp_scaling = True  # a loss scaler then sets found_inf
-    share: Callable[..., list[Tensor]] = staticmethod(orthogonal_updates)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -52,7 +70,7 @@ class MuonAdamW(Optimizer):
                 bad = getattr(self, "found_inf", torch.zeros((), device=parameters[0].device))
                 if "momentum" in group:
                     (buffers,) = self._state(parameters, "momentum_buffer")
-                    muon_step(group, parameters, bad.bool(), buffers, self.share)
+                    muon_step(group, parameters, bad.bool(), buffers)
                 else:
                     adamw_step(group, parameters, bad, *self._state(parameters, "step", "exp_avg", "exp_avg_sq"))
 
@@ -77,9 +95,7 @@ def adamw_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, steps:
     adamw(parameters, gradients, means, squares, [], steps, found_inf=bad, **settings)
 
 
-def muon_step(
-    group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor], share: Callable[..., list[Tensor]]
-) -> None:
+def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor]) -> None:
     """Step of `torch.optim.Muon`. The update of an [A, B] matrix is Nesterov's momentum, orthogonalized and scaled by
     √max(1, A/B) (the "original" adjustment): its spectral norm is about the learning rate at any width. A group with
     `bf16` iterates in bf16, on devices with instructions for it, and sends bf16; otherwise all is fp32."""
@@ -89,6 +105,7 @@ def muon_step(
     for gradient, buffer in zip(gradients, buffers, strict=True):
         buffer.lerp_(torch.where(bad, buffer, gradient), 1 - group["momentum"])  # lerp to itself keeps it
     direction = lambda n: gradients[n].lerp(buffers[n], group["momentum"])  # noqa: E731
+    share = sharded_updates if hasattr(parameters[0], "device_mesh") else orthogonal_updates
     for parameter, update in zip(parameters, share(parameters, direction, dtype, sent_dtype), strict=True):
         held = local(parameter)
         stepped = held * (1 - group["lr"] * group["weight_decay"])

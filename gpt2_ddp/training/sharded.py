@@ -1,7 +1,7 @@
 """Sharding (torch's fully_shard, FSDP2): each rank has a part of the weights, gradients and optimizer state.
 
-A parameter is cut along its first dimension: of W ranks, rank r has rows [r·c, (r + 1)·c), c = ceil(rows / W). The
-forward and the backward pass of a block gather its weights, and free them afterwards.
+A parameter is cut along its first dimension (`distributed.rows`). The forward and the backward pass of a block gather
+its weights, and free them afterwards.
 """
 
 import os
@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,10 +24,10 @@ from gpt2_ddp.checkpoint.metrics import Metrics
 from gpt2_ddp.checkpoint.tensors import Part
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed import rows
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.muon import MuonAdamW, batches, orthogonal
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.strategy import Replicated
 
@@ -84,7 +82,8 @@ class Sharded(Replicated):
             raise UserError("train.compile", "model", "is not supported with launch.parallel fsdp; use blocks")
         if not dist.is_initialized():
             backend = "nccl" if accelerator.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         shape, names = (replicas, shards), ("replicas", "shards")
         shape, names = (shape, names) if replicas > 1 else (shape[1:], names[1:])
         self.mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
@@ -92,11 +91,10 @@ class Sharded(Replicated):
         self.replicas = self.mesh.get_group("replicas") if replicas > 1 else None
         for group in filter(None, (self.shards, self.replicas)):
             _set_pg_timeout(LONGEST, group)  # the watchdog detects late ranks
-        self._rank, self._world = self.shards.rank(), self.shards.size()
         group: Any = None  # for what ranks with a part of their own say in the background
         if shards > 1:
             group = dist.new_group([*range(shards)], timeout=LONGEST, backend="gloo")
-        self.part = Part(self._rank, shards, not self.replicas or self.replicas.rank() == 0, group)
+        self.part = Part(self.shards.rank(), shards, not self.replicas or self.replicas.rank() == 0, group)
 
     def prepare(self, model: Any, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
         device = self.accelerator.device
@@ -111,8 +109,6 @@ class Sharded(Replicated):
         if from_main(bool(weights)):
             self.scatter(model.state_dict(), weights)
         prepared: Any = self.accelerator.prepare_optimizer(optimizer(), device_placement=False)
-        if isinstance(prepared.optimizer, MuonAdamW):
-            prepared.optimizer.share = self.orthogonal_updates
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True), prepared
 
     @contextmanager
@@ -153,12 +149,12 @@ class Sharded(Replicated):
 
         def read() -> None:
             for name, target in targets.items():
-                rows = self.local(target)
+                local = self.local(target)
                 if not isinstance(target, DTensor):
-                    rows.copy_(values[name])
-                elif len(rows):
-                    first = self.part.number * _most_rows(target, self.part.count)
-                    rows.copy_(values.rows(name, first, first + len(rows)))
+                    local.copy_(values[name])
+                elif len(local):
+                    first = self.part.number * rows.most_rows(target, self.part.count)
+                    local.copy_(values.rows(name, first, first + len(local)))
 
         on_every_rank(read if self.part.is_own else lambda: None)
         if self.replicas:
@@ -176,8 +172,8 @@ class Sharded(Replicated):
                 dist.broadcast(local, src=0)
                 continue
             if self.part.is_own:
-                received = self._padded(local, target)
-                self._scatter(received, None if value is None else value.to(received), 0).wait()
+                received = rows.padded(local, target, self.part.count)
+                rows.scatter(received, None if value is None else value.to(received), 0, self.shards).wait()
                 local.copy_(received[: len(local)])
             if self.replicas:
                 dist.broadcast(local, group=self.replicas, group_src=0)
@@ -208,48 +204,3 @@ class Sharded(Replicated):
             for block in blocks(model):
                 del block.forward
             model.reshard()
-
-    def orthogonal_updates(
-        self,
-        parameters: Sequence[Tensor],
-        direction: Callable[[int], Tensor],
-        dtype: torch.dtype,
-        sent_dtype: torch.dtype,
-    ) -> list[Tensor]:
-        """As `muon.orthogonal_updates`, of parts: each rank gathers some directions, and scatters their updates."""
-        numbers, world = range(len(parameters)), self._world
-        parts = [self._padded(direction(n).to(dtype), parameters[n]) for n in numbers]
-        gathers = [self._gather(part, n % world) for n, part in enumerate(parts)]
-        for _, work in gathers:
-            work.wait()
-        updates: dict[int, Tensor] = {}
-        for batch in batches(parameters, range(self._rank, len(parameters), world), dtype):
-            matrices = torch.stack([torch.cat(gathers[n][0])[: len(parameters[n])] for n in batch])
-            updates |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype), strict=True)
-        parts = [torch.empty_like(part, dtype=sent_dtype) for part in parts]
-        for work in [self._scatter(part, updates.get(n), n % world) for n, part in enumerate(parts)]:
-            work.wait()
-        return [part[: len(self.local(one))] for part, one in zip(parts, parameters, strict=True)]
-
-    def _padded(self, part: Tensor, whole: Tensor) -> Tensor:
-        """The part with the most rows that any rank has of `whole`; the last ones are zeros."""
-        return _with_rows(part, _most_rows(whole, self._world))
-
-    def _gather(self, part: Tensor, rank: int) -> tuple[list[Tensor], Any]:
-        """Starts to gather padded parts on a rank of the group; they are there once the work is done."""
-        parts = [torch.empty_like(part) for _ in range(self._world)] if rank == self._rank else []
-        return parts, dist.gather(part, parts or None, group=self.shards, group_dst=rank, async_op=True)
-
-    def _scatter(self, part: Tensor, whole: Tensor | None, rank: int) -> Any:
-        """Starts to scatter the padded parts of a rank's tensor."""
-        parts = None if whole is None else [*_with_rows(whole, self._world * len(part)).chunk(self._world)]
-        return dist.scatter(part, parts, group=self.shards, group_src=rank, async_op=True)
-
-
-def _most_rows(whole: Tensor, count: int) -> int:
-    """Rows of a tensor's first part, of `count` parts; no part has more."""
-    return -(-len(whole) // count)
-
-
-def _with_rows(tensor: Tensor, rows: int) -> Tensor:
-    return F.pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, rows - len(tensor))).contiguous()
