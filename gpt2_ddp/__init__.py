@@ -7,12 +7,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpt2_ddp.api import evaluate, export_hf, generate, load_config, load_model, load_rows, prepare, score, train
+    from gpt2_ddp.api import (
+        evaluate,
+        export_hf,
+        generate,
+        load_config,
+        load_model,
+        load_rows,
+        prepare,
+        score,
+        train,
+        verify,
+    )
     from gpt2_ddp.config.training import TrainingConfig
     from gpt2_ddp.errors import UserError
     from gpt2_ddp.tasks.pretraining import Pretraining
 
-_API = ("evaluate", "export_hf", "generate", "load_config", "load_model", "load_rows", "prepare", "score", "train")
+_API = (
+    "evaluate",
+    "export_hf",
+    "generate",
+    "load_config",
+    "load_model",
+    "load_rows",
+    "prepare",
+    "score",
+    "train",
+    "verify",
+)
 _MODULES = {**dict.fromkeys(_API, "api"), "TrainingConfig": "config.training", "UserError": "errors"}
 _MODULES["Pretraining"] = "tasks.pretraining"
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
+from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig, VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.distributed.environment import world_size
@@ -292,3 +292,12 @@ def load_rows(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for note in record.notes:
         print(f"note: {run}: {note}", file=sys.stderr)
     return [*record.rows]
+
+
+def verify(run: str | os.PathLike[str], **settings: Any) -> bool:
+    """Checks that all records of a run agree, and prints the lines of verify_run.py. Returns whether the run is intact.
+    `settings` are other flags of verify_run.py, such as `replay="40:60"`.
+    """
+    from gpt2_ddp.reports.verify import verify_run
+
+    return verify_run(VerifyConfig(run=_plain(run), **_plain(settings))) == 0

@@ -69,6 +69,7 @@ def in_a_cell() -> Any:
     (lambda: load_config("nowhere.yaml"), "--config = nowhere.yaml"),
     (lambda: prepare(vocab_sise=512), "vocab_sise = 512"),
     (lambda: load_rows("nowhere"), "runs = "),
+    (lambda: gpt2_ddp.verify("nowhere"), "run = nowhere"),
     (lambda: gpt2_ddp.load_model("nowhere", "best"), "checkpoint = "),
     (lambda: gpt2_ddp.load_model("nowhere", device="nix"), "device = nix"),
     (lambda: gpt2_ddp.generate(None, None, temperature=-1), "temperature = -1"),

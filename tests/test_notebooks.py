@@ -1,0 +1,47 @@
+"""docs/notebooks: each notebook runs whole in an empty folder, and is committed without outputs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FACTS = {
+    "own_text": """
+assert scores.loss < frequency_loss < log(data.vocab_size)
+assert scores.tokens == data.tokens("val") - 1
+""",
+    "compare_classes": """
+low, high = difference["interval"]
+assert low < np.mean(mine - base) < high and difference["n"] == 3
+assert model.h[0].mlp.activation.__name__ == "relu2"
+""",
+    "look_into_a_run": """
+assert is_intact and not copy_is_intact
+assert found == manifest["files"]["model.safetensors"]["sha256"]
+assert losses_of["step 200"].mean() < losses_of["step 50"].mean()
+""",
+}
+"""What holds after the last cell."""
+files = pytest.mark.parametrize("file", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda file: file.stem)
+
+
+@files
+def test_a_notebook_is_committed_without_outputs(file):
+    notebook = json.loads(file.read_text(encoding="utf-8"))
+    assert notebook["metadata"].keys() == {"kernelspec", "language_info"}
+    assert notebook["metadata"]["language_info"] == {"name": "python"}
+    for cell in notebook["cells"]:
+        assert (cell.get("outputs", []), cell.get("execution_count"), cell["metadata"]) == ([], None, {})
+
+
+@pytest.mark.slow
+@files
+def test_a_notebook_runs_whole(file, tmp_path, monkeypatch):
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(file, 4)
+    notebook.cells.append(nbformat.v4.new_code_cell(FACTS[file.stem]))
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
