@@ -99,7 +99,7 @@ def changed_by_a_rollback(config: TrainingConfig) -> list[str]:
     import torch.distributed as dist
 
     from gpt2_ddp.checkpoint.checkpoint import verify
-    from gpt2_ddp.checkpoint.tensors import MODEL
+    from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
     from gpt2_ddp.distributed.launch import GROUPS
     from gpt2_ddp.training.loop import roll_back, train_step
 
@@ -116,8 +116,8 @@ def changed_by_a_rollback(config: TrainingConfig) -> list[str]:
         assert run.step == 2
         run.check_replicas()
         assert len(dist.distributed_c10d._world.pg_map) == GROUPS, "which count in the limit of open files"
-        now, saved = run.snapshot(), verify(run.store.place(2)).read()
-    pairs = [(now.model, saved.model), (now.optimizer, saved.optimizer)]
+        now, saved = run.snapshot(), verify(run.store.place(2))
+    pairs = [(now.model, saved.tensors(MODEL)), (now.optimizer, saved.tensors(OPTIMIZER))]
     assert all(ours.keys() == theirs.keys() for ours, theirs in pairs)
     return [name for ours, theirs in pairs for name in ours if not torch.equal(ours[name], theirs[name])]
 
