@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import from_transformers
+from gpt2_ddp.model.transformers_layout import to_transformers
 from gpt2_ddp.preparation.source_files import library_files
 
 TEXT_CHARACTERS = 1_000_000  # of Python's modules, to compare token ids on
@@ -67,15 +67,11 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
 
 def _compare_weights(theirs: Any, model: GPT) -> int:
-    state = model.state_dict()
-    try:
-        back = from_transformers(theirs.state_dict(), model.config, state)
-    except ValueError as error:
-        raise ExportMismatch(f"the weights loaded by transformers do not match: {error}") from error
-    for name, weight in state.items():
-        if not torch.equal(back[name].view(torch.int32), weight.view(torch.int32)):
+    loaded, wanted = theirs.state_dict(), to_transformers(model.state_dict(), model.config, model.vocab_size)
+    for name, weight in wanted.items():
+        if not torch.equal(loaded[name].view(torch.int32), weight.view(torch.int32)):
             raise ExportMismatch(f"{name} differs from the checkpoint's after loading with transformers")
-    return len(state)
+    return len(wanted)
 
 
 def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:

@@ -18,15 +18,7 @@ from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import (
-    CLASSES,
-    HEAD,
-    SHAPE,
-    fixed_fields,
-    from_transformers,
-    resolved,
-    their_names,
-)
+from gpt2_ddp.model.transformers_layout import CLASSES, SHAPE, fixed_fields, load_transformers, resolved
 
 FIELD, HUB = "train.init_from", "hub:"
 NEEDED = [TRANSFORMERS, "model*.safetensors", f"{MODEL}.index.json", TOKENIZER_FILE]  # to fetch from the Hub
@@ -86,11 +78,8 @@ def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenize
         return
     theirs = _load(path, CLASSES[config.model.architecture])
     _check_ids(path, theirs.config.vocab_size, tokenizer)
-    tensors, (table,) = theirs.state_dict(), their_names("wte.weight", config.model)
-    for name in (table, HEAD):
-        tensors[name] = tensors[name][: tokenizer.vocab_size]
     try:
-        model.load_state_dict(from_transformers(tensors, config.model, model.state_dict()))
+        load_transformers(theirs.state_dict(), model)
     except ValueError as error:
         raise UserError(FIELD, path, f"cannot be trained further: {error}") from error
 
