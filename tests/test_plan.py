@@ -26,8 +26,7 @@ from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.memory import Setting, estimate, moments_of
-from gpt2_ddp.plan.plan import CPU_MARGIN, Plan, build_plan, find_gpu, find_target, format_plan, make_plan, spend
-from gpt2_ddp.plan.preflight import Seen
+from gpt2_ddp.plan.plan import CPU_MARGIN, Plan, Seen, build_plan, find_target, format_plan, make_plan, spend
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.peaks import GPUS
 
@@ -258,8 +257,9 @@ def test_machines():
     assert (machine.processes, machine.memory, machine.peak) == (16, 80e9, 989.5e12)
     for name in GPUS:  # each has a memory, by its name or by the table
         for said in (name.lower(), name.removeprefix("NVIDIA ").removeprefix("GeForce ")):
-            assert find_gpu(said) == name
-        assert 16e9 <= find_target(plan_config(gpu=name), 1).memory <= 300e9
+            found = find_target(plan_config(gpu=said), 1)
+            assert found.device == name
+            assert 16e9 <= found.memory <= 300e9
     assert find_target(plan_config(gpu="NVIDIA H200", gpu_memory=70), 2).memory == 70e9
     unknown = plan_of(gpu="H100 SXM", gpu_memory=80)
     assert (unknown.machine.device, unknown.machine.memory, unknown.speed) == ("H100 SXM", 80e9, None)
@@ -269,7 +269,7 @@ def test_machines():
     assert_close(given.seconds["steps"], 100 * 524_288 / 500)
 
 
-@pytest.mark.parametrize("said", ["H100", "RTX 4090 D"])
+@pytest.mark.parametrize("said", ["H100", "PCIe", "RTX 4090 D"])
 def test_a_gpu_of_no_known_name(said):
     expect_error(f"gpu = {said}: ", find_target, plan_config(gpu=said), 1)
 
