@@ -21,14 +21,13 @@ import pyarrow.parquet
 import pytest
 import tiktoken
 from commands import expect_error
-from nasty import CL100K_PATTERN, NESTED, library_texts, write_nested
+from nasty import CL100K_PATTERN, library_texts, write_nested
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation import rows as rows_module
 from gpt2_ddp.preparation import sources
 from gpt2_ddp.preparation.sources import DocumentChunk, read_pieces, scan
 
@@ -60,7 +59,6 @@ def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
         "ragged.csv": "id,text\n0,one, two\n",
         "open.csv": 'id,text\n0,"one\n',
         "other.tsv": "id\tbody\n0\tone\n",
-        "torn.arrow": "ARROW1",
         "deep.jsonl": "[" * 100_000,
     }
     for name, content in bad.items():
@@ -222,12 +220,10 @@ def test_hub_without_a_network_is_asked_once_at_most(tmp_path, monkeypatch):
         assert line.startswith("error: source = hub:owner/name: cannot be read from the Hub")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "b.parquet", "[i].arrow"])
+@pytest.mark.parametrize("name", ["a.jsonl", "b.parquet"])
 def test_a_column_may_be_inside_another(tmp_path, name):
-    file = tmp_path / name.replace("[i]", "i")
+    file = tmp_path / name
     write_nested(tmp_path)
-    with pa.ipc.new_file(tmp_path / "i.arrow", pa.Table.from_pylist(NESTED).schema) as arrow:
-        arrow.write_table(pa.Table.from_pylist(NESTED))
     assert texts(file, column="meta.text") == ["inside one", "inside"]
     for column in ("text", "id"):
         expect_error(f"source = .*{file.name}: has no text in column {column}", texts, file, column=column)
@@ -240,7 +236,7 @@ def test_a_column_whose_name_has_a_dot(tmp_path):
 
 
 def test_the_first_rows_show_whether_a_table_has_the_column(tmp_path):
-    rows = '{"body": "x"}\n' * (rows_module.CHECKED - 1)
+    rows = '{"body": "x"}\n' * (sources.CHECKED - 1)
     (tmp_path / "late.jsonl").write_text(rows + '{"text": "here"}\n')
     (tmp_path / "none.jsonl").write_text(rows * 2 + "not JSON")
     assert texts(tmp_path / "late.jsonl") == ["here"]

@@ -179,7 +179,7 @@ def index_shards(config: PrepareConfig) -> Manifest:
         return manifest
 
     splits: dict[str, list[Shard]] = {_split(path): [] for path in files}
-    with ThreadPoolExecutor(config.workers or usable_cores(hyperthreads=True)) as pool:  # hashing runs outside the GIL
+    with ThreadPoolExecutor() as pool:  # hashing runs outside the GIL
         for path, shard in zip(files, pool.map(partial(_index, tokenizer=tokenizer), files), strict=True):
             splits[_split(path)].append(shard)
     manifest = make_manifest(tokenizer, config.source, splits, recipe)

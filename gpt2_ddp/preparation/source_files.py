@@ -37,7 +37,6 @@ KINDS = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
-    ".arrow": "arrow",
 }
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 BLOCK = 2**20  # bytes or characters to read at a time
@@ -127,7 +126,7 @@ class Entry(NamedTuple):
 
 
 def kind_of(path: str | Path) -> str:
-    """`text`, `json`, `csv`, `parquet` or `arrow`, by the suffix before that of a compression."""
+    """`text`, `json`, `csv` or `parquet`, by the suffix before that of a compression."""
     path = Path(str(path).lower())
     return KINDS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix, "text")
 
