@@ -176,11 +176,6 @@ def other_blanks(folder: Path) -> None:
     change(folder / "tokenizer.json", '"add_prefix_space": false', '"add_prefix_space": true')
 
 
-def another_end(folder: Path) -> None:
-    file = folder / "tokenizer.json"
-    file.write_text(file.read_text().replace("<|endoftext|>", "<|end|>"))
-
-
 def drop(name: str) -> Callable[[Path], None]:
     return tensors(lambda of: {n: v for n, v in of.items() if n != name})
 
@@ -192,20 +187,6 @@ def cut_short(name: str) -> Callable[[Path], object]:
 def without_a_file(folder: Path) -> None:
     in_files(folder)
     max(folder.glob("model-*.safetensors")).unlink()
-
-
-def wrong_merge(folder: Path) -> None:
-    """A token of three characters, made of others than it was."""
-    file = folder / "tokenizer.json"
-    definition = json.loads(file.read_text())
-    vocab, merges = definition["model"]["vocab"], definition["model"]["merges"]
-    for number, (first, second) in enumerate(merges):
-        other = [first[0], (first + second)[1:]]
-        if len(first) == 2 and vocab.get(other[1], 10**9) < vocab[first + second]:
-            merges[number] = other
-            break
-    assert merges != json.loads(file.read_text())["model"]["merges"]
-    file.write_text(json.dumps(definition))
 
 
 EARLY = r"""
@@ -262,10 +243,7 @@ LATE: list[tuple[Callable[[Path], object], dict[str, Any], str]] = [
     (tensors(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), {}, f"{HEAD} differs from the embedding"),
     (both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])), {}, "vocabulary of 299 ids, .* has 300"),
     (another_tokenizer, {}, "its tokenizer differs"),
-    (other_blanks, {}, "its tokenizer differs"),
-    (wrong_merge, {}, "its tokenizer differs"),
-    (another_end, {}, "its tokenizer differs"),
-    (cut_short("tokenizer.json"), {}, "its tokenizer.json cannot be read"),
+    (other_blanks, {}, "its tokenizer.json cannot be read .*byte-level BPE"),
     (lambda folder: (folder / "tokenizer.json").unlink(), {}, "its tokenizer.json cannot be read"),
 ]
 

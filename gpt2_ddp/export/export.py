@@ -112,7 +112,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
             architecture=architecture,
             model=CLASSES[architecture],
             parameters=sum(weight.numel() for weight in model.parameters()) - padding,
-            table="\n".join(f"| {label} | {_cell(value)} |" for label, value in rows.items()),
+            table="\n".join(f"| {label} | {value} |" for label, value in rows.items()),
             eot=tokenizer.eot,
             notes=DOCUMENT_MASK if model.config.document_mask else "",
             transformers=version("transformers"),
@@ -171,7 +171,3 @@ def _training_rows(checkpoint: Checkpoint, sha256: str) -> dict[str, Any]:
         "checkpoint": f"{checkpoint.path.name}, SHA-256 of its manifest `{sha256}`",
     }
     return rows | {name: f"{scores[name]:,}" for name in SCORES if scores.get(name) is not None}
-
-
-def _cell(value: object) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")

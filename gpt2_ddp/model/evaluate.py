@@ -121,12 +121,6 @@ def _chosen_windows(n_tokens: int, block_size: int, tokens: int | None) -> np.nd
     return np.arange(chosen) * max(full, 1) // chosen
 
 
-def count_scored(n_tokens: int, block_size: int, tokens: int | None) -> int:
-    """Number of targets that `evaluate` scores in a stream of `n_tokens` tokens."""
-    left = n_tokens - 1 - _chosen_windows(n_tokens, block_size, tokens) * block_size
-    return int(left.clip(max=block_size).sum())
-
-
 def _batch(data: EvalSet, windows: np.ndarray, batch_size: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets int64 [batch_size, block_size]; the padding's targets are IGNORED."""
     stream, block_size = data[:2]

@@ -11,7 +11,6 @@ import math
 import os
 import pickle
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from torch import Tensor
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
 from gpt2_ddp.data.feed import Reading, make_loader, unwrap
 from gpt2_ddp.data.order import Permutation
-from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.distributed.ranks import from_main, on_every_rank
+from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import load_from_hub, regular
 from gpt2_ddp.preparation.source_files import files_below
 from gpt2_ddp.tasks.supervised import hash_of
@@ -116,7 +115,7 @@ class StoredImages:
                     inputs[items] = images
                 yield images
 
-        self.digest = hash_of((torch.uint8, (len(self), *self.shape), batches()), self.targets)
+        self.digest = hash_of(f"{torch.uint8} {(len(self), *self.shape)}", batches(), self.targets)
         self.inputs = inputs if keep else None
 
 
@@ -188,7 +187,8 @@ def _hold_out(labels: np.ndarray, config: ClassifierDataConfig, seed: int) -> tu
     order = Permutation(seed, n).items_at(np.arange(n)).astype(np.int64)
     order = order[np.argsort(labels[order], kind="stable")]
     chosen = (2 * np.arange(held) + 1) * n // (2 * held)
-    note(f"no split {', '.join(TEST)}: {held:,} of {n:,} images are test images, drawn from each class by the seed")
+    drawn = f"{held:,} of {n:,} images are test images, drawn from each class by the seed"
+    print_line(f"note: no split {', '.join(TEST)}: {drawn}")
     return np.sort(np.delete(order, chosen)), np.sort(order[chosen])
 
 
@@ -257,12 +257,6 @@ def read_source(
         raise UserError(field, place, f"cannot be read ({reason}); {HINT}") from error
 
 
-def note(text: str) -> None:
-    """Prints a line for the user, on the main process."""
-    if is_main():
-        print(f"note: {truncate(text, 600)}", file=sys.stderr)
-
-
 def _with_columns(config: ClassifierDataConfig, rows: Any) -> Any:
     """The table with its columns named image and label. Raises: LookupError where it has none."""
     import datasets
@@ -315,7 +309,7 @@ def _images_of(files: Sequence[Path]) -> list[Path]:
     """The images among files. A note counts others."""
     images = [file for file in files if file.suffix.lower() in Image.registered_extensions()]
     if len(images) < len(files):
-        note(f"{len(files) - len(images):,} files of other types not used; save images as .png or .jpg")
+        print_line(f"note: {len(files) - len(images):,} files of other types not used; save images as .png or .jpg")
     return images
 
 

@@ -63,16 +63,16 @@ class Samples:
         return self.inputs[index], self.targets[index]
 
     def sha256(self) -> str:
-        return hash_of((self.inputs.dtype, tuple(self.inputs.shape), [self.inputs]), self.targets)
+        return hash_of(f"{self.inputs.dtype} {tuple(self.inputs.shape)}", [self.inputs], self.targets)
 
 
-def hash_of(inputs: tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]], targets: Tensor) -> str:
-    """SHA-256 of samples, whose inputs may come in several parts, one after another."""
-    digest = hashlib.sha256()
-    for dtype, shape, parts in (inputs, (targets.dtype, tuple(targets.shape), [targets])):
-        digest.update(f"{dtype} {shape}".encode())
-        for part in parts:
-            digest.update(part.contiguous().numpy().data)
+def hash_of(kind: str, inputs: Iterable[Tensor], targets: Tensor) -> str:
+    """SHA-256 of samples. `kind`: dtype and shape of all inputs, which may come in several parts."""
+    digest = hashlib.sha256(kind.encode())
+    for part in inputs:
+        digest.update(part.contiguous().numpy().data)
+    digest.update(f"{targets.dtype} {tuple(targets.shape)}".encode())
+    digest.update(targets.contiguous().numpy().data)
     return digest.hexdigest()
 
 
