@@ -6,6 +6,7 @@ On CPUs the estimate was within 20 % of the measured peaks; on GPUs it was compa
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -155,8 +156,7 @@ def _logits(setting: Setting, tokens: int, trains: bool = False) -> float:
     return 4.0 * chunk * setting.vocab_size * (3 + capped) + head
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes of one process."""
 
     moment: str  # of the peak
