@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close, float64
-from models import random_tokens
+from models import in_transformers, random_tokens
 from ranks import in_turn, run_ranks
 from runs import assert_same, rows, said, train, train_with_faults, training_config
 from torch import nn
@@ -18,7 +18,7 @@ from gpt2_ddp.model.architecture import causal_attention
 from gpt2_ddp.model.generate import KVCache, decode
 from gpt2_ddp.model.gpt import GPT, count_parameters
 from gpt2_ddp.model.optim import build_optimizer, muon_matrices
-from gpt2_ddp.model.transformers_layout import CLASSES, to_transformers, transformers_config
+from gpt2_ddp.model.transformers_layout import to_transformers
 from gpt2_ddp.reports.verify import verify_run
 
 VOCABULARY = 300
@@ -41,19 +41,6 @@ def make(kind: str, key_heads: int | None = None, scale: float = 5.0, **changes)
     return model
 
 
-def reference(model: GPT) -> nn.Module:
-    """transformers' model with the weights of `model`."""
-    transformers = pytest.importorskip("transformers")
-    kind = getattr(transformers, CLASSES[model.config.architecture])
-    fields = transformers_config(model.config, VOCABULARY, VOCABULARY - 1)
-    del fields["architectures"]
-    theirs = kind(kind.config_class(**fields))
-    tensors = to_transformers(model.state_dict(), model.config, VOCABULARY)
-    missing, unexpected = theirs.load_state_dict(tensors, strict=False)
-    assert (set(missing) - {"lm_head.weight"}, unexpected) == (set(), [])
-    return theirs.eval()
-
-
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
@@ -67,7 +54,7 @@ def their_loss(theirs: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -
 @float64()
 def test_logits_and_gradients_are_those_of_transformers(kind, key_heads, shape, length):
     model = make(kind, key_heads, **shape)
-    theirs, tokens = reference(model), random_tokens(VOCABULARY, length=length + 1)
+    theirs, tokens = in_transformers(model), random_tokens(VOCABULARY, length=length + 1)
     tokens, targets = tokens[:, :-1], tokens[:, 1:]
     assert_close(model(tokens), theirs(tokens).logits)
     model(tokens, targets).backward()

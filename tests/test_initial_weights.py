@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close, float64
 from commands import expect_error, expect_field, forked
+from models import edit_json, edit_weights, in_transformers, tiny
 from ranks import RankError, run_ranks
 from runs import change, train, training_config
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
@@ -25,7 +27,7 @@ from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import CLASSES, resolved, transformers_config
+from gpt2_ddp.model.transformers_layout import CLASSES, resolved
 from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.training.initial_weights import find_model, load_initial_weights, settle_model
 
@@ -34,10 +36,7 @@ GOLDEN = ROOT / "tests/golden"
 TOKENIZER = load_tokenizer(str(GOLDEN / "corpus"))  # 300 ids, of 384 rows
 
 
-OTHERS = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}
-SHAPES: dict[str, dict[str, Any]] = {"gpt2": {}} | {
-    kind: {"architecture": kind, **OTHERS} for kind in CLASSES if kind != "gpt2"
-}
+SHAPES = {kind: models.SHAPES[kind] for kind in CLASSES} | {"gpt2": {}}
 """What a model has of each architecture, other than the defaults."""
 
 
@@ -57,15 +56,8 @@ def start(config: TrainingConfig) -> GPT:
 
 def saved(folder: Path, kind: str = "gpt2", **options: Any) -> Path:
     """A model as transformers saves it, with the tokenizer of the golden corpus."""
-    import transformers
-
-    fields = transformers_config(config("", **SHAPES[kind]).model, TOKENIZER.vocab_size, TOKENIZER.eot)
-    their_class = getattr(transformers, CLASSES[kind])
-    theirs = their_class(their_class.config_class.from_dict(fields))
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    theirs.save_pretrained(folder, **options)
+    model = tiny(TOKENIZER.vocab_size, block_size=32, **SHAPES[kind])
+    in_transformers(model, TOKENIZER.eot).save_pretrained(folder, **options)
     shutil.copy(GOLDEN / "corpus/tokenizer.json", folder)
     return folder
 
@@ -76,23 +68,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 def fields(*gone: str, **changes: Any) -> Callable[[Path], None]:
-    """Changes config.json."""
-
-    def change(folder: Path) -> None:
-        values = {**json.loads((folder / "config.json").read_text()), **changes}
-        (folder / "config.json").write_text(json.dumps({n: v for n, v in values.items() if n not in gone}))
-
-    return change
-
-
-def tensors(edit: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[Path], None]:
-    """Changes model.safetensors."""
-
-    def change(folder: Path) -> None:
-        changed = edit(load_file(folder / "model.safetensors"))
-        save_file({name: value.clone() for name, value in changed.items()}, folder / "model.safetensors")
-
-    return change
+    return edit_json("config.json", *gone, **changes)
 
 
 def both(*changes: Callable[[Path], object]) -> Callable[[Path], object]:
@@ -122,17 +98,17 @@ def zero_row(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 NOT_FETCHED = {"attn_implementation": "nobody/kernel"}
 INVERSE = "model.layers.0.self_attn.rotary_emb.inv_freq"
 NOT_IN_4 = fields("rope_parameters", "head_dim", "mlp_bias", "dtype", rope_theta=500.0, rope_scaling=None)
-PAD = both(tensors(zero_row), fields(pad_token_id=1)), {}
-MORE = both(tensors(more_ids), fields(vocab_size=320)), {}
+PAD = both(edit_weights(zero_row), fields(pad_token_id=1)), {}
+MORE = both(edit_weights(more_ids), fields(vocab_size=320)), {}
 LAYOUTS: list[tuple[str, Callable[[Path], object], dict[str, Any]]] = [
     *((kind, in_files, {}) for kind in SHAPES),
-    ("gpt2", tensors(lambda t: {n: v.bfloat16() for n, v in t.items()}), {}),
-    ("gpt2", both(tensors(old_style), fields(activation_function="gelu_pytorch_tanh", **NOT_FETCHED)), {}),
-    ("gpt2", tensors(lambda t: {n: v * (not n.endswith(".bias")) for n, v in t.items()}), {"bias": False}),
+    ("gpt2", edit_weights(lambda t: {n: v.bfloat16() for n, v in t.items()}), {}),
+    ("gpt2", both(edit_weights(old_style), fields(activation_function="gelu_pytorch_tanh", **NOT_FETCHED)), {}),
+    ("gpt2", edit_weights(lambda t: {n: v * (not n.endswith(".bias")) for n, v in t.items()}), {"bias": False}),
     ("gpt2", lambda folder: None, {"block_size": 24}),
     ("gpt2", *MORE),
     ("llama", *MORE),
-    ("llama", both(tensors(lambda t: {**t, INVERSE: torch.ones(8)}), NOT_IN_4), {}),  # of transformers 4
+    ("llama", both(edit_weights(lambda t: {**t, INVERSE: torch.ones(8)}), NOT_IN_4), {}),  # of transformers 4
     ("llama", *PAD),
     ("nanochat", *PAD),  # the default of transformers' NanoChat
 ]
@@ -165,7 +141,7 @@ def test_it_computes_what_transformers_does(kind, change, model, tmp_path):
 
 def tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
     name = f"transformer.{name}"
-    return tensors(lambda of: {**of, name: change(of[name])})
+    return edit_weights(lambda of: {**of, name: change(of[name])})
 
 
 def another_tokenizer(folder: Path) -> None:
@@ -177,7 +153,7 @@ def other_blanks(folder: Path) -> None:
 
 
 def drop(name: str) -> Callable[[Path], None]:
-    return tensors(lambda of: {n: v for n, v in of.items() if n != name})
+    return edit_weights(lambda of: {n: v for n, v in of.items() if n != name})
 
 
 def cut_short(name: str) -> Callable[[Path], object]:
@@ -236,11 +212,11 @@ LATE: list[tuple[Callable[[Path], object], dict[str, Any], str]] = [
     (cut_short("model.safetensors"), {}, "cannot read it .*SafetensorError"),
     (drop("transformer.h.1.mlp.c_fc.weight"), {}, "h.1.mlp.c_fc.weight is missing"),
     (drop(HEAD), SHAPES["llama"], f"{HEAD} is missing"),
-    (tensors(lambda of: {**of, "score.weight": torch.ones(2)}), {}, "score.weight is unknown"),
+    (edit_weights(lambda of: {**of, "score.weight": torch.ones(2)}), {}, "score.weight is unknown"),
     (tensor("h.0.ln_1.weight", lambda t: t[:-1]), {}, r"h.0.ln_1.weight has shape \[31\]"),
     (tensor("h.1.ln_2.bias", lambda t: t / 0), {}, "h.1.ln_2.bias .* not finite"),
     (lambda folder: None, {"bias": False}, "bias is not zero, and model.bias is false"),
-    (tensors(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), {}, f"{HEAD} differs from the embedding"),
+    (edit_weights(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), {}, f"{HEAD} differs from the embedding"),
     (both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])), {}, "vocabulary of 299 ids, .* has 300"),
     (another_tokenizer, {}, "its tokenizer differs"),
     (other_blanks, {}, "its tokenizer.json cannot be read .*byte-level BPE"),
