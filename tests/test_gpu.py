@@ -336,15 +336,5 @@ def test_the_commands_are_such_that_a_script_takes_them(device, monkeypatch, tmp
     assert {*LIMITS, *GPU_ONLY} <= {*PARTS}
 
 
-def test_a_part_begins_only_if_its_limit_is_left(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "DEVICE", "cuda")
-    monkeypatch.setattr(sys.modules[__name__], "CALL_SECONDS", 300 + GRACE + time.monotonic() - BEGUN)
-    assert limit_of("fp32", first=False) == USUAL_LIMIT
-    assert limit_of("step", first=False) == 0
-    assert 290 <= limit_of("step", first=True) <= 310, "or it would never begin"
-    monkeypatch.setattr(sys.modules[__name__], "CALL_SECONDS", 0)
-    assert limit_of("fp32", first=True) == 0
-
-
 if __name__ == "__main__":
     train_with_inf(sys.argv[1:])

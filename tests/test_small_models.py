@@ -1,7 +1,5 @@
 """The small models: their sizes, what a transformer's position sees, and the pixels that models of images get."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,6 @@ from gpt2_ddp.tasks.jobs import (
     TransformerLM,
     crop_and_flip,
     random_numbers,
-    sinusoids,
 )
 
 
@@ -52,14 +49,6 @@ def test_a_position_sees_nothing_after_itself(training):
         earlier = tokens.clone()
         earlier[:, 0] = (earlier[:, 0] + 7) % 100
         assert distance(model(earlier)[:, t], logits[:, t]) > 1e-3, t
-
-
-def test_sinusoids_are_those_of_the_paper():
-    table = sinusoids(50, 12)
-    assert table.shape == (50, 12)
-    for position, pair in ((0, 0), (3, 0), (7, 2), (49, 5)):
-        angle = position / 10_000 ** (2 * pair / 12)
-        assert_close(table[position, 2 * pair : 2 * pair + 2], [math.sin(angle), math.cos(angle)], 1e-4)
 
 
 def test_crops_and_flips_are_those_of_the_padded_image():
