@@ -48,6 +48,10 @@ def test_reductions_agree_and_ignored_targets_are_not_scored():
     assert_close(model(tokens, masked), each[~ignored].mean())
 
 
+def test_without_biases():
+    assert not [name for name, _ in tiny(bias=False).named_parameters() if name.endswith("bias")]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "nanochat"])
 def test_activation_checkpointing_changes_no_gradient(architecture, dropout):

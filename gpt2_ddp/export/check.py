@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import Tokenizer
@@ -43,7 +43,11 @@ def check_export(folder: Path, model: GPT, tokenizer: Tokenizer, own: nn.Module 
     _compare_settings(theirs, their_tokenizer, tokenizer.eot)
     windows = np.resize(ids, (WINDOWS, model.config.block_size)).astype(np.int64)
     windows[:, 0] = tokenizer.eot  # each holds one document, as transformers attends across documents
-    difference = _compare_logits(theirs, own or model, torch.from_numpy(windows))
+    inputs = torch.from_numpy(windows)
+    logits = (own or model)(inputs)
+    difference = (logits - theirs(inputs).logits).abs().max().item()  # NaN where one is
+    if not difference <= (bound := max(TOLERANCE, RELATIVE * logits.abs().max().item())):
+        raise ExportMismatch(f"logits differ by {difference:.2e}, more than rounding ({bound:.2e})")
     same_ids = f"all {len(ids):,} token ids of {len(text):,} characters"
     return f"{tensors} tensors bit for bit, logits to {difference:.1e}, and {same_ids}"
 
@@ -105,12 +109,3 @@ def _compare_settings(theirs: Any, their_tokenizer: Any, eot: int) -> None:
     for name in END_IDS:
         if (found := getattr(their_tokenizer, name)) != eot:
             raise ExportMismatch(f"the tokenizer's {name} is {found}, in place of {eot}")
-
-
-def _compare_logits(theirs: Any, model: nn.Module, windows: Tensor) -> float:
-    """By how much logits differ at most."""
-    ours, others = model(windows), theirs(windows).logits
-    difference, largest = (ours - others).abs().max().item(), ours.abs().max().item()  # NaN where one is
-    if not difference <= (bound := max(TOLERANCE, RELATIVE * largest)):
-        raise ExportMismatch(f"logits differ by {difference:.2e}, more than rounding ({bound:.2e})")
-    return difference

@@ -28,9 +28,6 @@ class Evaluation:
     tokens: int
     bytes: float
 
-    def __repr__(self) -> str:
-        return f"Evaluation(loss={self.loss:.6f}, perplexity={self.perplexity:.4f}, tokens={self.tokens})"
-
     @property
     def loss(self) -> float:
         """Mean cross-entropy per token, in nats."""

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,11 +98,6 @@ def library_files() -> list[Path]:
 
 def _is_table(code: bytes) -> bool:
     return len(code) > SMALL_TABLE and len(ENTRY.findall(code)) > TABLE * len(LINE.findall(code))
-
-
-def describe(config: PrepareConfig) -> str:
-    """Description of the source, for the manifest."""
-    return f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
 
 
 class Part(NamedTuple):

@@ -39,8 +39,7 @@ class SampleSet(Source, Protocol):
         """Hash of all samples."""
         ...
 
-    @property
-    def where(self) -> Callable[[int], str]:
+    def where(self, item: int) -> str:
         """The name of a sample in messages and predictions."""
         ...
 
@@ -52,7 +51,10 @@ class Samples:
     inputs: Tensor
     targets: Tensor
     workers: int = 0
-    where: Callable[[int], str] = "sample {}".format
+
+    def where(self, item: int) -> str:
+        """The name of a sample in messages."""
+        return f"sample {item}"
 
     def __len__(self) -> int:
         return len(self.targets)

@@ -1,6 +1,5 @@
 """A trained GPT and its tokenizer from a checkpoint, and the text that it writes."""
 
-import io
 import math
 import os
 import sys
@@ -173,15 +172,16 @@ def _read_prompts(config: GenerateConfig) -> Sequence[str]:
     """`prompts`, or the lines of `prompts_file` or standard input that are not empty. Raises: UserError for none."""
     if not (name := config.prompts_file):
         return config.prompts
-    if name == "-" and sys.stdin and sys.stdin.isatty():
+    if name == "-" and sys.stdin.isatty():
         print("type prompts, one per line, and end them with Ctrl-D", file=sys.stderr)
     try:
-        text = (sys.stdin or io.StringIO()).read() if name == "-" else read_small(Path(name), LONGEST).decode()
+        content = sys.stdin.buffer.read() if name == "-" else read_small(Path(name), LONGEST)
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise UserError("prompts_file", name, f"cannot be read ({error.strerror}); name a text file") from error
     except UnicodeDecodeError as error:
         raise UserError("prompts_file", name, "is not UTF-8; save it as UTF-8") from error
-    prompts = [line for line in text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n") if line]
+    prompts = [line for line in text.replace("\r\n", "\n").split("\n") if line]
     if not prompts:
         raise UserError("prompts_file", name, "is empty; write one prompt per line")
     return prompts
