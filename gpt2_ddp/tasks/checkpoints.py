@@ -207,7 +207,7 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
 
     model = image_model(settings, record)
     on_every_rank(partial(load_weights, checkpoint, model))
-    images = on_every_rank(partial(unlabelled, config.images, settings.data, record["image_shape"], "images"))
+    images = on_every_rank(partial(unlabelled, config.images, settings.data, record["image_shape"]))
 
     def score(model: nn.Module, images: Tensor, _: Tensor) -> dict[str, Tensor]:
         return predictions(model(normalise(images)).float())

@@ -112,9 +112,9 @@ class StoredImages:
         self.inputs = inputs if keep else None
 
 
-def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequence[int], field: str) -> StoredImages:
-    """The images of files and folders, prepared as those of a run, with targets 0. `field`: the user's name of them.
-    Decodes all of them once. Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
+def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequence[int]) -> StoredImages:
+    """The images of files and folders, `images` of the user, prepared as those of a run, with targets 0. Decodes all of
+    them once. Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
     from datasets import Dataset
 
     files = []
@@ -122,9 +122,9 @@ def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequen
         files += _images_of(_files_in(name)) if os.path.isdir(name) else [Path(name)]
     n = len(files)
     if not n:
-        raise UserError(field, " ".join(names), "has no images")
+        raise UserError("images", " ".join(names), "has no images")
     table = Dataset.from_list([{"image": {"path": str(file), "bytes": None}} for file in files])
-    images = StoredImages("", table, np.arange(n), torch.zeros(n).long(), config, tuple(shape), field=field)
+    images = StoredImages("", table, np.arange(n), torch.zeros(n).long(), config, tuple(shape), field="images")
     images.scan(keep=False)
     return images
 
