@@ -155,6 +155,7 @@ WRONG = {
     "a fourth of the merges": (swap_merges, "token ids differ"),
     "special tokens in text": (edit_json("tokenizer_config.json", "split_special_tokens"),
      "token ids differ"),
+    "another end": (edit_json("tokenizer_config.json", eos_token="!"), "'eos_token_id': 1, "),
     "sampling": (edit_json("generation_config.json", do_sample=True, temperature=0.3),
      "'do_sample': True, 'eos_token_id': 0, 'pad_token_id': 0, 'temperature': 0.3} from generation_config.json"),
 }  # fmt: skip

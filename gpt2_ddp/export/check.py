@@ -104,8 +104,7 @@ def _text(tokenizer: Tokenizer) -> str:
 def _compare_settings(theirs: Any, their_tokenizer: Any, eot: int) -> None:
     settings = theirs.generation_config.to_diff_dict()  # without transformers' defaults
     loaded = {name: settings[name] for name in sorted(settings) if name != "transformers_version"}
-    if loaded != (wanted := dict.fromkeys(END_IDS, eot)):
-        raise ExportMismatch(f"transformers loads {loaded} from generation_config.json, in place of {wanted}")
-    for name in END_IDS:
-        if (found := getattr(their_tokenizer, name)) != eot:
-            raise ExportMismatch(f"the tokenizer's {name} is {found}, in place of {eot}")
+    of_tokenizer, wanted = {name: getattr(their_tokenizer, name) for name in END_IDS}, dict.fromkeys(END_IDS, eot)
+    if not loaded == of_tokenizer == wanted:
+        found = f"{loaded} from generation_config.json, {of_tokenizer} from tokenizer_config.json"
+        raise ExportMismatch(f"transformers loads {found}, in place of {wanted}")
