@@ -1,11 +1,25 @@
-"""Small models for the tests."""
+"""Small models for the tests, transformers' models of the same weights, and changes of what those save."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import CLASSES, to_transformers, transformers_config
 
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
+OTHERS = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}
+SHAPES: dict[str, dict[str, Any]] = {kind: {"architecture": kind, **OTHERS} for kind in ARCHITECTURES}
+SHAPES["gpt2"] = {"n_inner": 48}
+"""What a model has of each architecture, other than the defaults."""
 
 
 def tiny(vocab_size: int = 65, eot: int | None = None, **changes) -> GPT:
@@ -19,3 +33,36 @@ def tiny(vocab_size: int = 65, eot: int | None = None, **changes) -> GPT:
 
 def random_tokens(vocab_size: int, rows: int = 3, length: int = 16) -> torch.Tensor:
     return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def in_transformers(model: GPT, eot: int = 0) -> Any:
+    """transformers' model with the weights of `model`."""
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, CLASSES[model.config.architecture])
+    fields = transformers_config(model.config, model.vocab_size, eot)
+    del fields["architectures"]
+    theirs = kind(kind.config_class(**fields))
+    tensors = to_transformers(model.state_dict(), model.config, model.vocab_size)
+    missing, unexpected = theirs.load_state_dict(tensors, strict=False)
+    assert (set(missing) - {"lm_head.weight"}, unexpected) == (set(), [])
+    return theirs.eval()
+
+
+def edit_json(name: str, *gone: str, **changes: Any) -> Callable[[Path], None]:
+    """Changes fields of a file in a folder."""
+
+    def edit(folder: Path) -> None:
+        values = {**json.loads((folder / name).read_text()), **changes}
+        (folder / name).write_text(json.dumps({key: value for key, value in values.items() if key not in gone}))
+
+    return edit
+
+
+def edit_weights(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[Path], None]:
+    """Changes a folder's model.safetensors."""
+
+    def edit(folder: Path) -> None:
+        changed = change(load_file(folder / "model.safetensors"))
+        save_file({name: value.clone() for name, value in changed.items()}, folder / "model.safetensors")
+
+    return edit

@@ -3,13 +3,17 @@
 import gzip
 import json
 import random
+from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.preparation.source_files import library_files
+from gpt2_ddp.preparation.sources import DocumentChunk, read_pieces, scan
 
 ALPHABET = ["a", "Z", " ", "  ", "\n", "\t", "\r\n", "'s", "'", "é", "漢", "\u00a0", "\u3000", "1", "!", "😀"]
 ALPHABET += ["\u200b", "\0", "\x1c", "\x85", "e\u0301", "ß", "_", "\u2028"]
@@ -47,6 +51,23 @@ NOT_TEXT = {
 LATIN = {"latin.txt": PROSE.encode("latin-1"), "cp1252.txt": "“Où ?” – 5 €\n".encode("cp1252") * 50}
 CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
 CL100K_PATTERN += r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+
+
+def config(source: Path, **changes) -> PrepareConfig:
+    return PrepareConfig.model_validate({"source": str(source)} | changes)
+
+
+def pieces(source: Path, **changes) -> Iterator[DocumentChunk]:
+    asked = config(source, **changes)
+    return read_pieces(asked, scan(asked).parts, Counter())
+
+
+def texts(source: Path, **changes) -> list[str]:
+    """The documents, each whole."""
+    documents: list[str] = []
+    for text, first, _ in pieces(source, **changes):
+        documents[-1:] = [*documents[-1:], text] if first else [documents[-1] + text]
+    return documents
 
 
 def write_decodable(folder: Path) -> Path:

@@ -1,6 +1,5 @@
 """Evaluation: every target once, whatever the ranks and the batch."""
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.model.evaluate import EvalSet, Evaluation, _chosen_windows, evaluate
+from gpt2_ddp.model.evaluate import EvalSet, evaluate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.tasks.pretraining import resolve
 
@@ -83,13 +82,6 @@ def test_every_target_once_for_all_ranks_and_batches(corpus):
     assert [tokens for _, tokens, _ in ranks[0][2:]] == [480, *[limit - 1 for limit in limits]]
 
 
-@pytest.mark.parametrize(("length", "tokens", "windows"), [
-    (10_001, 100, [*range(0, 1000, 100)]), (25, None, [0, 1, 2]), (25, 24, [0, 1, 2]), (25, 11, [0, 1]), (5, 2, [0]),
-])  # fmt: skip
-def test_a_part_is_spread_over_the_split(length, tokens, windows):
-    assert _chosen_windows(length, 10, tokens).tolist() == windows
-
-
 # How many tokens
 
 
@@ -108,12 +100,6 @@ def test_evaluations_take_a_twentieth_of_a_shipped_run_at_most(config):
     tokens = config.auto_eval_tokens if tokens == "auto" else tokens
     evaluations = 1 + -(-steps // every)
     assert evaluations * tokens / 3 <= 0.05 * steps * config.train.global_batch_tokens
-
-
-def test_derived_numbers():
-    result = Evaluation(nll=200.0, tokens=100, bytes=300)
-    assert_close((result.loss, result.perplexity, result.bits_per_byte), (2.0, math.e**2, 200 / math.log(2) / 300))
-    assert math.isnan(Evaluation(1.0, 1, 0).bits_per_byte)
 
 
 def settled(config: TrainingConfig, recorded: object = "new") -> tuple[object, list[str]]:

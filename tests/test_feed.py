@@ -20,7 +20,7 @@ from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.memory import micro_batches
 from gpt2_ddp.state import FIRST_DIGEST, FeedState
-from gpt2_ddp.tasks.supervised import contiguous, smallest_micro_batch
+from gpt2_ddp.tasks.supervised import contiguous
 
 
 def test_a_micro_batch_is_the_largest_divisor_or_has_the_least_padding():
@@ -77,21 +77,6 @@ def test_shares_are_a_partition_of_a_step():
             assert max(map(len, parts)) <= batch
         totals = [sum(map(len, parts)) for parts in by_rank]
         assert max(totals) - min(totals) <= 1
-
-
-def test_the_smallest_micro_batch_of_an_epoch():
-    rng = random.Random(0)
-    for _ in range(100):
-        n, size, share = (
-            rng.randint(1, 90),
-            rng.randint(1, 24),
-            contiguous(rng.choice([1, 2, 3, 30]), rng.randint(1, 9)),
-        )
-        feed, rows = Feed(Permutation(1, n), GlobalBatch(size, share, by_epoch=True)), []
-        while not feed.ended_epoch:
-            rows += [max(len(part), 1) for ranks in share(len(feed.next_step().items)) for part in ranks]
-        assert smallest_micro_batch(feed) == min(rows)
-    assert smallest_micro_batch(Feed(Permutation(1, n), GlobalBatch(12, interleaved(2, 3)))) == 3
 
 
 def step_by_definition(n: int, size: int, by_epoch: bool, passed: list[tuple[int, int]], position: int) -> list[int]:

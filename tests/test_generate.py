@@ -1,6 +1,5 @@
 """Generation: the KV cache against the plain forward pass, independence of rows, sampling, and the script."""
 
-import io
 import json
 import sys
 from dataclasses import replace
@@ -104,14 +103,6 @@ def test_each_row_stops_at_its_end_of_text():
     results = generate(model, PROMPTS, eot, Sampling(30, temperature=1.5, top_k=None))
     assert results == [row[: row.index(eot)] if eot in row else row for row in endless]
     assert len({len(row) for row in results}) > 1
-
-
-def test_seeds_repeat_and_differ():
-    model = tiny()
-    results = [generate(model, PROMPTS, EOT, Sampling(30, seed=seed)) for seed in (1, 1, 2)]
-    assert results[0] == results[1] != results[2]
-    longer = generate(model, PROMPTS, EOT, Sampling(60, seed=1))
-    assert longer[0][:10] == results[0][0][:10]  # it begins the same
 
 
 def test_global_generators_and_the_training_mode_are_left_alone():
@@ -227,7 +218,6 @@ def test_run_prints_every_sample(checkpoint, capsys):
     samples = first.out.split("-" * 80 + "\n")
     assert [sample.split()[0][:3] for sample in samples] == ["def", "def", "ret", "ret"]
     assert len(set(samples)) == 4
-    assert " tokens/s on cpu" in first.err
     best, newest = (checkpoint / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
     assert f"note: using {newest}, the newest; the one with the lowest val_loss, 2.5000, is {best}\n" in first.err
     generate_text(config)
@@ -246,11 +236,10 @@ def test_prompts_come_from_a_file(checkpoint, tmp_path, capsys, monkeypatch):
     from_file = capsys.readouterr().out
     generate_text(config.model_copy(update={"prompts": ("def main", "  return")}))
     assert capsys.readouterr().out == from_file
-    monkeypatch.setattr(sys, "stdin", io.StringIO(file.read_text()))
-    generate_text(config.model_copy(update={"prompts_file": "-"}))
+    with file.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        generate_text(config.model_copy(update={"prompts_file": "-"}))
     assert capsys.readouterr().out == from_file
-    monkeypatch.setattr(sys, "stdin", None)  # closed, as by `<&-`
-    expect_error("prompts_file = -: is empty", generate_text, config.model_copy(update={"prompts_file": "-"}))
     for content, said in ((b"\n\r\n", "is empty"), (b"caf\xe9", "is not UTF-8"), (None, "cannot be read")):
         file.unlink() if content is None else file.write_bytes(content)
         expect_error(f"prompts_file = .*{said}", generate_text, config.model_copy(update={"prompts_file": str(file)}))

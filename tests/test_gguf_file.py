@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import models
 import numpy as np
 import pytest
 import tokenizers
 import torch
 from commands import expect_error
+from models import tiny
 
-from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
 from gpt2_ddp.model.gpt import GPT
@@ -29,17 +30,8 @@ LINEAR = {
 """What llama.cpp calls the layers of a block."""
 
 
-OTHERS = {"n_kv_head": 2, "n_inner": 48, "rope_theta": 500.0}
-SHAPES = {"gpt2": {"n_inner": 48}} | {kind: {"architecture": kind, **OTHERS} for kind in ("llama", "qwen3")}
-SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16}
-
-
-def made(vocab_size: int = TOKENIZER.vocab_size, **changes: Any) -> GPT:
-    model = GPT(ModelConfig(**SHAPE | changes), vocab_size)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += torch.randn_like(parameter)
-    return model
+SHAPES = {kind: models.SHAPES[kind] | {"n_head": 4, "n_kv_head": 2} for kind in ("llama", "qwen3")}
+SHAPES["gpt2"] = models.SHAPES["gpt2"] | {"n_head": 4}
 
 
 def expected(model: GPT) -> dict[str, torch.Tensor]:
@@ -89,7 +81,7 @@ def encoded(tokens: list[str], merges: list[str]) -> list[int]:
 
 @pytest.mark.parametrize(("kind", "bias"), [("gpt2", True), ("gpt2", False), ("llama", True), ("qwen3", True)])
 def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, kind, bias):
-    model = made(bias=bias, **SHAPES[kind])
+    model = tiny(TOKENIZER.vocab_size, bias=bias, **SHAPES[kind])
     write_gguf(model, TOKENIZER, tmp_path / "model.gguf")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     wanted = expected(model)
@@ -113,7 +105,7 @@ def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, kind, bias):
 @pytest.mark.parametrize("name", ["a trained BPE", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_its_tables_encode_as_the_tokenizer_does(tmp_path, name):
     tokenizer = TOKENIZER if name != "gpt2" else load_tokenizer("gpt2")
-    write_gguf(made(vocab_size=tokenizer.vocab_size), tokenizer, tmp_path / "model.gguf")
+    write_gguf(tiny(tokenizer.vocab_size), tokenizer, tmp_path / "model.gguf")
     found = fields(tmp_path / "model.gguf")
     assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
     assert found["tokenizer.ggml.bos_token_id"] == found["tokenizer.ggml.eos_token_id"] == tokenizer.eot
@@ -128,7 +120,7 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
     write_characters([TEXT], tmp_path / "tokenizer.json")
     for name in ("bytes", str(tmp_path)):
         tokenizer = load_tokenizer(name)
-        model = made(vocab_size=tokenizer.vocab_size)
+        model = tiny(tokenizer.vocab_size)
         expect_error("tokenizer = ", write_gguf, model, tokenizer, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
 
@@ -137,7 +129,7 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
 def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_path, kind):
     """Its names of transformers' tensors are those of `write_gguf`."""
     write_tokenizer(TOKENIZER, DEFINITION.read_bytes(), 16, tmp_path)
-    write_model(made(**SHAPES[kind]), TOKENIZER, tmp_path)
+    write_model(tiny(TOKENIZER.vocab_size, **SHAPES[kind]), TOKENIZER, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["vocab_size"], config["architectures"]) == (TOKENIZER.vocab_size, [CLASSES[kind]])
     special = gguf.SpecialVocab(tmp_path, load_merges=True, n_vocab=TOKENIZER.vocab_size)

@@ -15,14 +15,14 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import cache
-from itertools import count, product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
+from cifar import pictures, write_folders
+from runs import train_with_faults
 
 from benchmarks.config import Benchmark, BenchmarkConfig
 from benchmarks.harness import environment_info
@@ -31,8 +31,6 @@ from gpt2_ddp.checkpoint.run_files import is_event
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.tasks.pretraining import Pretraining
-from gpt2_ddp.training.loop import train
 
 ROOT = Path(__file__).parents[1]
 OUT = Path(os.environ.get("GPU_OUTPUT", ROOT / "runs/gpu")).absolute()
@@ -145,7 +143,8 @@ def call(pytestconfig: pytest.Config) -> Iterator[dict[str, float]]:
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "tiny.yaml").write_text(TINY_PRESET)
     random_tokens(OUT / "random", "gpt2", 10_000_000)
-    write_pictures(OUT / "images")
+    for split in ("train", "test"):
+        write_folders(OUT / "images" / split, *pictures(600, 10))
     pytestconfig.pluginmanager.register(Summary())
     return {}
 
@@ -292,32 +291,10 @@ def is_bitwise() -> bool:
     return resumed == straight and weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def write_pictures(folder: Path) -> None:
-    """Images of CIFAR's size, 10 classes, as class folders; none where Pillow is missing."""
-    try:
-        from PIL import Image
-    except ImportError:
-        return
-    rng = np.random.default_rng(0)
-    for split, label, number in product(("train", "test"), range(10), range(60)):
-        file = folder / split / str(label) / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        pixels = rng.integers(0, 25, (32, 32, 3)) + 20 * label
-        Image.fromarray(pixels.astype(np.uint8)).save(file)
-
-
 def train_with_inf(flags: list[str]) -> None:
-    """A training with an Inf in the gradient of its tenth micro-batch."""
-    calls = count(1)
-
-    class WithInf(Pretraining):
-        def loss(self, model, batch):
-            found = super().loss(model, batch)
-            if next(calls) == 10:
-                found.register_hook(lambda gradient: gradient * math.inf)
-            return found
-
-    train(load(TrainingConfig, flags, "configs/gpt2_stdlib.yaml"), WithInf)
+    """A training with an Inf in the gradient of its second step."""
+    config = load(TrainingConfig, flags, "configs/gpt2_stdlib.yaml")
+    train_with_faults(config, (1, 2 * config.global_batch_windows), math.inf)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -334,16 +311,6 @@ def test_the_commands_are_such_that_a_script_takes_them(device, monkeypatch, tmp
                 config = load(kind, command[script + 1 :], default)
                 assert part != "ResNet" or config.model.sync_batchnorm == (device == "cuda")
     assert {*LIMITS, *GPU_ONLY} <= {*PARTS}
-
-
-def test_a_part_begins_only_if_its_limit_is_left(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "DEVICE", "cuda")
-    monkeypatch.setattr(sys.modules[__name__], "CALL_SECONDS", 300 + GRACE + time.monotonic() - BEGUN)
-    assert limit_of("fp32", first=False) == USUAL_LIMIT
-    assert limit_of("step", first=False) == 0
-    assert 290 <= limit_of("step", first=True) <= 310, "or it would never begin"
-    monkeypatch.setattr(sys.modules[__name__], "CALL_SECONDS", 0)
-    assert limit_of("fp32", first=True) == 0
 
 
 if __name__ == "__main__":

@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
-from close import assert_close, distance, float64
+from close import assert_close, float64
 from commands import expect_error, expect_field, forked
+from models import edit_json, edit_weights, in_transformers, tiny
 from ranks import RankError, run_ranks
-from runs import change, same, train, training_config
-from safetensors.torch import load_file, save_file
+from runs import change, train, training_config
+from safetensors.torch import load_file
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
@@ -25,7 +27,7 @@ from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import CLASSES, resolved, transformers_config
+from gpt2_ddp.model.transformers_layout import CLASSES, resolved
 from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.training.initial_weights import find_model, load_initial_weights, settle_model
 
@@ -34,10 +36,7 @@ GOLDEN = ROOT / "tests/golden"
 TOKENIZER = load_tokenizer(str(GOLDEN / "corpus"))  # 300 ids, of 384 rows
 
 
-OTHERS = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}
-SHAPES: dict[str, dict[str, Any]] = {"gpt2": {}} | {
-    kind: {"architecture": kind, **OTHERS} for kind in CLASSES if kind != "gpt2"
-}
+SHAPES = {kind: models.SHAPES[kind] for kind in CLASSES} | {"gpt2": {}}
 """What a model has of each architecture, other than the defaults."""
 
 
@@ -57,15 +56,8 @@ def start(config: TrainingConfig) -> GPT:
 
 def saved(folder: Path, kind: str = "gpt2", **options: Any) -> Path:
     """A model as transformers saves it, with the tokenizer of the golden corpus."""
-    import transformers
-
-    fields = transformers_config(config("", **SHAPES[kind]).model, TOKENIZER.vocab_size, TOKENIZER.eot)
-    their_class = getattr(transformers, CLASSES[kind])
-    theirs = their_class(their_class.config_class.from_dict(fields))
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    theirs.save_pretrained(folder, **options)
+    model = tiny(TOKENIZER.vocab_size, block_size=32, **SHAPES[kind])
+    in_transformers(model, TOKENIZER.eot).save_pretrained(folder, **options)
     shutil.copy(GOLDEN / "corpus/tokenizer.json", folder)
     return folder
 
@@ -76,23 +68,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 def fields(*gone: str, **changes: Any) -> Callable[[Path], None]:
-    """Changes config.json."""
-
-    def change(folder: Path) -> None:
-        values = {**json.loads((folder / "config.json").read_text()), **changes}
-        (folder / "config.json").write_text(json.dumps({n: v for n, v in values.items() if n not in gone}))
-
-    return change
-
-
-def tensors(edit: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[Path], None]:
-    """Changes model.safetensors."""
-
-    def change(folder: Path) -> None:
-        changed = edit(load_file(folder / "model.safetensors"))
-        save_file({name: value.clone() for name, value in changed.items()}, folder / "model.safetensors")
-
-    return change
+    return edit_json("config.json", *gone, **changes)
 
 
 def both(*changes: Callable[[Path], object]) -> Callable[[Path], object]:
@@ -122,17 +98,17 @@ def zero_row(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 NOT_FETCHED = {"attn_implementation": "nobody/kernel"}
 INVERSE = "model.layers.0.self_attn.rotary_emb.inv_freq"
 NOT_IN_4 = fields("rope_parameters", "head_dim", "mlp_bias", "dtype", rope_theta=500.0, rope_scaling=None)
-PAD = both(tensors(zero_row), fields(pad_token_id=1)), {}
-MORE = both(tensors(more_ids), fields(vocab_size=320)), {}
+PAD = both(edit_weights(zero_row), fields(pad_token_id=1)), {}
+MORE = both(edit_weights(more_ids), fields(vocab_size=320)), {}
 LAYOUTS: list[tuple[str, Callable[[Path], object], dict[str, Any]]] = [
     *((kind, in_files, {}) for kind in SHAPES),
-    ("gpt2", tensors(lambda t: {n: v.bfloat16() for n, v in t.items()}), {}),
-    ("gpt2", both(tensors(old_style), fields(activation_function="gelu_pytorch_tanh", **NOT_FETCHED)), {}),
-    ("gpt2", tensors(lambda t: {n: v * (not n.endswith(".bias")) for n, v in t.items()}), {"bias": False}),
+    ("gpt2", edit_weights(lambda t: {n: v.bfloat16() for n, v in t.items()}), {}),
+    ("gpt2", both(edit_weights(old_style), fields(activation_function="gelu_pytorch_tanh", **NOT_FETCHED)), {}),
+    ("gpt2", edit_weights(lambda t: {n: v * (not n.endswith(".bias")) for n, v in t.items()}), {"bias": False}),
     ("gpt2", lambda folder: None, {"block_size": 24}),
     ("gpt2", *MORE),
     ("llama", *MORE),
-    ("llama", both(tensors(lambda t: {**t, INVERSE: torch.ones(8)}), NOT_IN_4), {}),  # of transformers 4
+    ("llama", both(edit_weights(lambda t: {**t, INVERSE: torch.ones(8)}), NOT_IN_4), {}),  # of transformers 4
     ("llama", *PAD),
     ("nanochat", *PAD),  # the default of transformers' NanoChat
 ]
@@ -165,7 +141,7 @@ def test_it_computes_what_transformers_does(kind, change, model, tmp_path):
 
 def tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
     name = f"transformer.{name}"
-    return tensors(lambda of: {**of, name: change(of[name])})
+    return edit_weights(lambda of: {**of, name: change(of[name])})
 
 
 def another_tokenizer(folder: Path) -> None:
@@ -176,13 +152,8 @@ def other_blanks(folder: Path) -> None:
     change(folder / "tokenizer.json", '"add_prefix_space": false', '"add_prefix_space": true')
 
 
-def another_end(folder: Path) -> None:
-    file = folder / "tokenizer.json"
-    file.write_text(file.read_text().replace("<|endoftext|>", "<|end|>"))
-
-
 def drop(name: str) -> Callable[[Path], None]:
-    return tensors(lambda of: {n: v for n, v in of.items() if n != name})
+    return edit_weights(lambda of: {n: v for n, v in of.items() if n != name})
 
 
 def cut_short(name: str) -> Callable[[Path], object]:
@@ -192,20 +163,6 @@ def cut_short(name: str) -> Callable[[Path], object]:
 def without_a_file(folder: Path) -> None:
     in_files(folder)
     max(folder.glob("model-*.safetensors")).unlink()
-
-
-def wrong_merge(folder: Path) -> None:
-    """A token of three characters, made of others than it was."""
-    file = folder / "tokenizer.json"
-    definition = json.loads(file.read_text())
-    vocab, merges = definition["model"]["vocab"], definition["model"]["merges"]
-    for number, (first, second) in enumerate(merges):
-        other = [first[0], (first + second)[1:]]
-        if len(first) == 2 and vocab.get(other[1], 10**9) < vocab[first + second]:
-            merges[number] = other
-            break
-    assert merges != json.loads(file.read_text())["model"]["merges"]
-    file.write_text(json.dumps(definition))
 
 
 EARLY = r"""
@@ -255,17 +212,14 @@ LATE: list[tuple[Callable[[Path], object], dict[str, Any], str]] = [
     (cut_short("model.safetensors"), {}, "cannot read it .*SafetensorError"),
     (drop("transformer.h.1.mlp.c_fc.weight"), {}, "h.1.mlp.c_fc.weight is missing"),
     (drop(HEAD), SHAPES["llama"], f"{HEAD} is missing"),
-    (tensors(lambda of: {**of, "score.weight": torch.ones(2)}), {}, "score.weight is unknown"),
+    (edit_weights(lambda of: {**of, "score.weight": torch.ones(2)}), {}, "score.weight is unknown"),
     (tensor("h.0.ln_1.weight", lambda t: t[:-1]), {}, r"h.0.ln_1.weight has shape \[31\]"),
     (tensor("h.1.ln_2.bias", lambda t: t / 0), {}, "h.1.ln_2.bias .* not finite"),
     (lambda folder: None, {"bias": False}, "bias is not zero, and model.bias is false"),
-    (tensors(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), {}, f"{HEAD} differs from the embedding"),
+    (edit_weights(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), {}, f"{HEAD} differs from the embedding"),
     (both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])), {}, "vocabulary of 299 ids, .* has 300"),
     (another_tokenizer, {}, "its tokenizer differs"),
-    (other_blanks, {}, "its tokenizer differs"),
-    (wrong_merge, {}, "its tokenizer differs"),
-    (another_end, {}, "its tokenizer differs"),
-    (cut_short("tokenizer.json"), {}, "its tokenizer.json cannot be read"),
+    (other_blanks, {}, "its tokenizer.json cannot be read .*byte-level BPE"),
     (lambda folder: (folder / "tokenizer.json").unlink(), {}, "its tokenizer.json cannot be read"),
 ]
 
@@ -380,31 +334,6 @@ def their_weights(biased: bool) -> dict[str, Tensor]:
     return {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
 
 
-def their_loss(weights: dict[str, Tensor], tokens: Tensor, gelu: str) -> Tensor:
-    """Their forward pass, without the package's code."""
-    of = {name.removeprefix("transformer."): value for name, value in weights.items()}
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, (WIDTH,), of[f"{name}.weight"], of.get(f"{name}.bias"))
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, of[f"{name}.weight"], of.get(f"{name}.bias"))
-
-    inputs, (rows, length) = tokens[:, :-1], tokens[:, 1:].shape
-    x = of["wte.weight"][inputs] + of["wpe.weight"][:length]
-    for layer in range(LAYERS):
-        parts = linear(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn").split(WIDTH, dim=2)
-        q, k, v = (part.view(rows, length, HEADS, -1).transpose(1, 2) for part in parts)
-        scores = q @ k.transpose(2, 3) / (WIDTH // HEADS) ** 0.5
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, length, WIDTH)
-        x = x + linear(attended, f"h.{layer}.attn.c_proj")
-        hidden = F.gelu(linear(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc"), approximate=gelu)
-        x = x + linear(hidden, f"h.{layer}.mlp.c_proj")
-    logits = norm(x, "ln_f") @ of["wte.weight"].T
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def write_nanogpt(weights: dict[str, Tensor], file: Path, prefix: str, bias: bool) -> None:
     """As its train.py does; the embedding and the head are one tensor."""
     model = {f"{prefix}{name}": value for name, value in weights.items()}
@@ -436,28 +365,24 @@ def write_llm_c(weights: dict[str, Tensor], file: Path, version: int) -> None:
 @pytest.mark.parametrize(("file", "setting"), [
     ("ckpt.pt", ("", True)), ("ckpt.pt", ("_orig_mod.", False)), ("model.bin", 3), ("model.bin", 5),
 ])  # fmt: skip
-def test_what_the_page_converts_begins_with_the_loss_of_its_source(file, setting, tmp_path):
+def test_what_the_page_converts_has_the_weights_of_its_source(file, setting, tmp_path):
     page = (ROOT / "docs/export.md").read_text()
     (program,) = re.findall(r"```python\n(\"\"\"python convert.py .*?)```", page, re.DOTALL)
     (tmp_path / "convert.py").write_text(program)
+    biased = setting != ("_orig_mod.", False)
+    weights = their_weights(biased)
     if file == "ckpt.pt":
-        prefix, biased = setting
-        weights, gelu = their_weights(biased), "none"
-        write_nanogpt(weights, tmp_path / file, prefix, biased)
+        write_nanogpt(weights, tmp_path / file, *setting)
     else:
-        weights, gelu, biased = their_weights(True), "tanh", True
-        if setting == 5:
-            weights = {name: value.bfloat16().float() for name, value in weights.items()}
         write_llm_c(weights, tmp_path / file, setting)
     converted = forked(["convert.py", file, str(GOLDEN / "corpus/tokenizer.json"), "converted"], tmp_path)
     assert converted.returncode == 0, converted
-    own = ["--model.bias", "false"] if not biased else []
-    settled = settle_model(typed(tmp_path / "converted", *own), None, print)
+    settled = settle_model(typed(tmp_path / "converted", "--model.bias", str(biased).lower()), None, print)
     assert (settled.model.n_layer, settled.model.n_head, settled.model.block_size) == (LAYERS, HEADS, CONTEXT)
-    tokens = torch.randint(IDS, (8, CONTEXT + 1))
-    loss = start(settled).eval()(tokens[:, :-1], tokens[:, 1:])
-    assert_close(loss, their_loss(weights, tokens, "tanh"), 1e-5)
-    assert distance(loss, their_loss(weights, tokens, gelu), scale=1.0) < 1e-4
+    found = start(settled).state_dict()
+    for name, value in weights.items():
+        wanted = value.bfloat16().float() if setting == 5 else value
+        assert torch.equal(found[name.removeprefix("transformer.")][: len(value)], wanted), name
 
 
 def test_without_transformers_a_line_names_the_package(theirs, monkeypatch):
@@ -510,22 +435,6 @@ def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_h
 
 def test_what_wants_a_checkpoint_says_what_such_a_folder_is_for(theirs):
     expect_error(r"checkpoint = .* is a transformers model; .*train\.init_from", find_checkpoint, theirs)
-
-
-@pytest.mark.slow
-def test_a_run_begun_so_goes_on_without_the_folder(theirs, tmp_path):
-    def settings(name: str, steps: int) -> TrainingConfig:
-        changes = {"run_name": name, "train.steps": steps, "optim.decay_steps": 12, "eval.tokens": None}
-        changes["train.init_from"] = str(theirs)
-        return training_config(tmp_path / "data", tmp_path / "runs", changes)
-
-    shutil.copytree(GOLDEN / "corpus", tmp_path / "data")
-    assert run_ranks(train, 1, settings("whole", 10)) == ["completed"]
-    run_ranks(train, 1, settings("halves", 5))
-    shutil.rmtree(theirs)
-    run_ranks(train, 1, settings("halves", 10))
-    place = "checkpoints/step-00000010/model.safetensors"
-    assert same(*(load_file(tmp_path / "runs" / name / place) for name in ("whole", "halves")))
 
 
 def test_a_wrong_folder_is_refused_before_the_corpus_is_hashed(theirs, tmp_path):

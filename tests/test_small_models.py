@@ -1,14 +1,11 @@
 """The small models: their sizes, what a transformer's position sees, and the pixels that models of images get."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from close import assert_close, distance, float64
-from commands import expect_field
 
-from gpt2_ddp.config.jobs import ClassifierConfig, TransformerConfig
+from gpt2_ddp.config.jobs import TransformerConfig
 from gpt2_ddp.tasks.jobs import (
     MLP,
     LeNet,
@@ -16,9 +13,7 @@ from gpt2_ddp.tasks.jobs import (
     ResNet18,
     TransformerLM,
     crop_and_flip,
-    image_model,
     random_numbers,
-    sinusoids,
 )
 
 
@@ -32,8 +27,9 @@ def transformer() -> TransformerLM:
     (lambda: MLP(10, (100, 50), 2), (5, 10), (5, 2), 10 * 100 + 100 + 100 * 50 + 50 + 50 * 2 + 2),
     (lambda: MLP(10, (10_000, 5_000), 2), (5, 10), (5, 2), 50_125_002),  # that of the clusters
     (lambda: LeNet(10), (5, 3, 32, 32), (5, 10), 62_006),
+    (lambda: LeNet(2, (16, 40)), (1, 3, 16, 40), (1, 2), 26_766),
     (lambda: ResNet18(10), (2, 3, 32, 32), (2, 10), 11_173_962),
-], ids=["line", "mlp", "fifty million", "lenet", "resnet18"])  # fmt: skip
+], ids=["line", "mlp", "fifty million", "lenet", "smallest lenet", "resnet18"])  # fmt: skip
 def test_shapes_and_sizes(model, inputs, outputs, parameters):
     built = model()
     assert built(torch.randn(inputs)).shape == outputs
@@ -53,21 +49,6 @@ def test_a_position_sees_nothing_after_itself(training):
         earlier = tokens.clone()
         earlier[:, 0] = (earlier[:, 0] + 7) % 100
         assert distance(model(earlier)[:, t], logits[:, t]) > 1e-3, t
-
-
-def test_sinusoids_are_those_of_the_paper():
-    table = sinusoids(50, 12)
-    assert table.shape == (50, 12)
-    for position, pair in ((0, 0), (3, 0), (7, 2), (49, 5)):
-        angle = position / 10_000 ** (2 * pair / 12)
-        assert_close(table[position, 2 * pair : 2 * pair + 2], [math.sin(angle), math.cos(angle)], 1e-4)
-
-
-def test_images_that_are_too_small_for_lenet_are_refused():
-    config = ClassifierConfig.model_validate({"data": {"name": "cifar10"}, "model": {"name": "lenet"}})
-    expect_field("model.name", "lenet", image_model, config, {"classes": ["a", "b"], "image_shape": [3, 40, 15]})
-    smallest = image_model(config, {"classes": ["a", "b"], "image_shape": [3, 16, 16]})
-    smallest(torch.randn(1, 3, 16, 16)).sum().backward()
 
 
 def test_crops_and_flips_are_those_of_the_padded_image():

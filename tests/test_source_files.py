@@ -2,18 +2,17 @@
 
 import gzip
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from commands import expect_error, expect_field
-from nasty import DECODABLE, LATIN, NOT_TEXT, PROSE, RUSSIAN
+from nasty import DECODABLE, LATIN, NOT_TEXT, PROSE, RUSSIAN, config, texts
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.preparation import source_files, sources
 from gpt2_ddp.preparation.source_files import find_files, library_files
-from gpt2_ddp.preparation.sources import read_pieces, scan
+from gpt2_ddp.preparation.sources import scan
 
 
 def test_files_are_sorted_by_the_parts_of_their_names(tmp_path):
@@ -70,19 +69,6 @@ def test_the_library_is_code_and_no_tables():
     assert {"argparse.py", "inspect.py", "typing.py", "keyword.py", "_compat_pickle.py", "html/__init__.py"} <= names
     tables = {"encodings/cp1252.py", "pydoc_data/topics.py", "html/entities.py", "re/_casefix.py", "stringprep.py"}
     assert not names & {*tables, "locale.py", "_opcode_metadata.py", *(path.name for path in root.glob("_sysconf*"))}
-
-
-def config(source: Path, **changes) -> PrepareConfig:
-    return PrepareConfig.model_validate({"source": str(source)} | changes)
-
-
-def texts(source: Path, **changes) -> list[str]:
-    """The documents, each whole."""
-    asked = config(source, **changes)
-    documents: list[str] = []
-    for text, first, _ in read_pieces(asked, scan(asked).parts, Counter()):
-        documents[-1:] = [*documents[-1:], text] if first else [documents[-1] + text]
-    return documents
 
 
 def test_what_can_be_decoded_is_read_byte_for_byte(tmp_path):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,34 +20,16 @@ import pyarrow.parquet
 import pytest
 import tiktoken
 from commands import expect_error
-from nasty import CL100K_PATTERN, NESTED, library_texts, write_nested
+from nasty import CL100K_PATTERN, config, library_texts, pieces, texts, write_nested
 
-from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation import rows as rows_module
 from gpt2_ddp.preparation import sources
-from gpt2_ddp.preparation.sources import DocumentChunk, read_pieces, scan
+from gpt2_ddp.preparation.sources import scan
 
 PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
-
-
-def config(source: Path, **changes) -> PrepareConfig:
-    return PrepareConfig.model_validate({"source": str(source)} | changes)
-
-
-def read(config: PrepareConfig, counts: Counter[str] | None = None) -> Iterator[DocumentChunk]:
-    return read_pieces(config, scan(config).parts, Counter() if counts is None else counts)
-
-
-def pieces(config: PrepareConfig, counts: Counter[str] | None = None) -> list[DocumentChunk]:
-    return list(read(config, counts))
-
-
-def texts(source: Path, **changes) -> list[str]:
-    return [piece.text for piece in pieces(config(source, **changes))]
 
 
 def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
@@ -60,7 +41,6 @@ def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
         "ragged.csv": "id,text\n0,one, two\n",
         "open.csv": 'id,text\n0,"one\n',
         "other.tsv": "id\tbody\n0\tone\n",
-        "torn.arrow": "ARROW1",
         "deep.jsonl": "[" * 100_000,
     }
     for name, content in bad.items():
@@ -107,7 +87,7 @@ def test_pieces_of_a_document_encode_as_the_whole(tmp_path, monkeypatch, pattern
         tokenizer = Tokenizer("x", tiktoken.Encoding("x", pat_str=pattern, **tables))
     for text in library:
         (tmp_path / "text").write_bytes(text.encode())
-        found = pieces(config(tmp_path / "text"))
+        found = [*pieces(tmp_path / "text")]
         assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
         assert "".join(piece.text for piece in found) == text
         assert max(len(piece.text) for piece in found) < 2000
@@ -119,7 +99,7 @@ def test_text_without_a_place_to_cut_is_cut_anywhere(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE", 100)
     monkeypatch.setattr(sources, "LONGEST_PIECE", 1000)
     (tmp_path / "text").write_text("a" * 3500)
-    assert [len(piece.text) for piece in pieces(config(tmp_path / "text"))] == [1000, 1000, 1000, 500]
+    assert [len(piece.text) for piece in pieces(tmp_path / "text")] == [1000, 1000, 1000, 500]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -222,12 +202,10 @@ def test_hub_without_a_network_is_asked_once_at_most(tmp_path, monkeypatch):
         assert line.startswith("error: source = hub:owner/name: cannot be read from the Hub")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "b.parquet", "[i].arrow"])
+@pytest.mark.parametrize("name", ["a.jsonl", "b.parquet"])
 def test_a_column_may_be_inside_another(tmp_path, name):
-    file = tmp_path / name.replace("[i]", "i")
+    file = tmp_path / name
     write_nested(tmp_path)
-    with pa.ipc.new_file(tmp_path / "i.arrow", pa.Table.from_pylist(NESTED).schema) as arrow:
-        arrow.write_table(pa.Table.from_pylist(NESTED))
     assert texts(file, column="meta.text") == ["inside one", "inside"]
     for column in ("text", "id"):
         expect_error(f"source = .*{file.name}: has no text in column {column}", texts, file, column=column)
@@ -240,7 +218,7 @@ def test_a_column_whose_name_has_a_dot(tmp_path):
 
 
 def test_the_first_rows_show_whether_a_table_has_the_column(tmp_path):
-    rows = '{"body": "x"}\n' * (rows_module.CHECKED - 1)
+    rows = '{"body": "x"}\n' * (sources.CHECKED - 1)
     (tmp_path / "late.jsonl").write_text(rows + '{"text": "here"}\n')
     (tmp_path / "none.jsonl").write_text(rows * 2 + "not JSON")
     assert texts(tmp_path / "late.jsonl") == ["here"]
@@ -254,7 +232,7 @@ def test_the_first_rows_show_whether_a_table_has_the_column(tmp_path):
 def test_a_document_of_any_length_takes_little_memory(tmp_path, changes):
     (tmp_path / "long.txt").write_text("a long line of words " * 2_000_000)
     tracemalloc.start()
-    characters = sum(len(piece.text) for piece in read(config(tmp_path / "long.txt", **changes)))
+    characters = sum(len(piece.text) for piece in pieces(tmp_path / "long.txt", **changes))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert characters == 42_000_000
@@ -266,5 +244,5 @@ def test_row_groups_are_read_one_by_one(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=10, compression="none")
     del table
     before = pa.total_allocated_bytes()
-    most = max(pa.total_allocated_bytes() for _ in read(config(tmp_path / "x.parquet")))
+    most = max(pa.total_allocated_bytes() for _ in pieces(tmp_path / "x.parquet"))
     assert most - before < 8e6  # of 20 MB

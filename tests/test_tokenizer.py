@@ -194,10 +194,9 @@ BROKEN: dict[str, Callable[[dict], object]] = {
     "characters without their pattern": lambda given: given.update(words_of({"a": 1, "b": 2}, r"\s")),
     "?": lambda given: (given.clear(), given.update(anything=1)), "nothing": lambda given: given.clear(),
     # what tiktoken would panic at
-    "huge id": with_id(2**40), "negative id": with_id(-1), "the same id twice": with_id(5), "true": with_id(True, of=1),
-    "an id left out": with_id(2000), "a fraction": with_id(1999.0), "text": with_id("1999"),
+    "the same id twice": with_id(5), "true": with_id(True, of=1), "an id left out": with_id(2000),
     "an added token far away": with_added("x", 10**9), "an added token without text": with_added(""),
-    "an added token that is a number": with_added(5), "half a character": with_added("\ud800"),
+    "half a character": with_added("\ud800"),
     "huge id of an added token": lambda given: given["added_tokens"][0].update(id=2**70),
     "one merge too few": lambda given: given["model"]["merges"].pop(),
     "a merge of numbers": lambda given: given["model"]["merges"].append([1, 2]),

@@ -39,9 +39,9 @@ class PrepareConfig(Command):
     """prepare_data.py: text to token shards"""
 
     source: str = "stdlib"
-    """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, parquet, Arrow (a file, a
-    folder, a glob, or a folder of `save_to_disk`); `hub:OWNER/NAME`, a dataset on the Hub; or `bin:GLOB`, existing
-    llm.c shards to index in place"""
+    """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, parquet (a file, a folder,
+    a glob, or a folder of `save_to_disk`); `hub:OWNER/NAME`, a dataset on the Hub; or `bin:GLOB`, existing llm.c
+    shards to index in place"""
     output: str | None = None
     """folder for the shards and their manifest.json; null: data/ and the source's name (`bin:`: the shards' folder)"""
     tokenizer: str = "bpe"

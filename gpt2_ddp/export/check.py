@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import from_transformers
+from gpt2_ddp.model.transformers_layout import to_transformers
 from gpt2_ddp.preparation.source_files import library_files
 
 TEXT_CHARACTERS = 1_000_000  # of Python's modules, to compare token ids on
@@ -43,7 +43,11 @@ def check_export(folder: Path, model: GPT, tokenizer: Tokenizer, own: nn.Module 
     _compare_settings(theirs, their_tokenizer, tokenizer.eot)
     windows = np.resize(ids, (WINDOWS, model.config.block_size)).astype(np.int64)
     windows[:, 0] = tokenizer.eot  # each holds one document, as transformers attends across documents
-    difference = _compare_logits(theirs, own or model, torch.from_numpy(windows))
+    inputs = torch.from_numpy(windows)
+    logits = (own or model)(inputs)
+    difference = (logits - theirs(inputs).logits).abs().max().item()  # NaN where one is
+    if not difference <= (bound := max(TOLERANCE, RELATIVE * logits.abs().max().item())):
+        raise ExportMismatch(f"logits differ by {difference:.2e}, more than rounding ({bound:.2e})")
     same_ids = f"all {len(ids):,} token ids of {len(text):,} characters"
     return f"{tensors} tensors bit for bit, logits to {difference:.1e}, and {same_ids}"
 
@@ -67,15 +71,11 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
 
 def _compare_weights(theirs: Any, model: GPT) -> int:
-    state = model.state_dict()
-    try:
-        back = from_transformers(theirs.state_dict(), model.config, state)
-    except ValueError as error:
-        raise ExportMismatch(f"the weights loaded by transformers do not match: {error}") from error
-    for name, weight in state.items():
-        if not torch.equal(back[name].view(torch.int32), weight.view(torch.int32)):
+    loaded, wanted = theirs.state_dict(), to_transformers(model.state_dict(), model.config, model.vocab_size)
+    for name, weight in wanted.items():
+        if not torch.equal(loaded[name].view(torch.int32), weight.view(torch.int32)):
             raise ExportMismatch(f"{name} differs from the checkpoint's after loading with transformers")
-    return len(state)
+    return len(wanted)
 
 
 def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
@@ -104,17 +104,7 @@ def _text(tokenizer: Tokenizer) -> str:
 def _compare_settings(theirs: Any, their_tokenizer: Any, eot: int) -> None:
     settings = theirs.generation_config.to_diff_dict()  # without transformers' defaults
     loaded = {name: settings[name] for name in sorted(settings) if name != "transformers_version"}
-    if loaded != (wanted := dict.fromkeys(END_IDS, eot)):
-        raise ExportMismatch(f"transformers loads {loaded} from generation_config.json, in place of {wanted}")
-    for name in END_IDS:
-        if (found := getattr(their_tokenizer, name)) != eot:
-            raise ExportMismatch(f"the tokenizer's {name} is {found}, in place of {eot}")
-
-
-def _compare_logits(theirs: Any, model: nn.Module, windows: Tensor) -> float:
-    """By how much logits differ at most."""
-    ours, others = model(windows), theirs(windows).logits
-    difference, largest = (ours - others).abs().max().item(), ours.abs().max().item()  # NaN where one is
-    if not difference <= (bound := max(TOLERANCE, RELATIVE * largest)):
-        raise ExportMismatch(f"logits differ by {difference:.2e}, more than rounding ({bound:.2e})")
-    return difference
+    of_tokenizer, wanted = {name: getattr(their_tokenizer, name) for name in END_IDS}, dict.fromkeys(END_IDS, eot)
+    if not loaded == of_tokenizer == wanted:
+        found = f"{loaded} from generation_config.json, {of_tokenizer} from tokenizer_config.json"
+        raise ExportMismatch(f"transformers loads {found}, in place of {wanted}")

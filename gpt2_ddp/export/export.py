@@ -11,20 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.config.training import DataConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.mixture import recorded
-from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import ExportMismatch, check_export
 from gpt2_ddp.export.formats import LLAMA_CPP, write_gguf, write_model, write_tokenizer
 from gpt2_ddp.files import sha256_file, writing
-from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import CLASSES, shape
+from gpt2_ddp.model.architecture import mlp_width
+from gpt2_ddp.model.transformers_layout import CLASSES, their_views
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.trained_model import load_model, note_best, own_task, read_settings, still_there
@@ -100,20 +98,22 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         findings = check_export(folder, model, tokenizer, own)
         if gguf:
             write_gguf(model, tokenizer, folder / GGUF)
-        rows = {
-            **_model_rows(model, tokenizer),
-            **_data_rows(checkpoint, settings.data),
-            **_training_rows(checkpoint, sha256),
-        }
-        tables = [table.weight for table in (model.wte, model.lm_head) if table is not None]
-        padding = sum(table[model.vocab_size :].numel() for table in tables)
+        feed, scores = checkpoint.state.feed, checkpoint.state.progress.scores
+        rows = [*_data_rows(checkpoint, settings.data)]
+        rows += [f"| {name} | {scores[name]:,} |" for name in SCORES if scores.get(name) is not None]
+        weights = their_views(model.state_dict(), model.config, model.vocab_size)
         card = CARD.read_text(encoding="utf-8").format(
             name=settings.run_name,
-            architecture=architecture,
-            model=CLASSES[architecture],
-            parameters=sum(weight.numel() for weight in model.parameters()) - padding,
-            table="\n".join(f"| {label} | {_cell(value)} |" for label, value in rows.items()),
-            eot=tokenizer.eot,
+            their_class=CLASSES[architecture],
+            parameters=sum(weight.numel() for weight in weights.values()),
+            config=model.config,
+            mlp_width=mlp_width(model.config),
+            tokenizer=tokenizer,
+            tokens=feed.consumed * settings.model.block_size,
+            epochs=feed.position / checkpoint.state.setup.epoch_size,
+            checkpoint=checkpoint,
+            sha256=sha256,
+            rows="\n".join(rows),
             notes=DOCUMENT_MASK if model.config.document_mask else "",
             transformers=version("transformers"),
             findings=findings,
@@ -136,19 +136,9 @@ def atomic_directory(output: Path) -> Iterator[Path]:
         publish(aside, output)
 
 
-def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
-    config = model.config
-    sizes = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, MLP {shape(config)['n_inner']}"
-    return {
-        "model": sizes,
-        "context": f"{config.block_size:,} tokens",
-        "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} ids, SHA-256 `{tokenizer.sha256}`",
-    }
-
-
-def _data_rows(checkpoint: Checkpoint, data: DataConfig) -> dict[str, Any]:
-    """Description of the data; longer if the folders still exist unchanged."""
-    mixture, rows = recorded(checkpoint.state.record), {}
+def _data_rows(checkpoint: Checkpoint, data: DataConfig) -> Iterator[str]:
+    """Description of the data, as rows of the card; longer if the folders still exist unchanged."""
+    mixture = recorded(checkpoint.state.record)
     for path, digest in zip(data.paths, mixture.manifests if mixture else (), strict=False):
         text = ""
         with suppress(UserError):
@@ -156,22 +146,4 @@ def _data_rows(checkpoint: Checkpoint, data: DataConfig) -> dict[str, Any]:
             if manifest.hash == digest:
                 train, val = manifest.tokens("train"), manifest.tokens("val")
                 text = f"{manifest.source}: {train:,} training tokens, {val:,} validation tokens; "
-        rows[f"data {path}"] = f"{text}hash `{digest}`"
-    return rows
-
-
-def _training_rows(checkpoint: Checkpoint, sha256: str) -> dict[str, Any]:
-    """Training and scores of the model; `sha256` is of the checkpoint's manifest."""
-    state, scores = checkpoint.state, checkpoint.state.progress.scores
-    tokens = state.feed.consumed * checkpoint.config["model"]["block_size"]
-    epochs = state.feed.position / state.setup.epoch_size
-    rows = {
-        "trained on": f"{tokens:,} tokens in {state.step:,} steps, {epochs:.3g} epochs",
-        "order digest": f"`{state.feed.order_digest}`",
-        "checkpoint": f"{checkpoint.path.name}, SHA-256 of its manifest `{sha256}`",
-    }
-    return rows | {name: f"{scores[name]:,}" for name in SCORES if scores.get(name) is not None}
-
-
-def _cell(value: object) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
+        yield f"| data {path} | {text}hash `{digest}` |"

@@ -28,9 +28,6 @@ class Evaluation:
     tokens: int
     bytes: float
 
-    def __repr__(self) -> str:
-        return f"Evaluation(loss={self.loss:.6f}, perplexity={self.perplexity:.4f}, tokens={self.tokens})"
-
     @property
     def loss(self) -> float:
         """Mean cross-entropy per token, in nats."""
@@ -63,8 +60,8 @@ class EvalSet(NamedTuple):
 
     stream: TokenStream
     block_size: int
-    tokens: int | None = None
-    token_bytes: np.ndarray | None = None
+    tokens: int | None
+    token_bytes: np.ndarray
 
 
 @torch.no_grad()
@@ -82,11 +79,11 @@ def evaluate(
         batch_size: windows per forward pass and rank.
         poll: called before each batch, equally often on each rank; its exceptions end the evaluation.
     """
-    device, token_bytes = accelerator.device, data.token_bytes
+    device = accelerator.device
     windows = _chosen_windows(len(data.stream), data.block_size, data.tokens)
     exact = torch.float64 if device.type != "mps" else torch.float32  # mps has no fp64
     totals = torch.zeros(3, dtype=exact, device=device)  # nll, tokens, bytes
-    lengths = torch.from_numpy(token_bytes.astype(np.int64)).to(device) if token_bytes is not None else None
+    lengths = torch.from_numpy(data.token_bytes.astype(np.int64)).to(device)
     was_training = model.training
     model.eval()
     batches = range(0, len(windows), batch_size * accelerator.num_processes)
@@ -101,8 +98,7 @@ def evaluate(
                 scored = y != IGNORED
                 totals[0] += model(x, y, reduction="none").to(exact).sum()
                 totals[1] += scored.sum()
-                if lengths is not None:
-                    totals[2] += (lengths[y.clamp(min=0)] * scored).sum()
+                totals[2] += (lengths[y.clamp(min=0)] * scored).sum()
     finally:
         model.train(was_training)
     if accelerator.num_processes > 1:
@@ -119,12 +115,6 @@ def _chosen_windows(n_tokens: int, block_size: int, tokens: int | None) -> np.nd
     full = count_windows(n_tokens, block_size)
     chosen = min(max(math.ceil(tokens / block_size), 1), max(full, 1))
     return np.arange(chosen) * max(full, 1) // chosen
-
-
-def count_scored(n_tokens: int, block_size: int, tokens: int | None) -> int:
-    """Number of targets that `evaluate` scores in a stream of `n_tokens` tokens."""
-    left = n_tokens - 1 - _chosen_windows(n_tokens, block_size, tokens) * block_size
-    return int(left.clip(max=block_size).sum())
 
 
 def _batch(data: EvalSet, windows: np.ndarray, batch_size: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Text generation: ragged batches and a KV cache. A sample depends only on its seed and row."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -108,8 +107,7 @@ def generate(
             seeds = [[sampling.seed, first + row] for row in range(len(batch))]
             uniform = np.stack([np.random.default_rng(seed).random(*shape) for seed in seeds])
             uniform = torch.from_numpy(uniform).to(model.wte.weight.device)
-            draws = [partial(sample, uniform=column, sampling=sampling) for column in uniform.unbind(1)]
-            for row, token in _continue(model, batch, eot, draws, poll):
+            for row, token in _continue(model, batch, eot, sampling, uniform, poll):
                 results[first + row].append(token)
                 heard(first + row, token)
         return results
@@ -121,22 +119,23 @@ def _continue(
     model: GPT,
     prompts: list[list[int]],
     eot: int,
-    draws: Sequence[Callable[[Tensor], Tensor]],
+    sampling: Sampling,
+    uniform: Tensor,
     poll: Callable[[], None],
 ) -> Iterator[tuple[int, int]]:
-    """Rows and new tokens of a batch of non-empty prompts; each of `draws` maps logits [B, V] to one token per row."""
+    """Rows and new tokens of a batch of non-empty prompts. `uniform`: a number in [0, 1) for each token of each row."""
     block_size = model.config.block_size
     begins = model.eot if model.config.document_mask else None  # first token of a document, whose past is masked
     windows = [last_document(prompt, begins)[-block_size:] for prompt in prompts]  # context of each row
-    cache = KVCache(model, len(windows), min(max(map(len, windows)) + len(draws), block_size))
+    cache = KVCache(model, len(windows), min(max(map(len, windows)) + sampling.max_new_tokens, block_size))
     running = set(range(len(windows)))
-    for draw in draws:
+    for numbers in uniform.unbind(1):
         poll()
         full = [row for row, window in enumerate(windows) if len(window) > block_size]
         for row in full:
             windows[row] = windows[row][-max(block_size // 2, 1) :]
         logits = next_logits(model, windows, cache, refill=bool(full) or not cache.is_complete)
-        for row, token in enumerate(draw(logits).tolist()):
+        for row, token in enumerate(sample(logits, numbers, sampling).tolist()):
             if token == eot:
                 running.discard(row)
             elif row in running:

@@ -14,11 +14,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Cache, Context, Head, make_norm, rotation
+from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, Head, make_norm, rotation
 from gpt2_ddp.model.roles import Role, roles
 
 if TYPE_CHECKING:
     from gpt2_ddp.model.documents import Mask
+    from gpt2_ddp.model.generate import KVCache
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
@@ -78,17 +79,14 @@ class GPT(nn.Module):
         mask = torch.zeros(padded, device="cpu")
         mask[vocab_size:] = -math.inf
         self.register_buffer("padding_mask", mask if padded > vocab_size else None, persistent=False)
-        self.apply(self._init_weights)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):  # the residual stream sums 2 * n_layer of these (GPT-2, section 2.3)
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
-
-    @staticmethod
-    def _init_weights(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """Next-token loss, or logits without targets.
@@ -138,7 +136,7 @@ class GPT(nn.Module):
         self.compiles_blocks = True
 
     def context(
-        self, tokens: Tensor, positions: Tensor, mask: "Mask | None" = None, cache: Cache | None = None
+        self, tokens: Tensor, positions: Tensor, mask: "Mask | None" = None, cache: "KVCache | None" = None
     ) -> Context:
         """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
         return Context(rotation(self.config, positions), mask, cache, [table(tokens) for table in self.values])

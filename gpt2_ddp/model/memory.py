@@ -6,6 +6,7 @@ On CPUs the estimate was within 20 % of the measured peaks; on GPUs it was compa
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +17,7 @@ from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.evaluate import BATCH
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
-from gpt2_ddp.model.optim import STATE_NUMBERS, build_optimizer, reads_found_inf
+from gpt2_ddp.model.optim import STATE_NUMBERS, build_optimizer
 
 ROOM = 0.9  # largest estimate for a micro-batch, as a fraction of a GPU's memory
 CPU_TOKENS = 512  # largest micro-batch on a CPU
@@ -40,7 +41,6 @@ class Setting:
     micro_batch: int = 1  # windows per forward pass in training
     background: bool = False  # checkpoints are written from a copy in host memory
     validates: bool = True  # there are evaluations
-    copies: bool = False  # each step copies weights and optimizer state before it (`GuardedOptimizer`)
 
     @property
     def number_bytes(self) -> int:
@@ -55,12 +55,8 @@ class Setting:
 def setting_of(config: TrainingConfig, model: GPT, kind: str, processes: int, precision: str) -> Setting:
     """Setting of a training on GPUs that evaluates and saves in the foreground, for a micro-batch of 1. The model may
     be on the meta device."""
-    optimizer = build_optimizer(model, config.optim)
-    state = sum(
-        group.get(STATE_NUMBERS, 2) * parameter.numel()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    groups = build_optimizer(model, config.optim).param_groups
+    state = sum(group.get(STATE_NUMBERS, 2) * parameter.numel() for group in groups for parameter in group["params"])
     return Setting(
         config,
         kind,
@@ -72,7 +68,6 @@ def setting_of(config: TrainingConfig, model: GPT, kind: str, processes: int, pr
         state=state,
         vocab_size=model.wte.weight.size(0),
         base=CUDA_BASE * (1 + (processes > 1)),
-        copies=not reads_found_inf(optimizer),
     )
 
 
@@ -112,10 +107,7 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     scored = BATCH * window * setting.validates
     evaluation = lasting | between | read
     evaluation |= {"activations": _temporary(setting, scored), "logits": _logits(setting, scored)}
-    moments = {"training": training, "evaluation": evaluation, "saving": saving}
-    if setting.copies:
-        moments["the optimizer's step"] = lasting | gradients | {"copies before the step": (weights + state) / shards}
-    return moments
+    return {"training": training, "evaluation": evaluation, "saving": saving}
 
 
 def _saved(setting: Setting, tokens: int) -> float:
@@ -164,8 +156,7 @@ def _logits(setting: Setting, tokens: int, trains: bool = False) -> float:
     return 4.0 * chunk * setting.vocab_size * (3 + capped) + head
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes of one process."""
 
     moment: str  # of the peak

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, RMS_EPSILON, mlp_width
+from gpt2_ddp.model.gpt import GPT
 
 CLASSES = {
     "gpt2": "GPT2LMHeadModel",
@@ -24,6 +25,8 @@ CLASSES = {
 PREFIX = "transformer."  # of GPT-2
 EMBEDDINGS = ("wte.weight", "wpe.weight")
 HEAD = "lm_head.weight"
+TABLES = (PREFIX + "wte.weight", PREFIX + "wpe.weight", "model.embed_tokens.weight", HEAD)
+"""Tensors of transformers' classes whose first rows suffice: of the ids of a vocabulary, and of positions."""
 LLAMA_SHAPE = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -125,66 +128,46 @@ def to_transformers(state: Mapping[str, Tensor], config: ModelConfig, vocab_size
         state: weights by name (`GPT.state_dict()`, or a checkpoint's model.safetensors).
         vocab_size: rows of the vocabulary; the padding above them is left out.
     """
-    gpt2, tensors = config.architecture == "gpt2", {}
-    for name, weight in state.items():
-        theirs = their_names(name, config)
-        if name in ("wte.weight", HEAD):
-            weight = weight[:vocab_size]
-        for their_name, part in zip(theirs, weight.split(_sizes(theirs, weight.size(0), config)), strict=True):
-            tensors[their_name] = _transposed(name, part).contiguous() if gpt2 else part.contiguous()
+    tensors = {name: part.contiguous() for name, part in their_views(state, config, vocab_size).items()}
+    for name, weight in state.items() if config.architecture == "gpt2" else ():
         bias = name.removesuffix("weight") + "bias"
-        if gpt2 and name.endswith(".weight") and name not in EMBEDDINGS and bias not in state:
+        if name.endswith(".weight") and name not in EMBEDDINGS and bias not in state:
             tensors[PREFIX + bias] = weight.new_zeros(weight.size(0))
     return tensors
 
 
-def from_transformers(
-    tensors: Mapping[str, Tensor], config: ModelConfig, like: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The weights of a `GPT` from the tensors of transformers' class, in fp32.
+def their_views(state: Mapping[str, Tensor], config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+    """The weights of a GPT as views by the names and in the layout of transformers' class. Arguments: as of
+    `to_transformers`."""
+    views = {}
+    keys = config.n_embd // config.n_head * config.key_heads
+    for name, weight in state.items():
+        theirs = their_names(name, config)
+        rows = weight[:vocab_size] if name in ("wte.weight", HEAD) else weight
+        sizes = [config.n_embd, keys, keys] if len(theirs) == 3 else len(rows) // len(theirs)
+        is_transposed = config.architecture == "gpt2" and name.startswith("h.") and weight.dim() == 2
+        for their_name, part in zip(theirs, rows.split(sizes), strict=True):
+            views[their_name] = part.T if is_transposed else part
+    return views
 
-    Args:
-        tensors: by name (`state_dict()` of that class).
-        like: present weights of the `GPT` (`GPT.state_dict()`), which keep their padding rows. Positions beyond its
-            context are left out. If a GPT-2 has no biases, the tensors' biases have to be zero.
+
+def load_transformers(tensors: Mapping[str, Tensor], model: GPT) -> None:
+    """Copies the tensors of transformers' class, by name, into a GPT: the ids of its vocabulary, and the positions of
+    its context. If a GPT-2 has no biases, the tensors' biases have to be zero.
 
     Raises:
         ValueError: a tensor of another shape, a nonzero bias without place, or an untied head.
     """
-    gpt2, theirs = config.architecture == "gpt2", dict(tensors)
-    head = theirs.pop(HEAD, None) if gpt2 else None
-    names = {name: their_names(name, config) for name in like}
-    if head is not None and not torch.equal(head, theirs[PREFIX + "wte.weight"]):
+    others = dict(tensors)
+    if model.lm_head is None and not torch.equal(others.pop(HEAD), others[PREFIX + "wte.weight"]):
         raise ValueError(f"{HEAD} differs from the embedding, but gpt2_ddp ties the two")
-    for name in sorted(theirs.keys() - {part for parts in names.values() for part in parts}):
-        if theirs[name].any():
+    for name, place in their_views(model.state_dict(), model.config, model.vocab_size).items():
+        given = others.pop(name)
+        if name in TABLES:
+            given = given[: len(place)]
+        if given.shape != place.shape:
+            raise ValueError(f"{name} has shape {[*given.shape]} instead of {[*place.shape]}")
+        place.copy_(given)
+    for name in sorted(others):
+        if others[name].any():
             raise ValueError(f"{name} is not zero, and model.bias is false")
-    state = {}
-    for name, wanted in like.items():
-        sizes, parts = _sizes(names[name], wanted.size(0), config), []
-        for part, place in zip(names[name], wanted.split(sizes), strict=True):
-            parts.append(_fit(name, _transposed(name, theirs[part]) if gpt2 else theirs[part], place))
-            if parts[-1].shape != place.shape:
-                raise ValueError(f"{part} has shape {[*theirs[part].shape]} instead of {[*place.shape]}")
-        state[name] = torch.cat(parts)
-    return state
-
-
-def _fit(name: str, tensor: Tensor, place: Tensor) -> Tensor:
-    """The tensor in fp32 without the positions that `place` lacks, and with the padding rows of `place`."""
-    if name == "wpe.weight":
-        tensor = tensor[: place.size(0)]
-    if name in ("wte.weight", HEAD) and tensor.shape[1:] == place.shape[1:]:
-        tensor = torch.cat([tensor.float(), place[tensor.size(0) :].float()])
-    return tensor.float()
-
-
-def _sizes(theirs: list[str], rows: int, config: ModelConfig) -> list[int]:
-    """Rows of the tensors `theirs` of which one of ours has `rows`."""
-    keys = config.n_embd // config.n_head * config.key_heads
-    return [rows - 2 * keys, keys, keys] if len(theirs) == 3 else [rows // len(theirs)] * len(theirs)
-
-
-def _transposed(name: str, tensor: Tensor) -> Tensor:
-    """The tensor in the other layout: transposed for a block's matrix, else unchanged."""
-    return tensor.T.contiguous() if name.startswith("h.") and tensor.dim() == 2 else tensor

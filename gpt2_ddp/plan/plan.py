@@ -2,9 +2,10 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import ceil
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import NamedTuple
 
 import psutil
 import torch
+from accelerate import Accelerator
 
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.store import should_save_async
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import padding_rows, split_batch
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
@@ -25,11 +28,12 @@ from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, peak_of, pick_micro_batch, setting_of
-from gpt2_ddp.plan.preflight import Seen, preflight
-from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.preparation.sources import scan
+from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining, missing_data
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import GPUS, peak_flops
 from gpt2_ddp.training.precision import settle_precision
+from gpt2_ddp.training.run import Opened, open_run
 
 CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
 FIRST_STEP = 4e7  # bytes that the first step on a CPU loads: libraries and kernels
@@ -38,8 +42,56 @@ DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkp
 START = {"cuda": 180.0, "cpu": 60.0, "mps": 60.0}  # assumed seconds to the first step; GPUs compile
 
 
-@dataclass(frozen=True)
-class Target:
+@dataclass
+class Seen:
+    """Results of a dry run."""
+
+    mistakes: list[str] = field(default_factory=list)  # user errors, as the lines printed after `error:`
+    task: Pretraining | None = None  # with its data open; None for missing data, and after most user errors
+    model: ModelConfig | None = None  # settled; None after most user errors
+    step: int = 0  # of the checkpoint
+
+
+def preflight(config: TrainingConfig, processes: int) -> Seen:
+    """Does the work of a training up to its first step (`training.loop.train`, `run.build`), with the same user errors.
+    `processes` are the planned training's; this one is alone, or has as many."""
+    seen, launch = Seen(), config.launch
+    config = config.model_copy(update={"launch": launch.model_copy(update={"replicas": 1})})  # for this process alone
+
+    def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
+        if config.parallel == "fsdp":
+            from gpt2_ddp.training.sharded import count_shards
+
+            count_shards(processes, launch.replicas)
+        split_batch(config.global_batch_windows, processes, 1)
+        return make_pretraining(config, accelerator, saved)
+
+    with redirect_stdout(sys.stderr):
+        try:
+            with open_run(config, make_task, lock=False) as run:
+                seen.model, seen.step = run.config.model, run.step
+                if not (file := missing_data(config)):
+                    _look_at(run, seen)
+                elif not (recipe := load(PrepareConfig, ["--config", file])).source.startswith(("bin:", "hub:")):
+                    scan(recipe)
+        except UserError as error:
+            seen.mistakes = error.mistakes
+    return seen
+
+
+def _look_at(run: Opened, seen: Seen) -> None:
+    task = run.task
+    assert isinstance(task, Pretraining)
+    task.open_data()
+    seen.task = task
+    if not run.is_complete:
+        task.load_tasks()
+        with torch.device("cpu" if task.config.train.init_from else "meta"):  # a real training checks the weights
+            task.build_model()
+        task.check_hashes(record=False)
+
+
+class Target(NamedTuple):
     """The hardware of a plan: this machine, or GPUs by name."""
 
     device: str  # a GPU's exact name, or cpu or mps
@@ -62,7 +114,8 @@ def find_target(config: PlanConfig, started: int) -> Target:
             memory = float(torch.cuda.get_device_properties(device).total_memory)
     else:
         kind = "cuda"
-        name = find_gpu(config.gpu)
+        names = [name for name in GPUS if f" {name}".lower().endswith(f" {config.gpu}".lower())]
+        name = names[0] if len(names) == 1 else config.gpu
         if name not in GPUS and not config.gpu_memory:
             hint = "is no known name of nvidia-smi; set --gpu_memory, in GB, and --tracking.peak_flops, in FLOP/s"
             raise UserError("gpu", config.gpu, hint)
@@ -71,15 +124,6 @@ def find_target(config: PlanConfig, started: int) -> Target:
         memory = config.gpu_memory * 1e9
     peak = config.tracking.peak_flops or peak_flops(name)
     return Target(name, kind, processes, memory, peak, config.gpu is None)
-
-
-def find_gpu(text: str) -> str:
-    """The name in the table that is `text`, in any case, without NVIDIA and GeForce, too; `text` if there is none."""
-    return next((name for name in GPUS if _model(name) == _model(text)), text)
-
-
-def _model(name: str) -> str:
-    return name.lower().removeprefix("nvidia ").removeprefix("geforce ")
 
 
 class Corpus(NamedTuple):

@@ -81,14 +81,18 @@ def write_splits(
     counts: Counter[str] = Counter()
     writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size, pool) for split in names}
     items = make_items(config, source.parts, counts)
-    encoded = _count(in_order(partial(encode_item, tokenizer, fast, config), items, pool, workers), counts)
+    encoded = in_order(partial(encode_item, tokenizer, fast, config), items, pool, workers)
     try:
-        if by_hash:
-            for tokens in encoded:
+        with tempfile.TemporaryFile(dir=folder) as undivided:
+            for tokens, found in tqdm(encoded, "encoding", unit=" MB", disable=None):
+                counts += found
                 for split, ids in tokens.items():
-                    writers[split].add(ids)
-        else:
-            _divide(folder, (ids for tokens in encoded for ids in tokens.values()), writers, fraction)
+                    if by_hash:
+                        writers[split].add(ids)
+                    else:
+                        undivided.write(ids.data)
+            if undivided.tell():
+                _divide(np.memmap(undivided, writers["val"].dtype, "r"), writers, fraction)
     except EncodersDiffer as error:
         print(f"note: {error}; tiktoken encodes the whole text", flush=True)
         for file in folder.glob("*.bin"):
@@ -102,24 +106,11 @@ def write_splits(
     return splits, counts
 
 
-def _count(encoded: Iterable[Encoded], counts: Counter[str]) -> Iterator[dict[str, np.ndarray]]:
-    for tokens, found in tqdm(encoded, "encoding", unit=" MB", disable=None):
-        counts += found
-        yield tokens
-
-
-def _divide(
-    folder: Path, encoded: Iterable[np.ndarray], writers: "dict[str, ShardWriter]", val_fraction: float
-) -> None:
-    """Writes the last `val_fraction` of the tokens to `val`, the others to `train`, when their number is known."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        for tokens in encoded:
-            file.write(tokens.data)
-        if file.tell():
-            tokens = np.memmap(file, writers["val"].dtype, "r")
-            end = len(tokens) - round(len(tokens) * val_fraction)
-            writers["train"].add(tokens[:end])
-            writers["val"].add(tokens[end:])
+def _divide(tokens: np.ndarray, writers: "dict[str, ShardWriter]", val_fraction: float) -> None:
+    """Writes the last `val_fraction` of the tokens to `val`, the others to `train`."""
+    end = len(tokens) - round(len(tokens) * val_fraction)
+    writers["train"].add(tokens[:end])
+    writers["val"].add(tokens[end:])
 
 
 def make_items(config: PrepareConfig, parts: Iterable[Part], counts: Counter[str]) -> Iterator[Item]:

@@ -10,6 +10,7 @@ import heapq
 import json
 import math
 import os
+import platform
 import random
 import re
 import sys
@@ -46,7 +47,7 @@ from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.encode import write_manifest, write_splits
 from gpt2_ddp.preparation.row_sources import row_source
-from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, describe, fingerprint
+from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, fingerprint
 from gpt2_ddp.preparation.sources import MOST_NAMED, Source, read_pieces, scan
 
 LEFT = ("train_*.bin", "val_*.bin", TOKENIZER_FILE)  # beside RECORD, of a preparation that was killed at its end
@@ -130,7 +131,8 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int) -
     check_unchanged(aside, config, was)
     account = counts | {"left_out": source.left_out[:MOST_NAMED]}
     recipe = _recipe(config) | {"fingerprint": was, "account": account}
-    manifest = make_manifest(load_tokenizer(name), describe(config), splits, recipe)
+    text = f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
+    manifest = make_manifest(load_tokenizer(name), text, splits, recipe)
     write_manifest(aside, manifest)
     publish(aside, folder, last=MANIFEST)
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
@@ -179,7 +181,7 @@ def index_shards(config: PrepareConfig) -> Manifest:
         return manifest
 
     splits: dict[str, list[Shard]] = {_split(path): [] for path in files}
-    with ThreadPoolExecutor(config.workers or usable_cores(hyperthreads=True)) as pool:  # hashing runs outside the GIL
+    with ThreadPoolExecutor() as pool:  # hashing runs outside the GIL
         for path, shard in zip(files, pool.map(partial(_index, tokenizer=tokenizer), files), strict=True):
             splits[_split(path)].append(shard)
     manifest = make_manifest(tokenizer, config.source, splits, recipe)

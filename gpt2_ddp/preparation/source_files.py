@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +36,6 @@ KINDS = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
-    ".arrow": "arrow",
 }
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 BLOCK = 2**20  # bytes or characters to read at a time
@@ -102,11 +100,6 @@ def _is_table(code: bytes) -> bool:
     return len(code) > SMALL_TABLE and len(ENTRY.findall(code)) > TABLE * len(LINE.findall(code))
 
 
-def describe(config: PrepareConfig) -> str:
-    """Description of the source, for the manifest."""
-    return f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
-
-
 class Part(NamedTuple):
     """A file, or its bytes or row groups from `start` to `end`."""
 
@@ -127,7 +120,7 @@ class Entry(NamedTuple):
 
 
 def kind_of(path: str | Path) -> str:
-    """`text`, `json`, `csv`, `parquet` or `arrow`, by the suffix before that of a compression."""
+    """`text`, `json`, `csv` or `parquet`, by the suffix before that of a compression."""
     path = Path(str(path).lower())
     return KINDS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix, "text")
 

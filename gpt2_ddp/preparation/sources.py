@@ -1,9 +1,12 @@
-"""Text of a source as documents: local files, the standard library's source, a dataset on the Hub.
+"""Text of a source as documents: local files, tables (JSON lines and arrays, CSV, parquet), the standard library's
+source, a dataset on the Hub.
 
 A document is text in blocks, so documents of any length need little memory. A document ends before the next begins.
 """
 
+import csv
 import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,7 +16,7 @@ from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -24,7 +27,6 @@ from gpt2_ddp.distributed.workers import InlineExecutor, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular, size_of
 from gpt2_ddp.preparation.row_sources import row_source
-from gpt2_ddp.preparation.rows import UNREADABLE, fault_of, read_rows, text_of
 from gpt2_ddp.preparation.source_files import (
     BLOCK,
     COMPRESSED,
@@ -44,7 +46,23 @@ CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or bef
 MOST_NAMED = 100_000
 """Most files that the manifest names of those that are left out."""
 
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    NotImplementedError,
+    csv.Error,
+)
+"""Errors of readers at damaged or unsuitable tables."""
+CHECKED = 1000  # rows of a table that the check reads
+LONGEST_FIELD = 2**31 - 1  # characters of a field of CSV
+BATCH = 256  # rows of parquet that are in memory
+
 Blocks = Iterable[str]  # the text of a document, in blocks of any size
+Row = dict[str, Any]
 
 
 @dataclass
@@ -90,12 +108,10 @@ def read_documents(config: PrepareConfig, parts: Iterable[Part]) -> Iterator[Blo
 
 
 def _of_part(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
-    rows = row_source(config)
-    separator = config.document_separator
-    documents = _of_text(config, part) if not rows and kind_of(part.path) == "text" else _of_rows(config, part)
-    for document in documents:
-        if separator:
-            yield from map(without_line_breaks, divide(document, separator))
+    is_text = row_source(config) is None and kind_of(part.path) == "text"
+    for document in _of_text(config, part) if is_text else _of_rows(config, part):
+        if config.document_separator:
+            yield from map(without_line_breaks, divide(document, config.document_separator))
         else:
             yield document
 
@@ -116,9 +132,8 @@ def _of_text(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
 
 def _of_rows(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
     """The column of a table."""
-    source = row_source(config)
     try:
-        for row in source.rows(config) if source else read_rows(part, config.column):
+        for row in read_rows(config, part):
             text = text_of(row, config.column) or ""
             if not isinstance(text, str):
                 raise TypeError(f"column {config.column} has {text}, not text")
@@ -129,18 +144,78 @@ def _of_rows(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
         raise UserError("source", part.path, hint) from error
 
 
+def read_rows(config: PrepareConfig, part: Part) -> Iterator[Row]:
+    """Rows of a table, or of a source of rows. Columns without the text may be missing. Raises: one of UNREADABLE."""
+    if source := row_source(config):
+        return source.rows(config)
+    kind = kind_of(part.path)
+    if kind == "parquet":
+        return _parquet_rows(part, config.column)
+    return _json_rows(part) if kind == "json" else _csv_rows(part)
+
+
+def fault_of(rows: Iterable[Row], column: str) -> str:
+    """Why a table cannot be used, as far as its first rows show; empty if it can be."""
+    row: Row = {}
+    has_text = False
+    try:
+        for row in islice(rows, CHECKED):
+            has_text = has_text or isinstance(text_of(row, column), str)
+    except UNREADABLE as error:
+        return f"cannot be read ({error})"
+    return f"has no text in column {column}, only in {', '.join(row)}" if row and not has_text else ""
+
+
+def text_of(row: Row, column: str) -> Any:
+    """The value in a key of the column's name, or below keys joined by dots; None if there is none."""
+    outer, _, inner = column.partition(".")
+    if inner and column not in row:
+        return text_of(row.get(outer) or {}, inner)
+    return row.get(column)
+
+
+def _json_rows(part: Part) -> Iterator[Row]:
+    with open_text(part) as file:
+        for line in file:
+            if line.lstrip().startswith("["):
+                yield from json.loads(line + file.read())
+            elif not line.isspace():
+                yield json.loads(line)
+
+
+def _csv_rows(part: Part) -> Iterator[Row]:
+    """Unlike pandas, refuses a line with more fields than the first one."""
+    csv.field_size_limit(LONGEST_FIELD)
+    with open_text(part) as file:
+        for row in csv.DictReader(file, delimiter="\t" if ".tsv" in part.path.lower() else ",", strict=True):
+            if None in row:
+                raise ValueError(f"{row} has more fields than the first line")
+            yield row
+
+
+def _parquet_rows(part: Part, column: str) -> Iterator[Row]:
+    """The rows of a row group. Reads only the column, if there is one of its name."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(part.path) as file:
+        names = [file.schema.column(index).path for index in range(len(file.schema))]
+        present = any(f"{name}.".startswith(f"{column}.") for name in names)
+        for batch in file.iter_batches(BATCH, [part.start], [column] if present else None):
+            yield from batch.to_pylist()
+
+
 def look_at(config: PrepareConfig, paths: list[Path]) -> list[tuple[Entry, list[Part], str]]:
     """The state and the parts of each file, and why it cannot be used."""
     found = []
     for path, entry in zip(paths, file_entries(config, paths), strict=True):
-        kind, parts = kind_of(path), [Part(str(path), bytes=entry.bytes)]
+        kind, parts = kind_of(path), []
         try:
             regular(path)
             if kind == "parquet":
                 parts = _row_groups(path)
-            elif kind != "arrow":
+            else:
                 parts = text_parts(path, config.encoding, _end_of_document(path, config))
-            rows = (row for part in parts for row in read_rows(part, config.column))
+            rows = (row for part in parts for row in read_rows(config, part))
             fault = fault_of(rows, config.column) if kind != "text" else ""
         except (OSError, ValueError) as error:  # ValueError: content and suffix differ
             fault = f"cannot be read ({error})"
@@ -172,11 +247,12 @@ def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
 def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1) -> Source:
     """Reads all files completely, in the `workers` processes of `pool`, or the first rows of a source of rows. Raises:
     UserError if there is no text."""
-    if source := row_source(config):
-        if fault := fault_of(source.rows(config), config.column):
+    found = Source(config, [Part(config.source)])
+    if row_source(config):
+        if fault := fault_of(read_rows(config, *found.parts), config.column):
             raise UserError("source", config.source, fault)
-        return Source(config, [Part(config.source)])
-    found = Source(config, [])
+        return found
+    found.parts.clear()
     paths = find_files(config.source, config.output)
     files = batches(paths, lambda path: size_of(path) + BLOCK // 1000, BLOCK)
     looks = chain.from_iterable(in_order(partial(look_at, config), files, pool or InlineExecutor(), workers))

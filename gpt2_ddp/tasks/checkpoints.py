@@ -15,7 +15,6 @@ from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import TASKS_ONLY, EvaluateConfig, check_writable
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.mixture import source_weights
 from gpt2_ddp.data.shards import TokenStream
@@ -31,8 +30,6 @@ from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import means, score_each
 from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best, read_settings
 
-Counts = list[dict[int, int]]
-"""Confusion matrix by class and prediction, without zeros: never more numbers than samples."""
 LONGEST_NAME = 4096  # characters of a file's, as systems allow them
 NO_IMAGES = "is for runs of classifiers of images; name such a run, or remove it"
 SHOWN, LIKELIEST = 3, 10  # most classes of an image to print and to write, likeliest first
@@ -77,18 +74,15 @@ def open_splits(
     return manifests, {number: TokenStream(Path(folders[number]), manifests[number], split) for number in there}
 
 
-def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, bool]:
-    """The configuration of a GPT's run, with the folders to score: `data`, or the run's own. And whether its weights
-    apply: to several folders, as many as the run's."""
-    settings = read_settings(checkpoint)
-    own, data = settings.data.paths, settings.data.model_copy(update={"path": config.data or settings.data.path})
-    return settings.model_copy(update={"data": data}), 1 < len(own) == len(data.paths)
-
-
 def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """The loss of a GPT's checkpoint over a split, and with several folders that of each."""
-    settings, has_weights = _settings(config, checkpoint)
-    folders = settings.data.paths
+    """The loss of a GPT's checkpoint over a split of `data`, or of the run's own folders. With several, that of each,
+    and of all by the run's weights, if there are as many as the run's."""
+    settings = read_settings(checkpoint)
+    own = settings.data.paths
+    data = settings.data.model_copy(update={"path": config.data or settings.data.path})
+    settings = settings.model_copy(update={"data": data})
+    folders = data.paths
+    has_weights = 1 < len(own) == len(folders)
 
     def load():
         model, tokenizer = load_model(checkpoint, config.trust_run_code)
@@ -195,24 +189,12 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     scores = means(kinds[:plain], values[:, :plain])
     count = scores.pop("val_samples")
     line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
-    names, found = job.facts.get("classes"), values[:, plain:].T.numpy()
-    folder = Path(config.output or _evaluations(checkpoint))
-
-    def save_all() -> None:
-        write_predictions(folder, format_predictions(found[1:], names, job.test.where, found[0]))
-        if names:
-            counts = confusion(found[:2].astype(int), len(names))
-            content = {"step": checkpoint.step, "classes": [*names], "confusion": counts}
-            write_atomically(folder / "classes.json", json.dumps(content))
-
+    found = values[:, plain:].T.numpy()
     if len(found) and (config.output or not config.data):  # without `output`, only the run's own samples are saved
-        try:
-            on_main(save_all)
-            line += f"; predictions are in {folder}"
-        except UserError as error:  # the run's folder may be read-only
-            if config.output:
-                raise
-            accelerator.print(f"note: {error}", file=sys.stderr)
+        folder = Path(config.output or _evaluations(checkpoint))
+        lines = format_predictions(found[1:], job.facts.get("classes"), job.test.where, found[0])
+        on_main(partial(write_predictions, folder, lines))
+        line += f"; predictions are in {folder}"
     return line
 
 
@@ -225,7 +207,7 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
 
     model = image_model(settings, record)
     on_every_rank(partial(load_weights, checkpoint, model))
-    images = on_every_rank(partial(unlabelled, config.images, settings.data, record["image_shape"], "images"))
+    images = on_every_rank(partial(unlabelled, config.images, settings.data, record["image_shape"]))
 
     def score(model: nn.Module, images: Tensor, _: Tensor) -> dict[str, Tensor]:
         return predictions(model(normalise(images)).float())
@@ -273,11 +255,3 @@ def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Writes predictions.jsonl. Raises: UserError if that fails."""
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     write_atomically(make_output_folder(folder) / "predictions.jsonl", text)
-
-
-def confusion(found: np.ndarray, classes: int) -> Counts:
-    """Number of samples of class i predicted as class j. `found`: int [2, N], classes and predictions."""
-    counts: Counts = [{} for _ in range(classes)]
-    for one, other in sorted(found.T.tolist()):
-        counts[one][other] = counts[one].get(other, 0) + 1
-    return counts

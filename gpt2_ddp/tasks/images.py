@@ -1,17 +1,14 @@
-"""Images as samples: of class folders, of the archives of CIFAR and MNIST, and of what `datasets` reads.
+"""Images as samples: of class folders, and of what `datasets` reads.
 
 The split of an image is never guessed: only the name of a split's own file or folder decides it.
 Pixels are kept if they fit into memory, otherwise decoded at each read.
 """
 
 import glob
-import gzip
 import io
 import math
 import os
-import pickle
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +24,8 @@ from torch import Tensor
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
 from gpt2_ddp.data.feed import Reading, make_loader, unwrap
 from gpt2_ddp.data.order import Permutation
-from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.distributed.ranks import from_main, on_every_rank
+from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import load_from_hub, regular
 from gpt2_ddp.preparation.source_files import files_below
 from gpt2_ddp.tasks.supervised import hash_of
@@ -38,13 +35,8 @@ TEST = ("test", "validation", "val")  # splits that can be the one to test on; t
 COLUMNS = {"image": ("img", "image"), "label": ("label", "fine_label", "labels", "class")}
 HINT = (
     "name a folder with train/CLASS/*.png and test/CLASS/*.png, all equally deep, with train and test parquet files, "
-    "of save_to_disk, or of the unpacked archive of CIFAR or MNIST; without a network, download such files"
+    "or of save_to_disk; without a network, download such files"
 )
-CIFAR = {"batches.meta": [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"], "meta": ["train", "test"]}
-"""Files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
-MNIST = {"train": "train", "test": "t10k"}
-Rows = Iterator[tuple[str, dict[str, Any]]]
-"""Splits, and rows of a table: an image, as a file or its content, and its labels."""
 
 
 class Images(NamedTuple):
@@ -116,13 +108,13 @@ class StoredImages:
                     inputs[items] = images
                 yield images
 
-        self.digest = hash_of((torch.uint8, (len(self), *self.shape), batches()), self.targets)
+        self.digest = hash_of(f"{torch.uint8} {(len(self), *self.shape)}", batches(), self.targets)
         self.inputs = inputs if keep else None
 
 
-def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequence[int], field: str) -> StoredImages:
-    """The images of files and folders, prepared as those of a run, with targets 0. `field`: the user's name of them.
-    Decodes all of them once. Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
+def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequence[int]) -> StoredImages:
+    """The images of files and folders, `images` of the user, prepared as those of a run, with targets 0. Decodes all of
+    them once. Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
     from datasets import Dataset
 
     files = []
@@ -130,9 +122,9 @@ def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequen
         files += _images_of(_files_in(name)) if os.path.isdir(name) else [Path(name)]
     n = len(files)
     if not n:
-        raise UserError(field, " ".join(names), "has no images")
+        raise UserError("images", " ".join(names), "has no images")
     table = Dataset.from_list([{"image": {"path": str(file), "bytes": None}} for file in files])
-    images = StoredImages("", table, np.arange(n), torch.zeros(n).long(), config, tuple(shape), field=field)
+    images = StoredImages("", table, np.arange(n), torch.zeros(n).long(), config, tuple(shape), field="images")
     images.scan(keep=False)
     return images
 
@@ -188,7 +180,8 @@ def _hold_out(labels: np.ndarray, config: ClassifierDataConfig, seed: int) -> tu
     order = Permutation(seed, n).items_at(np.arange(n)).astype(np.int64)
     order = order[np.argsort(labels[order], kind="stable")]
     chosen = (2 * np.arange(held) + 1) * n // (2 * held)
-    note(f"no split {', '.join(TEST)}: {held:,} of {n:,} images are test images, drawn from each class by the seed")
+    drawn = f"{held:,} of {n:,} images are test images, drawn from each class by the seed"
+    print_line(f"note: no split {', '.join(TEST)}: {drawn}")
     return np.sort(np.delete(order, chosen)), np.sort(order[chosen])
 
 
@@ -250,17 +243,11 @@ def read_source(
                 if table.unique("label") not in ([], [-1]):  # unlabelled
                     found[name] = table
         return found, *number_classes(found, config, known)
-    except Exception as error:  # datasets, pyarrow and pickle raise any
+    except Exception as error:  # datasets and pyarrow raise any
         reason = truncate(repr(error.__cause__ or error), 150)
         field = "data.path" if config.path else "data.name"
         place = getattr(error, "filename", None) or config.path or config.name
         raise UserError(field, place, f"cannot be read ({reason}); {HINT}") from error
-
-
-def note(text: str) -> None:
-    """Prints a line for the user, on the main process."""
-    if is_main():
-        print(f"note: {truncate(text, 600)}", file=sys.stderr)
 
 
 def _with_columns(config: ClassifierDataConfig, rows: Any) -> Any:
@@ -279,31 +266,26 @@ def _with_columns(config: ClassifierDataConfig, rows: Any) -> Any:
 
 
 def _open_folder(folder: Path) -> Any:
+    """The splits of a folder: of `save_to_disk`; parquet files; images in SPLIT/CLASS/FILE; or those in CLASS/FILE,
+    which are for training. Raises: ValueError for images of both."""
     import datasets
 
     if {"dataset_dict.json", "state.json"} & {*os.listdir(folder)}:
         saved = datasets.load_from_disk(str(folder))
         return saved if isinstance(saved, dict) else {"train": saved}
-    rows = [*_cifar(folder), *_mnist(folder)]
-    tables = defaultdict(list)
-    for file in [] if rows else _files_in(folder):
+    tables, files = defaultdict(list), _files_in(folder)
+    for file in files:
         if file.suffix == ".parquet":
             word = re.split("[^a-z]", file.name.lower())[0]
             tables[word].append(glob.escape(str(file.absolute())))
     if tables:
         return {name: datasets.load_dataset("parquet", data_files=of, split="train") for name, of in tables.items()}
-    for split, row in rows or _class_folders(folder):
-        tables[split].append(row)
-    return {split: datasets.Dataset.from_list(of) for split, of in tables.items()}
-
-
-def _class_folders(folder: Path) -> Rows:
-    """The images of SPLIT/CLASS/FILE; or those of CLASS/FILE, which are for training. Raises: ValueError for both."""
-    images = _images_of(_files_in(folder))
+    images = _images_of(files)
     [depth] = {len(image.relative_to(folder).parts) for image in images}
     for image in images:
         split = image.parts[-3].lower() if depth > 2 else "train"
-        yield split, {"image": str(image), "label": image.parent.name}
+        tables[split].append({"image": str(image), "label": image.parent.name})
+    return {split: datasets.Dataset.from_list(of) for split, of in tables.items()}
 
 
 def _files_in(folder: str | Path) -> list[Path]:
@@ -315,43 +297,5 @@ def _images_of(files: Sequence[Path]) -> list[Path]:
     """The images among files. A note counts others."""
     images = [file for file in files if file.suffix.lower() in Image.registered_extensions()]
     if len(images) < len(files):
-        note(f"{len(files) - len(images):,} files of other types not used; save images as .png or .jpg")
+        print_line(f"note: {len(files) - len(images):,} files of other types not used; save images as .png or .jpg")
     return images
-
-
-def _mnist(folder: Path) -> Rows:
-    """Of two idx files for each split, plain or compressed by gzip; nothing for a folder of others."""
-    for split, word in MNIST.items():
-        if files := sorted(folder.glob(f"{word}-*ubyte*")):
-            contents = ((gzip.open if file.suffix == ".gz" else open)(file, "rb").read() for file in files)
-            images, labels = contents
-            _, n, height, width = np.frombuffer(images, ">u4", count=4).tolist()
-            pixels = np.frombuffer(images, np.uint8, offset=16).reshape(n, height * width)
-            for image, label in zip(pixels, labels[8:], strict=True):
-                yield split, {"image": b"P5 %d %d 255\n" % (width, height) + image.tobytes(), "label": label}
-
-
-def _cifar(folder: Path) -> Rows:
-    """Images of 32 x 32 and the names of their classes: label, or fine_label and coarse_label. Or nothing."""
-    for meta, files in CIFAR.items():
-        if (folder / meta).is_file():
-            names = _unpickle(folder / meta)
-            for name in files:
-                batch = _unpickle(folder / name)
-                kinds = [kind for kind in ("label", "fine_label", "coarse_label") if f"{kind}s" in batch]
-                for row, pixels in enumerate(batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)):
-                    labels = {kind: names[f"{kind}_names"][batch[f"{kind}s"][row]] for kind in kinds}
-                    split = "test" if name.startswith("test") else "train"
-                    yield split, {"image": b"P6 32 32 255\n" + pixels.tobytes(), **labels}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """What the pickles of arrays call. Raises: UnpicklingError for all other names, so that nothing else runs."""
-        if module.partition(".")[0] in ("numpy", "_codecs") and name in ("_reconstruct", "ndarray", "dtype", "encode"):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it loads {module}.{name}")
-
-
-def _unpickle(path: Path) -> dict[str, Any]:
-    return _Unpickler(io.BytesIO(path.read_bytes()), encoding="latin1").load()

@@ -61,8 +61,7 @@ def classifier_job(config: ClassifierConfig, accelerator: Accelerator, facts: Ma
 
 def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
     """Images of any number of classes, classified by LeNet or ResNet-18; pixels in [-1, 1]."""
-    synced = config.model.sync_batchnorm
-    if synced and accelerator.device.type != "cuda":
+    if config.model.sync_batchnorm and accelerator.device.type != "cuda":
         hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; remove the flag"
         raise UserError("model.sync_batchnorm", "true", hint)
     from gpt2_ddp.tasks.images import load_images  # imports Pillow and pyarrow, which other jobs do not need
@@ -76,17 +75,15 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
         return normalise(images)
 
     ranks = _top(1, 5) if len(images.facts["classes"]) > 5 else _top(1)
-    tiny = isinstance(model, ResNet18) and max(images.facts["image_shape"][1:]) <= 8  # whose last layers see one pixel
-    return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts, 1 + tiny)
+    return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts)
 
 
 def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module:
-    """The model for the classes and the size in `facts`, freshly initialised. Raises: UserError for smaller images."""
-    classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
-    if config.model.name == "lenet" and min(H, W) < LeNet.least:
-        hint = f"needs images of at least {LeNet.least} x {LeNet.least} pixels, not {W} x {H}"
-        raise UserError("model.name", "lenet", f"{hint}; use resnet18, or set data.image_size")
-    model = LeNet(classes, (H, W)) if config.model.name == "lenet" else ResNet18(classes)
+    """The model for the classes and the size in `facts`, freshly initialised."""
+    classes = len(facts["classes"])
+    if config.model.name == "lenet":
+        return LeNet(classes, facts["image_shape"][1:])
+    model = ResNet18(classes)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.model.sync_batchnorm else model
 
 
@@ -178,11 +175,9 @@ class MLP(nn.Sequential):
 
 class LeNet(nn.Module):
     """LeNet-5 (LeCun et al., 1998) for colour images, with ReLU and max-pooling, as today's tutorials have it.
-    `size`: of the images, (H, W); at least `least` each."""
+    `size`: of the images, (H, W); at least 16 each."""
 
-    least = 16
-
-    def __init__(self, classes: int, size: tuple[int, int] = (32, 32)):
+    def __init__(self, classes: int, size: Sequence[int] = (32, 32)):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)

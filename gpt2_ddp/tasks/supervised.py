@@ -40,8 +40,7 @@ class SampleSet(Source, Protocol):
         """Hash of all samples."""
         ...
 
-    @property
-    def where(self) -> Callable[[int], str]:
+    def where(self, item: int) -> str:
         """The name of a sample in messages and predictions."""
         ...
 
@@ -53,7 +52,10 @@ class Samples:
     inputs: Tensor
     targets: Tensor
     workers: int = 0
-    where: Callable[[int], str] = "sample {}".format
+
+    def where(self, item: int) -> str:
+        """The name of a sample in messages."""
+        return f"sample {item}"
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -64,16 +66,16 @@ class Samples:
         return self.inputs[index], self.targets[index]
 
     def sha256(self) -> str:
-        return hash_of((self.inputs.dtype, tuple(self.inputs.shape), [self.inputs]), self.targets)
+        return hash_of(f"{self.inputs.dtype} {tuple(self.inputs.shape)}", [self.inputs], self.targets)
 
 
-def hash_of(inputs: tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]], targets: Tensor) -> str:
-    """SHA-256 of samples, whose inputs may come in several parts, one after another."""
-    digest = hashlib.sha256()
-    for dtype, shape, parts in (inputs, (targets.dtype, tuple(targets.shape), [targets])):
-        digest.update(f"{dtype} {shape}".encode())
-        for part in parts:
-            digest.update(part.contiguous().numpy().data)
+def hash_of(kind: str, inputs: Iterable[Tensor], targets: Tensor) -> str:
+    """SHA-256 of samples. `kind`: dtype and shape of all inputs, which may come in several parts."""
+    digest = hashlib.sha256(kind.encode())
+    for part in inputs:
+        digest.update(part.contiguous().numpy().data)
+    digest.update(f"{targets.dtype} {tuple(targets.shape)}".encode())
+    digest.update(targets.contiguous().numpy().data)
     return digest.hexdigest()
 
 
@@ -90,7 +92,6 @@ class Job:
     scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
     transform: Callable[[Tensor, np.ndarray | None], Tensor] = lambda inputs, positions: inputs
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the data, which a resumed run has to have: `classes`
-    least_rows: int = 1  # that the model can be trained on at a time: BatchNorm needs two values
 
     def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs of the model, and `loss` and further scores of each sample, [batch] by name."""
@@ -152,15 +153,10 @@ class Supervised:
         if self._data and self._data.data_hash != self.data_hash:
             hint = "has other data than the run was started with; restore them, or choose another run_name"
             raise UserError("data", name, hint)
+        order = Permutation(config.seed, len(self.job.train))
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
-        order, batch = (
-            Permutation(config.seed, len(self.job.train)),
-            GlobalBatch(self.batch_size, shares, by_epoch=True),
-        )
+        batch = GlobalBatch(self.batch_size, shares, by_epoch=True)
         self.feed = Feed(order, batch, self.job.train, accelerator, self.job.train.workers)
-        if smallest_micro_batch(self.feed) < self.job.least_rows:
-            hint = "leaves a micro-batch of 1 sample, which BatchNorm cannot normalise in this model; "
-            raise UserError("train.global_batch_size", self.batch_size, hint + "change it, or raise data.image_size")
         self.model = self.job.model
         self._rate = job_schedule(config, self.lr, math.ceil(len(self.job.train) / self.batch_size))
 
@@ -222,13 +218,6 @@ def _contiguous(processes: int, largest: int, n: int) -> list[list[range]]:
 def _split(whole: range, parts: int) -> list[range]:
     ends = [len(whole) * part // parts for part in range(parts + 1)]
     return [whole[start:stop] for start, stop in pairwise(ends)]
-
-
-def smallest_micro_batch(feed: Feed) -> int:
-    """Rows of the smallest micro-batch of an epoch, over all ranks."""
-    n, size = len(feed.order), feed.step_size
-    steps = {min(size, n), (n - 1) % size + 1} if feed.batch.by_epoch else {size}
-    return min(len(part) or 1 for step in steps for ranks in feed.batch.share(step) for part in ranks)
 
 
 def means(names: Sequence[str], values: Tensor) -> Scores:

@@ -1,13 +1,10 @@
 """A trained GPT and its tokenizer from a checkpoint, and the text that it writes."""
 
-import io
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,7 +123,7 @@ class TextStream:
 
 
 def generate_text(config: GenerateConfig) -> int:
-    """generate.py: prints the samples of `config`, and the speed on stderr; returns the exit code.
+    """generate.py: prints the samples of `config`; returns the exit code.
     Raises: UserError, as for a checkpoint that is no GPT's."""
     prompts = _read_prompts(config)
     device = pick_device(config.device)
@@ -143,7 +140,7 @@ def generate_text(config: GenerateConfig) -> int:
 def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
     """Prints the samples; a single sample while it is generated. After a stop, prints the incomplete samples."""
     rows = [tokenizer.encode(prompt, "prompts").tolist() for prompt in prompts for _ in range(config.num_samples)]
-    written: list[list[int]] = [[] for _ in rows]
+    written = [[*row] for row in rows]
     stream = TextStream(tokenizer, lambda text: print(text, end="", flush=True)) if len(rows) == 1 else None
 
     def heard(row: int, token: int) -> None:
@@ -152,36 +149,32 @@ def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, pro
             stream.add(token)
 
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-    begun = time.perf_counter()
     try:
         if stream:
             print(tokenizer.decode(rows[0]), end="", flush=True)
         generate(model, rows, tokenizer.eot, sampling, heard=heard)
     finally:
-        seconds = time.perf_counter() - begun
         if stream:
             stream.end()
             print()
         else:
-            print(f"\n{'-' * 80}\n".join(map(tokenizer.decode, map(add, rows, written))))
-    count = sum(map(len, written))
-    speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s on {model.wte.weight.device}"
-    print(speed, file=sys.stderr)
+            print(f"\n{'-' * 80}\n".join(map(tokenizer.decode, written)))
 
 
 def _read_prompts(config: GenerateConfig) -> Sequence[str]:
     """`prompts`, or the lines of `prompts_file` or standard input that are not empty. Raises: UserError for none."""
     if not (name := config.prompts_file):
         return config.prompts
-    if name == "-" and sys.stdin and sys.stdin.isatty():
+    if name == "-" and sys.stdin.isatty():
         print("type prompts, one per line, and end them with Ctrl-D", file=sys.stderr)
     try:
-        text = (sys.stdin or io.StringIO()).read() if name == "-" else read_small(Path(name), LONGEST).decode()
+        content = sys.stdin.buffer.read() if name == "-" else read_small(Path(name), LONGEST)
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise UserError("prompts_file", name, f"cannot be read ({error.strerror}); name a text file") from error
     except UnicodeDecodeError as error:
         raise UserError("prompts_file", name, "is not UTF-8; save it as UTF-8") from error
-    prompts = [line for line in text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n") if line]
+    prompts = [line for line in text.replace("\r\n", "\n").split("\n") if line]
     if not prompts:
         raise UserError("prompts_file", name, "is empty; write one prompt per line")
     return prompts

@@ -14,20 +14,11 @@ from gpt2_ddp.checkpoint.checkpoint import CONFIG, TRANSFORMERS, Checkpoint, fin
 from gpt2_ddp.checkpoint.tensors import MODEL, fit_weights
 from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE
-from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import (
-    CLASSES,
-    HEAD,
-    SHAPE,
-    fixed_fields,
-    from_transformers,
-    resolved,
-    their_names,
-)
+from gpt2_ddp.model.transformers_layout import CLASSES, SHAPE, fixed_fields, load_transformers, resolved
 
 FIELD, HUB = "train.init_from", "hub:"
 POSITIONS = "wpe.weight"
@@ -87,11 +78,8 @@ def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenize
         return
     theirs = _load(path, CLASSES[config.model.architecture])
     _check_ids(path, theirs.config.vocab_size, tokenizer)
-    tensors, (table,) = theirs.state_dict(), their_names("wte.weight", config.model)
-    for name in (table, HEAD):
-        tensors[name] = tensors[name][: tokenizer.vocab_size]
     try:
-        model.load_state_dict(from_transformers(tensors, config.model, model.state_dict()))
+        load_transformers(theirs.state_dict(), model)
     except ValueError as error:
         raise UserError(FIELD, path, f"cannot be trained further: {error}") from error
 
@@ -177,21 +165,11 @@ def _load(path: Path, name: str) -> Any:
 
 
 def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> None:
-    """Compares the tokens of all ids, the merges, and the ids of a text of all tokens. `rows`: rows of the weights'
-    vocabulary. Raises: UserError for a difference."""
-    import tokenizers
-
-    size = tokenizer.vocab_size
+    """Compares the tokens of all ids. `rows`: rows of the weights' vocabulary. Raises: UserError for a difference."""
+    size, encoding = tokenizer.vocab_size, tokenizer.encoding
     with _reading(path, f"its {TOKENIZER_FILE} cannot be read", "save its fast tokenizer there"):
-        theirs = tokenizers.Tokenizer.from_file(str(path / TOKENIZER_FILE))
+        theirs = load_tokenizer(str(path / TOKENIZER_FILE))
     if rows < size:
         raise UserError(FIELD, path, f"has a vocabulary of {rows:,} ids, the data's tokenizer has {size:,}")
-    encoding, tokens = tokenizer.encoding, dict[int, str]()
-    for token, rank in encoding._mergeable_ranks.items():
-        tokens[rank] = token.decode() if tokenizer.characters else "".join(CHARACTER_OF_BYTE[byte] for byte in token)
-    text, merged = tokenizer.decode(sorted(tokens)), [token for _, token in sorted(tokens.items()) if len(token) > 1]
-    merges = ["".join(pair) for pair in json.loads(theirs.to_str())["model"].get("merges", [])]
-    tokens |= {rank: token for token, rank in encoding._special_tokens.items()}
-    is_equal = merges == merged and all(theirs.id_to_token(rank) == token for rank, token in tokens.items())
-    if not is_equal or theirs.encode(text, add_special_tokens=False).ids != tokenizer.encode(text).tolist():
+    if (theirs.encoding._mergeable_ranks, theirs.eot) != (encoding._mergeable_ranks, tokenizer.eot):
         raise UserError(FIELD, path, f"its tokenizer differs; prepare the text with its {TOKENIZER_FILE}")
