@@ -9,7 +9,6 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from gpt2_ddp.checkpoint.run_files import duration
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
@@ -19,8 +18,6 @@ from gpt2_ddp.reports.picture import as_png, as_svg, draw
 from gpt2_ddp.reports.runs import RunRecord, read_runs
 
 UNKNOWN = "–"
-SETTINGS = ("model.name", "model.architecture", "model.n_layer", "model.n_embd", "optim.lr", "seed")
-"""Settings in the table; for several runs, also those in which they differ."""
 ORIGIN = ("command", "commit", "hardware", "processes", "device", "versions")  # of the newest start
 SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH = 12, 8, 3000
 """Newest steps of a run whose samples are shown, samples shown of each, and characters of all runs' samples of it."""
@@ -60,7 +57,7 @@ def page(runs: Sequence[RunRecord], svg: str) -> str:
     if len(groups := group_runs(runs)) < len(runs):
         text = escape("\n".join(describe(groups)))
         body += ["<h2>Groups of runs that differ only in their seed</h2>", f"<pre>{text}</pre>"]
-    settings = dict.fromkeys([*SETTINGS, *differing(runs)])
+    settings = differing(runs)
     body += ["<h2>Newest values</h2>", _by_run({run.name: _overview(run, settings) for run in runs})]
     for run in runs:
         body += _samples(run, SAMPLE_LENGTH // len(runs))
@@ -74,7 +71,7 @@ def page(runs: Sequence[RunRecord], svg: str) -> str:
 
 
 def _overview(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
-    """A run's column: state, settings, the newest value of each field of the rows, and its newest start."""
+    """A run's column: state, the `settings`, the newest value of each field of the rows, and its newest start."""
     reason, end, best = run.status.get("reason"), run.rows[-1]["step"], run.best("val_loss")
     cells = {"state": f"{run.state}: {reason}" if reason else run.state}
     cells |= {name: _text(run.config[name]) for name in settings if name in run.config}
@@ -83,7 +80,6 @@ def _overview(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
             cells[name] = _number(row[name]) + (f" at step {row['step']:,}" if row["step"] != end else "")
     if best:
         cells["best val_loss"] = f"{_number(best['val_loss'])} at step {best['step']:,}"
-    cells["time in training steps"] = duration(run.clock[1][-1])
     return cells | {name: _text(run.start.get(name)) for name in ORIGIN}
 
 
