@@ -152,7 +152,7 @@ REWRITTEN: list[tuple[str, str, Any, str]] = [
     (METRICS, "", None, f"{METRICS}: has no start"),
     (METRICS, r"(.*\n){5}\Z", "", f"{TEN}: its chain"),
     (METRICS, r".*\n\Z", "", STATUS),
-    (CONFIG, "  rollbacks: 3\n", "", f"{CONFIG}: guard.rollbacks"),
+    (CONFIG, "  patience: 20\n", "", f"{CONFIG}: guard.patience"),
     (STATUS, "", None, STATUS),
     (STATUS, "", "{", STATUS),
     (STATUS, "10", "11", STATUS),

@@ -241,14 +241,6 @@ class CheckpointConfig(KeepConfig):
     """steps between checkpoints; a stop and the last step always save one"""
 
 
-class RollbackConfig(GuardConfig):
-    """Reaction to bad steps"""
-
-    rollbacks: int = Field(default=3, ge=0)
-    """most rollbacks of a diverged run: each loads the newest good checkpoint and skips the data read since it; the
-    next divergence ends the run with exit code 3"""
-
-
 class TextTrackingConfig(TrackingConfig):
     """Metrics, and samples of text"""
 
@@ -278,6 +270,7 @@ class TrainingConfig(RunConfig):
     """train_gpt2.py: pretrain a GPT on token shards"""
 
     kind = "gpt2"
+    rollbacks = 3
     kept = ("seed", "model", "optim", "train.global_batch_tokens", "eval.weights")
     first = (
         *("run_name", "data.path", "model.architecture", "model.n_layer", "model.n_head", "model.n_embd"),
@@ -295,7 +288,7 @@ class TrainingConfig(RunConfig):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
-    guard: RollbackConfig = RollbackConfig()
+    guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TextTrackingConfig = TextTrackingConfig()
     launch: ParallelConfig = ParallelConfig()
