@@ -96,8 +96,7 @@ train_gpt2 --data.path a b c --data.weights 1 2 | data.weights
 train_gpt2 --data.path a b c --data.weights 1 -1 2 | data.weights
 train_gpt2 --data.path a b c --data.weights 0 0 0 | data.weights
 train_gpt2 --data.path a b c --data.weights 1 1 nan | data.weights
-train_gpt2 --data.path a b c --eval.weights 1e308 1e308 1e308 | eval.weights
-train_gpt2 --data.path a b c --eval.weights 1 | eval.weights
+train_gpt2 --data.path a b c --data.weights 1e308 1e308 1e308 | data.weights
 train_gpt2 --data.path a b c --data.phases 32000:1:1 | data.phases, number 1
 train_gpt2 --data.path a b c --data.phases 32000 | data.phases, number 1
 train_gpt2 --data.path a b c --data.phases 0:1:1:1 | data.phases.at_tokens

@@ -24,8 +24,7 @@ def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
         yield "data.path", " ".join(paths), "contains a folder twice; name it once and set data.weights"
     if len(paths) > MOST_SOURCES:
         yield "data.path", f"{len(paths)} folders", f"should be at most {MOST_SOURCES}; prepare several as one"
-    given = {"data.weights": data.weights, "eval.weights": config.eval.weights}
-    given = {field: weights for field, weights in given.items() if weights}
+    given = {"data.weights": data.weights} if data.weights else {}
     given |= {f"data.phases, number {number}": phase.weights for number, phase in enumerate(data.phases, 1)}
     for field, weights in given.items():
         if len(weights) != len(paths):

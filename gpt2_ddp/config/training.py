@@ -227,11 +227,8 @@ class EvalConfig(Section):
     """early stopping: the run ends after so many evaluations in a row without a new lowest val_loss; each new lowest
     saves a checkpoint; null: train all steps"""
     tasks: tuple[str, ...] = ()
-    """tasks scored at each evaluation: `hellaswag` (from the Hub), or jsonl files of items (docs/evaluation.md)"""
-    task_items: int | None = Field(default=500, ge=1)
-    """items of each task, evenly spread, always the same; null: all"""
-    weights: tuple[float, ...] = ()
-    """several folders in data.path: weight of each folder's loss in val_loss, like 0 0 1; none: data.weights"""
+    """tasks scored at each evaluation, on the same 500 items each, evenly spread: `hellaswag` (from the Hub), or jsonl
+    files of items (docs/evaluation.md)"""
 
 
 class CheckpointConfig(KeepConfig):
@@ -271,7 +268,7 @@ class TrainingConfig(RunConfig):
 
     kind = "gpt2"
     rollbacks = 3
-    kept = ("seed", "model", "optim", "train.global_batch_tokens", "eval.weights")
+    kept = ("seed", "model", "optim", "train.global_batch_tokens")
     first = (
         *("run_name", "data.path", "model.architecture", "model.n_layer", "model.n_head", "model.n_embd"),
         *("model.block_size", "optim.lr", "train.steps", "train.global_batch_tokens", "train.micro_batch_size"),
@@ -304,13 +301,9 @@ class TrainingConfig(RunConfig):
         return self.model_validate(self.model_dump() | {"model": model})
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """Allows inherited fields, a new end of the schedule before the decay begins, null for the saved end, and new
-        sources of weight 0 in val_loss."""
+        """Allows inherited fields, a new end of the schedule before the decay begins, and null for the saved end."""
         if name.removeprefix("model.") in self.inherited:
             return True
-        if name == "eval.weights":
-            now = self.eval.weights
-            return bool(before) and list(now[: len(before)]) == before and not any(now[len(before) :])
         return name == "optim.decay_steps" and (self.optim.decay_steps is None or self.optim.may_end_at(before, step))
 
     @property
@@ -349,7 +342,7 @@ class TrainingConfig(RunConfig):
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
         yield from self._ignored_fields()
-        if len(self.data.paths) > 1 or self.data.weights or self.eval.weights or self.data.phases:
+        if len(self.data.paths) > 1 or self.data.weights or self.data.phases:
             from gpt2_ddp.config.hints import mixture_mistakes
 
             yield from mixture_mistakes(self)
