@@ -39,18 +39,12 @@ def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
 
 
 def describe_missing(manifest: Path) -> str:
-    """The hint for a folder of `data.path` without the file `manifest`, with a command that makes one."""
+    """The hint for a folder of `data.path` without the file `manifest`."""
     folder = manifest.parent
     if not folder.exists():
         return "no such folder; create it with prepare_data.py"
-    if any(folder.glob("*.bin")):
-        indexing = f"index shards of another program with --source 'bin:{folder}/*.bin'"
-        return f"has shards but no {manifest.name}: run its prepare_data.py command again, or {indexing}"
-    output = Path(f"data/{folder.absolute().stem}")
-    if output.absolute() == folder.absolute():
-        output = Path(f"{output}-tokens")
-    command = f"{command_for('prepare_data')} --source '{folder}' --output {output}"
-    return f"has no {manifest.name}; if it is text, make shards of it: `{command}`"
+    source = f"bin:{folder}/*.bin" if any(folder.glob("*.bin")) else folder
+    return f"has no {manifest.name}; make one of its shards or text: {command_for('prepare_data')} --source '{source}'"
 
 
 def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -2,7 +2,6 @@
 
 import codecs
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -14,7 +13,6 @@ from gpt2_ddp.config.base import Command
 from gpt2_ddp.config.run import only
 from gpt2_ddp.errors import UserError
 
-TASKS_ONLY = "is for tasks only; add some, like --tasks hellaswag"
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
 TRUST = "execute the class that the run recorded (docs/extend.md), even if it was never given on this machine"
@@ -119,14 +117,6 @@ class EvaluateConfig(CheckpointCommand):
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it"""
     device: Device = "auto"
-
-    def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        if self.tasks and self.tokens is not None:
-            yield "tokens", self.tokens, "is for the loss of a split, and tasks replace it; remove tokens or tasks"
-        if self.task_items is not None and not self.tasks:
-            yield "task_items", self.task_items, TASKS_ONLY
-        if self.images and self.data:
-            yield "images", " ".join(self.images), "are not scored, unlike data; remove one of the two"
 
 
 class GenerateConfig(CheckpointCommand):
