@@ -152,8 +152,6 @@ def test_the_default_file_stands_in_only_when_no_file_is_named(write, tmp_path, 
 VALUES = """
 model | train.compile | 'model'
 blocks | train.compile | 'blocks'
-true | train.compile | 'model'
-no | train.compile | 'off'
 off | train.compile | 'off'
 no | train.mixed_precision | 'no'
 false | model.bias | False

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from gpt2_ddp.config.base import Command, Section, flat
 
@@ -58,13 +58,6 @@ class LoopConfig(Section):
     the first time that a stage runs, then 120, or ten times the slowest stage so far if that is longer"""
     profile_steps: int = Field(default=0, ge=0)
     """steps to record with torch's profiler, after three warm-up steps; the trace goes to the run folder; 0: none"""
-
-    @field_validator("compile", mode="before")
-    @classmethod
-    def _yes_or_no(cls, value: object) -> object:
-        with suppress(ValidationError):  # YAML 1.1 reads `off` as false
-            return "model" if TypeAdapter(bool).validate_python(value) else "off"
-        return value
 
 
 class GuardConfig(Section):
