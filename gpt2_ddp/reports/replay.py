@@ -19,7 +19,17 @@ from accelerate import Accelerator
 from safetensors import safe_open
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.checkpoint.run_files import METRICS, Outcome, field_of, is_event, is_rollback, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import (
+    METRICS,
+    SAMPLES,
+    Outcome,
+    field_of,
+    head,
+    is_event,
+    is_rollback,
+    read_lines,
+    valid_rows,
+)
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -123,10 +133,14 @@ def _replay_stretch(
         copy.mkdir(parents=True)
         for file in begin.path.iterdir():
             (copy / file.name).symlink_to(file.resolve())
+        log = begin.state.log  # a resume expects the rows and samples before its checkpoint
+        (again / METRICS).write_bytes(b"".join(head(run / METRICS, log.bytes)))
+        (again / SAMPLES).write_bytes(b"".join(head(run / SAMPLES, log.samples_bytes)))
         has_bits = end is not None and not reasons
         if run_processes(_train_again, processes, config, span, has_bits, state["threads"], code) == "stopped":
             raise SystemExit(STOPPED)
-        defects = compare_rows(span.rows, {row["step"]: row for row in valid_rows(_rows(again))}, exact=not reasons)
+        new = valid_rows(row for row in _rows(again) if is_rollback(row) or row["step"] in span.rows)
+        defects = compare_rows(span.rows, {row["step"]: row for row in new}, exact=not reasons)
         if end and has_bits:
             ours = again / "checkpoints" / end.path.name
             for name in (MODEL, OPTIMIZER):
