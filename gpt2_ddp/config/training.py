@@ -3,11 +3,11 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator
 
-from gpt2_ddp.config.base import Section
+from gpt2_ddp.config.base import Section, flat
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -137,15 +137,11 @@ class ModelConfig(Section):
 WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
 """Fields of the model section that belong to the weights."""
 
-Optimizers = Literal["adamw", "muon"]
-OPTIMIZERS = get_args(Optimizers)
-"""Optimizers of a GPT. A field like `muon_lr` belongs to one of them."""
-
 
 class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
-    name: Optimizers = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
     """optimizer: AdamW, fused; or Muon for hidden matrices, and AdamW for everything else (docs/optimizers.md)"""
     lr: float = Field(default=6e-4, gt=0)
     """peak learning rate"""
@@ -353,17 +349,12 @@ class TrainingConfig(RunConfig):
 
     def _ignored_fields(self) -> Iterator[tuple[str, object, str]]:
         """Fields of another optimizer, and of sharding without it, which `accelerate config` may select, too."""
-        owners = {name: name.partition("_")[0] for name in OptimConfig.model_fields}
-        parts = [("optim", "name", {name: owner for name, owner in owners.items() if owner in OPTIMIZERS})]
-        if os.environ.get("ACCELERATE_USE_FSDP") != "true":
-            parts.append(("launch", "parallel", dict.fromkeys(("replicas", "reduce"), "fsdp")))
-        for part, choice, fields in parts:
-            section = getattr(self, part)
-            for name, owner in fields.items():
-                given = getattr(section, name)
-                if getattr(section, choice) != owner and given != type(section).model_fields[name].default:
-                    hint = f"is for --{part}.{choice} {owner} only; add that flag, or remove this one"
-                    yield f"{part}.{name}", given, hint
+        owners = {"optim.muon_lr": "optim.name muon"} if self.optim.name != "muon" else {}
+        if self.launch.parallel != "fsdp" and os.environ.get("ACCELERATE_USE_FSDP") != "true":
+            owners |= dict.fromkeys(("launch.replicas", "launch.reduce"), "launch.parallel fsdp")
+        for name, value in flat(self.model_dump(exclude_defaults=True)).items():
+            if owner := owners.get(name):
+                yield name, value, f"is for --{owner} only; add that flag, or remove this one"
 
     def _model_mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors of the shape, and of a step's tokens, which depend on it."""
