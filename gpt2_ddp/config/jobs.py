@@ -182,7 +182,7 @@ class ClassifierModelConfig(Section):
 
     name: Literal["mlp", "lenet", "resnet18"] = "mlp"
     """mlp for the clusters; lenet or resnet18 for images"""
-    hidden: tuple[int, ...] = (10_000, 5_000)
+    hidden: tuple[Annotated[int, Field(ge=1, le=100_000)], ...] = (10_000, 5_000)
     """mlp: widths of the hidden layers"""
     sync_batchnorm: bool = False
     """resnet18 on GPUs: BatchNorm computes its statistics over the samples of all processes; false: of each process"""
@@ -215,8 +215,6 @@ class ClassifierConfig(JobConfig):
         if self.model.sync_batchnorm and self.model.name != "resnet18":
             hint = f"{self.model.name} has no BatchNorm; use resnet18, or remove the flag"
             yield "model.sync_batchnorm", "true", hint
-        if not all(1 <= width <= 100_000 for width in self.model.hidden):
-            yield "model.hidden", list(self.model.hidden), "each width should be from 1 to 100,000"
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
         decoding = name in ("data.memory_gb", "data.workers")  # the images stay the same

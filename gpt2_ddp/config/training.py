@@ -138,6 +138,9 @@ WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
 """Fields of the model section that belong to the weights."""
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
@@ -161,7 +164,7 @@ class OptimConfig(ClipConfig):
     """wsd: fraction of decay_steps, at the end, with a linear decay"""
     weight_decay: float = Field(default=0.1, ge=0)
     """decoupled weight decay of matrices and embeddings; biases and LayerNorms have none"""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW: decay rates of the first and second moment"""
     grad_clip: float = Field(default=1.0, ge=0)
     """limit of the global gradient norm; 0: no clipping"""
@@ -177,13 +180,6 @@ class OptimConfig(ClipConfig):
     def may_end_at(self, end: int | None, step: int) -> bool:
         """Whether `decay_steps` may become `end` at this step: no earlier learning rate would differ."""
         return step <= min(self.decay_begins, self.model_copy(update={"decay_steps": end}).decay_begins)
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("both values should be at least 0 and less than 1")
-        return betas
 
 
 class TrainConfig(LoopConfig):
