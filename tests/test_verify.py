@@ -58,7 +58,7 @@ def at(rows: list[dict], step: int) -> dict:
 
 
 @pytest.mark.parametrize(("name", "options", "lines"), [
-    ("run", {}, 7), ("run", {"shards": "sampled"}, 7), ("run", {"shards": "none"}, 6),
+    ("run", {}, 7), ("run", {"shards": "none"}, 6),
     ("gpt2_run", {"data": [str(CORPUS)]}, 7), ("regression_run", {}, 6),
 ])  # fmt: skip
 def test_a_run_is_intact(run: Path, capsys: pytest.CaptureFixture, name: str, options: dict, lines: int) -> None:

@@ -180,8 +180,8 @@ class VerifyConfig(Command):
     """run folder"""
     data: tuple[str, ...] = ()
     """folder of token shards, or all folders of a mixture in their order; none: the run's own"""
-    shards: Literal["full", "sampled", "none"] = "full"
-    """token shards to hash, at about 1 s per GB (estimate); full: all; sampled: a few random ones; none: none"""
+    shards: Literal["full", "none"] = "full"
+    """token shards to hash, at about 1 s per GB (estimate); full: all; none: none"""
     replay: Replay = None
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
     folder, on as many processes as the run had; null: train nothing"""
