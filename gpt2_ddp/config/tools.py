@@ -19,8 +19,6 @@ TRUST = "execute the class that the run recorded (docs/extend.md), even if it wa
 TrustRunCode = Annotated[bool, Field(description=TRUST)]
 Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$")]
 Replay = Annotated[str | None, only(Steps | None, "the step of a checkpoint and a later step, like 1000:1100")]
-Floats = only(tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...], "positive multiples of 4, the bytes of a number")
-Several = only(tuple[Annotated[int, Field(ge=2, le=64)], ...], "numbers from 2 to 64; one process is always timed, too")
 
 
 class CheckpointCommand(Command):
@@ -197,7 +195,7 @@ class CheckClusterConfig(Command):
 
     timeout_seconds: float = Field(default=60, gt=0)
     """seconds to wait for a rank that does not connect, and for an all-reduce that does not end"""
-    sizes: Annotated[tuple[int, ...], Floats] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
+    sizes: tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
     """sizes of the all-reduces in bytes, in fp32; DDP sends gradients in buckets of 25 MiB"""
     repeats: int = Field(default=20, ge=1)
     """timed all-reduces per size"""
@@ -212,7 +210,7 @@ class CompareConfig(Command):
     jobs: tuple[str, ...] = ("regression", "classifier", "gpt2")
     """trainings to time: regression, classifier, transformer, gpt2; each may name a configuration of its script after a
     colon, like classifier:configs/jobs/cifar100_lenet.yaml"""
-    processes: Annotated[tuple[int, ...], Several] = (2,)
+    processes: tuple[Annotated[int, Field(ge=2, le=64)], ...] = (2,)
     """numbers of DDP processes; each has a row in the table"""
     repeats: int = Field(default=3, ge=1)
     """runs of each strategy, in new processes each; the strategies alternate"""
