@@ -103,9 +103,9 @@ def replay(
     ends = [step for step in sorted(checkpoints) if span.start < step < span.stop]
     for start, stop in pairwise([span.start, *ends, span.stop]):
         # the next checkpoint has the settings of this stretch, which may differ from those before a stop
-        maker = min((other for step, other in checkpoints.items() if step >= stop), key=lambda c: c.step, default=None)
-        back = [row for row in rollbacks if row["step"] <= start][-1:]
-        skipped = next((row["skipped_range"] for row in back if row["step"] == start), None)
+        maker = next((checkpoints[step] for step in sorted(checkpoints) if step >= stop), None)
+        back = next((row for row in reversed(rollbacks) if row["step"] <= start), {})
+        skipped = back["skipped_range"] if back.get("step") == start else None
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
         stretch = Span(start, stop, rows, skipped)
         config = maker.config if maker else settings
