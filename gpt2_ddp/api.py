@@ -167,8 +167,6 @@ def _find(run: str | os.PathLike[str], checkpoint: Which) -> "Checkpoint":
 
     if checkpoint == "newest":
         return find_checkpoint(Path(run), "run", kind="gpt2")
-    if checkpoint != "best" and not isinstance(checkpoint, int):
-        raise UserError("checkpoint", checkpoint, "should be newest, best, or the number of a step")
     step = _best_step(Path(run)) if checkpoint == "best" else checkpoint
     return find_checkpoint(Path(run, "checkpoints", f"step-{step:08d}"), kind="gpt2")
 

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from gpt2_ddp.data.tokenizer import Tokenizer
@@ -183,7 +184,7 @@ def answer(
     model; None: that of the longest in its batch. `poll`: called before each batch, equally often on each rank; its
     exceptions end scoring."""
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
-    found = np.zeros((2, len(requests)))  # log-likelihood, how often scored
+    found = torch.zeros(len(requests), dtype=torch.float64)
     was_training = model.training
     model.eval()
     hidden = None if is_main() else True  # None: where there is no terminal
@@ -196,19 +197,15 @@ def answer(
             chosen = [requests[index] for index in batch]  # none at the end: sharded weights need a pass of each rank
             x, y = (rows.to(accelerator.device) for rows in _rows(chosen, batch_size, length))
             scored = y != IGNORED
-            log_probabilities = torch.log_softmax(model(x)[scored].float(), dim=-1)  # [scored, V]
-            if batch:
-                nats = log_probabilities.gather(-1, y[scored][:, None])[:, 0].cpu().double().numpy()
-                ends = np.cumsum([request.scored for request in chosen])
-                begins = np.concatenate([[0], ends[:-1]])
-                found[0, batch] = np.add.reduceat(nats, begins)
-                found[1, batch] += 1
+            losses = cross_entropy(model(x)[scored].float(), y[scored], reduction="none")
+            nats = torch.zeros(y.shape, dtype=torch.float64)
+            nats[scored.cpu()] = -losses.cpu().double()
+            found[batch] = nats.sum(1)[: len(batch)]
     finally:
         model.train(was_training)
     if accelerator.num_processes > 1:
-        found = sum_over_ranks(accelerator, torch.from_numpy(found).to(accelerator.device)).cpu().numpy()
-    assert (found[1] == 1).all(), "each request is scored once"
-    return found[0]
+        found = sum_over_ranks(accelerator, found.to(accelerator.device)).cpu()
+    return found.numpy()
 
 
 def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[Tensor, Tensor]:

@@ -54,12 +54,7 @@ def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
         folder = Path(config.output_dir, re.sub(r"[^\w.-]+", "_", "-".join([config.run_name, *parts])))
         words = [word for field, value in chosen for word in (f"--{field}", value)]
         flags = [*shared, "--run_name", folder.name, "--seed", str(seed), *words]
-        member = Member(folder, flags, load(TrainingConfig, flags, preset))
-        for other in found:
-            if folder == other.folder or member.config == other.config.model_copy(update={"run_name": folder.name}):
-                hint = f"{other.folder} and {folder} would be the same run; give each value once"
-                raise UserError("vary", " ".join(config.vary), hint)
-        found.append(member)
+        found.append(Member(folder, flags, load(TrainingConfig, flags, preset)))
     return found
 
 

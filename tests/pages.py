@@ -50,7 +50,7 @@ CANNOT = {
         "--config configs/jobs/cifar100_lenet.yaml$",
     ),
     "nothing; test_hello.py or test_hello_gpt.py runs it, and looks at what comes out": (
-        *("scripts/hello_", "--train.global_batch_size 10000", "--train.global_batch_size 1200"),
+        *("scripts/hello_", "--train.global_batch_size 10000"),
         "--optim.name adamw --optim.muon_lr",
     ),
     "files of one's own; test_lm_eval.py takes the command from the page": ("--include_path local",),

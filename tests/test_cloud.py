@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import yaml
-from commands import ACCELERATE, TORCHRUN, environment, launch
+from commands import TORCHRUN, environment, launch
 from pages import ROOT, load_docs, parse_script
 from ranks import wait_until
 
@@ -229,7 +229,6 @@ def test_a_user_error_and_a_command_that_is_not_there_end_launch_with_2(tmp_path
 
 LAUNCHERS = {
     "torchrun": [*TORCHRUN, "--nproc_per_node", "2", "scripts/train_gpt2.py"],
-    "accelerate": [*ACCELERATE, "scripts/train_gpt2.py"],
     "processes": [sys.executable, "scripts/train_classifier.py", "--launch.processes", "2"],
 }
 

@@ -48,7 +48,7 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
     return found
 
 
-TASKS = {"eval.tasks": ["items"], "eval.task_items": 9}
+TASKS = {"eval.tasks": ["items"]}
 """`items` stands for a file of items."""
 LLAMA, NANOCHAT = (
     {"model.architecture": "llama", "model.n_kv_head": 1},

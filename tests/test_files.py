@@ -9,7 +9,7 @@ import pytest
 
 from gpt2_ddp.config.tools import check_writable
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import free_name, parse_json, write_atomically, writing
+from gpt2_ddp.files import free_name, parse_json, write_atomically
 
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -43,11 +43,6 @@ def test_what_a_disk_refuses_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"file = .*/file: cannot be written \(No space left on device\); free space"):
         write_atomically(tmp_path / "file", "new")
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
-
-
-def test_what_is_no_disk_s_crashes():
-    with pytest.raises(KeyError), writing(Path("place")):
-        raise KeyError
 
 
 def test_where_a_result_can_go_is_known_before_the_work(tmp_path):

@@ -185,14 +185,12 @@ def test_where_phases_begin(sources, tmp_path):
     assert phases_of(config, [30, 10, 10])[0].weights == normal([3, 1, 1])
 
 
-def test_a_source_weighs_in_validation_as_eval_weights_say(sources, tmp_path):
-    """Else as data.weights, else by its windows; one whose split has no window counts for nothing."""
+def test_what_a_source_weighs_in_validation(sources, tmp_path):
+    """As data.weights say, else by its windows; one whose split has no window counts for nothing."""
     manifests = read_manifests(sources)
     config = config_of(sources, tmp_path, data__weights=[3, 1, 1])
     assert source_weights(config, manifests) == {0: 0.75, 1: 0.25}  # the third has no validation split
-    config = config_of(sources, tmp_path, data__weights=[3, 1, 1], eval__weights=[1, 3, 2])
-    assert source_weights(config, manifests) == {0: 0.25, 1: 0.75}
-    for tokens, weights in ((2, {0: 0.25, 1: 0.75}), (1, {1: 1.0})):
+    for tokens, weights in ((2, {0: 0.75, 1: 0.25}), (1, {1: 1.0})):
         splits = {"val": [dataclasses.replace(manifests[0].splits["val"][0], tokens=tokens)]}
         first = dataclasses.replace(manifests[0], splits=manifests[0].splits | splits)
         assert source_weights(config, [first, *manifests[1:]]) == weights

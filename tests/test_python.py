@@ -20,8 +20,7 @@ from runs import rows as rows_of
 from runs import training_config
 
 import gpt2_ddp
-from gpt2_ddp import TrainingConfig, UserError, load_config, load_rows, prepare
-from gpt2_ddp.config.training import TrainConfig
+from gpt2_ddp import UserError, load_config, load_rows, prepare
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/python.md"
@@ -64,9 +63,7 @@ def in_a_cell() -> Any:
 
 
 @pytest.mark.parametrize(("mistaken", "field"), [
-    (lambda: TrainingConfig(train=TrainConfig(steps=3), seed=-1), "seed = -1"),
     (lambda: load_config(optim={"lr": -1}, train={"stps": 5}), "train.stps = 5"),
-    (lambda: load_config("nowhere.yaml"), "--config = nowhere.yaml"),
     (lambda: prepare(vocab_sise=512), "vocab_sise = 512"),
     (lambda: load_rows("nowhere"), "runs = "),
     (lambda: gpt2_ddp.verify("nowhere"), "run = nowhere"),

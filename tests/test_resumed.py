@@ -83,7 +83,7 @@ def config_of(kind: str, corpus: Path, short_documents: Path, folder: Path, name
         "model.document_mask": True,
         "model.dropout": 0.1,
         "guard": {"patience": 3, "norm_sigmas": 50.0, "loss_sigmas": 50.0},
-        "eval": {"every": 5, "tokens": 2000, "patience": 9, "task_items": 33},
+        "eval": {"every": 5, "tokens": 2000, "patience": 9},
         "eval.tasks": [str(folder / "items.jsonl")],
         "tracking": {"log_every": 2, "sample_every": 5, "sample_prompt": ["def ", ""]},
         "checkpoint.every": 4,

@@ -159,7 +159,7 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, capsys):
         "eval.tasks": [items_file(tmp_path)],
     }
     more |= {"train.activation_checkpointing": True, "train.loss_chunk": 32, "train.micro_batch_size": 1}
-    more |= {"eval.task_items": 9, "tracking.sample_every": 5, "optim.decay_steps": 25, "eval.every": 5}
+    more |= {"tracking.sample_every": 5, "optim.decay_steps": 25, "eval.every": 5}
     train(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
     for number, (processes, way, replicas) in enumerate(
         [(1, "ddp", 1), (2, "fsdp", 1), (3, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 1)], 1
@@ -238,7 +238,7 @@ def test_four_processes(corpus, tmp_path, capsys, changes):
     replicas, saved in the background."""
     changes = changes | {"optim.name": "muon", "model.dropout": 0.1, "eval.every": 5}
     if "model.architecture" in changes:
-        changes |= {"eval.tasks": [items_file(tmp_path)], "eval.task_items": 2}
+        changes |= {"eval.tasks": [items_file(tmp_path)]}
     ddp = {name: value for name, value in changes.items() if not name.startswith("launch.")}
     for name, way in (("ddp", ddp), ("fsdp", changes | FSDP)):
         assert run_ranks(train, 4, training_config(corpus, tmp_path / name, way)) == ["completed"] * 4

@@ -112,8 +112,8 @@ def test_a_line_for_each_run(tmp_path, capsys, monkeypatch):
         return lines
 
     lines = shown("a", "b", "c", "compare", "\x1b[5md")
-    assert (len(lines), r"\x1b[2J\ud800" in lines[0], "more" in lines[0]) == (5, True, False)
-    assert [line.split()[1] for line in lines[1:4]] == ["stalled", "completed", "no"]
+    assert (len(lines), r"\x1b[2J\ud800" in lines[0], "more" in lines[0]) == (4, True, False)
+    assert [line.split()[1] for line in lines[1:]] == ["stalled", "completed", "stopped"]
     for wrong in ([str(tmp_path)], []):
         commands.expect_error("runs = ", show_status, load(StatusConfig, wrong))
     (tmp_path / "runs").symlink_to(tmp_path)

@@ -95,9 +95,9 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
     items = tmp_path / "other.jsonl"
     write(items, [{"context": f"def {word}", "choices": ["(self):", "import"], "label": 0} for word in "abcde"])
     both = [items_file(tmp_path), str(items)]
-    tasks = {"eval.tasks": both, "eval.task_items": 9, "train.micro_batch_size": 5}
+    tasks = {"eval.tasks": both, "train.micro_batch_size": 5}
     run, told = tmp_path / "run", tmp_path / "run/evaluations/step-00000010"
-    own = {"checkpoint": str(run), "tasks": both, "task_items": 9, "batch_size": 5}
+    own = {"checkpoint": str(run), "tasks": both, "batch_size": 5}
     configs = [training_config(corpus, tmp_path, tasks | {"train.steps": steps}) for steps in (10, 11, 12)]
     calls = [
         (said, train, configs[0]),
@@ -110,13 +110,13 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
     ]
     ((_, _, notes), _, _, (_, _, others), _, refused, (code, verdict)) = run_ranks(in_turn, 1, *calls)[0]
     assert "micro-batches have 4 windows, not 5" in notes
-    assert "items is scored on 9 items; guessing gets 50.0% right" in notes
+    assert "items is scored on 15 items; guessing gets 50.0% right" in notes
     scored = {row["step"]: row for row in rows(run) if "val_loss" in row}
     names = {f"{name}_{metric}" for name in ("items", "other") for metric in ("acc", "acc_norm")}
     assert {step: names & {*row} for step, row in scored.items()} == {0: names, 10: names, 11: names}
     state = find_checkpoint(run / "checkpoints/step-00000010").state
     for name in ("items", "other"):
-        own = json.loads((told / f"{name}-9.json").read_text())
+        own = json.loads((told / f"{name}.json").read_text())
         assert [scored[10][f"{name}_{metric}"] for metric in ("acc", "acc_norm")] == [own["acc"], own["acc_norm"]]
         assert state.task.tasks[name] == own["items_sha256"]
     assert "note: the items of other have changed" in others

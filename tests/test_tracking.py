@@ -119,8 +119,6 @@ def test_what_is_no_file_is_set_aside(log, make, name):
 
 LOSSES = {
     "lock removed": lambda run: (run / ".lock").unlink(),
-    "lock taken": lambda run: ((run / ".lock").unlink(), open_folder(run)),
-    "folder removed": shutil.rmtree,
     "folder replaced": lambda run: (shutil.rmtree(run), run.mkdir(), (run / ".lock").touch()),
 }
 

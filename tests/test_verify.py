@@ -59,7 +59,7 @@ def at(rows: list[dict], step: int) -> dict:
 
 
 @pytest.mark.parametrize(("name", "options", "lines"), [
-    ("run", {}, 7), ("run", {"shards": "sampled"}, 7), ("run", {"shards": "none"}, 6),
+    ("run", {}, 7), ("run", {"shards": "none"}, 6),
     ("gpt2_run", {"data": [str(CORPUS)]}, 7), ("regression_run", {}, 6),
 ])  # fmt: skip
 def test_a_run_is_intact(run: Path, capsys: pytest.CaptureFixture, name: str, options: dict, lines: int) -> None:
@@ -153,7 +153,7 @@ REWRITTEN: list[tuple[str, str, Any, str]] = [
     (METRICS, "", None, f"{METRICS}: has no start"),
     (METRICS, r"(.*\n){5}\Z", "", f"{TEN}: its chain"),
     (METRICS, r".*\n\Z", "", STATUS),
-    (CONFIG, "  rollbacks: 3\n", "", f"{CONFIG}: guard.rollbacks"),
+    (CONFIG, "  patience: 20\n", "", f"{CONFIG}: guard.patience"),
     (STATUS, "", None, STATUS),
     (STATUS, "", "{", STATUS),
     (STATUS, "10", "11", STATUS),

@@ -41,6 +41,14 @@ def is_list(field: FieldInfo) -> bool:
     return tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
 
 
+def kinds_of(field: FieldInfo) -> list[Any]:
+    """The types in a field's annotation, and the words and conditions in them."""
+    kinds = [field.annotation]
+    for kind in kinds:
+        kinds += get_args(kind)
+    return kinds
+
+
 class Section(BaseModel):
     """A frozen group of fields. Unknown keys, NaN, booleans as numbers, and NUL in text are user errors.
 
@@ -56,14 +64,14 @@ class Section(BaseModel):
     @classmethod
     def _check_kind(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name or ""]
-        kinds = {field.annotation, *get_args(field.annotation)}
+        kinds = kinds_of(field)
         takes_list = get_origin(field.annotation) is tuple
         if str(value).lower() in ("none", "null") and (takes_list or type(None) in kinds):
             return () if takes_list else None
         if takes_list and isinstance(value, str):
             value = [value] if str in kinds else re.findall(r"[^\s,]+", value.strip("[]"))
         items = value if isinstance(value, list | tuple) else [value]
-        if {int, float} & kinds and any(isinstance(item, bool) for item in items):
+        if (int in kinds or float in kinds) and any(isinstance(item, bool) for item in items):
             raise ValueError("should be a number, not true or false")
         if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):  # half a surrogate raises, too
             raise ValueError("should not contain a NUL character")

@@ -16,7 +16,7 @@ import yaml
 from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
-from gpt2_ddp.config.base import Command, flat, is_list, leaves, sections
+from gpt2_ddp.config.base import Command, flat, is_list, kinds_of, leaves, sections
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import check_limits, read_small
 from gpt2_ddp.project import PROJECT
@@ -201,13 +201,10 @@ def _flag_help(flag: str, text: str) -> str:
 
 def _metavar(field: FieldInfo) -> str:
     """The kinds of values that a flag takes, like `INT` or `{auto,true,false}`."""
-    kinds = [field.annotation]
-    for kind in kinds:
-        kinds += get_args(kind)
     words = {str: "TEXT", bool: "true,false", type(None): "null"}
     names = [
         kind if isinstance(kind, str) else words.get(kind) or kind.__name__.upper()
-        for kind in kinds
+        for kind in kinds_of(field)
         if isinstance(kind, type | str) and not get_args(kind)
     ]
     text = ",".join(dict.fromkeys(names))

@@ -24,8 +24,7 @@ def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
         yield "data.path", " ".join(paths), "contains a folder twice; name it once and set data.weights"
     if len(paths) > MOST_SOURCES:
         yield "data.path", f"{len(paths)} folders", f"should be at most {MOST_SOURCES}; prepare several as one"
-    given = {"data.weights": data.weights, "eval.weights": config.eval.weights}
-    given = {field: weights for field, weights in given.items() if weights}
+    given = {"data.weights": data.weights} if data.weights else {}
     given |= {f"data.phases, number {number}": phase.weights for number, phase in enumerate(data.phases, 1)}
     for field, weights in given.items():
         if len(weights) != len(paths):
@@ -40,18 +39,12 @@ def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
 
 
 def describe_missing(manifest: Path) -> str:
-    """The hint for a folder of `data.path` without the file `manifest`, with a command that makes one."""
+    """The hint for a folder of `data.path` without the file `manifest`."""
     folder = manifest.parent
     if not folder.exists():
         return "no such folder; create it with prepare_data.py"
-    if any(folder.glob("*.bin")):
-        indexing = f"index shards of another program with --source 'bin:{folder}/*.bin'"
-        return f"has shards but no {manifest.name}: run its prepare_data.py command again, or {indexing}"
-    output = Path(f"data/{folder.absolute().stem}")
-    if output.absolute() == folder.absolute():
-        output = Path(f"{output}-tokens")
-    command = f"{command_for('prepare_data')} --source '{folder}' --output {output}"
-    return f"has no {manifest.name}; if it is text, make shards of it: `{command}`"
+    source = f"bin:{folder}/*.bin" if any(folder.glob("*.bin")) else folder
+    return f"has no {manifest.name}; make one of its shards or text: {command_for('prepare_data')} --source '{source}'"
 
 
 def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

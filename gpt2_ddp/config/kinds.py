@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from gpt2_ddp.config.base import flat, leaves
 from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.run import RunConfig
@@ -23,9 +22,3 @@ def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
     except UserError as error:
         mistakes = [f"in {place}: {mistake}; restore the run's original file" for mistake in error.mistakes]
         raise UserError.join(mistakes) from error
-
-
-def guess_kind(saved: dict[str, Any]) -> str:
-    """The kind of a run whose config.yaml holds `saved`: the one with the fewest other fields."""
-    fields = flat(saved).keys()
-    return min(CONFIGS, key=lambda kind: len(fields ^ dict(leaves(CONFIGS[kind])).keys()))

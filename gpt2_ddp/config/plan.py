@@ -1,7 +1,5 @@
 """Configurations of plan.py and sweep.py: a training, and what to do with it."""
 
-from collections.abc import Iterator
-
 from pydantic import Field
 
 from gpt2_ddp.config.training import TrainingConfig
@@ -30,11 +28,6 @@ class PlanConfig(TrainingConfig):
     def training(self) -> TrainingConfig:
         """The configuration that train_gpt2.py would have."""
         return TrainingConfig.model_validate({name: getattr(self, name) for name in TrainingConfig.model_fields})
-
-    def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        yield from super().mistakes()
-        if self.gpu and self.train.device not in ("auto", "cuda"):
-            yield "train.device", self.train.device, f"conflicts with gpu {self.gpu}; remove one of the two"
 
 
 class SweepConfig(TrainingConfig):

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from gpt2_ddp.config.base import Command, Section, flat
 
@@ -59,13 +59,6 @@ class LoopConfig(Section):
     profile_steps: int = Field(default=0, ge=0)
     """steps to record with torch's profiler, after three warm-up steps; the trace goes to the run folder; 0: none"""
 
-    @field_validator("compile", mode="before")
-    @classmethod
-    def _yes_or_no(cls, value: object) -> object:
-        with suppress(ValidationError):  # YAML 1.1 reads `off` as false
-            return "model" if TypeAdapter(bool).validate_python(value) else "off"
-        return value
-
 
 class GuardConfig(Section):
     """Reaction to bad steps"""
@@ -76,7 +69,8 @@ class GuardConfig(Section):
     loss_sigmas: float | None = Field(default=None, gt=0)
     """limit of the loss, in standard deviations above its running mean; null: no limit for finite losses"""
     patience: int = Field(default=20, ge=1)
-    """number of bad steps in a row after which the run has diverged"""
+    """number of bad steps in a row after which the run has diverged: a GPT returns to its newest good checkpoint, skips
+    the data read since, and ends at its fourth divergence; a small job ends"""
 
 
 Url = Annotated[str, Field(pattern=r"^[^@]+$")]
@@ -128,6 +122,8 @@ class RunConfig(Command):
 
     kind: ClassVar[str] = ""
     """Kind of run, as written in checkpoints."""
+    rollbacks: ClassVar[int] = 0
+    """Most rollbacks of a diverged run."""
     kept: ClassVar[tuple[str, ...]] = ("seed", "model", "optim")
     """Sections and fields that must not change when a run is resumed."""
 
@@ -149,7 +145,6 @@ class RunConfig(Command):
 
     backend = _optional("launch.backend", "auto")
     parallel = _optional("launch.parallel", "ddp")
-    rollbacks = _optional("guard.rollbacks", 0)
     eval_patience = _optional("eval.patience", None)
     branch_from = _optional("train.branch_from", None)
     init_from = _optional("train.init_from", None)

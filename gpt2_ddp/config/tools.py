@@ -2,7 +2,6 @@
 
 import codecs
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -14,15 +13,12 @@ from gpt2_ddp.config.base import Command
 from gpt2_ddp.config.run import only
 from gpt2_ddp.errors import UserError
 
-TASKS_ONLY = "is for tasks only; add some, like --tasks hellaswag"
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
 TRUST = "execute the class that the run recorded (docs/extend.md), even if it was never given on this machine"
 TrustRunCode = Annotated[bool, Field(description=TRUST)]
 Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$")]
 Replay = Annotated[str | None, only(Steps | None, "the step of a checkpoint and a later step, like 1000:1100")]
-Floats = only(tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...], "positive multiples of 4, the bytes of a number")
-Several = only(tuple[Annotated[int, Field(ge=2, le=64)], ...], "numbers from 2 to 64; one process is always timed, too")
 
 
 class CheckpointCommand(Command):
@@ -120,14 +116,6 @@ class EvaluateConfig(CheckpointCommand):
     """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it"""
     device: Device = "auto"
 
-    def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        if self.tasks and self.tokens is not None:
-            yield "tokens", self.tokens, "is for the loss of a split, and tasks replace it; remove tokens or tasks"
-        if self.task_items is not None and not self.tasks:
-            yield "task_items", self.task_items, TASKS_ONLY
-        if self.images and self.data:
-            yield "images", " ".join(self.images), "are not scored, unlike data; remove one of the two"
-
 
 class GenerateConfig(CheckpointCommand):
     """generate.py: text from a checkpoint"""
@@ -190,8 +178,8 @@ class VerifyConfig(Command):
     """run folder"""
     data: tuple[str, ...] = ()
     """folder of token shards, or all folders of a mixture in their order; none: the run's own"""
-    shards: Literal["full", "sampled", "none"] = "full"
-    """token shards to hash, at about 1 s per GB (estimate); full: all; sampled: a few random ones; none: none"""
+    shards: Literal["full", "none"] = "full"
+    """token shards to hash, at about 1 s per GB (estimate); full: all; none: none"""
     replay: Replay = None
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
     folder, on as many processes as the run had; null: train nothing"""
@@ -207,7 +195,7 @@ class CheckClusterConfig(Command):
 
     timeout_seconds: float = Field(default=60, gt=0)
     """seconds to wait for a rank that does not connect, and for an all-reduce that does not end"""
-    sizes: Annotated[tuple[int, ...], Floats] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
+    sizes: tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
     """sizes of the all-reduces in bytes, in fp32; DDP sends gradients in buckets of 25 MiB"""
     repeats: int = Field(default=20, ge=1)
     """timed all-reduces per size"""
@@ -222,7 +210,7 @@ class CompareConfig(Command):
     jobs: tuple[str, ...] = ("regression", "classifier", "gpt2")
     """trainings to time: regression, classifier, transformer, gpt2; each may name a configuration of its script after a
     colon, like classifier:configs/jobs/cifar100_lenet.yaml"""
-    processes: Annotated[tuple[int, ...], Several] = (2,)
+    processes: tuple[Annotated[int, Field(ge=2, le=64)], ...] = (2,)
     """numbers of DDP processes; each has a row in the table"""
     repeats: int = Field(default=3, ge=1)
     """runs of each strategy, in new processes each; the strategies alternate"""

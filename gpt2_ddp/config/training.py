@@ -3,11 +3,11 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator
 
-from gpt2_ddp.config.base import Section
+from gpt2_ddp.config.base import Section, flat
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -137,15 +137,14 @@ class ModelConfig(Section):
 WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
 """Fields of the model section that belong to the weights."""
 
-Optimizers = Literal["adamw", "muon"]
-OPTIMIZERS = get_args(Optimizers)
-"""Optimizers of a GPT. A field like `muon_lr` belongs to one of them."""
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
-    name: Optimizers = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
     """optimizer: AdamW, fused; or Muon for hidden matrices, and AdamW for everything else (docs/optimizers.md)"""
     lr: float = Field(default=6e-4, gt=0)
     """peak learning rate"""
@@ -165,7 +164,7 @@ class OptimConfig(ClipConfig):
     """wsd: fraction of decay_steps, at the end, with a linear decay"""
     weight_decay: float = Field(default=0.1, ge=0)
     """decoupled weight decay of matrices and embeddings; biases and LayerNorms have none"""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW: decay rates of the first and second moment"""
     grad_clip: float = Field(default=1.0, ge=0)
     """limit of the global gradient norm; 0: no clipping"""
@@ -181,13 +180,6 @@ class OptimConfig(ClipConfig):
     def may_end_at(self, end: int | None, step: int) -> bool:
         """Whether `decay_steps` may become `end` at this step: no earlier learning rate would differ."""
         return step <= min(self.decay_begins, self.model_copy(update={"decay_steps": end}).decay_begins)
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("both values should be at least 0 and less than 1")
-        return betas
 
 
 class TrainConfig(LoopConfig):
@@ -227,11 +219,8 @@ class EvalConfig(Section):
     """early stopping: the run ends after so many evaluations in a row without a new lowest val_loss; each new lowest
     saves a checkpoint; null: train all steps"""
     tasks: tuple[str, ...] = ()
-    """tasks scored at each evaluation: `hellaswag` (from the Hub), or jsonl files of items (docs/evaluation.md)"""
-    task_items: int | None = Field(default=500, ge=1)
-    """items of each task, evenly spread, always the same; null: all"""
-    weights: tuple[float, ...] = ()
-    """several folders in data.path: weight of each folder's loss in val_loss, like 0 0 1; none: data.weights"""
+    """tasks scored at each evaluation, on the same 500 items each, evenly spread: `hellaswag` (from the Hub), or jsonl
+    files of items (docs/evaluation.md)"""
 
 
 class CheckpointConfig(KeepConfig):
@@ -239,14 +228,6 @@ class CheckpointConfig(KeepConfig):
 
     every: int = Field(default=1000, ge=1)
     """steps between checkpoints; a stop and the last step always save one"""
-
-
-class RollbackConfig(GuardConfig):
-    """Reaction to bad steps"""
-
-    rollbacks: int = Field(default=3, ge=0)
-    """most rollbacks of a diverged run: each loads the newest good checkpoint and skips the data read since it; the
-    next divergence ends the run with exit code 3"""
 
 
 class TextTrackingConfig(TrackingConfig):
@@ -278,7 +259,8 @@ class TrainingConfig(RunConfig):
     """train_gpt2.py: pretrain a GPT on token shards"""
 
     kind = "gpt2"
-    kept = ("seed", "model", "optim", "train.global_batch_tokens", "eval.weights")
+    rollbacks = 3
+    kept = ("seed", "model", "optim", "train.global_batch_tokens")
     first = (
         *("run_name", "data.path", "model.architecture", "model.n_layer", "model.n_head", "model.n_embd"),
         *("model.block_size", "optim.lr", "train.steps", "train.global_batch_tokens", "train.micro_batch_size"),
@@ -295,7 +277,7 @@ class TrainingConfig(RunConfig):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
-    guard: RollbackConfig = RollbackConfig()
+    guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TextTrackingConfig = TextTrackingConfig()
     launch: ParallelConfig = ParallelConfig()
@@ -311,13 +293,9 @@ class TrainingConfig(RunConfig):
         return self.model_validate(self.model_dump() | {"model": model})
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """Allows inherited fields, a new end of the schedule before the decay begins, null for the saved end, and new
-        sources of weight 0 in val_loss."""
+        """Allows inherited fields, a new end of the schedule before the decay begins, and null for the saved end."""
         if name.removeprefix("model.") in self.inherited:
             return True
-        if name == "eval.weights":
-            now = self.eval.weights
-            return bool(before) and list(now[: len(before)]) == before and not any(now[len(before) :])
         return name == "optim.decay_steps" and (self.optim.decay_steps is None or self.optim.may_end_at(before, step))
 
     @property
@@ -356,7 +334,7 @@ class TrainingConfig(RunConfig):
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
         yield from self._ignored_fields()
-        if len(self.data.paths) > 1 or self.data.weights or self.eval.weights or self.data.phases:
+        if len(self.data.paths) > 1 or self.data.weights or self.data.phases:
             from gpt2_ddp.config.hints import mixture_mistakes
 
             yield from mixture_mistakes(self)
@@ -367,17 +345,12 @@ class TrainingConfig(RunConfig):
 
     def _ignored_fields(self) -> Iterator[tuple[str, object, str]]:
         """Fields of another optimizer, and of sharding without it, which `accelerate config` may select, too."""
-        owners = {name: name.partition("_")[0] for name in OptimConfig.model_fields}
-        parts = [("optim", "name", {name: owner for name, owner in owners.items() if owner in OPTIMIZERS})]
-        if os.environ.get("ACCELERATE_USE_FSDP") != "true":
-            parts.append(("launch", "parallel", dict.fromkeys(("replicas", "reduce"), "fsdp")))
-        for part, choice, fields in parts:
-            section = getattr(self, part)
-            for name, owner in fields.items():
-                given = getattr(section, name)
-                if getattr(section, choice) != owner and given != type(section).model_fields[name].default:
-                    hint = f"is for --{part}.{choice} {owner} only; add that flag, or remove this one"
-                    yield f"{part}.{name}", given, hint
+        owners = {"optim.muon_lr": "optim.name muon"} if self.optim.name != "muon" else {}
+        if self.launch.parallel != "fsdp" and os.environ.get("ACCELERATE_USE_FSDP") != "true":
+            owners |= dict.fromkeys(("launch.replicas", "launch.reduce"), "launch.parallel fsdp")
+        for name, value in flat(self.model_dump(exclude_defaults=True)).items():
+            if owner := owners.get(name):
+                yield name, value, f"is for --{owner} only; add that flag, or remove this one"
 
     def _model_mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors of the shape, and of a step's tokens, which depend on it."""

@@ -207,7 +207,7 @@ def source_weights(config: TrainingConfig, manifests: Sequence[Manifest], split:
     """Weight of each source with this split in the loss of the mixture, by number; they sum up to 1 in every phase.
     Empty if no source of positive weight has the split."""
     windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
-    weights = config.eval.weights or config.data.weights or windows
+    weights = config.data.weights or windows
     present = {number: weights[number] for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1}
     total = sum(present.values())
     return {number: weight / total for number, weight in present.items()} if total else {}

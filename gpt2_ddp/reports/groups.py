@@ -42,7 +42,7 @@ class Group:
         found: dict[str, list[float]] = {}
         for run in self.scored:
             if (value := run.scores[score]) is not None:
-                found.setdefault(_seed(run), []).append(value)
+                found.setdefault(str(run.config.get("seed", run.name)), []).append(value)
         return {seed: fmean(values) for seed, values in found.items()}
 
 
@@ -184,7 +184,3 @@ def _unlike(runs: Sequence[RunRecord], score: str) -> str:
     if len(counts) > 1:
         return f"not compared: evaluations of {' and '.join(counts)} {runs[0].unit}"
     return "not compared: the tokenizers differ" if score.endswith("val_loss") and not share_tokens(runs) else ""
-
-
-def _seed(run: RunRecord) -> str:
-    return str(run.config["seed"]) if run.config.get("seed") is not None else run.name

@@ -6,7 +6,7 @@ Nothing is smoothed. Long runs are thinned, but every minimum, maximum and non-f
 """
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,6 +35,10 @@ PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
 """Titles of the panels beside the loss, by metric."""
 
 
+Along = Callable[[RunRecord, np.ndarray], np.ndarray]
+"""Positions of a run's steps [n] on the x axis [n]."""
+
+
 class Curve(NamedTuple):
     """A run, or the mean of several completed runs of a group."""
 
@@ -57,16 +61,17 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
     curves = [*_curves(runs)]
     rates = {round(run.tokens_per_step) for run in runs}
     by_tokens = len(rates) > 1 and 0 not in rates
+    along = RunRecord.tokens_at if by_tokens else lambda run, steps: steps
     unit = " or ".join(dict.fromkeys(run.unit for run in runs))
     metrics = [metric for metric in PANELS if any(len(run.series(metric)[0]) for run in runs)]
     with matplotlib.rc_context(STYLE):
         rows = len(metrics) // 2 + 1
         figure = Figure(figsize=(11, 3.4 * rows), layout="constrained")
         loss, *others = figure.subplots(rows, 2, sharex=True, squeeze=False).flat
-        _draw_loss(loss, curves, by_tokens, unit)
+        _draw_loss(loss, curves, along, unit)
         for panel, metric in zip(others, metrics, strict=False):
             panel.set_title(PANELS[metric].format(unit=unit))
-            _plot(panel, curves, metric, by_tokens, alpha=0.8)
+            _plot(panel, curves, metric, along, alpha=0.8)
             if metric == "grad_norm":
                 _make_logarithmic(panel)
             else:
@@ -101,18 +106,18 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[Curve]:
                 yield Curve(f"{run.name} ({run.state})", f"C{number}", [run], ":")
 
 
-def _draw_loss(panel: Axes, curves: Sequence[Curve], by_tokens: bool, unit: str) -> None:
+def _draw_loss(panel: Axes, curves: Sequence[Curve], along: Along, unit: str) -> None:
     runs = [run for curve in curves for run in curve.runs]
     ink = INK if len(curves) > 1 else "C0"
     look = {"linewidth": 1.6, "marker": "o", "markersize": 4, "markeredgecolor": INK}
     if share_tokens(runs):
         panel.set_title("Loss (nats per token, log scale)" if unit == "tokens" else "Loss (log scale)")
         panel.plot([], [], color=ink, alpha=0.6, label="train")
-        _plot(panel, curves, "loss_mean", by_tokens, alpha=0.6)
-        _plot(panel, curves, "val_loss", by_tokens, **look)
+        _plot(panel, curves, "loss_mean", along, alpha=0.6)
+        _plot(panel, curves, "val_loss", along, **look)
     else:
         panel.set_title("Validation loss (bits per byte, log scale; the tokenizers differ)")
-        _plot(panel, curves, "val_bits_per_byte", by_tokens, **look)
+        _plot(panel, curves, "val_bits_per_byte", along, **look)
     panel.plot([], [], color=ink, label="validation", **look)
     for curve in curves:
         for run in curve.runs:
@@ -120,19 +125,19 @@ def _draw_loss(panel: Axes, curves: Sequence[Curve], by_tokens: bool, unit: str)
             happened += [{"event": "not_finite", "step": row["step"]} for row in run.rows if row.get("not_finite")]
             for event, (label, marker) in EVENTS.items():
                 steps = np.array([row["step"] for row in happened if row["event"] == event])
-                _mark(panel, _place(run, steps, by_tokens), label, color=curve.color, marker=marker)
+                _mark(panel, along(run, steps), label, color=curve.color, marker=marker)
     _make_logarithmic(panel)
     handles, labels = panel.get_legend_handles_labels()
     panel.legend(handles=dict(zip(labels, handles, strict=True)).values())
 
 
-def _plot(panel: Axes, curves: Sequence[Curve], metric: str, by_tokens: bool, **look: Any) -> None:
+def _plot(panel: Axes, curves: Sequence[Curve], metric: str, along: Along, **look: Any) -> None:
     """Draws a metric of each curve, the longest at the bottom, with crosses for values that are not finite."""
     for curve in sorted(curves, key=lambda curve: -curve.runs[0].rows[-1]["step"]):
         steps, values, deviation = curve.series(metric)
         kept = thin(values, POINTS // 3)
         steps, values, deviation = steps[kept], values[kept], deviation[kept]
-        x = np.mean([_place(run, steps, by_tokens) for run in curve.runs], axis=0)
+        x = np.mean([along(run, steps) for run in curve.runs], axis=0)
         finite = np.isfinite(values)
         dots = {"marker": "." if len(steps) < MARKED else "", "markevery": len(steps) // MARKED + 1}
         panel.plot(x, np.where(finite, values, np.nan), color=curve.color, linestyle=curve.style, **(dots | look))
@@ -141,11 +146,6 @@ def _plot(panel: Axes, curves: Sequence[Curve], metric: str, by_tokens: bool, **
             high = values + deviation
             panel.fill_between(x, low, high, where=finite, color=curve.color, alpha=0.2, linewidth=0)
         _mark(panel, x[~finite], NOT_FINITE, color=curve.color, marker="x")
-
-
-def _place(run: RunRecord, steps: np.ndarray, by_tokens: bool) -> np.ndarray:
-    """Positions of steps [n] on the x axis [n]."""
-    return run.tokens_at(steps) if by_tokens else steps
 
 
 def _mark(panel: Axes, x: np.ndarray, label: str, **look: Any) -> None:

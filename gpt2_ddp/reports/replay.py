@@ -18,7 +18,17 @@ import torch
 from accelerate import Accelerator
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, list_checkpoints, steps_of, verify
-from gpt2_ddp.checkpoint.run_files import METRICS, Outcome, field_of, is_event, is_rollback, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import (
+    METRICS,
+    SAMPLES,
+    Outcome,
+    field_of,
+    head,
+    is_event,
+    is_rollback,
+    read_lines,
+    valid_rows,
+)
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Tensors
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
@@ -93,9 +103,9 @@ def replay(
     ends = [step for step in sorted(checkpoints) if span.start < step < span.stop]
     for start, stop in pairwise([span.start, *ends, span.stop]):
         # the next checkpoint has the settings of this stretch, which may differ from those before a stop
-        maker = min((other for step, other in checkpoints.items() if step >= stop), key=lambda c: c.step, default=None)
-        back = [row for row in rollbacks if row["step"] <= start][-1:]
-        skipped = next((row["skipped_range"] for row in back if row["step"] == start), None)
+        maker = next((checkpoints[step] for step in sorted(checkpoints) if step >= stop), None)
+        back = next((row for row in reversed(rollbacks) if row["step"] <= start), {})
+        skipped = back["skipped_range"] if back.get("step") == start else None
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
         stretch = Span(start, stop, rows, skipped)
         config = maker.config if maker else settings
@@ -123,10 +133,14 @@ def _replay_stretch(
         copy.mkdir(parents=True)
         for file in begin.path.iterdir():
             (copy / file.name).symlink_to(file.resolve())
+        log = begin.state.log  # a resume expects the rows and samples before its checkpoint
+        (again / METRICS).write_bytes(b"".join(head(run / METRICS, log.bytes)))
+        (again / SAMPLES).write_bytes(b"".join(head(run / SAMPLES, log.samples_bytes)))
         has_bits = end is not None and not reasons
         if run_processes(_train_again, processes, config, span, has_bits, state["threads"], code) == "stopped":
             raise SystemExit(STOPPED)
-        defects = compare_rows(span.rows, {row["step"]: row for row in valid_rows(_rows(again))}, exact=not reasons)
+        new = valid_rows(row for row in _rows(again) if is_rollback(row) or row["step"] in span.rows)
+        defects = compare_rows(span.rows, {row["step"]: row for row in new}, exact=not reasons)
         if end and has_bits:
             ours = verify(again / "checkpoints" / end.path.name)
             for name in (MODEL, OPTIMIZER):

@@ -9,7 +9,6 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from gpt2_ddp.checkpoint.run_files import duration
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
@@ -19,8 +18,6 @@ from gpt2_ddp.reports.picture import as_png, as_svg, draw
 from gpt2_ddp.reports.runs import RunRecord, read_runs
 
 UNKNOWN = "–"
-SETTINGS = ("model.name", "model.architecture", "model.n_layer", "model.n_embd", "optim.lr", "seed")
-"""Settings in the table; for several runs, also those in which they differ."""
 ORIGIN = ("command", "commit", "hardware", "processes", "device", "versions")  # of the newest start
 SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH = 12, 8, 3000
 """Newest steps of a run whose samples are shown, samples shown of each, and characters of all runs' samples of it."""
@@ -60,12 +57,10 @@ def page(runs: Sequence[RunRecord], svg: str) -> str:
     if len(groups := group_runs(runs)) < len(runs):
         text = escape("\n".join(describe(groups)))
         body += ["<h2>Groups of runs that differ only in their seed</h2>", f"<pre>{text}</pre>"]
-    settings = dict.fromkeys([*SETTINGS, *differing(runs)])
-    body += ["<h2>Newest values</h2>", _by_run({run.name: _overview(run, settings) for run in runs})]
     for run in runs:
         body += _samples(run, SAMPLE_LENGTH // len(runs))
-    configurations = {run.name: {name: _text(value) for name, value in run.config.items()} for run in runs}
-    body += ["<details><summary>Configuration</summary>", _by_run(configurations), "</details>"]
+    settings = differing(runs)
+    body += ["<h2>Newest values and configuration</h2>", _by_run({run.name: _column(run, settings) for run in runs})]
     if notes := [f"<p>{escape(f'{run.name}: {note}')}</p>" for run in runs for note in run.notes]:
         body += ["<h2>Not in this report</h2>", *notes]
     title = escape(f"Training report: {', '.join(run.name for run in runs[:3])}{' ...' if len(runs) > 3 else ''}")
@@ -73,18 +68,18 @@ def page(runs: Sequence[RunRecord], svg: str) -> str:
     return frame.format(title=title, style=style, body="\n".join(body))
 
 
-def _overview(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
-    """A run's column: state, settings, the newest value of each field of the rows, and its newest start."""
+def _column(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
+    """A run's state, the `settings`, the newest value of each field of the rows, its newest start, all settings."""
+    config = {name: _text(value) for name, value in run.config.items()}
     reason, end, best = run.status.get("reason"), run.rows[-1]["step"], run.best("val_loss")
     cells = {"state": f"{run.state}: {reason}" if reason else run.state}
-    cells |= {name: _text(run.config[name]) for name in settings if name in run.config}
+    cells |= {name: config[name] for name in settings if name in config}
     for name in run.fields:
         if row := run.last(name):
             cells[name] = _number(row[name]) + (f" at step {row['step']:,}" if row["step"] != end else "")
     if best:
         cells["best val_loss"] = f"{_number(best['val_loss'])} at step {best['step']:,}"
-    cells["time in training steps"] = duration(run.clock[1][-1])
-    return cells | {name: _text(run.start.get(name)) for name in ORIGIN}
+    return cells | {name: _text(run.start.get(name)) for name in ORIGIN} | config
 
 
 def _samples(run: RunRecord, length: int) -> list[str]:

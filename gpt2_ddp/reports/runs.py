@@ -113,18 +113,6 @@ class RunRecord:
         """The newest start, or an empty row."""
         return next((event for event in reversed(self.events) if event["event"] == "start"), {})
 
-    @cached_property
-    def clock(self) -> Series:
-        """Steps, and the seconds of training until each step, without a branch's parent: tokens of the logged intervals
-        over their tokens per second, so without evaluations, saves and pauses."""
-        begun = next((event["step"] for event in self.events if event["event"] == "branch"), 0)
-        steps, speed = self.series("tokens_per_second")
-        steps, speed = steps[speed > 0], speed[speed > 0]
-        if not self.tokens_per_step:
-            return np.zeros(1), np.zeros(1)
-        seconds = np.diff(self.tokens_at(steps), prepend=begun * self.tokens_per_step).clip(0) / speed
-        return np.append(begun, steps), np.append(0, np.cumsum(seconds))
-
     def tokens_at(self, steps: np.ndarray) -> np.ndarray:
         """Tokens until each of the steps [n], between rows in proportion [n]. Needs a known `tokens_per_step`."""
         places, tokens = self.series("tokens")
@@ -133,14 +121,11 @@ class RunRecord:
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
-    """Reads run folders, each once, named by the shortest ends of their paths that differ. Raises: UserError for a
-    folder without a complete row."""
-    paths = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
-    names = [path.name for path in paths]
-    if len(set(names)) < len(names):
-        parent = os.path.commonpath(paths)
-        names = [os.path.relpath(path, parent) for path in paths]
-    return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    """Reads run folders, each once, named by their paths below the folder that has all of them. Raises: UserError for
+    a folder without a complete row."""
+    paths = dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders)
+    above = os.path.commonpath([path.parent for path in paths])
+    return [_read_run(path, os.path.relpath(path, above)) for path in paths]
 
 
 def share_tokens(runs: Iterable[RunRecord]) -> bool:

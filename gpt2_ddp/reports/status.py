@@ -1,6 +1,5 @@
 """The state of runs: running, stalled, dead, or their outcome."""
 
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -30,17 +29,13 @@ class Health(NamedTuple):
 
 
 def show_status(config: StatusConfig) -> int:
-    """The command: prints a line for each run. Raises: UserError if none is a run."""
-    folders = [Path(run) for run in config.runs] or sorted(file.parent for file in Path("runs").glob(f"*/{STATUS}"))
+    """The command: prints a line for each run among the folders. Raises: UserError if none is a run."""
+    folders = [Path(run) for run in config.runs] or sorted(Path("runs").glob("*"))
     runs = [folder for folder in folders if (folder / STATUS).is_file()]
     if not runs:
         raise no_run(folders[0] if folders else Path("runs"), STATUS)
-    folders = [folder for folder in folders if not os.path.isfile(folder)]  # `runs/*` matches files beside the runs
-    width = max(len(str(folder)) for folder in folders)
-    for folder in folders:
-        if folder not in runs:  # such as the output of compare_parallel.py
-            print(truncate(f"{folder!s:{width}}  no run", LINE))
-            continue
+    width = max(len(str(folder)) for folder in runs)
+    for folder in runs:
         found = health(folder)
         age = timedelta(seconds=round(found.age))
         line = f"{folder!s:{width}}  {found.state:9}  step {found.step:>7}  {age!s:>8} ago  {found.detail}"

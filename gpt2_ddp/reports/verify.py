@@ -7,7 +7,6 @@ steps can be trained again (`replay`).
 
 import hashlib
 import os
-import random
 import re
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -62,8 +61,6 @@ LINE = 1000
 """Most characters of a printed line."""
 SHOWN = 5
 """Most defects of one kind to print; the others are counted."""
-SAMPLED = 8
-"""Number of shards that `sampled` hashes."""
 CHAIN = re.compile("[0-9a-f]{64}")
 Checkpoints = dict[str, Checkpoint]
 """Intact checkpoints, by their place in the run folder."""
@@ -409,24 +406,22 @@ def _task_class(found: Found, trust_code: bool) -> tuple[type[Pretraining], str]
 
 
 def _check_shards(folder: Path, manifest: Manifest, how: str) -> Finding:
-    """Hashes the tokenizer, and all shards (`full`) or a few random ones (`sampled`)."""
+    """Hashes the tokenizer and all shards, unless `how` is none."""
     if how == "none":
         return "no shard was read: the tokens are not checked", None
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
-    chosen = shards if how == "full" else random.sample(shards, min(SAMPLED, len(shards)))
     defects = []
     tokenizer = folder / manifest.tokenizer
     if tokenizer.suffix == ".json" and (not tokenizer.is_file() or sha256_file(tokenizer) != manifest.tokenizer_sha256):
         defects.append(f"{tokenizer}: is missing, or its SHA-256 differs from {folder / MANIFEST}'s")
-    for shard in chosen:
+    for shard in shards:
         try:
             check_shard(folder, shard, token_dtype(manifest.vocab_size))
             if sha256_file(folder / shard.file) != shard.sha256:
                 defects.append(f"{folder / shard.file}: its SHA-256 differs from {folder / MANIFEST}'s")
         except UserError as error:
             defects += error.mistakes
-    names = "" if how == "full" else f" ({', '.join(shard.file for shard in chosen)})"
-    return f"data: {len(chosen)} of {len(shards)} shards{names} unchanged in {folder}", defects
+    return f"data: {len(shards)} shards unchanged in {folder}", defects
 
 
 def _read_anchor(anchor: str) -> Anchor | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.tools import TASKS_ONLY, EvaluateConfig, check_writable
+from gpt2_ddp.config.tools import EvaluateConfig, check_writable
 from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.mixture import source_weights
 from gpt2_ddp.data.shards import TokenStream
@@ -49,7 +49,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> int:
     elif config.images:
         raise UserError("images", " ".join(config.images), NO_IMAGES)
     elif config.output and not config.tasks:
-        raise UserError("output", config.output, TASKS_ONLY)
+        raise UserError("output", config.output, "is for tasks only; add some, like --tasks hellaswag")
     accelerator.print(f"{checkpoint.path}: {score(accelerator, config, checkpoint)}")
     accelerator.end_training()
     return 0

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 MOST_PASSES = 40
 """Passes over the training split beyond which a note asks for more text."""
+TASK_ITEMS = 500
+"""Most items of each task that an evaluation during training scores."""
 FEWEST_VALIDATION_TOKENS = 1000
 """With fewer, a note says that val_loss is inaccurate: its standard error is above 0.1 nats (estimate)."""
 
@@ -203,7 +205,7 @@ class Pretraining:
         if evals.tasks:
             from gpt2_ddp.scoring import load_sets, notes_on
 
-            sizes = evals.task_items, self.tokenizer, self.config.model.block_size
+            sizes = TASK_ITEMS, self.tokenizer, self.config.model.block_size
             self.item_sets = on_main(partial(load_sets, "eval.tasks", evals.tasks, *sizes))
             self._print(notes_on(self.item_sets, self._data.tasks if self._data else {}))
 
