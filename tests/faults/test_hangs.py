@@ -37,16 +37,17 @@ def endless() -> None:
         time.sleep(0.1)
 
 
-def stop() -> None:
-    time.sleep(2)  # a sign of life comes twice a second, and these steps take milliseconds
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def slow() -> None:
     time.sleep(2)
 
 
+def stop() -> None:
+    slow()  # steps take milliseconds; by then the others have a heartbeat, which names the host
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def kill() -> None:
+    slow()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
