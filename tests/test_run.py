@@ -43,8 +43,10 @@ def files(folder: Path) -> dict[str, int]:
 def there_and_back(config: RunConfig) -> list[Any]:
     """Trains four steps, saves; then three times four more from there, and what they came to each time."""
     import torch
+    import torch.distributed as dist
     from runs import built
 
+    from gpt2_ddp.distributed.launch import GROUPS
     from gpt2_ddp.training.loop import train_step
 
     found = []
@@ -64,6 +66,7 @@ def there_and_back(config: RunConfig) -> list[Any]:
             found.append((norms, run.step, weights, moments, after.state))
             run.load(saved)
             assert run.step == 4
+        assert len(dist.distributed_c10d._world.pg_map) == GROUPS, "which count in the limit of open files"
         run.accelerator.end_training()
     return found
 
