@@ -101,7 +101,7 @@ def measured(script: str, *args: object) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_the_memory_of_300_000_rows(trained: Path, tmp_path: Path) -> None:
+def test_the_memory_of_300_000_rows(trained, tmp_path):
     """290,000 further rows take less than 0.12 GB. Libraries take 0.3 GB with torch's CPU build, else more."""
     peaks = []
     for steps in (10_000, 300_000):

@@ -48,7 +48,7 @@ def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def test_trained_again_it_is_the_same_and_nothing_is_touched(recorded: Path) -> None:
+def test_trained_again_it_is_the_same_and_nothing_is_touched(recorded):
     """While a trainer holds the run's lock; by as many threads, as sums are in another order for another number of
     them. The last stretch ends between two checkpoints."""
     run = recorded / "run"
@@ -67,7 +67,7 @@ def replayed_by_three_threads(run: Path) -> tuple[tuple[int, list[str]], int]:
     return replayed(run, "4:10"), torch.get_num_threads()
 
 
-def test_another_device_or_torch_is_compared_to_a_tolerance(corpus: Path, tmp_path: Path) -> None:
+def test_another_device_or_torch_is_compared_to_a_tolerance(corpus, tmp_path):
     config = training_config(corpus, tmp_path)
     state: dict = {"device": "cpu", "processes": 1, "versions": {}}
     for changes, exact in (({}, True), ({"device": "NVIDIA H200"}, False), ({"versions": {"torch": "2.0.0"}}, False)):
@@ -80,7 +80,7 @@ def test_another_device_or_torch_is_compared_to_a_tolerance(corpus: Path, tmp_pa
 @pytest.mark.parametrize(("setting", "device", "settled"), [
     ("auto", "cpu", 2), ("auto", "NVIDIA H200", "auto"), (4, "cpu", 4),  # it says so itself
 ])  # fmt: skip
-def test_what_auto_came_to_is_what_the_run_says(corpus: Path, tmp_path: Path, setting, device, settled) -> None:
+def test_what_auto_came_to_is_what_the_run_says(corpus, tmp_path, setting, device, settled):
     """A span's few steps could make it come to something else; on another device it is settled for that one."""
     saved = training_config(corpus, tmp_path, {"train.micro_batch_size": setting}).model_dump(mode="json")
     state = {"device": device, "compile": "off", "micro_batch": 2}
@@ -117,7 +117,7 @@ ALTERED = [
 None: one or more."""
 
 
-def test_what_was_altered_is_found(recorded: Path, tmp_path: Path) -> None:
+def test_what_was_altered_is_found(recorded, tmp_path):
     """By the replay alone. Weights that were altered spoil only the stretches that they belong to."""
     places = [Path(shutil.copytree(recorded, tmp_path / str(number))) for number in range(len(ALTERED))]
     for place, (alter, _, _) in zip(places, ALTERED, strict=True):
@@ -134,7 +134,7 @@ def test_what_was_altered_is_found(recorded: Path, tmp_path: Path) -> None:
     assert not any(line.startswith("defect") for line in later)
 
 
-def test_what_is_not_there_cannot_be_replayed(recorded: Path, tmp_path: Path) -> None:
+def test_what_is_not_there_cannot_be_replayed(recorded, tmp_path):
     for steps in ("5:8", "8:8", "8:4", "8:13"):
         expect_error(f"^replay = {steps}: .*4, 8, 12", plan, recorded / "run", steps)
     expect_error("^replay = 1:2", plan, tmp_path, "1:2")
@@ -144,7 +144,7 @@ def test_what_is_not_there_cannot_be_replayed(recorded: Path, tmp_path: Path) ->
     expect_error("^replay = 4:5", plan, tmp_path, "4:5")
 
 
-def test_a_small_job_ends_where_it_is_told_to(trained_job: Path) -> None:
+def test_a_small_job_ends_where_it_is_told_to(trained_job):
     """Inside its second epoch, or at its end; the mean loss of that is compared too."""
     (found,) = run_ranks(in_turn, 1, *[(replayed, trained_job, steps) for steps in ("9:12", "9:18")])
     assert [(code, lines[1]) for code, lines in found] == [
@@ -159,7 +159,7 @@ def test_a_small_job_ends_where_it_is_told_to(trained_job: Path) -> None:
     ({"order_digest": "b"}, 1, 1), ({"train_loss": 2.0 + 9e-6}, 1, 0), ({"mfu": 3.0, "own": 1.0, "tokens/x": 1}, 0, 0),
     ({"val_accuracy": 0.5}, 1, 0), ({"val_loss": 1.0}, 1, 1),
 ])  # fmt: skip
-def test_sums_may_differ_in_their_last_digits_and_nothing_else_may(changes: dict, exact: int, near: int) -> None:
+def test_sums_may_differ_in_their_last_digits_and_nothing_else_may(changes, exact, near):
     row = {"step": 1, "loss": 2.0, "train_loss": 2.0, "grad_norm": None, "lr": 0.1, "tokens": 7, "skipped": 0}
     row |= {"order_digest": "a", "val_accuracy": 0.25, "mfu": 1.0, "own": 2.0}
     for pair in (({1: row}, {1: row | changes}), ({1: row | changes}, {1: row})):
@@ -167,7 +167,7 @@ def test_sums_may_differ_in_their_last_digits_and_nothing_else_may(changes: dict
     assert len(compare_rows({1: row}, {}, exact=True)) == 1
 
 
-def test_a_rollback_that_its_checkpoint_cannot_have_is_not_replayed(recorded: Path, tmp_path: Path) -> None:
+def test_a_rollback_that_its_checkpoint_cannot_have_is_not_replayed(recorded, tmp_path):
     run = Path(shutil.copytree(recorded / "run", tmp_path / "run"))
     forge(run, lambda rows: [row.update(skipped_range=[1, 2]) for row in rows if row.get("event") == "rollback"])
     code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="8:12"))
@@ -176,7 +176,7 @@ def test_a_rollback_that_its_checkpoint_cannot_have_is_not_replayed(recorded: Pa
 
 
 @pytest.mark.slow
-def test_each_stretch_has_the_processes_that_it_had(trained: Path) -> None:
+def test_each_stretch_has_the_processes_that_it_had(trained):
     ((code, lines),) = run_ranks(replayed, 1, trained, "5:10")
     words = "ok      replay from step 5 to 10, processes: 2, rows: 5, and all tensors, bit for bit"
     assert (code, lines[1]) == (0, words)

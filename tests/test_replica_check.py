@@ -6,7 +6,6 @@ import re
 import socket
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -71,7 +70,7 @@ def flip_and_tell(config: TrainingConfig, flips: list[Flip]) -> list[str]:
         return [*messages, message_of(check, run.step)]
 
 
-def test_of_three_ranks_the_one_is_named(corpus: Path, tmp_path: Path) -> None:
+def test_of_three_ranks_the_one_is_named(corpus, tmp_path):
     """In a GPT: large tensors and tiny ones, weights, moments and step counts, the first bits and the last. Steps after
     a flip do not spread it to other tensors; and a buffer is nobody's business."""
     names = ["wte.weight", "h.0.ln_1.weight", "ln_f.bias", "exp_avg.wte.weight", "exp_avg_sq.ln_f.bias"]
@@ -103,7 +102,7 @@ SHAPES: dict[str, Tensor] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_bit_counts(name: str) -> None:
+def test_every_bit_counts(name):
     """Any one bit changes the sum, the same values in another layout do not."""
     tensor = SHAPES[name]
     whole = sum_of(tensor)
@@ -118,7 +117,7 @@ def test_every_bit_counts(name: str) -> None:
             flip_bit(plain, byte, bit)
 
 
-def test_changes_that_could_cancel_are_found() -> None:
+def test_changes_that_could_cancel_are_found():
     """Rows that change places. Of neighbouring bytes with weights of 1, 3, 5 ...: 3 · 1 - 1 · 2 - 1 · 1."""
     rows = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
     for i in range(49):
@@ -130,7 +129,7 @@ def test_changes_that_could_cancel_are_found() -> None:
     assert sum_of(torch.zeros(0)) == 0
 
 
-def test_several_ranks_and_many_tensors_are_named() -> None:
+def test_several_ranks_and_many_tensors_are_named():
     message = _describe("abcdef", "vwxyz", [[1] * 6, [1] * 6, [1, 1, 1, 1, 1, 2], [2] * 6, [1] * 6], 7)
     assert message == (
         "rank 2 (host x): f differs from the other ranks'; rank 3 (host y): a, b, c and 3 more differ from the other "

@@ -72,7 +72,7 @@ def there_and_back(config: RunConfig) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["muon", "mlp"])
-def test_back_in_the_middle_of_a_run(corpus: Path, tmp_path: Path, kind: str) -> None:
+def test_back_in_the_middle_of_a_run(corpus, tmp_path, kind):
     """The same four steps have the same bits, on every rank: weights, moments, order, sums over the epoch."""
     changes = {"model.dropout": 0.1, "optim.name": "muon"}
     config = training_config(corpus, tmp_path, changes) if kind == "muon" else job_config(kind, tmp_path)

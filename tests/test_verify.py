@@ -61,7 +61,7 @@ def at(rows: list[dict], step: int) -> dict:
     ("run", {}, 7), ("run", {"shards": "sampled"}, 7), ("run", {"shards": "none"}, 6),
     ("gpt2_run", {"data": [str(CORPUS)]}, 7), ("regression_run", {}, 6),
 ])  # fmt: skip
-def test_a_run_is_intact(run: Path, capsys: pytest.CaptureFixture, name: str, options: dict, lines: int) -> None:
+def test_a_run_is_intact(run, capsys, name, options, lines):
     """One that a kill left with half a row, and those recorded."""
     with (run / METRICS).open("a") as file:
         file.write('{"step": 11, "lo')
@@ -70,9 +70,7 @@ def test_a_run_is_intact(run: Path, capsys: pytest.CaptureFixture, name: str, op
     assert [line.split()[0] for line in others].count("ok") == lines
 
 
-def test_a_complete_run_says_what_its_killed_session_did_not(
-    run: Path, trained: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_complete_run_says_what_its_killed_session_did_not(run, trained, capsys):
     """Its last two rows, of the newest checkpoint and of the end, and its status; it leaves a sound one alone."""
     shutil.copytree(trained, run, dirs_exist_ok=True)
     (run / SAMPLES).unlink()
@@ -86,14 +84,14 @@ def test_a_complete_run_says_what_its_killed_session_did_not(
     assert verified(run, capsys)[0] == 0
 
 
-def test_a_small_job(trained_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_small_job(trained_job, tmp_path, capsys):
     """A run of 101 samples in steps of 12."""
     run = Path(shutil.copytree(trained_job, tmp_path / "run"))
     forge(run, lambda rows: at(rows, 4).update(order_digest="f" * 64, lr=0.02))
     expect_defect(run, capsys, f"{METRICS}, line 6: order_digest", f"{METRICS}, line 6: lr")
 
 
-def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys) -> None:
+def test_a_run_may_go_on_meanwhile(run, monkeypatch, capsys):
     """It removes a checkpoint and appends a sample, right after its rows were read."""
 
     def read(*args: Any) -> verify.Log:
@@ -111,7 +109,7 @@ def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys) -> None:
     assert verified(run, capsys)[:2] == (0, [])
 
 
-def test_mistakes_of_the_user(run: Path, trained: Path, tmp_path: Path, capsys) -> None:
+def test_mistakes_of_the_user(run, trained, tmp_path, capsys):
     """Data that are others, by their manifest: a mistake in --data, and a defect of the run's own folder."""
     expect_error("run = .*/nothing", verified, tmp_path / "nothing", capsys)
     own, data = str(trained.parent / "data"), str(tmp_path / "data")
@@ -172,7 +170,7 @@ REWRITTEN: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("file", "old", "new", "defect"), REWRITTEN)
-def test_each_tampering_is_found_and_named(run: Path, capsys, file: str, old: str, new: Any, defect: str) -> None:
+def test_each_tampering_is_found_and_named(run, capsys, file, old, new, defect):
     rewrite(run, file, old, new)
     code, defects, others = verified(run, capsys, data=[str(run.parent / "data")])
     assert code == 1
@@ -180,7 +178,7 @@ def test_each_tampering_is_found_and_named(run: Path, capsys, file: str, old: st
     assert "everything" not in "".join(others)
 
 
-def test_a_flipped_byte_in_any_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_flipped_byte_in_any_file(run, tmp_path, capsys):
     """Of the shared run, and of those recorded; unless a configuration is the same."""
     rng = random.Random(1337)
     names = [METRICS, SAMPLES, CONFIG, "checkpoints/*/*", "../data/*.bin"]
@@ -244,7 +242,7 @@ FORGED: list[tuple[Callable[[Path, list[dict]], object], str]] = [
 
 
 @pytest.mark.parametrize(("edit", "defect"), FORGED)
-def test_a_consistent_forgery_is_found_by_an_anchor(run: Path, tmp_path: Path, capsys, edit, defect: str) -> None:
+def test_a_consistent_forgery_is_found_by_an_anchor(run, tmp_path, capsys, edit, defect):
     """Where only the chain fits, the checkpoints find it."""
     anchor = str(tmp_path / "anchor")
     assert verified(run, capsys, anchor=anchor)[0] == 0
@@ -260,7 +258,7 @@ def test_a_consistent_forgery_is_found_by_an_anchor(run: Path, tmp_path: Path, c
     assert any("anchor" in line for line in defects)
 
 
-def test_an_anchor_is_a_file_or_the_chain_of_a_row(run: Path, trained: Path, tmp_path: Path, capsys) -> None:
+def test_an_anchor_is_a_file_or_the_chain_of_a_row(run, trained, tmp_path, capsys):
     """A file is renewed by an intact run, and stays as it is after a defect. A resumed run keeps it."""
     file = tmp_path / "anchor"
     older = json.loads((run / FIVE / STATE).read_text())["log"]["chain"]
@@ -288,7 +286,7 @@ def test_an_anchor_is_a_file_or_the_chain_of_a_row(run: Path, trained: Path, tmp
     ("n_inner", 10**7, "model section"), ("n_head", [1], "model.n_head = "),
     ("n_layer", 3, "h.2.attn.c_attn.bias"),
 ])  # fmt: skip
-def test_a_checkpoint_of_a_stranger(run: Path, tmp_path: Path, monkeypatch, name: str, value: Any, field: str) -> None:
+def test_a_checkpoint_of_a_stranger(run, tmp_path, monkeypatch, name, value, field):
     """Its configuration may claim any size. Each reader gives one line before it builds anything."""
     monkeypatch.chdir(tmp_path)
     config = yaml.safe_load((run / NEW_CONFIG).read_text())
@@ -319,7 +317,7 @@ def sample_defects(run: Path) -> list[str]:
     return [*verify._check_samples(found)]
 
 
-def test_samples_of_a_run_that_was_rolled_back(tmp_path: Path) -> None:
+def test_samples_of_a_run_that_was_rolled_back(tmp_path):
     """A killed process may lack the newest ones."""
     run = begun_log(tmp_path / "run")
     metrics = Metrics(run, 1, 9)
@@ -333,7 +331,7 @@ def test_samples_of_a_run_that_was_rolled_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(r".*\n\Z", ""), ("", ""), ('1, "text": "a"', '1, "text": "b"')])
-def test_a_resumed_run_does_not_vouch_for_samples_that_someone_changed(tmp_path: Path, capsys, old, new) -> None:
+def test_a_resumed_run_does_not_vouch_for_samples_that_someone_changed(tmp_path, capsys, old, new):
     """It warns, keeps a copy, and the change is found afterwards, too. Samples after the checkpoint are dropped."""
     run = begun_log(tmp_path / "run")
     file = run.path / SAMPLES
