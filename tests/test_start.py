@@ -13,9 +13,8 @@ from runs import training_config
 
 from gpt2_ddp import __main__ as front_door
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.training import ModelConfig, OptimConfig
+from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.model.optim import build_optimizer, without_dynamo
 
 ROOT = Path(__file__).parents[1]
 HEAVY = (
@@ -93,29 +92,6 @@ def test_a_model_without_init_is_the_same_but_for_its_weights():
     bare.load_state_dict(whole.state_dict())
     tokens = torch.arange(8)[None]
     assert torch.equal(bare(tokens), whole(tokens)), "what is no parameter is there: the padding's mask"
-
-
-def test_a_light_optimizer_computes_the_same():
-    config, results = OptimConfig(lr=0.1, warmup_steps=1), []
-    for lightly in (True, False):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(4, 4)
-        optimizer = build_optimizer(layer, config)
-        if not lightly:
-            optimizer = torch.optim.AdamW(optimizer.param_groups, fused=True)
-        called = []
-        optimizer.register_step_pre_hook(lambda *_: called.append("before"))  # noqa: B023
-        optimizer.register_step_post_hook(lambda *_: called.append("after"))  # noqa: B023
-        for _ in range(3):
-            layer(torch.ones(2, 4)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert called == ["before", "after"] * 3
-        again = type(optimizer)(layer.parameters())
-        again.load_state_dict(optimizer.state_dict() | {"param_groups": again.state_dict()["param_groups"]})
-        results.append([layer.weight.detach().clone(), *(value["exp_avg"] for value in again.state.values())])
-    assert all(map(torch.equal, *results))
-    assert without_dynamo(torch.optim.SGD).__name__ == "SGD"
 
 
 def test_the_front_door_lists_every_script_once_runs_a_script_and_refuses_other_names(capsys, monkeypatch):
