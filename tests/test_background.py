@@ -13,18 +13,27 @@ import pytest
 import torch
 from disk import refuse
 from ranks import run_ranks, start_ranks
-from runs import before_each_step, open_store, same, state_after, train_with_faults, training_config, weights
+from runs import (
+    all_rows,
+    before_each_step,
+    is_intact,
+    open_store,
+    same,
+    saved_steps,
+    state_after,
+    status,
+    train_with_faults,
+    training_config,
+    weights,
+)
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, Snapshot, list_checkpoints, steps_of, verify
-from gpt2_ddp.checkpoint.run_files import read_lines
+from gpt2_ddp.checkpoint.checkpoint import MODEL, Snapshot, list_checkpoints, verify
 from gpt2_ddp.checkpoint.store import Background, should_save_async
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import environment
 from gpt2_ddp.distributed.environment import spare_core, usable_cores
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.training.run import Training
 
 STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eval.every": 100, "guard.patience": 3}
@@ -104,18 +113,6 @@ def test_memory_is_asked_for_what_is_not_copied_yet(tmp_path, monkeypatch):
         assert len(in_background) == expected
 
 
-def test_a_background_save_prunes_and_is_recorded(tmp_path):
-    """As any other. A save waits for the one before it."""
-    checkpoints, model = open_store(tmp_path / "run", keep_last=1, wish=True), {"a": torch.zeros(25)}
-    for step in (1, 2, 3):
-        checkpoints.save(Snapshot(state_after(step), "", model, {}))
-    checkpoints.wait()
-    assert steps_of(list_checkpoints(checkpoints.folder)) == [3]
-    assert [(row["event"], row["step"], row["kept"]) for row in rows_of(tmp_path / "run")] == [
-        ("checkpoint", step, [step]) for step in (1, 2, 3)
-    ]
-
-
 def train(
     config: RunConfig, held: int = 0, then: str = "", number: int = 0, bad: tuple[int, int] = (0, 0)
 ) -> tuple[str, int]:
@@ -167,13 +164,9 @@ def train(
         return str(error), at[0]
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [line.row for line in read_lines(run / "metrics.jsonl") if line.row]
-
-
-def events(run: Path) -> list[tuple[str, int]]:
+def order_of(run: Path) -> list[tuple[str, int]]:
     """Rows of metrics.jsonl in their order: what each is, and its step."""
-    return [(row.get("event", "row"), row["step"]) for row in rows_of(run)]
+    return [(row.get("event", "row"), row["step"]) for row in all_rows(run)]
 
 
 def configured(corpus: Path, folder: Path, **more: Any) -> TrainingConfig:
@@ -188,35 +181,35 @@ def behind(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_training_goes_on_meanwhile_and_the_rows_tell(corpus, tmp_path, behind, capsys):
+def test_training_goes_on_meanwhile_and_the_rows_tell(corpus, tmp_path, behind):
     """The row of a checkpoint comes when it is there: behind those of later steps, before the next one's. What is saved
     is what a training saves that stands still for its checkpoints."""
-    order = events(behind)
+    order = order_of(behind)
     assert order.index(("row", 8)) < order.index(("checkpoint", 4)) < order.index(("checkpoint", 8))
-    assert steps_of(list_checkpoints(behind / "checkpoints")) == [4, 8, 10]
-    assert verify_run(VerifyConfig(run=str(behind))) == 0, capsys.readouterr().out
+    assert saved_steps(behind) == [4, 8, 10]
+    assert is_intact(behind)
     run_ranks(train, 1, configured(corpus, tmp_path, **{"checkpoint.background": False}))
     for one, other in zip(*(list_checkpoints(run / "checkpoints") for run in (behind, tmp_path / "run")), strict=True):
         assert (one / MODEL).read_bytes() == (other / MODEL).read_bytes()
 
 
-def test_killed_meanwhile_those_before_are_left(corpus, tmp_path, behind, capsys):
+def test_killed_meanwhile_those_before_are_left(corpus, tmp_path, behind):
     config, run = configured(corpus, tmp_path), tmp_path / "run"
     ((process, _),) = start_ranks(train, 1, config, 8, "kill")
     process.join(60)
     assert process.exitcode == 9
     assert [verify(place).step for place in list_checkpoints(run / "checkpoints")] == [0, 4]
-    assert ("row", 9) in events(run)
-    assert verify_run(VerifyConfig(run=str(run))) == 0, capsys.readouterr().out
+    assert ("row", 9) in order_of(run)
+    assert is_intact(run)
     assert run_ranks(train, 1, config) == [("completed", 10)]
     assert same(weights(run), weights(behind))
     assert not list((run / "checkpoints").glob(".*"))
-    assert verify_run(VerifyConfig(run=str(run))) == 0, capsys.readouterr().out
+    assert is_intact(run)
 
 
 def test_a_stop_is_told_when_all_is_saved(corpus, tmp_path):
     assert run_ranks(train, 1, configured(corpus, tmp_path), 4, "stop")[0][0] == "stopped"
-    assert events(tmp_path / "run")[-3:] == [("checkpoint", 4), ("checkpoint", 6), ("end", 6)]
+    assert order_of(tmp_path / "run")[-3:] == [("checkpoint", 4), ("checkpoint", 6), ("end", 6)]
 
 
 def test_an_error_is_told_at_the_next_step_by_all_ranks(corpus, tmp_path):
@@ -224,12 +217,12 @@ def test_an_error_is_told_at_the_next_step_by_all_ranks(corpus, tmp_path):
     assert len({said for said, _ in found}) == 1
     assert "cannot be written (No space left on device); free space on that disk" in found[0][0]
     assert all(step <= 7 for _, step in found)
-    assert '"failed"' in (tmp_path / "run/status.json").read_text()
+    assert status(tmp_path / "run")["state"] == "failed"
 
 
 def test_a_run_that_diverges_waits_before_it_looks_at_its_checkpoints(corpus, tmp_path):
     """The held one is of the step before the bad stretch, to which the run goes back."""
     config = configured(corpus, tmp_path, **{"train.steps": 12})
     assert run_ranks(train, 1, config, 4, "", 0, (48, 96)) == [("completed", 12)]
-    order = events(tmp_path / "run")
+    order = order_of(tmp_path / "run")
     assert order.index(("checkpoint", 4)) < order.index(("rollback", 4))

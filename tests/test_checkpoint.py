@@ -370,10 +370,12 @@ def test_another_format_is_a_user_error_and_no_damage(run):
     assert saved_steps(run) == [1, 2]
 
 
-def test_a_manifest_lists_no_file_of_another_folder(run):
+def test_a_manifest_has_its_own_hash_and_lists_no_file_of_another_folder(run):
     place = save(run, 1)
     change(place / MANIFEST, '"files": {', '"files": {"../x": {"bytes": 0, "sha256": ""}, ')
     place.with_name("x").touch()
+    with pytest.raises(CorruptCheckpoint, match="its own SHA-256 differs"):
+        verify(place)
     reseal(place / STATE)
     with pytest.raises(CorruptCheckpoint, match=r"lists \.\./x, outside of the folder"):
         verify(place)
