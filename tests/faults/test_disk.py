@@ -1,7 +1,6 @@
 """Disks that are full, over quota, read-only or broken, wherever a training writes: one line, nothing lost, goes on."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -14,9 +13,9 @@ import pytest
 from commands import run_script
 from disk import interpose, refuse
 from ranks import in_turn, run_ranks
-from runs import rows, train, training_config
+from runs import rows, saved_steps, status, train, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, steps_of, verify
+from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, verify
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 
@@ -56,7 +55,7 @@ def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str,
     told.clear()
     assert in_turn((train, config)) == ["completed"]
     whole = ended(run)
-    before = (halfway / "run/status.json").read_text()
+    before = status(halfway / "run")
     places = [place for place in dict.fromkeys(told) if not wanted or place in wanted]
     for place in places:
         begin()
@@ -71,8 +70,8 @@ def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str,
         assert all(verify(one).step == int(one.name[5:]) for one in kept), place
         if not place.startswith(("unlink", "rmdir")):  # what could not be removed is there until the next start
             assert left_behind(run) == [], place
-        status = (run / "status.json").read_text()
-        assert said == "completed" or status == before or ('"failed"' in status and "No space left" in status), place
+        now = status(run)
+        assert said == "completed" or now == before or "No space left" in now["reason"], place
         assert train(config) == "completed", place
         assert ended(run) == whole, place
         assert left_behind(run) == [], place
@@ -133,7 +132,7 @@ def test_all_ranks_end(corpus, tmp_path, halfway, parallel):
     (code, said), other = run_ranks(script_on_a_bad_disk, 2, arguments, tmp_path / "runs/run", errno.EDQUOT)
     assert "optimizer.safetensors" in told(said)
     assert (code, *other) == (2, 2, "")
-    assert steps(tmp_path / "runs/run") == [5]
+    assert saved_steps(tmp_path / "runs/run") == [5]
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -145,7 +144,7 @@ def test_a_disk_that_dies(corpus, tmp_path, halfway, background):
     ((code, said),) = run_ranks(script_on_a_bad_disk, 1, write_config(tmp_path, config), run, errno.EROFS)
     assert code == 2, said
     assert MODEL in told(said) or (background and "metrics.jsonl" in said)
-    assert (run_ranks(train, 1, config), steps(run)[-1], left_behind(run)) == (["completed"], 7, [])
+    assert (run_ranks(train, 1, config), saved_steps(run)[-1], left_behind(run)) == (["completed"], 7, [])
 
 
 def write_config(folder: Path, config: TrainingConfig) -> list[str]:
@@ -165,10 +164,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def steps(run: Path) -> list[int]:
-    return steps_of(list_checkpoints(run / "checkpoints"))
-
-
 WIDE = {"model.n_embd": 64, "model.n_layer": 2, "eval.every": 100, "train.steps": 15}
 
 
@@ -179,10 +174,10 @@ def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk):
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)
     assert code == 2, said
     assert str(run) in told(said)
-    assert json.loads((run / "status.json").read_text())["state"] == "failed"
+    assert status(run)["state"] == "failed"
     assert [verify(place).step for place in list_checkpoints(run / "checkpoints")] == [0, 5]
     assert left_behind(run) == []
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)
     assert code == 0, said
-    assert steps(run) == [5, 10, 15]
+    assert saved_steps(run) == [5, 10, 15]

@@ -7,7 +7,6 @@ are those of the run that was left alone.
 """
 
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -21,8 +20,9 @@ import psutil
 import pytest
 import torch
 from disk import interpose, refuse
+from faults.mutations import flip
 from ranks import start_ranks
-from runs import before_each_step, same, state_of, train_with_faults, training_config, weights
+from runs import before_each_step, same, state_of, status, train_with_faults, training_config, weights
 
 from gpt2_ddp.config.training import TrainingConfig
 
@@ -89,18 +89,11 @@ def ended(started, seconds: float) -> bool:
     return not alive
 
 
-def status(run: Path) -> dict:
-    file = run / "status.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
-
-
 def damage(run: Path, what: str, rng: random.Random) -> None:
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
     if what == "flip a file" and len(checkpoints) > 1:
         file = rng.choice([file for file in checkpoints[-1].iterdir() if file.stat().st_size])
-        content = bytearray(file.read_bytes())
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        file.write_bytes(content)
+        file.write_bytes(flip(file.read_bytes(), rng))
     if what == "torn rows" and (run / "metrics.jsonl").is_file():
         with (run / "metrics.jsonl").open("a") as rows:
             rows.write('{"step": 10, "lo')
