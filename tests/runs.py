@@ -25,6 +25,7 @@ from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import content_sha256
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State
@@ -275,9 +276,8 @@ def edit_manifest(folder: Path, **changes: object) -> None:
     """Changes values of a manifest.json, and its own hash with them, so that only what they mean is wrong."""
     file = folder / "manifest.json"
     values = {**json.loads(file.read_text()), **changes}
-    values.pop("sha256")
-    values["sha256"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    file.write_text(json.dumps(values))
+    values.pop("sha256", None)
+    file.write_text(json.dumps({**values, "sha256": content_sha256(values)}))
 
 
 def change(file: Path, old: str, new: str) -> None:
