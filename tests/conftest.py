@@ -115,29 +115,34 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_corpus(folder: Path) -> None:
-    from gpt2_ddp.data.tokenizer import load_tokenizer
     from gpt2_ddp.preparation.prepare import train_bpe
 
     names = ("abc", "bisect", "heapq", "keyword", "queue", "sched", "shlex", "stat", "string", "textwrap", "token")
-    texts = [(Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in names]
+    texts = [*map(module_text, names)]
     train_bpe(texts, 512, folder / "tokenizer.json")
-    documents = [load_tokenizer(str(folder / "tokenizer.json")).encode(text) for text in texts]
-    write_shards(folder, "stdlib", {"train": documents[:-2], "val": documents[-2:]})
+    write_shards(folder, "stdlib", {"train": texts[:-2], "val": texts[-2:]})
 
 
-def write_shards(folder: Path, source: str, documents: dict[str, list]) -> None:
-    """Writes the tokens of each split's documents, and a manifest, beside a tokenizer of 512 tokens."""
+def module_text(name: str) -> str:
+    """The source of a module of the standard library."""
+    return (Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+
+
+def write_shards(folder: Path, source: str, documents: dict[str, list], tokenizer_name: str = "") -> None:
+    """Writes each split's documents, which are texts or tokens, and a manifest, beside a tokenizer.json."""
     from gpt2_ddp.data.manifest import Manifest
     from gpt2_ddp.data.tokenizer import load_tokenizer
     from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 
-    tokenizer, splits = load_tokenizer(str(folder / "tokenizer.json")), {}
+    tokenizer, splits = load_tokenizer(tokenizer_name or str(folder / "tokenizer.json")), {}
+    size = tokenizer.vocab_size
     for split, parts in documents.items():
-        writer = ShardWriter(folder, split, 20_000, 512)
-        for tokens in parts:
+        writer = ShardWriter(folder, split, 20_000, size)
+        for part in parts:
+            tokens = tokenizer.encode(part) if isinstance(part, str) else part
             writer.add(np.concatenate([[tokenizer.eot], tokens]))
         splits[split] = writer.close()
-    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, source, splits))
+    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, size, tokenizer.eot, source, splits))
 
 
 @pytest.fixture(scope="session")

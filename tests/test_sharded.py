@@ -1,7 +1,5 @@
 """`launch.parallel: fsdp`: the same run, whether its ranks share one model or each has all of it."""
 
-import json
-import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -9,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from close import distance
-from conftest import once
+from conftest import module_text, once, write_shards
 from hellaswag import items_file
 from ranks import run_ranks
-from runs import built, newest_checkpoint, rows, train, training_config, untimed, verified, weights
+from runs import built, events, newest_checkpoint, rows, train, training_config, untimed, verified, weights
 from safetensors.torch import load_file
 
 from gpt2_ddp.config.training import TrainingConfig
@@ -28,20 +26,8 @@ WAYS = ("ddp", "fsdp")
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of bytes: 257 ids, so that every model pads its vocabulary."""
-    return once(tmp_path_factory, "text_of_bytes", make_text)
-
-
-def make_text(folder: Path) -> None:
-    from gpt2_ddp.data.manifest import Manifest
-    from gpt2_ddp.data.tokenizer import load_tokenizer
-    from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
-
-    tokenizer, splits = load_tokenizer("bytes"), {}
-    for split, name in (("train", "textwrap"), ("val", "bisect")):
-        writer = ShardWriter(folder, split, 20_000, 257)
-        writer.add(tokenizer.encode((Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8")))
-        splits[split] = writer.close()
-    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 257, tokenizer.eot, "stdlib", splits))
+    texts = {"train": [module_text("textwrap")], "val": [module_text("bisect")]}
+    return once(tmp_path_factory, "text", lambda folder: write_shards(folder, "stdlib", texts, "bytes"))
 
 
 def cell(text: Path, folder: Path, architecture: str, optimizer: str, **more: Any) -> TrainingConfig:
@@ -154,9 +140,7 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, capsys):
         run_ranks(train, processes, training_config(corpus, tmp_path / "changed", more | how))
     alone, changed = tmp_path / "alone/run", tmp_path / "changed/run"
     assert compare(alone, changed)["loss"] <= 5e-6
-    assert [sample["text"] for sample in rows(alone, "samples.jsonl")] == [
-        sample["text"] for sample in rows(changed, "samples.jsonl")
-    ]
+    assert rows(alone, "samples.jsonl") == rows(changed, "samples.jsonl")
     assert verified(changed, capsys)[0] == 0
 
 
@@ -286,8 +270,6 @@ def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch, capsys):
     config = cell(text, tmp_path, "gpt2", "adamw", **{"train.steps": 2})
     assert train(config) == "completed"
     assert torch.get_num_threads() == 1, "two on two busy cores took 702 s for a test's run that one takes 47 s for"
-    (start,) = [
-        row for row in map(json.loads, (tmp_path / "gpt2-adamw/metrics.jsonl").open()) if row.get("event") == "start"
-    ]
+    (start,) = events(tmp_path / "gpt2-adamw", "start")
     assert start["config"]["launch"] == {"parallel": "fsdp", "replicas": 1, "reduce": "last"}
     assert verified(tmp_path / "gpt2-adamw", capsys)[0] == 0  # the last step is evaluated, which gathers the blocks
