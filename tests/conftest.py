@@ -109,7 +109,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory) -> Path:
     """Shards of some of the standard library's source, with a BPE of 512 tokens: about 60,000 tokens, three shards."""
     return once(tmp_path_factory, "corpus", make_corpus)
 
@@ -146,7 +146,7 @@ def write_shards(folder: Path, source: str, documents: dict[str, list], tokenize
 
 
 @pytest.fixture(scope="session")
-def short_documents(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short_documents(corpus, tmp_path_factory) -> Path:
     """Shards of documents of some 40 tokens each, with the tokenizer of `corpus`: in each window, about one begins."""
     return once(tmp_path_factory, "short_documents", lambda folder: make_short_documents(corpus, folder))
 
@@ -166,7 +166,7 @@ def make_short_documents(corpus: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(corpus, tmp_path_factory) -> Path:
     """The folder `run` of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10. Beside it
     are its data, in `data`, and what rank 0 of the two called, in `calls.json`."""
     from runs import train, training_config
@@ -183,7 +183,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def halfway(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def halfway(corpus, tmp_path_factory) -> Path:
     """A folder with the run `run`, of 5 of 10 steps in one process."""
     from runs import train, training_config
 
@@ -193,7 +193,7 @@ def halfway(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_job(tmp_path_factory) -> Path:
     """The folder `run` of a complete regression of two epochs in one process."""
     from runs import job_config, train
 
@@ -202,7 +202,7 @@ def trained_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., TrainingConfig]:
+def tiny_config(corpus, tmp_path) -> Callable[..., TrainingConfig]:
     """Makes a configuration of a tiny training over `corpus`; dotted names in `changes` differ from it."""
 
     from runs import training_config

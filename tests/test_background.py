@@ -174,7 +174,7 @@ def configured(corpus: Path, folder: Path, **more: Any) -> TrainingConfig:
 
 
 @pytest.fixture(scope="module")
-def behind(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def behind(corpus, tmp_path_factory) -> Path:
     """A whole run without a checkpoint of its first step, whose checkpoint of step 4 was held for two steps."""
     folder = tmp_path_factory.mktemp("behind")
     assert run_ranks(train, 1, configured(corpus, folder, **{"guard.rollbacks": 0}), 4) == [("completed", 10)]

@@ -47,7 +47,7 @@ def progress(run: Path, step: int) -> dict:
 
 
 @pytest.fixture
-def branching(trained: Path, tmp_path: Path):
+def branching(trained, tmp_path):
     """Makes the configuration of a branch of the run `long`, a copy of the shared run, whose steps 6 to 10 were trained
     by two processes."""
     long = Path(shutil.copytree(trained, tmp_path / "long"))

@@ -129,7 +129,7 @@ def test_weights_are_what_is_written():
 
 
 @pytest.fixture(scope="module")
-def sources(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def sources(corpus, tmp_path_factory) -> list[str]:
     """Three folders of one tokenizer, the last without a validation split."""
     place = tmp_path_factory.mktemp("sources")
     shutil.copytree(corpus, place / "web")
@@ -223,7 +223,7 @@ def test_the_loss_of_a_mixture_is_that_of_tokens_in_its_shares():
 
 
 @pytest.fixture(scope="module")
-def whole(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(sources, tmp_path_factory) -> Path:
     """A run of 10 steps of 240 windows, with other weights from window 1,000 on."""
     place = tmp_path_factory.mktemp("runs")
     assert run_ranks(train, 1, config_of(sources, place)) == ["completed"]

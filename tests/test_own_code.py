@@ -58,7 +58,7 @@ class Mine(Pretraining):
 
 
 @pytest.fixture(scope="module")
-def made(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(corpus, tmp_path_factory) -> Path:
     """A folder with mine.py and a run of its class."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "mine.py").write_text(FILE)
@@ -70,7 +70,7 @@ def made(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(made, tmp_path, monkeypatch) -> Iterator[Path]:
     """A copy of the folder, which is the current one. Only this file is trusted."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)

@@ -32,7 +32,7 @@ def replayed(run: Path, replay: str, data: Path | None = None) -> tuple[int, lis
 
 
 @pytest.fixture(scope="module")
-def recorded(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(corpus, tmp_path_factory) -> Path:
     """A run of 12 tiny steps with dropout and checkpoints at 4, 8 and 12; its shards are beside it. Steps 9 to 12 are
     bad at first: the run goes back to step 8 and skips their data."""
     place = tmp_path_factory.mktemp("replayed")

@@ -24,7 +24,7 @@ WAYS = ("ddp", "fsdp")
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory) -> Path:
     """Shards of bytes: 257 ids, so that every model pads its vocabulary."""
     texts = {"train": [module_text("textwrap")], "val": [module_text("bisect")]}
     return once(tmp_path_factory, "text", lambda folder: write_shards(folder, "stdlib", texts, "bytes"))

@@ -39,7 +39,7 @@ RUNNING = '{"state": "running", "step": 4, "reason": ""}'
 
 
 @pytest.fixture
-def run(trained: Path, corpus: Path, tmp_path: Path) -> Path:
+def run(trained, corpus, tmp_path) -> Path:
     """The shared run, with two samples; its shards are beside it, in `data`."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     shutil.copytree(corpus, tmp_path / "data")

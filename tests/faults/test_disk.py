@@ -153,7 +153,7 @@ def write_config(folder: Path, config: TrainingConfig) -> list[str]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path) -> Iterator[Path]:
     """A disk of 3 MB."""
     place = tmp_path / "disk"
     place.mkdir()
