@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from disk import refuse
@@ -27,11 +26,11 @@ from runs import (
     weights,
 )
 
+from gpt2_ddp.checkpoint import store
 from gpt2_ddp.checkpoint.checkpoint import MODEL, Snapshot, list_checkpoints, verify
 from gpt2_ddp.checkpoint.store import Background, should_save_async
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.distributed import environment
 from gpt2_ddp.distributed.environment import spare_core, usable_cores
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.run import Training
@@ -92,25 +91,28 @@ def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):
     assert not spare_core("cuda", 1, cores - 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
     assert not spare_core("cpu", 1, 0)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert should_save_async("auto", 1000, spare_core=True)
-    assert not should_save_async("auto", 1000, spare_core=False)
-    assert not should_save_async("auto", 2**60, spare_core=True)
-    assert should_save_async(True, 2**60, spare_core=False)
-    assert not should_save_async(False, 0, spare_core=True)
+    monkeypatch.setattr(store, "free_memory", lambda: 1251)
+    for wish, size, spare, expected in [
+        ("auto", 1000, True, True),
+        ("auto", 1000, False, False),
+        ("auto", 1001, True, False),
+        (True, 2**60, False, True),
+        (False, 0, True, False),
+    ]:
+        assert should_save_async(wish, size, spare) == expected
 
 
 def test_memory_is_asked_for_what_is_not_copied_yet(tmp_path, monkeypatch):
     """The first checkpoint may have weights alone, later ones an optimizer state of twice the size, too."""
-    checkpoints, in_background = open_store(tmp_path / "run", wish="auto"), []
-    monkeypatch.setattr(environment, "ROOT", tmp_path)  # no control groups
-    monkeypatch.setattr(checkpoints, "_write", lambda *given: None)
-    monkeypatch.setattr(checkpoints.background, "start", lambda *given: in_background.append(True))
+    asked: list[int] = []
+    monkeypatch.setattr(store, "should_save_async", lambda wish, size, spare: not asked.append(size))
+    checkpoints = open_store(tmp_path / "run", keep_last=1)
     weights, moments = {"a": torch.zeros(25)}, {"exp_avg.a": torch.zeros(25), "exp_avg_sq.a": torch.zeros(25)}
-    for optimizer, free, expected in (({}, 126, 1), (moments, 250, 1), (moments, 251, 2), (moments, 1, 3)):
-        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
-        checkpoints.save(Snapshot(state_after(0), "", weights, optimizer))
-        assert len(in_background) == expected
+    for step, optimizer in enumerate(({}, moments, moments)):
+        checkpoints.save(Snapshot(state_after(step), "", weights, optimizer))
+    checkpoints.wait()
+    assert asked == [100, 200, 0]
+    assert saved_steps(tmp_path / "run") == [2], "in the background as well"
 
 
 def train(
@@ -123,7 +125,6 @@ def train(
     Returns:
         outcome or mistake, and the step that was come to.
     """
-    from gpt2_ddp.checkpoint import store
     from gpt2_ddp.files import writing
 
     write, join, gate, at = store.write, Background.join, threading.Event(), [0]
