@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import expect_error
 from ranks import in_turn, run_ranks
-from runs import forge, reseal, rows, said, train_with_faults, training_config
+from runs import checkpoint_at, events, forge, reseal, said, train_with_faults, training_config
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER
@@ -40,12 +40,8 @@ def recorded(corpus, tmp_path_factory) -> Path:
     changes = {"train.steps": 12, "checkpoint.every": 4, "eval.every": 3, "model.dropout": 0.1, "guard.patience": 2}
     changes |= {"train.global_batch_tokens": 128, "eval.tokens": 200, "train.micro_batch_size": 4}
     run_ranks(train_with_faults, 1, training_config(place / "data", place, changes), (32, 48))
-    assert [row["step"] for row in rows(place / "run") if "event" in row] == [8]
+    assert [row["step"] for row in events(place / "run", "rollback")] == [8]
     return place
-
-
-def checkpoint(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step-{step:08d}"
 
 
 def test_trained_again_it_is_the_same_and_nothing_is_touched(recorded):
@@ -89,7 +85,7 @@ def test_what_auto_came_to_is_what_the_run_says(corpus, tmp_path, setting, devic
 
 
 def alter_tensor(place: Path, step: int, file_name: str, name: str, factor: float) -> None:
-    file = checkpoint(place / "run", step) / file_name
+    file = checkpoint_at(place / "run", step) / file_name
     tensors = load_file(file)
     tensors[name].view(-1)[5] *= factor
     save_file(tensors, file)
@@ -110,7 +106,7 @@ ALTERED = [
     (lambda place: alter_tensor(place, 8, OPTIMIZER, "exp_avg.ln_f.weight", 1.00001),
      f"checkpoints/step-00000008/{OPTIMIZER}: 1 tensors", 1),
     (lambda place: alter_row(place, "loss", 1 + 2**-52), "metrics.jsonl: loss of step 6 is ", 1),
-    (lambda place: (checkpoint(place / "run", 4) / MODEL).write_bytes(b""),
+    (lambda place: (checkpoint_at(place / "run", 4) / MODEL).write_bytes(b""),
      "replay from step 4: its checkpoint is damaged, so it cannot be trained again", 1),
 ]  # fmt: skip
 """An edit after which all hashes fit, but for the last; the beginning of the first defect, and the number of defects;

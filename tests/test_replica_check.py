@@ -1,6 +1,5 @@
 """A bit that changed on one rank ends the run, and the message names rank, host and tensor."""
 
-import json
 import math
 import re
 import socket
@@ -11,10 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from ranks import run_ranks
-from runs import built, train, training_config
+from runs import built, saved_steps, status, train, training_config
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.training.replica_check import ReplicaMismatch, _describe, check_replicas, sum_of
 
@@ -172,7 +170,7 @@ def test_a_training_ends_before_it_saves_what_was_damaged(corpus, tmp_path, at, 
     for said in run_ranks(damaged_in_training, 3, config, at, number):
         assert said.startswith("rank 1 (host ")
         assert all(part in said for part in ("at step 10", "wte.weight")), said
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert status["state"] == "failed"
-    assert "rank 1 (host " in status["reason"]
-    assert steps_of(list_checkpoints(tmp_path / "run/checkpoints")) == [0, 5]
+    run = tmp_path / "run"
+    assert status(run)["state"] == "failed"
+    assert "rank 1 (host " in status(run)["reason"]
+    assert saved_steps(run) == [0, 5]
