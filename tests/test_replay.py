@@ -151,12 +151,11 @@ def test_a_small_job_ends_where_it_is_told_to(trained_job):
 
 @pytest.mark.parametrize(("changes", "exact", "near"), [
     ({}, 0, 0), ({"loss": 2.0 + 9e-6}, 1, 0), ({"loss": 2.0 + 2e-5}, 1, 1), ({"loss": None}, 1, 1),
-    ({"grad_norm": 1.0}, 1, 1), ({"lr": 0.1001}, 1, 1), ({"tokens": 8, "skipped": 1}, 2, 2),
-    ({"order_digest": "b"}, 1, 1), ({"train_loss": 2.0 + 9e-6}, 1, 0), ({"mfu": 3.0, "own": 1.0, "tokens/x": 1}, 0, 0),
-    ({"val_accuracy": 0.5}, 1, 0), ({"val_loss": 1.0}, 1, 1),
+    ({"grad_norm": 1.0}, 1, 1), ({"tokens": 8, "lr": 0.1001, "order_digest": "b"}, 3, 3),
+    ({"mfu": 3.0, "own": 1.0, "tokens/x": 1}, 0, 0), ({"val_accuracy": 0.5}, 1, 0), ({"val_loss": 1.0}, 1, 1),
 ])  # fmt: skip
 def test_sums_may_differ_in_their_last_digits_and_nothing_else_may(changes, exact, near):
-    row = {"step": 1, "loss": 2.0, "train_loss": 2.0, "grad_norm": None, "lr": 0.1, "tokens": 7, "skipped": 0}
+    row = {"step": 1, "loss": 2.0, "grad_norm": None, "lr": 0.1, "tokens": 7}
     row |= {"order_digest": "a", "val_accuracy": 0.25, "mfu": 1.0, "own": 2.0}
     for pair in (({1: row}, {1: row | changes}), ({1: row | changes}, {1: row})):
         assert [len(compare_rows(*pair, exact=way)) for way in (True, False)] == [exact, near]
