@@ -100,8 +100,6 @@ def test_generation_sees_what_the_plain_forward_sees():
         expected.append(new)
     assert generate(model, prompts, -1, Sampling(30, temperature=0)) == expected
     assert any(EOT in row for row in expected), [row.count(EOT) for row in expected]
-    whole = [*prompts[1], *expected[1][:10]]
-    assert int(model(torch.tensor([whole]))[0, -1].argmax()) == expected[1][10]
 
 
 @torch.no_grad()
