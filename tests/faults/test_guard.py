@@ -152,15 +152,6 @@ def test_a_new_run_saves_its_start_once(corpus, tmp_path):
     assert [row["step"] for row in events(tmp_path / "run", "checkpoint")] == [0, 2]
 
 
-def test_a_stop_takes_no_checkpoint_that_a_rollback_needs(corpus, tmp_path):
-    """keep_last 1: stopped at the first bad step, which nobody has judged by then, the run still goes back."""
-    changes = GUARD | {"checkpoint.every": 1, "checkpoint.keep_last": 1, "guard": {"patience": 3, "rollbacks": 1}}
-    config, run = training_config(corpus, tmp_path, changes), tmp_path / "run"
-    assert run_ranks(train_with_faults, 1, config, POISON, math.nan, 10, signal.SIGTERM) == ["stopped"]
-    assert run_ranks(train_with_faults, 1, config, POISON) == ["completed"]
-    assert [step for step, *_ in returns(run)] == [9]
-
-
 @pytest.mark.parametrize("values", [[5.0, 6.0, 4.0, 5.5], list(range(300))])
 def test_running_statistics(values):
     """Mean and variance of all values while they are few, of about the last hundred later; skips do not count."""
