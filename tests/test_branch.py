@@ -107,8 +107,6 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
         found = untimed(tmp_path / name)[: end - begin + 1]
         assert [row["step"] for row in found] == list(range(begin, end + 1))
         assert [row["lr"] for row in found[1:]] == [lr_at(step, optim) for step in range(begin + 1, end + 1)]
-        digests = [row.get("order_digest") for row in untimed(tmp_path / "long")]
-        assert [row["order_digest"] for row in found] == digests[begin : end + 1]
         assert is_intact(tmp_path / name)
         assert f"note    the parent checkpoint {begun} is unchanged: verify" in capsys.readouterr().out
     assert progress(tmp_path / "second", 9)["branched_from"]["parent"] == str(checkpoint_at(tmp_path / "branch", 8))

@@ -258,18 +258,15 @@ def test_what_is_kept(run, monkeypatch, first, losses, keep_last, good, kept, le
     origin = {"parent": "", "run_id": "", "step": first, "checkpoint_sha256": ""} if first else None
     there: list[list[int]] = []
     monkeypatch.setattr(store, "write", lambda *given: (there.append(saved_steps(folder)), write(*given)))
-    for room, name in ((10**12, "roomy"), (0, "full")):
+    for room, folder in ((10**12, run), (0, run.with_name("full"))):
         monkeypatch.setattr(store, "_free_bytes", lambda folder, room=room: room)
-        folder = run.with_name(name)
         checkpoints = open_store(folder, keep_last)
         for step, loss in enumerate(losses, first):
             checkpoints.save(snapshot(step, loss, branched_from=origin), good if good is None else first + good)
-        newest = first + len(losses) - 1
-        listing = checkpoints.listing()
-        assert (listing["checkpoint"]["step"], listing["kept"]) == (newest, saved_steps(folder))
-        if room:
-            assert saved_steps(folder) == [first + step for step in kept]
+    assert saved_steps(run) == [first + step for step in kept]
     assert there[-1] == [first + step for step in left]
+    listing = checkpoints.listing()
+    assert (listing["checkpoint"]["step"], listing["kept"]) == (first + len(losses) - 1, saved_steps(folder))
     checkpoints.remove_after(first)
     assert saved_steps(folder) == [first] * (left[0] == 0)
 
