@@ -41,12 +41,10 @@ def slow() -> None:
 
 
 def stop() -> None:
-    slow()  # steps take milliseconds; by then the others have a heartbeat, which names the host
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def kill() -> None:
-    slow()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -81,6 +79,8 @@ def faulty(config: RunConfig, folder: Path, stage: str, victim: int, fault: Call
         nonlocal calls
         calls += 1
         if calls in sick and rank == victim:
+            if fault in (stop, kill):
+                time.sleep(2)  # steps take milliseconds; by then the others have a heartbeat, which names the host
             (folder / "fault").touch()
             fault()
         return original(*args, **kwargs)
