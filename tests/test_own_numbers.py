@@ -16,14 +16,13 @@ import torch
 from close import assert_close
 from pages import load_docs
 from ranks import in_turn, run_ranks, run_until_killed, start_ranks
-from runs import assert_same, before_each_step, built, rows, status, training_config, verified
+from runs import assert_same, before_each_step, rows, status, training_config, verified
 
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.own_numbers import check_numbers
 
 noise_scale = load_docs("noise_scale")
@@ -59,6 +58,7 @@ def mine(config: Any, dies_at: int = 0, differs: bool = False) -> str:
             return super().row_fields(step) | own.row_fields(self, step) | {"asked": step}
 
         def evaluate(self, model: Any, poll: Any) -> dict[str, Any]:
+            assert not (model.training or torch.is_grad_enabled())
             return super().evaluate(model, poll) | ({"rhymes": rank / 4} if differs else {})
 
     return loop.train(config, Both).outcome
@@ -176,22 +176,6 @@ def test_a_wrong_number_is_one_error_line(case, monkeypatch):
     if caught:
         assert str(caught.value).startswith(f"{method}(){problem.strip()}")
         assert (len(caught.value.mistakes), caught.value.on_every_rank) == (1, True)
-
-
-def test_the_contract_is_the_same_for_classes_of_any_package(corpus, tmp_path):
-    """Evaluation mode, no gradients, checked scores."""
-    seen = []
-
-    class Mine(Pretraining):
-        def evaluate(self, model, poll):
-            seen.append((model.training, torch.is_grad_enabled()))
-            return {"val_loss": 1.0, "mine": True}
-
-    Mine.evaluate.__module__ = "gpt2_ddp.contrib"
-    with built(training_config(corpus, tmp_path), Mine) as run:
-        with pytest.raises(UserError):
-            run.evaluate(lambda: None)
-        assert (seen, run.model.training) == ([(False, False)], True)
 
 
 def measuring(shares: int = 4, parallel: str = "ddp") -> Any:
