@@ -222,8 +222,8 @@ def test_an_error_is_told_at_the_next_step_by_all_ranks(corpus, tmp_path):
 
 
 def test_a_run_that_diverges_waits_before_it_looks_at_its_checkpoints(corpus, tmp_path):
-    """The held one is of the step before the bad stretch, to which the run goes back."""
-    config = configured(corpus, tmp_path, **{"train.steps": 12})
-    assert run_ranks(train, 1, config, 4, "", 0, (48, 96)) == [("completed", 12)]
+    """The held one is of the step before the bad stretch, to which the run goes back before the next save is due."""
+    config = configured(corpus, tmp_path, **{"train.steps": 12, "guard.patience": 1})
+    assert run_ranks(train, 1, config, 4, "", 0, (48, 84)) == [("completed", 12)]
     order = order_of(tmp_path / "run")
     assert order.index(("checkpoint", 4)) < order.index(("rollback", 4))

@@ -58,7 +58,7 @@ def mine(config: Any, dies_at: int = 0, differs: bool = False) -> str:
             return super().row_fields(step) | own.row_fields(self, step) | {"asked": step}
 
         def evaluate(self, model: Any, poll: Any) -> dict[str, Any]:
-            assert not (model.training or torch.is_grad_enabled())
+            assert (model.training, torch.is_grad_enabled()) == (False, False)
             return super().evaluate(model, poll) | ({"rhymes": rank / 4} if differs else {})
 
     return loop.train(config, Both).outcome
