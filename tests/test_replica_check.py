@@ -13,6 +13,7 @@ from ranks import run_ranks
 from runs import built, saved_steps, status, train, training_config
 from torch import Tensor
 
+from gpt2_ddp.checkpoint.checkpoint import optimizer_state
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.training.replica_check import ReplicaMismatch, _describe, check_replicas, sum_of
 
@@ -48,8 +49,7 @@ def flip_and_tell(config: TrainingConfig, flips: list[Flip]) -> list[str]:
         for _ in range(2):
             train_step(run)
         tensors = dict(run.task.model.named_parameters())
-        for name, parameter in run.task.model.named_parameters():
-            tensors |= {f"{kind}.{name}": value for kind, value in run.optimizer.plain.state[parameter].items()}
+        tensors |= optimizer_state(run.task.model, run.optimizer.plain)
         check = partial(check_replicas, run.accelerator, run.task.model, run.optimizer.plain)
         messages = [message_of(check, 0)]
         for step, (rank, name, byte, bit) in enumerate(flips, 1):

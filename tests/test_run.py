@@ -66,9 +66,8 @@ def there_and_back(config: RunConfig) -> list[Any]:
             losses = [train_step(run) for _ in range(4)]
             norms = torch.stack([torch.stack([step.losses["loss"], step.grad_norm]) for step in losses]).tolist()
             after = run.snapshot()
-            moments = {name: value.numpy().tobytes() for name, value in after.optimizer.items()}
-            weights = {name: value.detach().numpy().tobytes() for name, value in run.task.model.state_dict().items()}
-            found.append((norms, run.step, weights, moments, after.state))
+            tensors = {name: value.numpy().tobytes() for name, value in (after.model | after.optimizer).items()}
+            found.append((norms, run.step, tensors, after.state))
             run.load(saved)
             assert run.step == 4
         assert len(dist.distributed_c10d._world.pg_map) == GROUPS, "which count in the limit of open files"
