@@ -81,11 +81,8 @@ def test_shares_are_a_partition_of_a_step():
 def test_the_smallest_micro_batch_of_an_epoch():
     rng = random.Random(0)
     for _ in range(100):
-        n, size, share = (
-            rng.randint(1, 90),
-            rng.randint(1, 24),
-            contiguous(rng.choice([1, 2, 3, 30]), rng.randint(1, 9)),
-        )
+        n, size = rng.randint(1, 90), rng.randint(1, 24)
+        share = contiguous(rng.choice([1, 2, 3, 30]), rng.randint(1, 9))
         feed, rows = Feed(Permutation(1, n), GlobalBatch(size, share, by_epoch=True)), []
         while not feed.ended_epoch:
             rows += [max(len(part), 1) for ranks in share(len(feed.next_step().items)) for part in ranks]

@@ -230,7 +230,10 @@ def test_a_guard_without_a_bad_step_knows_where_the_run_began():
         guard = Guard(GuardConfig(), ALONE, begins)
         guard.load_state_dict(GuardState(judged=11, first_bad=9))
         assert guard.last_good == good
-    assert _Numbers().integers() == [0, 0, 0, 0]
+
+
+def test_a_loss_is_summed_in_fixed_point():
+    """The largest fits; one that is not finite is none."""
     assert _Numbers(torch.tensor([0.5, 1.0])).integers() == [1, 2**31, False, 1]
     assert _Numbers(torch.tensor([-1e30, 0.0])).integers() == [1, -LARGEST * 2**32, False, 0]
     assert _Numbers(torch.tensor([math.inf, 0.0])).integers() == [1, 0, True, 0]
