@@ -51,7 +51,7 @@ MODULES: dict[str, tuple[int, list[str]]] = {
         24,
         [*LOOP, GUARD, "tests/test_background.py", "tests/test_branch.py", "-k", f"{STEPS} or {ENDS} or {BACK}"],
     ),
-    "training/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or fixed_point or job or all_the_same or kept"]),
+    "training/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or job or all_the_same or kept"]),
     "training/optimizer.py": (20, ["tests/test_optim.py", GUARD, "-k", STATISTICS]),
     "checkpoint/checkpoint.py": (18, ["tests/test_checkpoint.py", "-k", "not killed"]),
     "checkpoint/store.py": (18, ["tests/test_checkpoint.py", "-k", "not flipped"]),

@@ -232,7 +232,7 @@ def test_a_guard_without_a_bad_step_knows_where_the_run_began():
         assert guard.last_good == good
 
 
-def test_a_loss_is_summed_in_fixed_point():
+def test_losses_are_judged_in_fixed_point():
     """The largest fits; one that is not finite is none."""
     assert _Numbers(torch.tensor([0.5, 1.0])).integers() == [1, 2**31, False, 1]
     assert _Numbers(torch.tensor([-1e30, 0.0])).integers() == [1, -LARGEST * 2**32, False, 0]
