@@ -109,22 +109,18 @@ def run(tmp_path) -> Path:
 
 
 def test_weights_and_moments_come_back_bitwise(run):
-    """Into the tensors that are there. Moments that are not in the snapshot go, as when a run goes back to its start.
-    faults/test_guard.py does so on several ranks."""
+    """Into the tensors that are there. Moments that are not in the snapshot go, as when a run returns to its start."""
     place = save(run, 3)
     model, optimizer = trained_model()
-
-    def tensors() -> list[torch.Tensor]:
-        moments = [optimizer.state[p][kind] for p in model.parameters() for kind in sorted(optimizer.state[p])]
-        return [*model.parameters(), *moments]
-
-    before, read = [tensor.data_ptr() for tensor in tensors()], verify(place).read()
+    tensors = lambda: model.state_dict() | optimizer_state(model, optimizer)  # noqa: E731
+    places = {name: tensor.data_ptr() for name, tensor in tensors().items()}
+    read = verify(place).read()
     load_model_state(read.model, model)
     load_optimizer_state(read.optimizer, model, optimizer)
-    assert [tensor.data_ptr() for tensor in tensors()] == before
-    found = model.state_dict(), optimizer_state(model, optimizer)
-    assert all(same(*pair) for pair in zip(found, trained_tensors(), strict=True))
-    assert {name.split(".")[0] for name in found[1]} == {"step", "exp_avg", "exp_avg_sq"}
+    weights, moments = trained_tensors()
+    assert same(tensors(), weights | moments)
+    assert {name: tensor.data_ptr() for name, tensor in tensors().items()} == places
+    assert {name.split(".")[0] for name in moments} == {"step", "exp_avg", "exp_avg_sq"}
     load_optimizer_state({}, model, optimizer)
     assert not optimizer_state(model, optimizer)
     assert not any(b"cpickle" in file.read_bytes() or file.suffix in (".pt", ".pkl") for file in place.iterdir())

@@ -7,13 +7,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import run_script
 from disk import interpose, refuse
 from ranks import in_turn, run_ranks
-from runs import rows, saved_steps, status, train, training_config
+from runs import newest_checkpoint, saved_steps, status, train, training_config, untimed
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, verify
 from gpt2_ddp.config.cli import dump
@@ -82,11 +81,9 @@ def left_behind(run: Path) -> list[str]:
     return [str(file) for file in run.rglob(".*") if file.name != ".lock"]
 
 
-def ended(run: Path) -> tuple[list[Any], bytes, list[str]]:
+def ended(run: Path) -> tuple[list[dict], bytes, list[int]]:
     """Rows without timings, weights, checkpoints."""
-    names = [place.name for place in list_checkpoints(run / "checkpoints")]
-    losses = [(row["step"], row.get("loss"), row.get("order_digest")) for row in rows(run)]
-    return losses, (run / "checkpoints" / names[-1] / MODEL).read_bytes(), names
+    return untimed(run), (newest_checkpoint(run) / MODEL).read_bytes(), saved_steps(run)
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
