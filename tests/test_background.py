@@ -57,7 +57,7 @@ def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
     assert not behind.error
 
 
-def test_after_each_step_an_overdue_save_is_waited_for_and_a_failed_one_stops_the_run():
+def test_after_each_step_an_overdue_save_is_waited_for():
     """The watchdog still applies, and ends a run whose save hangs."""
     behind, gate, said = Background(), threading.Event(), []
     run: Any = SimpleNamespace(
@@ -74,14 +74,9 @@ def test_after_each_step_an_overdue_save_is_waited_for_and_a_failed_one_stops_th
     assert said[1] == "save"
     assert not behind.is_working
     assert said[2] == ("write", behind.seconds)
-    behind.start(refuse, timeout=60.0)
-    behind.join()
-    Training.poll_save(run)
-    assert said[3] == "a checkpoint could not be written"
-    behind.error = None
     run.log.is_gone = True
     Training.poll_save(run)
-    assert len(said) == 5
+    assert len(said) == 4
 
 
 def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):

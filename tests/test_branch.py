@@ -19,7 +19,6 @@ from runs import (
     is_intact,
     said,
     same,
-    spoil,
     train,
     train_with_faults,
     training_config,
@@ -169,15 +168,6 @@ def test_a_parent_that_cannot_be_written_is_told_by_a_warning(tmp_path, branchin
     copy = shutil.copytree(checkpoint_at(tmp_path / "long", 5), tmp_path / "step-00000005")
     register_branch(find_parent(branching({"train.branch_from": str(copy)})), tmp_path / "branch", "abc")
     assert not (tmp_path / BRANCHES).exists()
-
-
-def test_the_newest_intact_checkpoint_of_a_run_is_taken(tmp_path, branching, capsys):
-    weights = checkpoint_at(tmp_path / "long", 10) / "model.safetensors"
-    spoil(weights)
-    parent = find_parent(branching({"train.branch_from": str(tmp_path / "long")}))
-    assert parent.path == checkpoint_at(tmp_path / "long", 5)
-    assert "step-00000010" in capsys.readouterr().err
-    assert weights.exists()  # the folder may be of a run that is running
 
 
 def test_what_a_branch_begins_with(branching):

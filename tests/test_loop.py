@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -23,9 +22,8 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import lr_at
-from gpt2_ddp.state import Pending, Progress
 from gpt2_ddp.tasks.pretraining import choose_micro_batch
-from gpt2_ddp.training.loop import Result, finish_pending
+from gpt2_ddp.training.loop import Result
 
 
 def losses(run: Path) -> list[float]:
@@ -277,18 +275,3 @@ def test_the_newest_checkpoint_of_a_result(tmp_path):
     for step in (5, 10, 20):
         (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
     assert Result("completed", 20, {}, 1.0, tmp_path, None).checkpoint == tmp_path / "checkpoints/step-00000020"
-
-
-def test_a_run_begins_with_a_row_only_where_there_are_scores():
-    logged, synced = [], []
-    for step, scores in ((0, {}), (0, {"val_loss": 1.0}), (5, {})):
-        run: Any = MagicMock(step=step, early_end="", is_complete=False)
-        run.stop.is_agreed = False
-        run.progress = Progress(step=step, pending=Pending(row={"step": step}, evaluate=True))
-        run.evaluate.return_value = scores
-        assert finish_pending(run) is None
-        assert not run.progress.pending
-        logged += [call.args[0] for call in run.metrics.log.mock_calls]
-        synced.append(run.stop.sync.call_count)
-    assert logged == [{"step": 0, "val_loss": 1.0}, {"step": 5}]
-    assert synced == [1] * 3  # a stop that came during the evaluation is agreed on at once

@@ -121,6 +121,13 @@ def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_pat
     assert untimed(run) == untimed(trained)
 
 
+def test_a_run_without_scores_begins_without_a_row(corpus, tmp_path):
+    """One without a validation split; its evaluations have rows as other steps."""
+    config = training_config(other_data(corpus, tmp_path), tmp_path, {"train.steps": 2, "eval.every": 2})
+    assert train(config) == "completed"
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
 # Refused before long work
 
 
