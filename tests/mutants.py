@@ -225,8 +225,6 @@ def mutants_of(module: str) -> list[Mutant]:
                     before = max((span(one)[1] for one in [*args, *keywords] if span(one)[1] <= begun), default=None)
                     if keyword.arg and before:
                         yield source.index(b",", before), ended, ""
-            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                pass
             case ast.If(test=test) | ast.IfExp(test=test) if not is_text(getattr(node, "orelse", None)):
                 yield from ((*span(test), truth) for truth in ("True", "False"))
             case ast.comprehension(ifs=ifs):

@@ -101,7 +101,6 @@ def test_what_is_compiled(monkeypatch):
         ("auto", gpt(), on(CPU), 9 * WORTH_IT, "off"),
         ("auto", gpt(), on(CPU, 1, "bf16"), 0.9 * WORTH_IT, "off"),
         ("auto", gpt(), on(CPU, 1, "bf16"), WORTH_IT, "model"),
-        ("auto", job, on(CPU, 1, "bf16"), 0.0, "off"),
         ("blocks", gpt(), on(CPU), 1.0, "blocks"),
         ("off", gpt(), on(CUDA), 1.0, "off"),
     ]:
