@@ -109,39 +109,44 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory) -> Path:
     """Shards of some of the standard library's source, with a BPE of 512 tokens: about 60,000 tokens, three shards."""
     return once(tmp_path_factory, "corpus", make_corpus)
 
 
 def make_corpus(folder: Path) -> None:
-    from gpt2_ddp.data.tokenizer import load_tokenizer
     from gpt2_ddp.preparation.prepare import train_bpe
 
     names = ("abc", "bisect", "heapq", "keyword", "queue", "sched", "shlex", "stat", "string", "textwrap", "token")
-    texts = [(Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in names]
+    texts = [*map(module_text, names)]
     train_bpe(texts, 512, folder / "tokenizer.json")
-    documents = [load_tokenizer(str(folder / "tokenizer.json")).encode(text) for text in texts]
-    write_shards(folder, "stdlib", {"train": documents[:-2], "val": documents[-2:]})
+    write_shards(folder, "stdlib", {"train": texts[:-2], "val": texts[-2:]})
 
 
-def write_shards(folder: Path, source: str, documents: dict[str, list]) -> None:
-    """Writes the tokens of each split's documents, and a manifest, beside a tokenizer of 512 tokens."""
+def module_text(name: str) -> str:
+    """The source of a module of the standard library."""
+    return (Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+
+
+def write_shards(folder: Path, source: str, documents: dict[str, list], tokenizer_name: str = "") -> None:
+    """Writes each split's documents, which are texts or tokens, and a manifest, beside a tokenizer.json."""
     from gpt2_ddp.data.manifest import Manifest
     from gpt2_ddp.data.tokenizer import load_tokenizer
     from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 
-    tokenizer, splits = load_tokenizer(str(folder / "tokenizer.json")), {}
+    tokenizer, splits = load_tokenizer(tokenizer_name or str(folder / "tokenizer.json")), {}
+    size = tokenizer.vocab_size
     for split, parts in documents.items():
-        writer = ShardWriter(folder, split, 20_000, 512)
-        for tokens in parts:
+        writer = ShardWriter(folder, split, 20_000, size)
+        for part in parts:
+            tokens = tokenizer.encode(part) if isinstance(part, str) else part
             writer.add(np.concatenate([[tokenizer.eot], tokens]))
         splits[split] = writer.close()
-    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, source, splits))
+    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, size, tokenizer.eot, source, splits))
 
 
 @pytest.fixture(scope="session")
-def short_documents(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short_documents(corpus, tmp_path_factory) -> Path:
     """Shards of documents of some 40 tokens each, with the tokenizer of `corpus`: in each window, about one begins."""
     return once(tmp_path_factory, "short_documents", lambda folder: make_short_documents(corpus, folder))
 
@@ -161,7 +166,7 @@ def make_short_documents(corpus: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(corpus, tmp_path_factory) -> Path:
     """The folder `run` of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10. Beside it
     are its data, in `data`, and what rank 0 of the two called, in `calls.json`."""
     from runs import train, training_config
@@ -178,7 +183,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def halfway(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def halfway(corpus, tmp_path_factory) -> Path:
     """A folder with the run `run`, of 5 of 10 steps in one process."""
     from runs import train, training_config
 
@@ -188,7 +193,7 @@ def halfway(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_job(tmp_path_factory) -> Path:
     """The folder `run` of a complete regression of two epochs in one process."""
     from runs import job_config, train
 
@@ -197,7 +202,7 @@ def trained_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., TrainingConfig]:
+def tiny_config(corpus, tmp_path) -> Callable[..., TrainingConfig]:
     """Makes a configuration of a tiny training over `corpus`; dotted names in `changes` differ from it."""
 
     from runs import training_config

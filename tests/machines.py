@@ -117,7 +117,7 @@ def joined_machines(folder: Path, count: int = 2) -> Iterator[tuple[Machine, ...
 
 
 @pytest.fixture
-def nothing_is_left(machines: tuple[Machine, ...]) -> Iterator[None]:
+def nothing_is_left(machines) -> Iterator[None]:
     """The next test has a cable, and nobody else on the port."""
     yield
     for machine in machines:

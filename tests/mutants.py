@@ -9,15 +9,14 @@ tree, and the tests import that copy's package. The exit code is 1 if a mutant s
 
 import argparse
 import ast
-import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ LOOP = [
     for name in ("ranks", "loop", "replica_check", "numbers", "task", "losses", "run", "resumed", "stop")
 ]
 STEPS = "figure or skipped or left_alone or mean_loss or patience_ends or short_run or settings"
-ENDS = "only_where or newest_checkpoint_of or drawn or flipped or all_the_same"
+ENDS = "without_scores or newest_checkpoint_of or drawn or flipped or all_the_same"
 STATISTICS = "optim and not (iteration or orthogonal) or running_statistics or spike or skipped"
 BACK = "every_gradient or poisoned or start_is_there or job_that_diverges or to_go_back_to or beginning or looks_at"
 LATE = [f"{GUARD}::test_each_step_is_judged_two_steps_late", f"{GUARD}::test_a_resumed_guard_judges_alike"]
@@ -170,25 +169,6 @@ SWAP: dict[str, str] = dict(swap.split(":") for swap in SWAPS.split(", "))
 OPERATOR = re.compile("|".join(re.escape(old) for old in SWAP))
 
 MEMORY = 8 * 2**30  # bytes of address space: a mutant whose loop never ends must not take the machine's
-SERVER = f"""
-import importlib.util, json, os, resource, sys
-import accelerate, numpy, pydantic, pytest, safetensors.torch, torch, tqdm, yaml
-for line in sys.stdin:
-    pid = os.fork()
-    if not pid:
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
-        resource.setrlimit(resource.RLIMIT_CPU, (1800, 1800))
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        os.dup2(1, 2)
-        if os.path.dirname(importlib.util.find_spec("gpt2_ddp").origin) != os.path.abspath("gpt2_ddp"):
-            sys.exit("the tests would not import the copy")
-        sys.exit(pytest.main([*json.loads(line), "-x", "-q", "-p", "no:cacheprovider", "--basetemp", "temporary"]))
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-"""Runs pytest in a copy, once for each line that it reads. It forks, since torch takes long to import."""
 
 
 class Mutant(NamedTuple):
@@ -245,8 +225,6 @@ def mutants_of(module: str) -> list[Mutant]:
                     before = max((span(one)[1] for one in [*args, *keywords] if span(one)[1] <= begun), default=None)
                     if keyword.arg and before:
                         yield source.index(b",", before), ended, ""
-            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                pass
             case ast.If(test=test) | ast.IfExp(test=test) if not is_text(getattr(node, "orelse", None)):
                 yield from ((*span(test), truth) for truth in ("True", "False"))
             case ast.comprehension(ifs=ifs):
@@ -285,61 +263,44 @@ def is_text(node: object) -> bool:
     return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
 
 
-class Copy:
-    """A copy of the tree, and the process that runs tests in it."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.group = folder, 0
-        folder.mkdir()
-        for place in (ROOT / name for name in COPIED):
-            copy = shutil.copytree if place.is_dir() else shutil.copyfile
-            copy(place, folder / place.name)
-        environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder)}
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-        pipe, command = subprocess.PIPE, [sys.executable, "-c", SERVER]
-        self.server = subprocess.Popen(
-            command, cwd=folder, env=os.environ | environment, stdin=pipe, stdout=pipe, text=True
-        )
-
-    def run(self, module: str, source: bytes = b"", limit: float = 1800.0) -> tuple[str, float]:
-        """Runs a module's tests on this source of it, or its own: killed, survived or timeout; and the seconds."""
-        begun, file, timer = time.monotonic(), self.folder / "gpt2_ddp" / module, threading.Timer(limit, self.end)
-        original, self.group = file.read_bytes(), 0
-        file.write_bytes(source or original)
-        try:
-            print(json.dumps(MODULES[module][1]), file=self.server.stdin, flush=True)
-            self.group = int(self.server.stdout.readline())
-            timer.start()
-            code = int(self.server.stdout.readline())
-        finally:
-            timer.cancel()
-            self.end()  # what the tests left running
-        file.write_bytes(original)
-        seconds = time.monotonic() - begun
-        return "timeout" if seconds >= limit else "killed" if code else "survived", seconds
-
-    def end(self) -> None:
-        """Kills the process group of the tests."""
-        with suppress(ProcessLookupError):
-            if self.group:
-                os.killpg(self.group, signal.SIGKILL)
+def run_tests(copy: Path, module: str, source: bytes = b"", limit: float = 1800.0) -> tuple[str, float]:
+    """Runs a module's tests in a copy of the tree, on this source of it, or its own: killed, survived or timeout; and
+    the seconds."""
+    begun, file = time.monotonic(), copy / "gpt2_ddp" / module
+    original = file.read_bytes()
+    file.write_bytes(source or original)
+    environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(copy)}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    command = [sys.executable, "-m", "pytest", *MODULES[module][1], "-x", "-q", "-p", "no:cacheprovider"]
+    with (copy / "output.txt").open("w") as output:
+        tests = subprocess.Popen(
+            [*command, "--basetemp", "temporary"], cwd=copy, env=os.environ | environment, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=output, start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
+        )  # fmt: skip
+    try:
+        state = "killed" if tests.wait(limit) else "survived"
+    except subprocess.TimeoutExpired:
+        state = "timeout"
+    with suppress(ProcessLookupError):
+        os.killpg(tests.pid, signal.SIGKILL)  # with what the tests left running
+    file.write_bytes(original)
+    return state, time.monotonic() - begun
 
 
-def run_mutants(module: str, free: SimpleQueue[Copy], jobs: int) -> list[tuple[str, float]]:
+def run_mutants(module: str, free: SimpleQueue[Path], jobs: int) -> list[tuple[str, float]]:
     """The state and the seconds of each mutant."""
     copy = free.get()
-    state, usual = copy.run(module)
+    state, usual = run_tests(copy, module)
     if state != "survived":
-        raise SystemExit(f"the tests of {module} fail without a change:\n{(copy.folder / 'output.txt').read_text()}")
+        raise SystemExit(f"the tests of {module} fail without a change:\n{(copy / 'output.txt').read_text()}")
     free.put(copy)
     print(f"{module}: its tests take {usual:.1f} s", flush=True)
 
     def run(mutant: Mutant) -> tuple[str, float]:
         copy = free.get()
-        try:
-            state, seconds = copy.run(module, mutant.source, 3 * usual + 30)
-        finally:
-            free.put(copy)
+        state, seconds = run_tests(copy, module, mutant.source, 3 * usual + 30)
+        free.put(copy)
         if state == "survived" and (module, mutant.before, mutant.after) in EQUIVALENT:
             state = "equivalent"
         if state == "survived":
@@ -358,22 +319,17 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="mutants that run at a time (default: 2)")
     args = parser.parse_args()
-    table, copies, free = [], list[Copy](), SimpleQueue[Copy]()
-
-    def stop(*_: object) -> None:
-        for copy in copies:
-            copy.server.kill()
-            copy.end()
-        sys.exit(1)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    modules = args.only or MODULES
+    for module in modules:
+        mutants_of(module)  # of the sources that are copied now
+    table, free = [], SimpleQueue[Path]()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        modules = args.only or MODULES
-        for module in modules:
-            mutants_of(module)  # of the sources that are copied now
-        copies += [Copy(Path(folder) / str(number)) for number in range(args.jobs)]
-        for copy in copies:
+        for number in range(args.jobs):
+            copy = Path(folder) / str(number)
+            copy.mkdir()
+            for name in COPIED:
+                copy_it = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+                copy_it(ROOT / name, copy / name)
             free.put(copy)
         for module in modules:
             found = run_mutants(module, free, args.jobs)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, seal
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, list_checkpoints, seal, steps_of
 from gpt2_ddp.checkpoint.run_files import field_of, next_chain
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
@@ -25,6 +25,7 @@ from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import content_sha256
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State
@@ -72,10 +73,15 @@ def job_config(kind: str, output_dir: Path, changes: dict[str, Any] | None = Non
     values: dict[str, Any] = {"output_dir": str(output_dir), "run_name": "run", "train": {"epochs": 4, "device": "cpu"}}
     values |= {"tracking": {"log_every": 1}, "eval": {"batch_size": 8}}
     values["checkpoint"] = {"background": False}  # or rows and kills would come in any order
-    for name, value in (own | (changes or {})).items():
+    return command.model_validate(changed(values, own | (changes or {})))
+
+
+def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Nested values after changes of fields by their dotted names."""
+    for name, value in changes.items():
         section, _, key = name.rpartition(".")
         (values.setdefault(section, {}) if section else values)[key] = value
-    return command.model_validate(values)
+    return values
 
 
 def open_folder(run: Path, lock: bool = True) -> RunFolder:
@@ -163,12 +169,16 @@ def train_with_faults(
         loop.train_step = step
 
 
+def all_rows(run: Path, file: str = "metrics.jsonl") -> list[dict]:
+    """The rows, events included, without their chain."""
+    found = [json.loads(line) for line in (run / file).read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "chain"} for row in found]
+
+
 def rows(run: Path, file: str = "metrics.jsonl") -> list[dict]:
     """What a resumed run's rows have in common with those of one that was left alone, but for their timings: its steps
     and rollbacks."""
-    found = [json.loads(line) for line in (run / file).read_text().splitlines()]
-    found = [row for row in found if row.get("event", "rollback") == "rollback"]
-    return [{name: value for name, value in row.items() if name != "chain"} for row in found]
+    return [row for row in all_rows(run, file) if row.get("event", "rollback") == "rollback"]
 
 
 def untimed(run: Path, file: str = "metrics.jsonl") -> list[dict]:
@@ -176,6 +186,37 @@ def untimed(run: Path, file: str = "metrics.jsonl") -> list[dict]:
     return [
         {name: value for name, value in row.items() if field_of(name).kind != "measured"} for row in rows(run, file)
     ]
+
+
+def events(run: Path, event: str) -> list[dict]:
+    """The rows of an event, such as `start`."""
+    return [row for row in all_rows(run) if row.get("event") == event]
+
+
+def status(run: Path) -> dict[str, Any]:
+    """What status.json holds; nothing before there is one."""
+    file = run / "status.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def is_intact(run: Path, **options: Any) -> bool:
+    """Whether verify_run.py finds the run intact."""
+    return verify_run(VerifyConfig(run=str(run), **options)) == 0
+
+
+def checkpoint_at(run: Path, step: int) -> Path:
+    return run / f"checkpoints/step-{step:08d}"
+
+
+def saved_steps(run: Path) -> list[int]:
+    """The steps whose checkpoints a run has."""
+    return steps_of(list_checkpoints(run / "checkpoints"))
+
+
+def spoil(file: Path) -> None:
+    """Changes the last byte of a file."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def state_of(run: Path) -> dict[str, Any]:
@@ -235,19 +276,15 @@ def training_config(corpus: Path, output_dir: Path, changes: dict[str, Any] | No
         "checkpoint": {"every": 5, "background": False},  # or rows and kills would come in any order
         "tracking": {"log_every": 1},
     }
-    for name, value in (changes or {}).items():
-        section, _, key = name.rpartition(".")
-        (values.setdefault(section, {}) if section else values)[key] = value
-    return TrainingConfig.model_validate(values)
+    return TrainingConfig.model_validate(changed(values, changes or {}))
 
 
 def edit_manifest(folder: Path, **changes: object) -> None:
     """Changes values of a manifest.json, and its own hash with them, so that only what they mean is wrong."""
     file = folder / "manifest.json"
     values = {**json.loads(file.read_text()), **changes}
-    values.pop("sha256")
-    values["sha256"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    file.write_text(json.dumps(values))
+    values.pop("sha256", None)
+    file.write_text(json.dumps({**values, "sha256": content_sha256(values)}))
 
 
 def change(file: Path, old: str, new: str) -> None:
@@ -286,7 +323,7 @@ def forge(run: Path, edit: Callable[[list[dict]], object] = lambda rows: None) -
 
     def fit(row: dict, chains: dict[str, str]) -> None:
         saved = row if row.get("event") == "checkpoint" else row.get("checkpoint")
-        place = run / f"checkpoints/step-{saved['step']:08d}" if saved else run
+        place = checkpoint_at(run, saved["step"]) if saved else run
         if saved and (place / MANIFEST).is_file():
             old = json.loads((place / "state.json").read_text())["log"]["chain"]
             change(place / "state.json", old, chains.get(old, old))

@@ -12,19 +12,27 @@ from typing import Any
 
 import pytest
 from ranks import in_turn, run_ranks, run_until_killed
-from runs import gpt_state, said, same, train, train_with_faults, training_config, untimed
+from runs import (
+    checkpoint_at,
+    events,
+    gpt_state,
+    is_intact,
+    said,
+    same,
+    train,
+    train_with_faults,
+    training_config,
+    untimed,
+)
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint
-from gpt2_ddp.checkpoint.run_files import field_of, is_event
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.hints import check_resumable
-from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.optim import lr_at
-from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import LogEnd, Pending, Progress
 from gpt2_ddp.tasks.pretraining import Pretraining, resolve
 from gpt2_ddp.training.branch import BRANCHES, branch_off, find_parent, register_branch
@@ -33,22 +41,18 @@ ALONE: Any = SimpleNamespace(num_processes=1, is_main_process=True)
 """What a task asks of the accelerator before any long work."""
 
 
-def checkpoint(run: Path, step: int) -> Path:
-    return run / f"checkpoints/step-{step:08d}"
-
-
 def progress(run: Path, step: int) -> dict:
-    return json.loads((checkpoint(run, step) / "state.json").read_text())["progress"]
+    return json.loads((checkpoint_at(run, step) / "state.json").read_text())["progress"]
 
 
 @pytest.fixture
-def branching(trained: Path, tmp_path: Path):
+def branching(trained, tmp_path):
     """Makes the configuration of a branch of the run `long`, a copy of the shared run, whose steps 6 to 10 were trained
     by two processes."""
     long = Path(shutil.copytree(trained, tmp_path / "long"))
 
     def make(changes: dict[str, Any] | None = None, name: str = "branch", step: int = 5) -> TrainingConfig:
-        start = {"run_name": name, "train.branch_from": str(checkpoint(long, step)), "checkpoint.keep_last": 9}
+        start = {"run_name": name, "train.branch_from": str(checkpoint_at(long, step)), "checkpoint.keep_last": 9}
         return training_config(trained.parent / "data", tmp_path, start | (changes or {}))
 
     return make
@@ -58,13 +62,21 @@ def test_with_the_same_schedule_it_is_the_parent_that_goes_on(tmp_path, branchin
     """Bit for bit: rows, weights and moments; both sides record where it began."""
     assert run_ranks(train, 2, branching()) == ["completed"] * 2
     whole, branch = (untimed(tmp_path / name) for name in ("long", "branch"))
-    event, first = untimed_events(tmp_path / "branch")[:2]
+    (event,) = events(tmp_path / "branch", "branch")
     assert branch[1:] == whole[6:]
-    assert first.keys() == {"step", "epoch", "tokens", "order_digest", "val_loss", "val_tokens", "val_bits_per_byte"}
+    assert branch[0].keys() == {
+        "step",
+        "epoch",
+        "tokens",
+        "order_digest",
+        "val_loss",
+        "val_tokens",
+        "val_bits_per_byte",
+    }
     for file in ("model.safetensors", "optimizer.safetensors"):
-        assert same(*(load_file(checkpoint(tmp_path / name, 10) / file) for name in ("long", "branch")))
+        assert same(*(load_file(checkpoint_at(tmp_path / name, 10) / file) for name in ("long", "branch")))
 
-    begun = checkpoint(tmp_path / "long", 5)
+    begun = checkpoint_at(tmp_path / "long", 5)
     origin = {"parent": str(begun), "run_id": progress(tmp_path / "long", 5)["run_id"], "step": 5}
     origin["checkpoint_sha256"] = sha256_file(begun / MANIFEST)
     stood = {"position": 60, "skipped_ranges": [], "order_digest": whole[5]["order_digest"]}
@@ -74,14 +86,7 @@ def test_with_the_same_schedule_it_is_the_parent_that_goes_on(tmp_path, branchin
     (line,) = (tmp_path / "long" / BRANCHES).read_text().splitlines()
     assert json.loads(line)["run_id"] == progress(tmp_path / "branch", 10)["run_id"]
     for name in ("long", "branch"):
-        assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
-
-
-def untimed_events(run: Path) -> list[dict]:
-    """The rows and the event of branching off, without chain and timings."""
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    known = [row for row in found if row.get("event", "branch") == "branch"]
-    return [{name: value for name, value in row.items() if field_of(name).kind != "measured"} for row in known]
+        assert is_intact(tmp_path / name)
 
 
 def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
@@ -96,19 +101,17 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
     assert "note: train.branch_from" not in again
     assert "note: train.branch_from is ignored: this run has checkpoints already\n" in words
     for name, config, begin, end in (("branch", first, 5, 8), ("second", second, 8, 9)):
-        begun = checkpoint(tmp_path / ("long" if begin == 5 else "branch"), begin)
+        begun = checkpoint_at(tmp_path / ("long" if begin == 5 else "branch"), begin)
         optim = config.optim.model_copy(update={"decay_steps": end})
-        found = untimed_events(tmp_path / name)[1 : end - begin + 2]
+        found = untimed(tmp_path / name)[: end - begin + 1]
         assert [row["step"] for row in found] == list(range(begin, end + 1))
         assert [row["lr"] for row in found[1:]] == [lr_at(step, optim) for step in range(begin + 1, end + 1)]
-        digests = [row.get("order_digest") for row in untimed(tmp_path / "long")]
-        assert [row["order_digest"] for row in found] == digests[begin : end + 1]
-        assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
+        assert is_intact(tmp_path / name)
         assert f"note    the parent checkpoint {begun} is unchanged: verify" in capsys.readouterr().out
-    assert progress(tmp_path / "second", 9)["branched_from"]["parent"] == str(checkpoint(tmp_path / "branch", 8))
+    assert progress(tmp_path / "second", 9)["branched_from"]["parent"] == str(checkpoint_at(tmp_path / "branch", 8))
     assert untimed(tmp_path / "branch")[-1]["step"] == 9  # it goes on with its own checkpoints
-    (checkpoint(tmp_path / "branch", 8) / MANIFEST).write_text("{}")
-    assert verify_run(VerifyConfig(run=str(tmp_path / "second"))) == 0
+    (checkpoint_at(tmp_path / "branch", 8) / MANIFEST).write_text("{}")
+    assert is_intact(tmp_path / "second")
     assert "step-00000008 is missing or changed: verify" in capsys.readouterr().out
 
 
@@ -116,11 +119,11 @@ def test_killed_before_its_first_own_checkpoint(tmp_path, branching):
     """The same command gives what it would have given."""
     config, run = branching(), tmp_path / "branch"
     run_until_killed(train_with_faults, 2, config, (0, 0), math.nan, 3)
-    assert [row["step"] for row in untimed_events(run)] == [5, 5, 6, 7]
+    assert [row["step"] for row in untimed(run)] == [5, 6, 7]
     run_ranks(train, 2, config)
-    assert [is_event(row) for row in untimed_events(run)] == [True] + [False] * 6
+    assert len(events(run, "branch")) == 1
     assert untimed(run)[1:] == untimed(tmp_path / "long")[6:]
-    assert verify_run(VerifyConfig(run=str(run))) == 0
+    assert is_intact(run)
 
 
 def test_a_branch_goes_back_to_its_beginning_and_is_branched_off_again(tmp_path, branching):
@@ -129,11 +132,11 @@ def test_a_branch_goes_back_to_its_beginning_and_is_branched_off_again(tmp_path,
     second = branching(changes | {"train.branch_from": str(tmp_path / "branch"), "train.steps": 11}, "second")
     calls = [(train_with_faults, branching(changes), (60, 96)), (train, second)]
     assert run_ranks(in_turn, 1, *calls) == [["completed"] * 2]
-    (event,) = [row for row in untimed(tmp_path / "branch") if "event" in row]
+    (event,) = events(tmp_path / "branch", "rollback")
     assert (event["step"], event["skipped_range"]) == (5, [60, 120])
-    assert untimed_events(tmp_path / "second")[0]["skipped_ranges"] == [[60, 120]]
+    assert events(tmp_path / "second", "branch")[0]["skipped_ranges"] == [[60, 120]]
     for name in ("branch", "second"):
-        assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
+        assert is_intact(tmp_path / name)
 
 
 def test_what_it_branches_off_may_lie_elsewhere_on_another_machine(branching):
@@ -141,23 +144,16 @@ def test_what_it_branches_off_may_lie_elsewhere_on_another_machine(branching):
     assert one.shared == other.shared != none.shared
 
 
-MISTAKES = {
-    "another training": (
+@pytest.mark.parametrize(("changes", "expected"), [
+    (
         {"seed": 5, "model.n_layer": 3, "model.dropout": 0.1, "train.global_batch_tokens": 192, "optim.lr": 1.0},
         ["seed = 5", "model.n_layer = 3", "model.dropout = 0.1", "train.global_batch_tokens = 192"],
     ),
-    "another optimizer": (
-        {"optim.name": "muon"},
-        [r"optim.name = muon: .*step-00000005 was trained with adamw; .* with train.init_from"],
-    ),
-    "no step of its own": ({"train.steps": 5}, [r"train.steps = 5: .*step-00000005 is at step 5, which counts"]),
-    "epochs": ({"train.epochs": 0.01}, ["train.epochs = 0.01"]),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes(branching, case):
-    changes, expected = MISTAKES[case]
+    ({"optim.name": "muon"}, [r"optim.name = muon: .*step-00000005 was trained with adamw; .* with train.init_from"]),
+    ({"train.steps": 5}, [r"train.steps = 5: .*step-00000005 is at step 5, which counts"]),
+    ({"train.epochs": 0.01}, ["train.epochs = 0.01"]),
+])  # fmt: skip
+def test_mistakes(branching, changes, expected):
     with pytest.raises(UserError) as raised:  # noqa: PT012
         config = branching(changes)
         Pretraining(config, ALONE, branch_off(find_parent(config), config))
@@ -169,18 +165,9 @@ def test_a_parent_that_cannot_be_written_is_told_by_a_warning(tmp_path, branchin
     (tmp_path / "long" / BRANCHES).mkdir()
     register_branch(find_parent(branching()), tmp_path / "branch", "abc")
     assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/long/{BRANCHES} cannot be written (Is a directory)")
-    copy = shutil.copytree(checkpoint(tmp_path / "long", 5), tmp_path / "step-00000005")
+    copy = shutil.copytree(checkpoint_at(tmp_path / "long", 5), tmp_path / "step-00000005")
     register_branch(find_parent(branching({"train.branch_from": str(copy)})), tmp_path / "branch", "abc")
     assert not (tmp_path / BRANCHES).exists()
-
-
-def test_the_newest_intact_checkpoint_of_a_run_is_taken(tmp_path, branching, capsys):
-    weights = checkpoint(tmp_path / "long", 10) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    parent = find_parent(branching({"train.branch_from": str(tmp_path / "long")}))
-    assert parent.path == checkpoint(tmp_path / "long", 5)
-    assert "step-00000010" in capsys.readouterr().err
-    assert weights.exists()  # the folder may be of a run that is running
 
 
 def test_what_a_branch_begins_with(branching):

@@ -8,18 +8,28 @@ import os
 import random
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from disk import refuse
+from faults.mutations import flip
 from ranks import run_ranks
-from runs import change, edit_rows, open_folder, open_store, reseal, same, state_after
+from runs import (
+    change,
+    checkpoint_at,
+    edit_rows,
+    open_folder,
+    open_store,
+    reseal,
+    same,
+    saved_steps,
+    spoil,
+    state_after,
+)
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -32,7 +42,6 @@ from gpt2_ddp.checkpoint.checkpoint import (
     Snapshot,
     find_checkpoint,
     list_checkpoints,
-    steps_of,
     verify,
     write_manifest,
     write_part,
@@ -56,7 +65,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.state import LogEnd, Progress, State
+from gpt2_ddp.state import LogEnd, Progress
 from gpt2_ddp.tasks.trained_model import load_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -100,38 +109,24 @@ def after(log: RunLog, step: int, **progress: object) -> Snapshot:
     return replace(whole, state=whole.state.model_copy(update={"log": log.end()}))
 
 
-def alter(place: Path) -> None:
-    """Changes the last byte of a checkpoint's weights."""
-    weights = place / MODEL
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-
-
 @pytest.fixture
 def run(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def steps(run: Path) -> list[int]:
-    return steps_of(list_checkpoints(run / "checkpoints"))
-
-
 def test_weights_and_moments_come_back_bitwise(run):
-    """Into the tensors that are there. Moments that are not in the snapshot go, as when a run goes back to its start.
-    faults/test_guard.py does so on several ranks."""
+    """Into the tensors that are there. Moments that are not in the snapshot go, as when a run returns to its start."""
     place = save(run, 3)
     model, optimizer = trained_model()
-
-    def tensors() -> list[torch.Tensor]:
-        moments = [optimizer.state[p][kind] for p in model.parameters() for kind in sorted(optimizer.state[p])]
-        return [*model.parameters(), *moments]
-
-    before, read = [tensor.data_ptr() for tensor in tensors()], verify(place)
+    values = lambda: model.state_dict() | optimizer_state(model, optimizer)  # noqa: E731
+    places = {name: tensor.data_ptr() for name, tensor in values().items()}
+    read = verify(place)
     load_model_state(read.tensors(MODEL), model)
     load_optimizer_state(read.tensors(OPTIMIZER), model, optimizer)
-    assert [tensor.data_ptr() for tensor in tensors()] == before
-    found = model.state_dict(), optimizer_state(model, optimizer)
-    assert all(same(*pair) for pair in zip(found, trained_tensors(), strict=True))
-    assert {name.split(".")[0] for name in found[1]} == {"step", "exp_avg", "exp_avg_sq"}
+    weights, moments = trained_tensors()
+    assert same(values(), weights | moments)
+    assert {name: tensor.data_ptr() for name, tensor in values().items()} == places
+    assert {name.split(".")[0] for name in moments} == {"step", "exp_avg", "exp_avg_sq"}
     load_optimizer_state({}, model, optimizer)
     assert not optimizer_state(model, optimizer)
     assert not any(b"cpickle" in file.read_bytes() or file.suffix in (".pt", ".pkl") for file in place.iterdir())
@@ -256,26 +251,21 @@ def test_damage_is_found_and_a_resumed_run_falls_back_to_the_checkpoint_before(r
         open_store(run).newest()
 
 
-@pytest.mark.parametrize(
-    ("edit", "reason"),
-    [
-        (lambda state: state.pop("exp_avg.h.0.ln_1.weight"), "has the optimizer state exp_avg_sq, step, unlike other"),
-        (lambda state: [state.pop(f"{kind}.wte.weight") for kind in ("step", "exp_avg", "exp_avg_sq")], "state none"),
-        (lambda state: state.update({"step.wpe": torch.ones(())}), r"step.wpe has shape \[\], its parameter None"),
-        (
-            lambda state: state.update({"exp_avg.wte.weight": torch.ones(3)}),
-            r"has shape \[3\], its parameter \[128, 8\]",
-        ),
-    ],
-)
-def test_optimizer_state_that_does_not_fit_is_refused(edit, reason):
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"exp_avg.h.0.ln_1.weight": None}, "has the optimizer state exp_avg_sq, step, unlike other"),
+    (dict.fromkeys(("step.wte.weight", "exp_avg.wte.weight", "exp_avg_sq.wte.weight")), "state none"),
+    ({"step.wpe": torch.ones(())}, r"step.wpe has shape \[\], its parameter None"),
+    ({"exp_avg.wte.weight": torch.ones(3)}, r"has shape \[3\], its parameter \[128, 8\]"),
+])  # fmt: skip
+def test_optimizer_state_that_does_not_fit_is_refused(changes, reason):
+    """None: without this tensor."""
     model, optimizer = trained_model()
-    state = {name: value.clone() for name, value in optimizer_state(model, optimizer).items()}
+    state = optimizer_state(model, optimizer)
     assert misfit({name: value.shape for name, value in state.items()}, model) == misfit({}, model) == ""
-    edit(state)
+    wrong = {name: value for name, value in (state | changes).items() if value is not None}
     with pytest.raises(UserError, match=rf"optimizer.safetensors: .*{reason}"):
-        load_optimizer_state(state, model, optimizer)
-    assert len(optimizer_state(model, optimizer)) == 3 * len([*model.parameters()]), "nothing is lost"
+        load_optimizer_state(wrong, model, optimizer)
+    assert optimizer_state(model, optimizer).keys() == state.keys(), "nothing is lost"
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, "manifest.json"])
@@ -295,61 +285,47 @@ def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
     failures += [errno.EIO] * 9
     with pytest.raises(UserError, match=rf"step-00000002/{name}: cannot be read"):
         open_store(run).newest()
-    assert steps(run) == [1, 2]
+    assert saved_steps(run) == [1, 2]
     failures += [errno.EIO] * 9
     save(run, 3, keep_last=2)
     assert "step-00000002" in capsys.readouterr().err
-    assert steps(run) == [1, 2, 3], "one that cannot be read is kept, and does not count"
+    assert saved_steps(run) == [1, 2, 3], "one that cannot be read is kept, and does not count"
 
 
-def kept_by_definition(
-    saved: dict[int, State], keep_last: int, last_good: int | None, coming: State | None
-) -> set[int]:
-    """The newest, the best of those that scored equally many tokens, and what a rollback needs. Before the save of
-    `coming`, what it does not displace; afterwards also all that nobody has judged, but no longer the first one."""
-    counted = saved | ({coming.step: coming} if coming else {})
-    good = [step for step in saved if last_good is not None and step <= last_good]
-    unjudged = {step for step in saved if last_good is not None and step > last_good}
-    keep = {*sorted(counted)[-keep_last:], max(saved)}
-    if coming is None:
-        keep = (keep | unjudged) - {step for step in good[:-1] if step == saved[step].progress.first_step}
-    losses = [(one.progress.scores["val_tokens"], one.progress.val_loss, step) for step, one in counted.items()]
-    finite = [row for row in losses if row[1] is not None and math.isfinite(row[1])]
-    return keep | {*good[-1:]} | {min(row for row in finite if row[0] == tokens)[2] for tokens, *_ in finite}
+@pytest.mark.parametrize(("losses", "keep_last", "good", "kept", "left"), [
+    ([3.0, 2.0, 2.5, 2.6, 2.7], 2, None, [1, 3, 4], [1, 3]),
+    ([2.0, 2.0, 3.0], 1, None, [0, 2], [0, 1]),  # of equal ones the first
+    ([3.0, 2.0, 1.0], 1, None, [2], [1]),  # what the next displaces goes before it, but for the newest
+    ([math.nan, -math.inf, None, 2.0, 3.0], 1, None, [3, 4], [3]),
+    ([None] * 5, 1, 1, [1, 2, 3, 4], [1, 3]),  # nobody has judged those after the last good one
+    ([None] * 3, 3, 1, [1, 2], [1]),  # once a later one is good, the first one goes
+    ([None] * 3, 3, 0, [0, 1, 2], [0, 1]),
+    ([1.0, None, None], 1, 1, [0, 1, 2], [0, 1]),  # unless it is the best
+])  # fmt: skip
+@pytest.mark.parametrize("first", [0, 7])
+def test_what_is_kept(run, monkeypatch, first, losses, keep_last, good, kept, left):
+    """Of a run, and of a branch of another one: the newest, the best, and what a rollback may need. `left`: those that
+    a full disk leaves when the last one is written."""
+    origin = {"parent": "", "run_id": "", "step": first, "checkpoint_sha256": ""} if first else None
+    there: list[list[int]] = []
+    monkeypatch.setattr(store, "write_part", lambda *given: (there.append(saved_steps(folder)), write_part(*given))[1])
+    for room, folder in ((10**12, run), (0, run.with_name("full"))):
+        monkeypatch.setattr(store, "_free_bytes", lambda folder, room=room: room)
+        checkpoints = open_store(folder, keep_last)
+        for step, loss in enumerate(losses, first):
+            checkpoints.save(snapshot(step, loss, branched_from=origin), good if good is None else first + good)
+    assert saved_steps(run) == [first + step for step in kept]
+    assert there[-1] == [first + step for step in left]
+    listing = checkpoints.listing()
+    assert (listing["checkpoint"]["step"], listing["kept"]) == (first + len(losses) - 1, saved_steps(folder))
+    checkpoints.remove_after(first)
+    assert saved_steps(folder) == [first] * (left[0] == 0)
 
 
-def test_what_is_kept(run, monkeypatch):
-    """Random losses, rollbacks and full disks; with a step saved again, and runs that branched off another one."""
-    rng, write, room, at_work = random.Random(0), store.write_part, {}, []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(store, "_free_bytes", lambda folder: room["free"])
-    monkeypatch.setattr(
-        store, "write_part", lambda *given: (at_work.append({*steps_of(list_checkpoints(folder))}), write(*given))[1]
-    )
-    for case in range(15):
-        keep_last, first = rng.randint(1, 4), rng.choice([0, 2])
-        good = rng.choice([None, first])
-        checkpoints = open_store(run.with_name(str(case)), keep_last)
-        folder, saved = checkpoints.folder, dict[int, State]()
-        origin = {"parent": "", "run_id": "", "step": first, "checkpoint_sha256": ""} if first else None
-        for step in sorted(rng.choices(range(first + 1, 12), k=7)) if rng.random() < 0.5 else range(first, first + 7):
-            good = good if good is None or rng.random() < 0.7 else rng.randint(good, step)
-            room["free"] = rng.choice([0, 10**12])
-            scores = {
-                "val_loss": rng.choice([None, 1.0, 2.0, 3.0, math.nan, -math.inf]),
-                "val_tokens": rng.choice([5, 9]),
-            }
-            state = state_after(step, scores=scores, branched_from=origin)
-            before = kept_by_definition(saved, keep_last, good, state) if saved and not room["free"] else {*saved}
-            checkpoints.save(Snapshot(state, CONFIG, {"a": torch.ones(3)}, {}), good)
-            assert at_work.pop() == before & {*saved}, (case, step)
-            saved = {one: saved[one] for one in saved if one in before and one != step} | {step: state}
-            saved = {one: saved[one] for one in sorted(kept_by_definition(saved, keep_last, good, None))}
-            listing = checkpoints.listing()
-            assert (listing["checkpoint"]["step"], listing["kept"]) == (step, [*saved]), (case, step)
-        last = rng.choice([*saved])
-        checkpoints.remove_after(last)
-        assert steps_of(list_checkpoints(folder)) == [step for step in saved if step <= last]
+def test_the_best_is_of_evaluations_of_equally_many_tokens(run):
+    for step, tokens in enumerate((5, 9, 9, 9)):
+        save(run, step, keep_last=1, scores={"val_loss": float(step), "val_tokens": tokens})
+    assert saved_steps(run) == [0, 1, 3]
 
 
 def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
@@ -440,7 +416,7 @@ def test_another_format_is_a_user_error_and_no_damage(run):
     for look in (checkpoints.peek, checkpoints.newest, lambda: find_checkpoint(run)):
         with pytest.raises(UserError, match=r"step-00000002: has format 2"):
             look()
-    assert steps(run) == [1, 2]
+    assert saved_steps(run) == [1, 2]
 
 
 def test_a_manifest_lists_no_file_of_another_folder(run):
@@ -497,7 +473,7 @@ def killed_at_every_operation(run: Path, scenario: str, background: bool) -> int
         assert newest.state in (state_after(1), last.state), kills
         assert not list((run / "checkpoints").glob(".*")), kills
         found.save(snapshot(3, 1.0))
-        assert steps(run) == [3], kills
+        assert saved_steps(run) == [3], kills
         if code == 0:
             assert newest.state == last.state
             return kills
@@ -522,19 +498,14 @@ def test_killed_at_every_operation_an_intact_one_is_left(run, scenario, backgrou
 
 def test_every_flipped_bit_is_found(run):
     """In every file alike, however small it is."""
-    place = save(run, 1, val_loss=2.5)
-    random, files = np.random.default_rng(1), sorted(place.iterdir())
+    files = sorted(save(run, 1, val_loss=2.5).iterdir())
     assert len(files) == 5
-    for number in range(200):
-        file = files[number % 5]
+    for number, file in enumerate(files * 40):
         content = file.read_bytes()
-        data, bit = bytearray(content), int(random.integers(8 * len(content)))
-        data[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(data)
+        file.write_bytes(flip(content, random.Random(number)))
         with pytest.raises(CorruptCheckpoint, match=re.escape(file.name)):
-            verify(place)
+            verify(file.parent)
         file.write_bytes(content)
-    verify(place)
 
 
 def test_room_is_made_only_once_that_is_recorded(run, monkeypatch):
@@ -543,7 +514,7 @@ def test_room_is_made_only_once_that_is_recorded(run, monkeypatch):
     save(run, 2)
     monkeypatch.setattr(store, "_free_bytes", lambda folder: 0)
     said: list[tuple] = []
-    monkeypatch.setattr(RunLog, "append", lambda log, row: said.append((row["event"], row["kept"], steps(run))))
+    monkeypatch.setattr(RunLog, "append", lambda log, row: said.append((row["event"], row["kept"], saved_steps(run))))
     save(run, 3, keep_last=2)
     assert said == [("room", [2], [1, 2]), ("checkpoint", [2, 3], [2, 3])]
 
@@ -554,40 +525,37 @@ def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(run):
     for step in (1, 2, 3):
         checkpoints.save(snapshot(step))
     assert checkpoints.newest_until(2).step == 2
-    alter(checkpoints.place(2))
+    spoil(checkpoints.place(2) / MODEL)
     assert checkpoints.newest_until(2).step == 1
-    assert steps(run) == [1, 3]
+    assert saved_steps(run) == [1, 3]
     assert checkpoints.newest_until(0) is None
 
 
-def test_a_resume_hashes_one_checkpoint_and_opens_each_file_once(run, monkeypatch, capsys):
-    """Of the others it reads the small files. Those that are kept are hashed, once, when an older one is deleted. The
-    best, whose weights are damaged, does not count then, so that the next best is kept."""
+def test_a_resume_hashes_one_checkpoint(run, monkeypatch, capsys):
+    """Those that are kept are hashed, once, when an older one is deleted. The best, whose weights are damaged, does not
+    count then, so that the next best is kept."""
     for step in (1, 2, 3, 4):
         save(run, step, val_loss=2.0 + step)
-    assert steps(run) == [1, 2, 3, 4]
-    alter(run / "checkpoints/step-00000001")
-    opened, opening, seldom = Counter(), Path.open, ("manifest.json", METRICS)
+    spoil(checkpoint_at(run, 1) / MODEL)
+    hashed, digest = list[str](), hashlib.file_digest
 
-    def count(path: Path, *args, **kwargs):
-        opened["/".join(path.parts[-2:])] += path.name not in seldom and not kwargs and args != ("wb",)
-        return opening(path, *args, **kwargs)
+    def noted(stream, algorithm):
+        file = Path(stream.name)
+        hashed.extend([file.parent.name] if file.name == MODEL else [])
+        return digest(stream, algorithm)
 
-    monkeypatch.setattr(Path, "open", count)
+    monkeypatch.setattr(hashlib, "file_digest", noted)
     checkpoints = open_store(run)
     checkpoints.newest()
     checkpoints.prune()
-    large = [f"step-0000000{step}/{name}" for step in (1, 2, 3, 4) for name in (MODEL, OPTIMIZER)]
-    assert {opened[name] for name in opened if opened[name]} == {1}
-    assert [name for name in large if opened[name]] == large[-2:]
+    assert hashed == ["step-00000004"]
     assert capsys.readouterr().err == ""
     checkpoints.save(snapshot(5, 9.0))
     assert "step-00000001/model.safetensors: its SHA-256 differs" in capsys.readouterr().err
-    del opened[large[1]]  # both large files of a checkpoint are hashed at the same time
-    assert [opened[name] for name in large] == [1, 0, 0, 0, 1, 1, 1, 1]
+    assert sorted(hashed) == ["step-00000001", "step-00000003", "step-00000004"]
     checkpoints.save(snapshot(6, 9.0))
-    assert [opened[name] for name in large] == [1, 0, 1, 1, 1, 1, 1, 1]
-    assert steps(run) == [1, 2, 4, 5, 6]
+    assert sorted(hashed) == ["step-00000001", "step-00000002", "step-00000003", "step-00000004"]
+    assert saved_steps(run) == [1, 2, 4, 5, 6]
 
 
 # Records
@@ -603,7 +571,7 @@ def renamed(place: Path) -> None:
 
 
 def resealed(place: Path) -> None:
-    alter(place)
+    spoil(place / MODEL)
     reseal(place / MODEL)
 
 
@@ -645,7 +613,7 @@ def test_a_checkpoint_that_the_run_did_not_record_is_not_taken(run, recorded, ca
     assert find_checkpoint(run).step == step - 1
     with pytest.raises(UserError, match=reason):
         find_checkpoint(place)
-    assert steps(run)[-1] == step
+    assert saved_steps(run)[-1] == step
     capsys.readouterr()
     assert checkpoints.newest().step == step - 1
     said = capsys.readouterr().err
@@ -677,4 +645,4 @@ def test_folders_with_other_names_are_no_checkpoints(run):
         (run / "checkpoints" / name).mkdir(parents=True)
     for name in ("step-²²²", "step-٣", "step-5", "step-000000011", "step-00000012.corrupt", "step-", "step-1_00000000"):
         (run / "checkpoints" / name).mkdir(parents=True)
-    assert steps(run) == [9, 10, 99999999, 100000000]
+    assert saved_steps(run) == [9, 10, 99999999, 100000000]

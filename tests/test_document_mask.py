@@ -49,7 +49,7 @@ def pieces(window: list[int], eot: int = EOT) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @float64()
-def test_each_document_is_computed_as_if_alone(kind: str, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_each_document_is_computed_as_if_alone(kind, name, monkeypatch):
     """By the model with the mask, and by the same weights without one; by flex_attention in its reference
     implementation, as its kernels need a GPU."""
     model, plain, window = masked(kind=kind), masked(document_mask=False, kind=kind), WINDOWS[name]
@@ -67,7 +67,7 @@ WAYS = [*(("gpt2", way) for way in ("plain", "autocast", "recomputed", "traced")
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)
-def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind: str, way: str):
+def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind, way):
     """The loss at t moves with the embeddings of its own document up to t, and of nothing else: exactly."""
     model, tokens = masked(kind=kind), torch.tensor([*WINDOWS.values()])
     model.activation_checkpointing = way == "recomputed"
@@ -100,8 +100,6 @@ def test_generation_sees_what_the_plain_forward_sees():
         expected.append(new)
     assert generate(model, prompts, -1, Sampling(30, temperature=0)) == expected
     assert any(EOT in row for row in expected), [row.count(EOT) for row in expected]
-    whole = [*prompts[1], *expected[1][:10]]
-    assert int(model(torch.tensor([whole]))[0, -1].argmax()) == expected[1][10]
 
 
 @torch.no_grad()
@@ -119,7 +117,7 @@ def loss_of_documents_alone(run: Path, data: Path) -> float:
     return total / (len(tokens) - 1)
 
 
-def test_trained_and_evaluated(short_documents: Path, tmp_path: Path):
+def test_trained_and_evaluated(short_documents, tmp_path):
     """The recorded val_loss is that of documents run alone. Another run may begin with its weights, without a mask."""
     changes: dict[str, Any] = {"model.document_mask": True, "eval.tokens": None, "train.steps": 3}
     changes |= {"model.n_layer": 1, "eval.every": 5}

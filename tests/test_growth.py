@@ -1,6 +1,5 @@
 """Long runs: memory and time of a resume, a report and a check of 300,000 rows."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -10,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from ranks import run_ranks
-from runs import edit_manifest, reseal, train, training_config
-from safetensors.torch import load_file, save_file
+from runs import all_rows, checkpoint_at, edit_manifest, train, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, STATE, checkpoint_ref, verify
-from gpt2_ddp.checkpoint.run_files import HASH, METRICS, STATUS, next_chain
-from gpt2_ddp.checkpoint.tensors import OPTIMIZER
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, verify
+from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
+from gpt2_ddp.checkpoint.store import CheckpointStore
+from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
@@ -24,10 +24,9 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.project import PROJECT
-from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Best, LogEnd
+from gpt2_ddp.state import Best, LogEnd, Progress
 from gpt2_ddp.tasks.supervised import contiguous
 
-SCORES = {"val_loss": 5.5, "val_tokens": 512, "val_bits_per_byte": 3.0}
 MEASURED = """
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -38,57 +37,40 @@ finally:
 """
 
 
-def make_long_run(trained: Path, folder: Path, steps: int) -> None:
+def make_long_run(trained: Path, place: Path, steps: int) -> None:
     """A stopped run of so many steps, each with a row, and a checkpoint at the last. All records agree."""
     rare = {"eval.every": 10**9, "checkpoint.every": 10**9}
-    config = training_config(trained.parent / "data", folder, {"train.steps": steps, "optim.decay_steps": 10, **rare})
-    run, last = folder / "run", f"checkpoints/step-{steps:08d}"
-    shutil.copytree(trained / "checkpoints/step-00000010", run / last)
-    facts = next(json.loads(line) for line in (trained / METRICS).read_text().splitlines())
-    facts |= {"steps": steps, "config": config.model_dump(mode="json"), "kept": [], HASH: NO_SAMPLES}
-    feed = Feed(Permutation(config.seed, facts["epoch_size"]), GlobalBatch(12, contiguous(1, 1)))
-    chain = FIRST_CHAIN
-    with (run / METRICS).open("w") as stream:
-
-        def append(row: dict) -> None:
-            nonlocal chain
-            text = json.dumps({name: value for name, value in row.items() if name != "chain"})
-            chain = next_chain(chain, text)
-            stream.write(f'{text[:-1]}, "chain": "{chain}"}}\n')
-
-        append(facts)
-        append({"step": 0, "epoch": 0.0, "tokens": 0, **SCORES})
-        for step in range(1, steps + 1):
-            feed.next_step()
-            row = {"step": step, "epoch": round(feed.position / len(feed.order), 4), "tokens": step * 12 * 32}
-            row |= {"loss": 5.0, "loss_mean": 5.0, "lr": lr_at(step, config.optim), "grad_norm": 1.0 + 1 / step}
-            row |= {"skipped": 0, "tokens_per_second": 5000.5 + step % 7, "mfu": None, "data_share": 0.01}
-            row["order_digest"] = feed.order_digest
-            append(row | (SCORES if step == steps else {}))
-        stream.flush()
-        before = verify(run / last).state
-        best = Best(step=0, val_loss=5.5, tokens=512, since=1)
-        progress = {"step": steps, "scores": SCORES, "scored_at": steps, "best": best}
-        state = before.model_copy(
-            update={
-                "progress": before.progress.model_copy(update=progress),
-                "feed": feed.state_dict(),
-                "guard": before.guard.model_copy(update={"judged": steps - 2}),
-                "setup": before.setup.model_copy(update={"processes": facts["processes"]}),
-                "log": LogEnd(chain=chain, bytes=(run / METRICS).stat().st_size),
-            }
-        )
-        (run / last / STATE).write_text(state.to_json())
-        (run / last / CONFIG).write_text(dump(config))
-        moments = load_file(run / last / OPTIMIZER)
-        moments |= {name: value.fill_(steps) for name, value in moments.items() if name.startswith("step.")}
-        save_file(moments, run / last / OPTIMIZER)
-        for name in (STATE, CONFIG, OPTIMIZER):
-            reseal(run / last / name)
-        append({"event": "checkpoint", **checkpoint_ref(run / last), "kept": [steps]})
-        append({"event": "end", "step": steps, "outcome": "stopped", "kept": [steps]})
-    (run / CONFIG).write_text(dump(config))
-    (run / STATUS).write_text(json.dumps({"state": "stopped", "step": steps, "reason": ""}))
+    config = training_config(trained.parent / "data", place, {"train.steps": steps, "optim.decay_steps": 10, **rare})
+    folder = RunFolder(config)
+    log = RunLog(folder)
+    start = all_rows(trained)[0] | {"steps": steps, "config": config.model_dump(mode="json"), "kept": []}
+    log.resume(LogEnd(), Progress(), start)
+    scores = {"val_loss": 5.5, "val_tokens": 512, "val_bits_per_byte": 3.0}
+    log.append({"step": 0, "epoch": 0.0, "tokens": 0, **scores})
+    feed = Feed(Permutation(config.seed, start["epoch_size"]), GlobalBatch(12, contiguous(1, 1)))
+    measured = {"tokens_per_second": 5000.5, "mfu": None, "data_share": 0.01}
+    for step in range(1, steps + 1):
+        feed.next_step()
+        row = {"step": step, "epoch": round(feed.position / len(feed.order), 4), "tokens": step * 12 * 32}
+        row |= {"loss": 5.0, "loss_mean": 5.0, "lr": lr_at(step, config.optim), "grad_norm": 1.0 + 1 / step}
+        row |= {"skipped": 0, **measured, "order_digest": feed.order_digest}
+        log.append(row | (scores if step == steps else {}))
+    content = verify(checkpoint_at(trained, 10))
+    model, moments = ({**content.tensors(file)} for file in (MODEL, OPTIMIZER))
+    best = Best(step=0, val_loss=5.5, tokens=512, since=1)
+    progress = content.state.progress.model_copy(
+        update={"step": steps, "scores": scores, "scored_at": steps, "best": best}
+    )
+    sections = {"progress": progress, "feed": feed.state_dict(), "log": log.end()}
+    sections["guard"] = content.state.guard.model_copy(update={"judged": steps - 2})
+    sections["setup"] = content.state.setup.model_copy(update={"processes": start["processes"]})
+    counts = {name: torch.tensor(float(steps)) for name in moments if name.startswith("step.")}
+    state = content.state.model_copy(update=sections)
+    CheckpointStore(folder, log).save(Snapshot(state, dump(config), model, moments | counts))
+    log.append({"event": "end", "step": steps, "outcome": "stopped", "kept": [steps]})
+    log.write_config(config)
+    log.write_status("stopped", steps)
+    folder.release()
 
 
 def measured(script: str, *args: object) -> tuple[float, float]:
@@ -102,7 +84,7 @@ def measured(script: str, *args: object) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_the_memory_of_300_000_rows(trained: Path, tmp_path: Path) -> None:
+def test_the_memory_of_300_000_rows(trained, tmp_path):
     """290,000 further rows take less than 0.12 GB. Libraries take 0.3 GB with torch's CPU build, else more."""
     peaks = []
     for steps in (10_000, 300_000):

@@ -15,9 +15,8 @@ import pytest
 import torch
 from commands import ACCELERATE, ROOT, environment, expect_error, run_script
 from ranks import RankError, free_port, run_ranks
-from runs import rows, state_of, train, training_config
+from runs import assert_same, events, state_of, train, training_config
 
-from gpt2_ddp.checkpoint.run_files import read_lines
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import launch as launching
@@ -30,46 +29,30 @@ from gpt2_ddp.training.precision import describe_precision, settle_precision
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
 
 
+SHORT = {"train.steps": 2, "train.global_batch_tokens": 6 * 32, "eval.every": 2, "checkpoint.every": 2}
+
+
 @pytest.fixture
-def config_file(corpus, tmp_path) -> str:
-    changes = {"train.steps": 2, "train.global_batch_tokens": 6 * 32, "eval.every": 2, "checkpoint.every": 2}
+def config_file(corpus, tmp_path) -> Path:
     file = tmp_path / "config.yaml"
-    file.write_text(dump(training_config(corpus, tmp_path, changes)))
-    return str(file)
+    file.write_text(dump(training_config(corpus, tmp_path, SHORT)))
+    return file
 
 
-def train_command(config_file: str, name: str) -> list[str]:
-    return [SCRIPT, "--config", config_file, "--run_name", name]
+def train_command(config_file: Path, name: str) -> list[str]:
+    return [SCRIPT, "--config", str(config_file), "--run_name", name]
 
 
-def digest(config_file: str, name: str) -> tuple[str, int]:
+def digest(run: Path) -> tuple[str, int]:
     """(order digest, processes) of the run's last checkpoint."""
-    state = state_of(Path(config_file).parent / name)
+    state = state_of(run)
     return state["feed"]["order_digest"], state["setup"]["processes"]
 
 
-def train_in(env: dict[str, str], config: TrainingConfig) -> str:
-    os.environ.update(env)
-    unset_unfilled_variables()  # as a command does
-    return train(config)
-
-
-def train_as(config_file: str, name: str, **env: str) -> None:
-    """Trains in one process that finds these variables."""
-    config = load(TrainingConfig, ["--config", config_file, "--run_name", name])
-    assert run_ranks(train_in, 1, env, config) == ["completed"]
-
-
-@pytest.fixture
-def one_process_digest(config_file) -> str:
-    train_as(config_file, "one")
-    assert digest(config_file, "one")[1] == 1
-    return digest(config_file, "one")[0]
-
-
 @pytest.mark.slow
-def test_two_machines_on_loopback(config_file, one_process_digest):
+def test_two_machines_on_loopback(config_file, corpus, tmp_path):
     """docs/several-machines.md's template, each "machine" with a process of its own, trains like one process."""
+    assert run_ranks(train, 1, training_config(corpus, tmp_path, SHORT)) == ["completed"]
     port = str(free_port())
     template = str(ROOT / "configs/accelerate/multi_node.yaml")
     words = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
@@ -81,32 +64,31 @@ def test_two_machines_on_loopback(config_file, one_process_digest):
     for machine in machines:
         _, errors = machine.communicate(timeout=120)
         assert machine.returncode == 0, errors
-    assert digest(config_file, "two") == (one_process_digest, 2)
+    assert digest(tmp_path / "two") == (digest(tmp_path / "run")[0], 2)
 
 
-def train_apart(config_file: str, place: Path) -> str:
+def train_apart(config_file: Path, place: Path) -> str:
     """A rank with data and output of its own."""
     own = ["--data.path", f"{place}/data-{os.environ['RANK']}", "--output_dir", f"{place}/runs-{os.environ['RANK']}"]
     return train(load(TrainingConfig, [*train_command(config_file, "two")[1:], *own]))
 
 
-def train_apart_at_other_rates(config_file: str, place: Path) -> tuple[int, str]:
+def train_apart_at_other_rates(config_file: Path, place: Path) -> tuple[int, str]:
     own = ["--output_dir", f"{place}/runs-{os.environ['RANK']}", "--optim.lr", f"0.00{1 + int(os.environ['RANK'])}"]
     return run_script("train_gpt2", [*train_command(config_file, "two")[1:], *own])
 
 
-def test_ranks_with_other_paths_train_together_and_other_settings_are_named(config_file, corpus):
+def test_ranks_with_other_paths_train_together_and_other_settings_are_named(config_file, corpus, tmp_path):
     """As on machines that share no disk."""
-    place = Path(config_file).parent
-    shutil.copytree(corpus, place / "data-1")
-    (place / "data-0").symlink_to(corpus)
-    (code, errors), (other_code, other_errors) = run_ranks(train_apart_at_other_rates, 2, config_file, place)
+    shutil.copytree(corpus, tmp_path / "data-1")
+    (tmp_path / "data-0").symlink_to(corpus)
+    (code, errors), (other_code, other_errors) = run_ranks(train_apart_at_other_rates, 2, config_file, tmp_path)
     assert (code, other_code, other_errors) == (2, 2, "")
     assert errors == "error: optim.lr = 0.001: rank 1 has 0.002; give all ranks the same\n"
-    assert not list(place.glob("runs-*"))
-    assert run_ranks(train_apart, 2, config_file, place) == ["completed"] * 2
-    assert not (place / "runs-1").exists()
-    assert digest(str(place / "runs-0/config.yaml"), "two")[1] == 2
+    assert not list(tmp_path.glob("runs-*"))
+    assert run_ranks(train_apart, 2, config_file, tmp_path) == ["completed"] * 2
+    assert not (tmp_path / "runs-1").exists()
+    assert digest(tmp_path / "runs-0/two")[1] == 2
 
 
 def connect(config: TrainingConfig, interface: str) -> None:
@@ -136,12 +118,19 @@ def test_once_connected_ranks_wait_as_long_as_the_watchdog_allows(tiny_config):
     assert run_ranks(wait_for_main, 2, tiny_config({"train.patience_seconds": 40})) == [["done"] * 2] * 2
 
 
-def test_accumulation_and_empty_variables_in_the_environment_change_nothing(config_file, one_process_digest):
-    empty = dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "PET_NNODES"), "")
-    train_as(config_file, "run", ACCELERATE_GRADIENT_ACCUMULATION_STEPS="8", **empty)
-    assert digest(config_file, "run") == (one_process_digest, 1)
-    one, other = (rows(Path(config_file).parent / name) for name in ("one", "run"))
-    assert [row.get("loss") for row in one] == [row.get("loss") for row in other]
+def train_in(env: dict[str, str], config: TrainingConfig) -> str:
+    os.environ.update(env)
+    unset_unfilled_variables()  # as a command does
+    return train(config)
+
+
+def test_accumulation_and_empty_variables_in_the_environment_change_nothing(corpus, tmp_path):
+    variables = dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "PET_NNODES"), "")
+    variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "8"
+    for name, env in (("usual", {}), ("odd", variables)):
+        config = training_config(corpus, tmp_path, SHORT | {"run_name": name})
+        assert run_ranks(train_in, 1, env, config) == ["completed"]
+    assert_same(tmp_path / "usual", tmp_path / "odd")
 
 
 def settled(wish: str, device: str = "cpu", before: str = "") -> tuple[str, precision.Speeds]:
@@ -191,7 +180,7 @@ def test_a_resumed_run_keeps_the_precision_that_was_measured_first(corpus, tmp_p
     for steps, speeds in ((1, (1.0, 2.0)), (2, (2.0, 1.0))):
         config = training_config(corpus, tmp_path, changes | {"train.steps": steps})
         assert run_ranks(train_measured, 2, config, *speeds) == ["completed"] * 2
-    starts = [line.row for line in read_lines(tmp_path / "run/metrics.jsonl") if line.row and "config" in line.row]
+    starts = events(tmp_path / "run", "start")
     assert [row["config"]["train"]["mixed_precision"] for row in starts] == ["bf16"] * 2
     assert [row["gflops"] for row in starts] == [{"no": 1.0, "bf16": 2.0}, {"no": 2.0, "bf16": 1.0}]
 

@@ -1,6 +1,5 @@
 """The mean loss of several steps, and what follows from the best evaluation."""
 
-import json
 import math
 import random
 from pathlib import Path
@@ -8,9 +7,8 @@ from types import SimpleNamespace
 
 import torch
 from ranks import in_turn, run_ranks
-from runs import rows, said, state_of, train, train_with_faults, training_config, untimed
+from runs import events, rows, said, saved_steps, state_of, status, train, train_with_faults, training_config, untimed
 
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.state import Best
@@ -75,7 +73,7 @@ def test_the_mean_loss_of_the_steps_since_the_last_row(corpus, tmp_path):
     changes = {"guard": {"patience": 3}, "train.steps": 16, "tracking.log_every": 4, "eval.every": 7}
     config = training_config(corpus, tmp_path, changes)
     assert run_ranks(train_and_record, 2, config, tmp_path) == ["completed"] * 2
-    (event,) = [row for row in untimed(tmp_path / "run") if "event" in row]
+    (event,) = events(tmp_path / "run", "rollback")
     assert event["step"] == 5
     shares = {}  # of each rank and step; the last one of a step stands
     for rank in range(2):
@@ -158,8 +156,8 @@ def test_patience_ends_a_run_early_and_keeps_the_best(corpus, tmp_path):
     reason = "eval.patience = 2: no val_loss below 2.0000 since step 4"
     assert f"run completed at step 8 ({reason})\n" in out + errors
     assert f"lowest val_loss: 2.0000, in {run / 'checkpoints/step-00000004'}\n" in out + errors
-    assert json.loads((run / "status.json").read_text()) == {"state": "completed", "step": 8, "reason": reason}
-    assert steps_of(list_checkpoints(run / "checkpoints")) == [4, 8], "the best and the newest"
+    assert status(run) == {"state": "completed", "step": 8, "reason": reason}
+    assert saved_steps(run) == [4, 8], "the best and the newest"
     assert state_of(run)["progress"]["best"] == {"step": 4, "val_loss": 2.0, "tokens": 512, "since": 2}
     assert [row["step"] for row in rows(run)] == list(range(9))
     assert [row["step"] for row in rows(run, "samples.jsonl")] == [8], "of the end"

@@ -3,22 +3,25 @@
 import json
 import math
 from collections.abc import Callable
-from functools import partial
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from close import assert_close, float64
+from runs import same
 from torch import nn
 from torch.optim import Optimizer
 
+from gpt2_ddp.checkpoint.tensors import optimizer_state
 from gpt2_ddp.config.jobs import JobOptimConfig
-from gpt2_ddp.config.training import ModelConfig, OptimConfig
+from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.memory import setting_of
 from gpt2_ddp.model.muon import orthogonal
 from gpt2_ddp.model.optim import (
     MOMENTUM,
@@ -183,7 +186,7 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
         optimizer.backward(losses[0] + losses[1])
         share = step / 20
         optimizer.step({"lr": 4e-3 * share}, optimizer.clip(list(ours.parameters()), 1.0))
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         for one in theirs:
             for group in one.param_groups:
                 group["lr"] = (0.02 if "momentum" in group else 4e-3) * share
@@ -216,110 +219,104 @@ def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch):
     monkeypatch.setattr(muon, "TOGETHER", 3 * 8)
     matrices = [torch.zeros(shape) for shape in ((2, 4), (4, 2), (2, 4), (2, 4), (2, 4), (6, 6), (4, 2))]
     assert [*muon.batches(matrices, range(7), torch.bfloat16)] == [[0, 2, 3], [4], [1, 6], [5]]
-    assert [*muon.batches(matrices, range(1, 7, 2), torch.bfloat16)] == [[1], [3], [5]]
-    assert [*muon.batches(matrices, range(2, 5), torch.float32)] == [[2], [3], [4]]
+    assert [*muon.batches(matrices, range(2, 6, 2), torch.float32)] == [[2], [4]], "of this rank, and alone"
 
 
 @pytest.mark.parametrize(("has", "bf16"), [(True, True), (True, False), (False, True)])
-def test_muon_iterates_in_bf16_where_run_and_device_have_it(has, bf16, monkeypatch):
+def test_muon_computes_and_sends_bf16_in_a_bf16_run(has, bf16, monkeypatch):
+    """It computes in bf16 where the device has that. The step of a zero matrix is its update, which bf16 holds
+    exactly."""
     seen: set[torch.dtype] = set()
     monkeypatch.setattr(muon, "multiplies_bf16", lambda device: has)
     monkeypatch.setattr(muon, "orthogonal", lambda matrix, dtype: seen.add(dtype) or orthogonal(matrix, dtype))
-    model = GPT(TINY, 100)
+    model = small_model()
     optimizer = build_optimizer(model, OptimConfig(name="muon"), bf16)
-    model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
+    optimizer.param_groups[-1]["lr"] = 1.0
+    matrix = next(model.parameters())
+    matrix.data.zero_()
+    matrix.grad = torch.randn(6, 6)
     optimizer.step()
     assert seen == {torch.bfloat16 if has and bf16 else torch.float32}
+    assert matrix.abs().max() > 0.1
+    assert torch.equal(matrix, matrix.bfloat16().float()) == bf16
 
 
 def test_muon_steps_the_largest_first_and_no_embedding():
-    model = GPT(TINY, 100)
-    matrices = muon_matrices(model)
+    matrices = muon_matrices(GPT(TINY, 100))
     assert [tuple(p.shape) for p in matrices] == [(32, 8), (8, 32), (24, 8), (8, 8)]
-    assert [group["bf16"] for group in build_optimizer(model, OptimConfig()).param_groups] == [False, False]
 
 
-def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], Optimizer]]:
-    """Those that read `found_inf`, and some that do not."""
-    return {
-        "adam": lambda parameters: torch.optim.Adam(parameters, fused=True),
-        "sgd": lambda parameters: build_job_optimizer(_Holds(parameters), JobOptimConfig(momentum=0.9), 0.1),
-        "plain adamw": lambda parameters: torch.optim.AdamW(parameters, fused=False),
-        "plain sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
-        **{name: partial(_build, name) for name in OPTIMIZERS},
-    }
+BUILDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adam": lambda model: torch.optim.Adam(model.parameters(), fused=True),
+    "sgd": lambda model: build_job_optimizer(model, JobOptimConfig(momentum=0.9), 0.1),
+    "plain adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=False),
+    "plain sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+    "adamw": lambda model: build_optimizer(model, OptimConfig()),
+    "muon": lambda model: build_optimizer(model, OptimConfig(name="muon")),
+}
+"""Optimizers that read `found_inf`, and some that do not."""
 
 
-def _build(name: str, parameters: list[torch.nn.Parameter]) -> Optimizer:
-    return build_optimizer(_Holds(parameters), OptimConfig.model_validate({"name": name}))
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 8))
 
 
-class _Holds(torch.nn.Module):
-    def __init__(self, parameters: list[torch.nn.Parameter]):
-        super().__init__()
-        self.h = torch.nn.ParameterList(parameters)
-
-
-@pytest.mark.parametrize("name", optimizers())
+@pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
     """Parameters, optimizer state and step counts are as before, after a first step too. Later steps are as if this
     one had never been."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(6, 8), torch.nn.Linear(6, 8)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    made = [optimizers()[name](list(layer.parameters())) for layer in layers]
-    guards = [guarded(optimizer) for optimizer in made]
+    spared, hit = small_model(), small_model()
+    optimizers = {model: guarded(BUILDERS[name](model)) for model in (spared, hit)}
 
-    def step(which: int, number: int, poison: bool = False) -> float:
-        layer, optimizer = layers[which], guards[which]
+    def step(model: nn.Module, number: int, poison: bool = False) -> float:
         torch.manual_seed(number)
-        optimizer.backward((layer(torch.randn(4, 6)) ** 2).sum())
+        optimizer = optimizers[model]
+        optimizer.backward((model(torch.randn(4, 6)) ** 2).sum())
         if poison:
-            layer.weight.grad[3, 3] = bad
-        return optimizer.step({"lr": 1e-3}, optimizer.clip(list(layer.parameters()), 1.0)).item()
+            next(model.parameters()).grad[3, 3] = bad
+        return optimizer.step({"lr": 1e-3}, optimizer.clip(list(model.parameters()), 1.0)).item()
 
     if not first:
-        assert step(0, 1) == step(1, 1) == 0
-    before = [p.detach().clone() for p in layers[1].parameters()]
-    assert step(1, 2, poison=True) == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, layers[1].parameters(), strict=True))
+        assert step(spared, 1) == step(hit, 1) == 0
+    before = deepcopy(hit.state_dict())
+    assert step(hit, 2, poison=True) == 1
+    assert same(before, hit.state_dict())
     for number in (3, 4):
-        assert step(0, number) == step(1, number) == 0
-    for a, b in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
-        assert torch.equal(a, b)
-        for kind in made[0].state.get(a, {}):
-            assert torch.equal(made[0].state[a][kind], made[1].state[b][kind]), kind
+        assert step(spared, number) == step(hit, number) == 0
+    assert same(spared.state_dict(), hit.state_dict())
+    states = [optimizer_state(model, optimizer.plain) for model, optimizer in optimizers.items()]
+    assert same(*states)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "plain sgd"])
 def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
     """Each gradient is finite, so the scaler finds nothing; the norm of all of them is not."""
-    layer = torch.nn.Linear(6, 8)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    optimizer = guarded(optimizers()[name](list(layer.parameters())), scaler)
+    model = small_model()
+    optimizer = guarded(BUILDERS[name](model), torch.amp.GradScaler("cpu", init_scale=1.0))
     waits = not getattr(optimizer.plain, "_step_supports_amp_scaling", False)
     assert waits == (name == "plain sgd"), "a step would wait for the device"
 
     def step(size: float) -> float:
-        optimizer.backward((layer(torch.ones(4, 6)) * size).sum())
-        assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+        optimizer.backward((model(torch.ones(4, 6)) * size).sum())
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
         optimizer.unscale()
-        return optimizer.step({"lr": 1e-3}, optimizer.clip(list(layer.parameters()), 0.0)).item()
+        return optimizer.step({"lr": 1e-3}, optimizer.clip(list(model.parameters()), 0.0)).item()
 
     assert step(1e-3) == 0
-    before = [p.detach().clone() for p in layer.parameters()]
+    before = deepcopy(model.state_dict())
     assert step(1e30) == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+    assert same(before, model.state_dict())
     assert step(1e-3) == 0
-    assert not any(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+    assert not same(before, model.state_dict())
 
 
 def test_the_search_for_a_scale_is_not_bad():
     """An overflow is left out; bad it is only where the scale cannot be lowered. A large norm always is."""
     scaler = torch.amp.GradScaler("cpu")
-    layer = torch.nn.Linear(2, 2)
+    layer = nn.Linear(2, 2)
     optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), scaler, norm_sigmas=3.0)
     optimizer.norms.load_state_dict((50.0, 1.0, 0.01))
     for norm, scale, skipped, bad in (
@@ -342,24 +339,8 @@ def test_norms_are_kept_only_where_they_have_a_limit():
     assert optimizer.norms.state_dict() == (0, 0, 0)
 
 
-@pytest.mark.parametrize("bf16", [True, False])
-def test_muon_sends_its_updates_in_bf16_in_a_bf16_run(bf16, monkeypatch):
-    """The step of a zero matrix is its update, which bf16 holds exactly."""
-    monkeypatch.setattr(muon, "multiplies_bf16", lambda device: False)
-    torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.zeros(8, 8))
-    parameter.grad = torch.randn(8, 8)
-    group = {"params": [parameter], "momentum": 0.9, "weight_decay": 0.0, "bf16": bf16}
-    muon.MuonAdamW([group], {"lr": 1.0}).step()
-    assert parameter.abs().max() > 0.1
-    assert torch.equal(parameter, parameter.bfloat16().float()) == bf16
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_that_an_optimizer_keeps(name):
-    from gpt2_ddp.config.training import TrainingConfig
-    from gpt2_ddp.model.memory import setting_of
-
     config, model = TrainingConfig.model_validate({"train": {"steps": 1}, "optim": {"name": name}}), GPT(TINY, 100)
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():

@@ -1,6 +1,7 @@
 """A run: opened by small files, refused before long work, captured and restored in the middle."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -10,15 +11,19 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import in_turn, run_ranks
+from ranks import in_turn, run_ranks, run_until_killed
 from runs import (
+    checkpoint_at,
     expect_defect,
     forge,
     job_config,
     reseal,
     rows,
     said,
+    spoil,
+    status,
     train,
+    train_with_faults,
     training_config,
     untimed,
     verified,
@@ -43,8 +48,10 @@ def files(folder: Path) -> dict[str, int]:
 def there_and_back(config: RunConfig) -> list[Any]:
     """Trains four steps, saves; then three times four more from there, and what they came to each time."""
     import torch
+    import torch.distributed as dist
     from runs import built
 
+    from gpt2_ddp.distributed.launch import GROUPS
     from gpt2_ddp.training.loop import train_step
 
     found = []
@@ -59,17 +66,17 @@ def there_and_back(config: RunConfig) -> list[Any]:
             losses = [train_step(run) for _ in range(4)]
             norms = torch.stack([torch.stack([step.losses["loss"], step.grad_norm]) for step in losses]).tolist()
             after = run.snapshot()
-            moments = {name: value.numpy().tobytes() for name, value in after.optimizer.items()}
-            weights = {name: value.detach().numpy().tobytes() for name, value in run.task.model.state_dict().items()}
-            found.append((norms, run.step, weights, moments, after.state))
+            tensors = {name: value.numpy().tobytes() for name, value in (after.model | after.optimizer).items()}
+            found.append((norms, run.step, tensors, after.state))
             run.load(saved)
             assert run.step == 4
+        assert len(dist.distributed_c10d._world.pg_map) == GROUPS, "which count in the limit of open files"
         run.accelerator.end_training()
     return found
 
 
 @pytest.mark.parametrize("kind", ["muon", "mlp"])
-def test_back_in_the_middle_of_a_run(corpus: Path, tmp_path: Path, kind: str) -> None:
+def test_back_in_the_middle_of_a_run(corpus, tmp_path, kind):
     """The same four steps have the same bits, on every rank: weights, moments, order, sums over the epoch."""
     changes = {"model.dropout": 0.1, "optim.name": "muon"}
     config = training_config(corpus, tmp_path, changes) if kind == "muon" else job_config(kind, tmp_path)
@@ -92,8 +99,8 @@ def edit(file: Path, change: Any) -> None:
 def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_path, trained):
     """A line names an unknown field of the configuration; nothing else changes."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
-    shutil.rmtree(run / "checkpoints/step-00000010")
-    place = run / "checkpoints/step-00000005"
+    shutil.rmtree(checkpoint_at(run, 10))
+    place = checkpoint_at(run, 5)
 
     def other(values: dict) -> None:
         del values["optim"]["betas"], values["model"]["bias"]
@@ -112,6 +119,13 @@ def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_pat
     (_, text, _), _ = run_ranks(said, 2, train, training_config(trained.parent / "data", tmp_path))
     assert [line for line in text.splitlines() if "optim.nesterov" in line and "ignored" in line]
     assert untimed(run) == untimed(trained)
+
+
+def test_a_run_without_scores_begins_without_a_row(corpus, tmp_path):
+    """One without a validation split; its evaluations have rows as other steps."""
+    config = training_config(other_data(corpus, tmp_path), tmp_path, {"train.steps": 2, "eval.every": 2})
+    assert train(config) == "completed"
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
 # Refused before long work
@@ -201,9 +215,9 @@ def test_a_complete_run_says_so_at_once(corpus, tmp_path, trained, trained_job):
 def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(tmp_path, trained, capsys, is_forged):
     """It trains its end again, from the one before, and ends as it did. That somebody forged one stays a defect."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
-    weights = run / "checkpoints/step-00000010/model.safetensors"
+    weights = checkpoint_at(run, 10) / "model.safetensors"
     content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    spoil(weights)
     if is_forged:
         reseal(weights)
     config = training_config(trained.parent / "data", tmp_path, {"optim.decay_steps": 10})
@@ -233,37 +247,29 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, 
     RunFolder(config).release()
 
 
-def test_a_run_that_never_had_a_checkpoint_starts_over(corpus, tmp_path, halfway):
-    """As when it was killed before its first one."""
-    run = Path(shutil.copytree(halfway / "run", tmp_path / "run"))
-    shutil.rmtree(run / "checkpoints")
-    lines = [
-        line for line in (run / METRICS).read_text().splitlines(keepends=True) if '"event": "checkpoint"' not in line
-    ]
-    (run / METRICS).write_text("".join(lines))
-    (run / STATUS).write_text('{"state": "running", "step": 4, "reason": ""}')
-    assert run_ranks(train, 1, training_config(corpus, tmp_path, {"train.steps": 2})) == ["completed"]
-    assert [row["step"] for row in rows(run)] == [0, 1, 2]
+def test_a_run_that_is_killed_before_its_first_checkpoint_starts_over(tmp_path, trained_job):
+    config = job_config("regression", tmp_path, {"train.epochs": 2})
+    run_until_killed(train_with_faults, 1, config, (0, 0), math.nan, 3)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2]
+    assert run_ranks(train, 1, config) == ["completed"]
+    assert untimed(tmp_path / "run") == untimed(trained_job)
 
 
 # Held by one trainer
 
 
-def train_thrice(config: TrainingConfig) -> tuple[list[str], int]:
-    """The outcomes of two runs and a complete one, and whether another process then finds the folder locked."""
-    further = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
-    outcomes = [train(one) for one in (config, further, further)]
+def is_locked_after(config: TrainingConfig) -> int:
+    """Trains; whether another process then finds the folder locked."""
+    train(config)
     child = os.fork()
     if not child:
         os._exit(is_locked(Path(config.output_dir) / config.run_name))
-    return outcomes, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_one_process_may_train_again_and_lets_go_of_its_folder(corpus, tmp_path):
+def test_one_process_lets_go_of_its_folder(corpus, tmp_path):
     """Though the process, such as a notebook, lives on."""
-    config = training_config(corpus, tmp_path, {"train.steps": 2, "optim.decay_steps": 10})
-    assert run_ranks(train_thrice, 1, config) == [(["completed"] * 3, 0)]
-    assert rows(tmp_path / "run")[-1]["step"] == 3
+    assert run_ranks(is_locked_after, 1, training_config(corpus, tmp_path, {"train.steps": 1})) == [0]
 
 
 def recorded_early(config: TrainingConfig) -> dict[str, Any]:
@@ -283,7 +289,7 @@ def recorded_early(config: TrainingConfig) -> dict[str, Any]:
 
     with pytest.raises(UserError, match="ends the start"):
         open_run(config, make_task).__enter__()
-    return json.loads((Path(config.output_dir) / config.run_name / "status.json").read_text())
+    return status(Path(config.output_dir) / config.run_name)
 
 
 def test_a_rank_that_is_lost_while_the_start_is_found_is_recorded(corpus, tmp_path):

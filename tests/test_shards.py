@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from commands import expect_error, expect_field
-from runs import training_config
+from runs import edit_manifest, training_config
 
 from gpt2_ddp.data import shards
-from gpt2_ddp.data.manifest import HEADER_BYTES, Manifest, content_sha256, read_manifest
+from gpt2_ddp.data.manifest import HEADER_BYTES, Manifest, read_manifest
 from gpt2_ddp.data.shards import TokenStream, verify_shards
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining, little_text_notes
@@ -25,6 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def write(folder: Path, tokens: np.ndarray, shard_tokens: int = 1000, vocab_size: int = 50_257, **changes) -> Manifest:
+    folder.mkdir(exist_ok=True)
     writer = ShardWriter(folder, "train", shard_tokens, vocab_size)
     for part in np.array_split(tokens, 7):  # parts and shards end in different places
         writer.add(part)
@@ -89,11 +90,7 @@ def test_a_process_keeps_some_shards_open_and_streams_can_be_pickled(tmp_path, m
 
 def open_data(local_main: bool, **changes: Any) -> None:
     place: Any = SimpleNamespace(
-        num_processes=1,
-        process_index=0,
-        is_main_process=True,
-        is_local_main_process=local_main,
-        device=torch.device("cpu"),
+        num_processes=1, process_index=0, is_local_main_process=local_main, device=torch.device("cpu")
     )
     Pretraining(training_config(GOLDEN / "corpus", Path("/nowhere"), changes), place, None).open_data()
 
@@ -175,57 +172,49 @@ def test_what_cannot_be_read(tmp_path):
 
 
 def test_manifest_hash_is_of_the_data_alone(tmp_path):
-    folders = [tmp_path / name for name in "abcd"]
-    for folder in folders:
-        folder.mkdir()
     tokens = random_tokens(2500)
-    first = write(folders[0], tokens)
-    assert first == read_manifest(folders[0])
-    moved = write(folders[1], tokens, source="/elsewhere", recipe={"workers": 8})
+    first = write(tmp_path / "a", tokens)
+    assert first == read_manifest(tmp_path / "a")
+    moved = write(tmp_path / "b", tokens, source="/elsewhere", recipe={"workers": 8})
     assert (moved.hash, moved.parts) == (first.hash, first.parts)
-    other = write(folders[2], tokens, tokenizer_sha256="1")
-    assert other.hash != first.hash
-    assert [part for part in first.parts if other.parts[part] != first.parts[part]] == ["tokenizer"]
-    tokens[-1] ^= 1
-    other = write(folders[3], tokens)
-    assert other.hash != first.hash
-    assert [part for part in first.parts if other.parts[part] != first.parts[part]] == ["train split"]
+    others = {"tokenizer": write(tmp_path / "c", tokens, tokenizer_sha256="1")}
+    others["train split"] = write(tmp_path / "d", tokens ^ 1)
+    for part, other in others.items():
+        assert other.hash != first.hash
+        assert [name for name in first.parts if other.parts[name] != first.parts[name]] == [part]
 
 
-def shard(m: dict, **changes: object) -> list[dict]:
-    return [m["splits"]["train"][0] | changes]
-
-
-BROKEN: list[Callable[[dict], Any]] = [
-    lambda m: m | {"version": 3},
-    lambda m: m | {"eot": "0"},
-    lambda m: m | {"eot": 50_257},
-    lambda m: m | {"vocab_size": 50257.0},
-    lambda m: m | {"splits": {}},
-    lambda m: m | {"splits": {"train": []}},
-    lambda m: m | {"splits": {"train": shard(m), "test": shard(m, sha256="0" * 64)}},
-    lambda m: m | {"splits": {"train": shard(m, file="../x.bin")}},
-    lambda m: m | {"splits": {"train": shard(m, file="a\0b")}},
-    lambda m: m | {"splits": {"train": shard(m, tokens=0, bytes=HEADER_BYTES)}},
-    lambda m: m | {"splits": {"train": shard(m, sha256="0")}},
-    lambda m: m | {"splits": {"train": shard(m, bytes=1)}},
-    lambda m: m | {"splits": {"train": shard(m) * 2}},
-    lambda m: m | {"splits": {"train": shard(m), "val": shard(m, file="x")}},
-    lambda m: {key: value for key, value in m.items() if key != "eot"},
-    lambda m: [m],
+BROKEN: list[dict[str, Any]] = [
+    {"version": 3},
+    {"eot": "0"},
+    {"eot": 50_257},
+    {"vocab_size": 50257.0},
+    {"splits": {}},
+    {"splits": {"train": []}},
+    {"splits": {"train": [{}], "test": [{"sha256": "0" * 64}]}},
+    {"splits": {"train": [{"file": "../x.bin"}]}},
+    {"splits": {"train": [{"file": "a\0b"}]}},
+    {"splits": {"train": [{"tokens": 0, "bytes": HEADER_BYTES}]}},
+    {"splits": {"train": [{"sha256": "0"}]}},
+    {"splits": {"train": [{"bytes": 1}]}},
+    {"splits": {"train": [{}, {}]}},
+    {"splits": {"train": [{}], "val": [{"file": "x"}]}},
+    {"source": None},
 ]
+"""Changed fields; what differs in each shard from the only one."""
 
 
-@pytest.mark.parametrize("change", BROKEN)
-def test_broken_manifests(tmp_path, change):
+@pytest.mark.parametrize("changes", BROKEN)
+def test_broken_manifests(tmp_path, changes):
     """Sealed again, so that only the fields are wrong; and with another seal, or cut off."""
-    write(tmp_path, random_tokens(10))
+    (shard,) = write(tmp_path, random_tokens(10)).splits["train"]
     path = tmp_path / "manifest.json"
-    content = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
-    broken = change(content)
-    if isinstance(broken, dict):
-        broken |= {"sha256": content_sha256(broken)}
-    for text in (json.dumps(broken), json.dumps(content | {"sha256": "0" * 64}), path.read_text()[:-5]):
+    whole, usual = path.read_text(), dataclasses.asdict(shard)
+    if "splits" in changes:
+        splits = {split: [usual | other for other in shards] for split, shards in changes["splits"].items()}
+        changes = {"splits": splits}
+    edit_manifest(tmp_path, **changes)
+    for text in (path.read_text(), json.dumps(json.loads(whole) | {"sha256": "0" * 64}), whole[:-5], "[]"):
         path.write_text(text)
         expect_field("data", str(path), read_manifest, tmp_path)
 

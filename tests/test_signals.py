@@ -100,8 +100,13 @@ LOSES_A_PEER = """
 
 def start(folder: Path, body: str, *arguments: str, **env: str) -> subprocess.Popen:
     """A process that has come to `ready`, if its body says so."""
+    return run(folder, textwrap.dedent(SCRIPT).replace("{body}", body), *arguments, **env)
+
+
+def run(folder: Path, code: str, *arguments: str, **env: str) -> subprocess.Popen:
+    """A process with this code."""
     file = folder / "script.py"
-    file.write_text(textwrap.dedent(SCRIPT).replace("{body}", textwrap.dedent(body).replace("\n", "\n    ")))
+    file.write_text(textwrap.dedent(code))
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen([sys.executable, str(file), *arguments], env=environment(**env), text=True, **pipes)
 
@@ -221,25 +226,21 @@ def test_it_leaves_the_process_as_it_was():
     assert signal.set_wakeup_fd(-1) == -1
 
 
+COMMAND = """
+    from gpt2_ddp.script import run_command
+    from gpt2_ddp.config.tools import ReportConfig
+
+    def main(config):
+        import time
+        print("ready", flush=True)
+        time.sleep(60)
+
+    run_command(ReportConfig, main)
+"""
+
+
 def test_a_script_that_is_interrupted(tmp_path):
     """Of all scripts alike: the library is imported inside, after signals are taken."""
-    code = """
-        from gpt2_ddp.script import run_command
-        from gpt2_ddp.config.tools import ReportConfig
-
-        def main(config):
-            import time
-            print("ready", flush=True)
-            time.sleep(60)
-
-        run_command(ReportConfig, main)
-    """
-    file = tmp_path / "script.py"
-    file.write_text(textwrap.dedent(code))
-    command = [sys.executable, str(file)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    main, other = (
-        subprocess.Popen(command, env=environment(RANK=rank, WORLD_SIZE="2"), text=True, **pipes) for rank in "01"
-    )
+    main, other = (run(tmp_path, COMMAND, RANK=rank, WORLD_SIZE="2") for rank in "01")
     assert signalled(main, signal.SIGINT) == (75, "", last_words("SIGINT"))
     assert signalled(other, signal.SIGINT) == (75, "", "")  # the main process says it

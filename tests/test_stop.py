@@ -3,6 +3,9 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from ranks import in_turn, run_ranks
@@ -12,10 +15,18 @@ from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.training.stop import Interrupted, StopRequest
 
 
+@contextmanager
+def stop_request(**options: Any) -> Iterator[StopRequest]:
+    stop = StopRequest(build_accelerator("cpu", "no"), time.monotonic(), **options)
+    try:
+        yield stop
+    finally:
+        stop.restore_handlers()
+
+
 def test_the_deadline_reserves_what_a_typical_step_and_save_take(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
-    stop = StopRequest(build_accelerator("cpu"), time.monotonic(), max_minutes=1)
-    try:
+    with stop_request(max_minutes=1) as stop:
         stop.record_duration("step", 600)  # compiles
         assert stop.reserve == 0
         for seconds in (3, 5, 600, 5):
@@ -29,34 +40,27 @@ def test_the_deadline_reserves_what_a_typical_step_and_save_take(monkeypatch):
         stop.record_duration("write", 17)
         assert stop.check()
         assert stop.reason == "train.max_minutes = 1"
-    finally:
-        stop.restore_handlers()
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 8))
-    stop = StopRequest(build_accelerator("cpu"), time.monotonic())
-    try:
+    with stop_request() as stop:
         stop.poll()
         for _ in range(2):
             stop.record_duration("step", 5)
         with pytest.raises(Interrupted):
             stop.poll()
         assert stop.reason == "the Slurm job's time limit"
-    finally:
-        stop.restore_handlers()
 
 
 def interrupted(first: int, echo_seconds: float) -> tuple[str, bool]:
     """What a rank takes for the reason to stop that gets `first` and then SIGINT, and whether that one ended it."""
     signals.ECHO_SECONDS = echo_seconds
-    stop = StopRequest(build_accelerator("cpu", "no"), time.monotonic())
-    try:
+    with stop_request() as stop:
         stop.request("another rank")  # which is no signal to this one
-        for number in (first, signal.SIGINT):
-            os.kill(os.getpid(), number)
-    except KeyboardInterrupt:
-        return stop.reason, True
-    finally:
-        stop.restore_handlers()
-    return stop.reason, False
+        try:
+            for number in (first, signal.SIGINT):
+                os.kill(os.getpid(), number)
+        except KeyboardInterrupt:
+            return stop.reason, True
+        return stop.reason, False
 
 
 def test_a_signal_that_comes_twice_is_one_request():
@@ -67,16 +71,14 @@ def test_a_signal_that_comes_twice_is_one_request():
 
 def agreed(reasons: list[str], elastic: bool = True) -> tuple[bool, bool]:
     """Whether the ranks stop, and whether this one's launcher has to start it again; `SIGTERM` is a signal."""
-    accelerator = build_accelerator("cpu", "no")
-    stop = StopRequest(accelerator, time.monotonic(), by_machine=elastic)
-    reason = reasons[accelerator.process_index]
-    if reason == "SIGTERM":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif reason:
-        stop.request(reason)
-    stop.sync()
-    result = stop.is_agreed, stop.is_of_other_machines()
-    stop.restore_handlers()
+    with stop_request(by_machine=elastic) as stop:
+        reason = reasons[int(os.environ["RANK"])]
+        if reason == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif reason:
+            stop.request(reason)
+        stop.sync()
+        result = stop.is_agreed, stop.is_of_other_machines()
     signals._state.saved = False
     return result
 

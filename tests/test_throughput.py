@@ -1,35 +1,19 @@
-"""Units per second and MFU, by hand; what a device can do, by its exact name."""
+"""Units per second; what a device can do, by its exact name. test_numbers.py has MFU."""
 
 import re
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
-import pytest
 import torch
-from close import assert_close, distance
+from close import distance
 from ranks import run_ranks
 
-from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.distributed.launch import build_accelerator
-from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.training import peaks
 from gpt2_ddp.training.meters import Throughput, peak_of_ranks
 from gpt2_ddp.training.peaks import GPUS, peak_flops
-
-CPU = torch.device("cpu")
-
-
-class Clock:
-    """In the place of time.perf_counter; it moves when it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-
-def fake_task(flops_per_unit: int = 100) -> SimpleNamespace:
-    return SimpleNamespace(unit="tokens", flops_per_unit=flops_per_unit, feed=SimpleNamespace(waited=3.0))
 
 
 def read(throughput: Throughput) -> list[float | None]:
@@ -40,8 +24,10 @@ def read(throughput: Throughput) -> list[float | None]:
 
 
 def test_throughput_counts_training_alone(monkeypatch):
-    clock, task = Clock(monkeypatch), fake_task()
-    throughput = Throughput(task, CPU)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    task: Any = SimpleNamespace(unit="tokens", flops_per_unit=100, feed=SimpleNamespace(waited=3.0))
+    throughput = Throughput(task, torch.device("cpu"))
     clock.now += 50
     task.feed.waited += 50
     throughput.add(7)
@@ -60,21 +46,6 @@ def test_throughput_counts_training_alone(monkeypatch):
     task.flops_per_unit = 0
     clock.now += 1
     assert read(throughput) == [0.0, 0.0], "of a job without FLOPs"
-
-
-def test_mfu_is_flops_by_hand(monkeypatch):
-    """3,000 tokens a second of a model with 2 layers of 3 heads of 8, T = 16, on a device of 2 GFLOP/s, by hand:
-    6·N + 12·L·H·Q·T FLOPs a token, N of the padded vocabulary and without positions."""
-    model = GPT(ModelConfig(n_layer=2, n_head=3, n_embd=24, block_size=16, bias=False), 100)
-    block = 24 * 72 + 24 * 24 + 2 * 24 * 96 + 2 * 24  # qkv, projection, feed-forward, two LayerNorms
-    weights = model.wte.weight.size(0) * 24 + 2 * block + 24
-    clock = Clock(monkeypatch)
-    throughput = Throughput(fake_task(flops_per_unit=model.flops_per_token()), CPU, 2e9)
-    clock.now += 2
-    throughput.add(6000)
-    row = throughput.read()
-    assert row["tokens_per_second"] == 3000
-    assert_close(row["mfu"], 3000 * (6 * weights + 12 * 2 * 3 * 8 * 16) / 2e9, 1e-12)
 
 
 def unlike_devices() -> tuple[float | None, float | None]:

@@ -161,24 +161,17 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Of a lone rank's watch whose own threads do nothing."""
-    made = []
+    """Of a lone rank's watch whose threads are not started."""
 
     def make(patience: float | None = None, compiles: bool = False) -> Clock:
-        monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", 1000.0)
-        monkeypatch.setattr(watching, "REPORT_INTERVAL", 1000.0)
-        watch = Watchdog(0, 1, patience)
-        watch.expect_compilation(compiles)
-        monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", HEARTBEAT_INTERVAL)
-        made.append(Clock(watch))
-        monkeypatch.setattr(watching.time, "monotonic", lambda: made[-1].now)
-        return made[-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", lambda thread: None)
+            clock = Clock(Watchdog(0, 1, patience))
+        clock.watch.expect_compilation(compiles)
+        monkeypatch.setattr(watching.time, "monotonic", lambda: clock.now)
+        return clock
 
-    yield make
-    monkeypatch.undo()
-    for one in made:
-        one.link.deliver = lambda: False
-        one.watch.close()
+    return make
 
 
 def test_patience_follows_the_slowest_stage_of_this_run_and_is_two_minutes_at_least(clock):

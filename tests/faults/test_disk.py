@@ -1,22 +1,20 @@
 """Disks that are full, over quota, read-only or broken, wherever a training writes: one line, nothing lost, goes on."""
 
 import errno
-import json
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import run_script
 from disk import interpose, refuse
 from ranks import in_turn, run_ranks
-from runs import rows, train, training_config
+from runs import newest_checkpoint, saved_steps, status, train, training_config, untimed
 
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of, verify
+from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, verify
 from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
@@ -57,7 +55,7 @@ def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str,
     told.clear()
     assert in_turn((train, config)) == ["completed"]
     whole = ended(run)
-    before = (halfway / "run/status.json").read_text()
+    before = status(halfway / "run")
     places = [place for place in dict.fromkeys(told) if not wanted or place in wanted]
     for place in places:
         begin()
@@ -72,8 +70,8 @@ def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str,
         assert all(verify(one).step == int(one.name[5:]) for one in kept), place
         if not place.startswith(("unlink", "rmdir")):  # what could not be removed is there until the next start
             assert left_behind(run) == [], place
-        status = (run / "status.json").read_text()
-        assert said == "completed" or status == before or ('"failed"' in status and "No space left" in status), place
+        now = status(run)
+        assert said == "completed" or now == before or "No space left" in now["reason"], place
         assert train(config) == "completed", place
         assert ended(run) == whole, place
         assert left_behind(run) == [], place
@@ -84,11 +82,9 @@ def left_behind(run: Path) -> list[str]:
     return [str(file) for file in run.rglob(".*") if file.name != ".lock"]
 
 
-def ended(run: Path) -> tuple[list[Any], bytes, list[str]]:
+def ended(run: Path) -> tuple[list[dict], bytes, list[int]]:
     """Rows without timings, weights, checkpoints."""
-    names = [place.name for place in list_checkpoints(run / "checkpoints")]
-    losses = [(row["step"], row.get("loss"), row.get("order_digest")) for row in rows(run)]
-    return losses, (run / "checkpoints" / names[-1] / MODEL).read_bytes(), names
+    return untimed(run), (newest_checkpoint(run) / MODEL).read_bytes(), saved_steps(run)
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -134,7 +130,7 @@ def test_all_ranks_end(corpus, tmp_path, halfway, parallel):
     (code, said), other = run_ranks(script_on_a_bad_disk, 2, arguments, tmp_path / "runs/run", errno.EDQUOT)
     assert ".step-00000006.tmp/optimizer" in told(said)
     assert (code, *other) == (2, 2, "")
-    assert steps(tmp_path / "runs/run") == [5]
+    assert saved_steps(tmp_path / "runs/run") == [5]
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -146,7 +142,7 @@ def test_a_disk_that_dies(corpus, tmp_path, halfway, background):
     ((code, said),) = run_ranks(script_on_a_bad_disk, 1, write_config(tmp_path, config), run, errno.EROFS)
     assert code == 2, said
     assert MODEL in told(said) or (background and "metrics.jsonl" in said)
-    assert (run_ranks(train, 1, config), steps(run)[-1], left_behind(run)) == (["completed"], 7, [])
+    assert (run_ranks(train, 1, config), saved_steps(run)[-1], left_behind(run)) == (["completed"], 7, [])
 
 
 def write_config(folder: Path, config: TrainingConfig) -> list[str]:
@@ -155,7 +151,7 @@ def write_config(folder: Path, config: TrainingConfig) -> list[str]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path) -> Iterator[Path]:
     """A disk of 3 MB."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -164,10 +160,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a disk cannot be mounted here: {made.stderr.decode().strip()}")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def steps(run: Path) -> list[int]:
-    return steps_of(list_checkpoints(run / "checkpoints"))
 
 
 WIDE = {"model.n_embd": 64, "model.n_layer": 2, "eval.every": 100, "train.steps": 15}
@@ -180,10 +172,10 @@ def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk):
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)
     assert code == 2, said
     assert str(run) in told(said)
-    assert json.loads((run / "status.json").read_text())["state"] == "failed"
+    assert status(run)["state"] == "failed"
     assert [verify(place).step for place in list_checkpoints(run / "checkpoints")] == [0, 5]
     assert left_behind(run) == []
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)
     assert code == 0, said
-    assert steps(run) == [5, 10, 15]
+    assert saved_steps(run) == [5, 10, 15]

@@ -1,6 +1,5 @@
 """Steps that go wrong: left out, gone back from, and never called a completed run; all ranks decide alike."""
 
-import json
 import math
 import signal
 from pathlib import Path
@@ -12,26 +11,28 @@ import torch
 from close import assert_close, distance
 from ranks import run_ranks
 from runs import (
+    events,
+    is_intact,
     job_config,
     newest_checkpoint,
     said,
-    started,
+    saved_steps,
     state_of,
+    status,
     train,
     train_with_faults,
     training_config,
     untimed,
 )
 
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.state import GuardState
+from gpt2_ddp.state import GuardState, Progress
 from gpt2_ddp.training.guard import LARGEST, Guard, Verdict, _Numbers
+from gpt2_ddp.training.meters import StepLosses
 from gpt2_ddp.training.optimizer import RunningStatistics
+from gpt2_ddp.training.run import Trainer
 
 POISON = (12 * 9, 12 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
@@ -39,13 +40,9 @@ ALL = (0, 10**9)
 GUARD = {"guard": {"patience": 3}, "train.steps": 20, "eval.every": 20}
 
 
-def status(run: Path) -> dict:
-    return json.loads((run / "status.json").read_text())
-
-
 def returns(run: Path) -> list[tuple]:
     """Of each rollback: the step that it returns to, the one it comes from, and the positions that it skips."""
-    return [(row["step"], row["from"], row["skipped_range"]) for row in untimed(run) if "event" in row]
+    return [(row["step"], row["from"], row["skipped_range"]) for row in events(run, "rollback")]
 
 
 def test_a_run_whose_every_gradient_is_nan_has_diverged(corpus, tmp_path):
@@ -70,7 +67,7 @@ def test_a_job_that_diverges_stops_and_does_not_go_back(tmp_path):
 def test_a_short_run_that_nothing_has_changed_is_not_completed(corpus, tmp_path):
     config = training_config(corpus, tmp_path, {"train.steps": 4})
     assert run_ranks(train_with_faults, 1, config, ALL) == ["diverged"]
-    assert steps_of(list_checkpoints(tmp_path / "run/checkpoints")) == [0], "the one to go back to"
+    assert saved_steps(tmp_path / "run") == [0], "the one to go back to"
 
 
 def test_poisoned_data_are_passed_over(corpus, tmp_path, capsys):
@@ -86,68 +83,19 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path, capsys):
     assert distance(ours["val_loss"], theirs["val_loss"]) < 0.02
     assert ours["skipped"] == 0  # those of the stretch that does not stand
 
-    assert verify_run(VerifyConfig(run=str(run))) == 0
+    assert is_intact(run)
     file = run / "metrics.jsonl"
     file.write_text(file.read_text().replace(f"[{12 * 5}, {12 * 14}]", f"[{12 * 5}, {12 * 15}]"))
-    assert verify_run(VerifyConfig(run=str(run))) == 1
+    assert not is_intact(run)
     assert "defect  metrics.jsonl, line" in capsys.readouterr().out
 
 
-def changed_by_a_rollback(config: TrainingConfig) -> list[str]:
-    """Saves steps 2 and 3, of which the second rots, trains one more and rolls back: the weights and moments that are
-    not those of the first."""
-    import torch.distributed as dist
-
-    from gpt2_ddp.checkpoint.checkpoint import verify
-    from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
-    from gpt2_ddp.distributed.launch import GROUPS
-    from gpt2_ddp.training.loop import roll_back, train_step
-
-    with started(config) as run:
-        for step in range(1, 5):
-            train_step(run)
-            if step in (2, 3):
-                run.save()
-        if run.accelerator.is_main_process:
-            file = run.store.place(3) / MODEL
-            file.write_bytes(file.read_bytes()[:-1] + b"x")
-        run.guard.judged = 3
-        assert roll_back(run) == ""
-        assert run.step == 2
-        run.check_replicas()
-        assert len(dist.distributed_c10d._world.pg_map) == GROUPS, "which count in the limit of open files"
-        now, saved = run.snapshot(), verify(run.store.place(2))
-    pairs = [(now.model, saved.tensors(MODEL)), (now.optimizer, saved.tensors(OPTIMIZER))]
-    assert all(ours.keys() == theirs.keys() for ours, theirs in pairs)
-    return [name for ours, theirs in pairs for name in ours if not torch.equal(ours[name], theirs[name])]
-
-
-def test_a_rollback_restores_weights_and_moments(corpus, tmp_path):
-    assert run_ranks(changed_by_a_rollback, 2, training_config(corpus, tmp_path, GUARD)) == [[], []]
-
-
-def losses_after_a_skipped_end(config: TrainingConfig) -> tuple[int, ...]:
-    """Rolls back from an epoch's end, which is skipped then, and trains on: units of the epoch's loss; the epoch."""
-    from gpt2_ddp.training.loop import roll_back, train_step
-
-    with started(config) as run:
-        feed = run.task.feed
-        feed.seek(len(feed.order) - 2 * feed.step_size, feed.order_digest, [])
-        train_step(run)
-        run.save()
-        before = run.losses.epoch.state_dict()[2]
-        train_step(run)
-        run.guard.judged = 1
-        assert roll_back(run) == ""
-        kept = run.losses.epoch.state_dict()[2]
-        train_step(run)
-        return before, kept, run.losses.epoch.state_dict()[2], run.task.feed.position // len(feed.order)
-
-
-def test_an_epoch_whose_end_is_skipped_leaves_no_losses_to_the_next(corpus, tmp_path):
-    assert run_ranks(losses_after_a_skipped_end, 1, training_config(corpus, tmp_path, GUARD)) == [
-        (12 * 32, 12 * 32, 12 * 32, 1)
-    ]
+def test_an_epoch_whose_end_is_skipped_leaves_no_losses_to_the_next():
+    losses, feed = StepLosses(ALONE), SimpleNamespace()
+    run: Any = SimpleNamespace(progress=Progress(), task=SimpleNamespace(feed=feed), losses=losses)
+    for feed.skipped_end in (False, False, True):
+        Trainer.record_step(run, torch.tensor(1.0), 12, torch.tensor(0.0))
+    assert losses.epoch.state_dict() == (1.0, 12, 12)
 
 
 def test_the_start_is_there_to_go_back_to_after_a_stop(corpus, tmp_path):
@@ -155,7 +103,7 @@ def test_the_start_is_there_to_go_back_to_after_a_stop(corpus, tmp_path):
     config, run = training_config(corpus, tmp_path, GUARD | {"train.steps": 8}), tmp_path / "run"
     bad = (0, 12 * 5)
     assert run_ranks(train_with_faults, 1, config, bad, math.nan, 4, signal.SIGTERM) == ["stopped"]
-    assert steps_of(list_checkpoints(run / "checkpoints")) == [0, 4]
+    assert saved_steps(run) == [0, 4]
     assert run_ranks(train_with_faults, 1, config, bad) == ["completed"]
     assert returns(run) == [(0, 5, [0, 12 * 5])]
 
@@ -194,23 +142,13 @@ def test_the_checkpoint_to_go_back_to_is_kept(corpus, tmp_path):
     """keep_last 1 and a checkpoint in every step: what was saved in the bad stretch does not push it out."""
     config = training_config(corpus, tmp_path, GUARD | {"checkpoint.every": 1, "checkpoint.keep_last": 1})
     assert run_ranks(train_with_faults, 1, config, (POISON[0], 10**9)) == ["diverged"]
-    assert steps_of(list_checkpoints(tmp_path / "run/checkpoints")) == [0, 9], "the best, and the good one"
+    assert saved_steps(tmp_path / "run") == [0, 9], "the best, and the good one"
 
 
 def test_a_new_run_saves_its_start_once(corpus, tmp_path):
     """Also where its evaluation is the best so far: a kill between two saves of one step would leave one unrecorded."""
     train(training_config(corpus, tmp_path, {"train.steps": 2, "eval.patience": 5}))
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if row.get("event") == "checkpoint"].count(0) == 1
-
-
-def test_a_stop_takes_no_checkpoint_that_a_rollback_needs(corpus, tmp_path):
-    """keep_last 1: stopped at the first bad step, which nobody has judged by then, the run still goes back."""
-    config = training_config(corpus, tmp_path, GUARD | {"checkpoint.every": 1, "checkpoint.keep_last": 1})
-    run = tmp_path / "run"
-    assert run_ranks(train_with_faults, 1, config, POISON, math.nan, 10, signal.SIGTERM) == ["stopped"]
-    assert run_ranks(train_with_faults, 1, config, POISON) == ["completed"]
-    assert [step for step, *_ in returns(run)] == [9]
+    assert [row["step"] for row in events(tmp_path / "run", "checkpoint")] == [0, 2]
 
 
 @pytest.mark.parametrize("values", [[5.0, 6.0, 4.0, 5.5], list(range(300))])
@@ -291,7 +229,10 @@ def test_a_guard_without_a_bad_step_knows_where_the_run_began():
         guard = Guard(GuardConfig(), ALONE, begins)
         guard.load_state_dict(GuardState(judged=11, first_bad=9))
         assert guard.last_good == good
-    assert _Numbers().integers() == [0, 0, 0, 0]
+
+
+def test_losses_are_judged_in_fixed_point():
+    """The largest fits; one that is not finite is none."""
     assert _Numbers(torch.tensor([0.5, 1.0])).integers() == [1, 2**31, False, 1]
     assert _Numbers(torch.tensor([-1e30, 0.0])).integers() == [1, -LARGEST * 2**32, False, 0]
     assert _Numbers(torch.tensor([math.inf, 0.0])).integers() == [1, 0, True, 0]

@@ -1,6 +1,5 @@
 """Ranks that stand still, die or raise in the middle of a training: it ends soon, and names them."""
 
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import pytest
 from commands import ROOT, TORCHRUN, environment
 from ranks import free_port, results, start_ranks, wait_until
-from runs import job_config, run_small_job, train, training_config
+from runs import before_each_step, job_config, status, train, training_config
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.run import RunConfig
@@ -37,13 +36,12 @@ def endless() -> None:
         time.sleep(0.1)
 
 
-def stop() -> None:
-    time.sleep(2)  # a sign of life comes twice a second, and these steps take milliseconds
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def slow() -> None:
     time.sleep(2)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def kill() -> None:
@@ -81,6 +79,8 @@ def faulty(config: RunConfig, folder: Path, stage: str, victim: int, fault: Call
         nonlocal calls
         calls += 1
         if calls in sick and rank == victim:
+            if fault in (stop, kill):
+                time.sleep(2)  # steps take milliseconds; by then the others have a heartbeat, which names the host
             (folder / "fault").touch()
             fault()
         return original(*args, **kwargs)
@@ -118,7 +118,7 @@ def scene(config: RunConfig, world: int, stage: str, victim: int, fault: Callabl
             process.join()
     print(f"{stage} {fault.__name__} of {victim}/{world}: verdict {spoke - begun:.1f} s, gone {gone - begun:.1f} s")
     codes, said = [process.exitcode for process, _ in started], [file.read_text() for file in files]
-    return Ended(codes, said, json.loads((folder / "run/status.json").read_text()))
+    return Ended(codes, said, status(folder / "run"))
 
 
 MESSAGES = {
@@ -177,20 +177,16 @@ def test_a_slow_rank_is_not_accused(tmp_path, victim):
 
 def endless_steps(config: JobConfig, folder: Path) -> str:
     """Trains in steps of a tenth of a second, until the file `enough` is there."""
-    from gpt2_ddp.training import loop
 
-    original = loop.train_step
-
-    def train_step(run):
-        if run.step == STEP and not (folder / "enough").exists():
+    def wait(run):
+        if run.step == STEP:
             (folder / f"here-{run.accelerator.process_index}").touch()
             while not (folder / "enough").exists():
                 run.watchdog.progress()
                 time.sleep(0.1)
-        return original(run)
 
-    loop.train_step = train_step
-    return run_small_job(config).outcome
+    before_each_step(wait)
+    return train(config)
 
 
 @pytest.mark.soak
@@ -223,8 +219,7 @@ def test_under_torchrun(tmp_path, fault, victim):
                 os.killpg(launched.pid, signal.SIGKILL)
     said = [(tmp_path / f"stderr-{rank}").read_text() for rank in range(2)]
     assert f"error: rank {victim} on {HOST}: " in "".join(said)
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert f"rank {victim} on {HOST}: " in status["reason"] or (fault, victim) == (stop, 0)
+    assert f"rank {victim} on {HOST}: " in status(tmp_path / "run")["reason"] or (fault, victim) == (stop, 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Stops, as people and schedulers ask for them: what was trained is saved, or there was nothing to save."""
 
-import json
 import multiprocessing
 import os
 import re
@@ -21,7 +20,8 @@ import pytest
 import torch
 from commands import ACCELERATE, ROOT, TORCHRUN, environment
 from ranks import run_ranks, start_ranks, wait_until, write_to
-from runs import assert_same, job_config, rows, train, training_config
+from runs import assert_same, job_config, rows, saved_steps, status, train, training_config
+from test_feed import Numbers
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.jobs import JobConfig
@@ -36,19 +36,17 @@ from gpt2_ddp.tasks.supervised import Supervised
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class Numbers:
-    """Items are numbers; a worker that is asked for one of `stuck` never answers."""
+class Stuck(Numbers):
+    """Numbers of which a worker never reads some."""
 
-    def __init__(self, n: int, stuck: tuple[int, ...] = ()):
-        self.n, self.stuck, self.reader = n, stuck, os.getpid()
+    def __init__(self, n: int, stuck: list[int]):
+        super().__init__(n)
+        self.stuck, self.reader = stuck, os.getpid()
 
-    def __len__(self) -> int:
-        return self.n
-
-    def read(self, items: np.ndarray) -> tuple[torch.Tensor, ...]:
+    def read(self, items: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         if os.getpid() != self.reader and set(items.tolist()) & set(self.stuck):
             time.sleep(600)
-        return (torch.from_numpy(items),)
+        return super().read(items)
 
 
 def load_under_signals() -> int:
@@ -86,7 +84,7 @@ def leave_stuck_workers() -> tuple[float, int]:
     from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator, later = build_accelerator("cpu", "no"), Permutation(1, 1000).items_at(np.arange(5, 40)).tolist()
-    source, batch = Numbers(1000, stuck=tuple(later)), GlobalBatch(1, interleaved(1, 1))
+    source, batch = Stuck(1000, later), GlobalBatch(1, interleaved(1, 1))
     feed = Feed(Permutation(1, 1000), batch, source, accelerator, workers=4)
     list(feed.next_step().micro_batches)
     workers = [psutil.Process(worker.pid) for worker in multiprocessing.active_children()]
@@ -217,18 +215,13 @@ def finish(cell: Cell, folder: Path, corpus: Path) -> Path:
     words, env = command(cell, folder, corpus), environment(OMP_NUM_THREADS="1")
     done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert status(folder)["state"] == "completed"
+    assert status(folder / "run")["state"] == "completed"
     return folder / "run"
-
-
-def status(folder: Path) -> dict:
-    file = folder / "run/status.json"
-    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def check(cell: Cell, folder: Path, corpus: Path) -> None:
     """Stops the cell's command: what was trained is saved in time, and nothing and nobody else is left."""
-    words, mark, log = command(cell, folder, corpus), uuid.uuid4().hex, folder / "stderr"
+    words, mark, log, run = command(cell, folder, corpus), uuid.uuid4().hex, folder / "stderr", folder / "run"
     with log.open("w") as errors:
         env, pipes = environment(OMP_NUM_THREADS="1", **{MARK: mark}), {"stdout": subprocess.DEVNULL, "stderr": errors}
         process = subprocess.Popen(words, env=env, cwd=ROOT, start_new_session=True, **pipes)
@@ -245,7 +238,7 @@ def check(cell: Cell, folder: Path, corpus: Path) -> None:
                 os.kill(pid, signal.Signals[f"SIG{cell.signal}"])
         deadline = time.monotonic() + 30
         while (left := family(mark)) and time.monotonic() < deadline:
-            said_so = said_so or status(folder).get("state") == "stopped"
+            said_so = said_so or status(run).get("state") == "stopped"
             process.poll()
             time.sleep(0.05)
     finally:
@@ -257,10 +250,10 @@ def check(cell: Cell, folder: Path, corpus: Path) -> None:
     assert exit_code == expected_code(cell), errors
     assert not re.search(r'File ".*/(gpt2_ddp|scripts)/|Exception ignored', errors), errors
     if cell.stage == "imports":
-        assert not (folder / "run").exists()
+        assert not run.exists()
     else:
-        assert status(folder)["state"] == "stopped", errors
-        assert (folder / f"run/checkpoints/step-{status(folder)['step']:08d}").is_dir()
+        assert status(run)["state"] == "stopped", errors
+        assert saved_steps(run)[-1] == status(run)["step"]
         assert said_so, "before all had ended"
 
 
