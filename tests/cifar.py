@@ -1,6 +1,9 @@
-"""Generated images, on disk in every way in which they come: as the Hub has them, class folders."""
+"""Generated images, on disk in every way in which they come: as the Hub has them, class folders, archives."""
 
+import gzip
 import io
+import pickle
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,9 +64,42 @@ def write_images(folder: Path, classes: dict[str, int], seed: int, size: int = 1
     write_folders(folder, np.random.default_rng(seed).integers(0, 256, (len(names), size, size, 3), np.uint8), names)
 
 
+def write_idx(folder: Path, split: str, images: np.ndarray, labels: np.ndarray, compressed: bool) -> None:
+    """`train-images-idx3-ubyte` and its labels, of images uint8 [N, H, W], as MNIST's archive has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, values in ((f"{split}-images-idx3-ubyte", images), (f"{split}-labels-idx1-ubyte", labels)):
+        content = (
+            struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.astype(np.uint8).tobytes()
+        )
+        (folder / f"{name}{'.gz' * compressed}").write_bytes(gzip.compress(content) if compressed else content)
+
+
+def write_archive(folder: Path, kind: str, split: str, images: np.ndarray, labels: np.ndarray) -> None:
+    """A split of cifar-10-batches-py or cifar-100-python, and the names of the classes."""
+    files = [split]
+    if kind == "cifar10":
+        files = [f"data_batch_{number}" for number in range(1, 6)] if split == "train" else ["test_batch"]
+
+    def dump(name: str, content: dict) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+
+    for name, part in zip(files, np.array_split(np.arange(len(labels)), len(files)), strict=True):
+        rows, fine = images[part].transpose(0, 3, 1, 2).reshape(len(part), -1), labels[part].tolist()
+        coarse = [label // 5 for label in fine]
+        columns = {"labels": fine} if kind == "cifar10" else {"fine_labels": fine, "coarse_labels": coarse}
+        dump(name, {"data": rows, **columns})
+    names = [f"class {number}" for number in range(100)]
+    if kind == "cifar10":
+        dump("batches.meta", {"label_names": names[:10]})
+    else:
+        dump("meta", {"fine_label_names": names, "coarse_label_names": names[:20]})
+
+
 def write_sets_of_images(folder: Path) -> None:
-    digits, numbers = pictures(83, 10, 1, size=28)
-    write_folders(folder / "digits", digits, numbers)
+    pixels, labels = pictures(83, 10, 1, size=28)
+    write_idx(folder / "digits", "train", pixels[:60, :, :, 0], labels[:60], compressed=True)
+    write_idx(folder / "digits", "t10k", pixels[60:, :, :, 0], labels[60:], compressed=True)
     for split, n in (("train", 41), ("val", 13)):
         images, labels = pictures(n, 3, n, size=64)
         write_folders(folder / "photos" / split, images, [f"class_{label:02d}" for label in labels])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cifar import pictures, png, write_cifar, write_folders, write_images, write_parquet
+from cifar import pictures, png, write_archive, write_cifar, write_folders, write_idx, write_images, write_parquet
 from commands import expect_field
 from PIL import Image
 
@@ -61,11 +61,25 @@ def write_saved(folder: Path, split: str, images: np.ndarray, labels: np.ndarray
     (folder / "dataset_dict.json").write_text('{"splits": ["train", "validation", "test"]}')
 
 
+def of_archive(kind: str) -> Callable:
+    return lambda folder, *split: write_archive(folder, kind, *split)
+
+
+def of_mnist(compressed: bool) -> Callable[..., None]:
+    words = {"train": "train", "test": "t10k"}
+    return lambda folder, split, images, labels: write_idx(folder, words[split], images[..., 0], labels, compressed)
+
+
 SOURCES: dict[str, tuple[Callable, dict[str, Any]]] = {
     "class folders": (lambda folder, split, *of: write_folders(folder / split.replace("test", "Val"), *of), {}),
     "parquet, as the Hub's": (write_parquet, {"name": "cifar100"}),
     "parquet, own columns": (write_two_files, {"image_column": "photo", "label_column": "kind"}),
     "save_to_disk": (write_saved, {}),
+    "CIFAR-10": (of_archive("cifar10"), {"name": "cifar10"}),
+    "CIFAR-100": (of_archive("cifar100"), {"name": "cifar100"}),
+    "CIFAR-100, coarse": (of_archive("cifar100"), {"label_column": "coarse_label"}),
+    "MNIST": (of_mnist(False), {}),
+    "MNIST, gz": (of_mnist(True), {}),
 }
 """How a split is written, and fields of the configuration."""
 
@@ -82,9 +96,11 @@ def test_every_source_has_the_same_images_kept_or_not(tmp_path, kind):
     (folder := tmp_path / "a [1] {b,c} * test").mkdir()
     write, fields = SOURCES[kind]
     images, labels = pictures(60, 10, 1)
+    images = images[..., :1].repeat(3, axis=3) if kind.startswith("MNIST") else images
     parts = {"train": slice(0, 50), "test": slice(50, 60)}
     for split, part in parts.items():
         write(folder, split, images[part], labels[part])
+    labels = labels // 5 if kind.endswith("coarse") else labels
     drawn_before = torch.get_rng_state()
     kept, stored = (read(folder, **fields, memory_gb=gigabytes) for gigabytes in (4, 0))
     assert torch.equal(torch.get_rng_state(), drawn_before), "or initial weights would differ"
@@ -182,6 +198,11 @@ def test_images_are_scaled_to_one_size(tmp_path):
     assert found.inputs[0].flatten(1).unique(dim=1).flatten().tolist() == [0, 0, 255], "no pixel outside the square"
 
 
+class Boom:
+    def __reduce__(self):
+        return print, ("a pickle ran",)
+
+
 IMAGE = png(np.zeros((4, 4, 3), np.uint8))
 
 
@@ -194,13 +215,16 @@ def layout(*files: str) -> Callable[[Path], object]:
     return build
 
 
-def source(kind: str, file: str, size: int) -> Callable[[Path], object]:
-    """One of SOURCES; a file of it is cut off."""
+def source(kind: str, file: str, content: bytes | int | None = None) -> Callable[[Path], object]:
+    """One of SOURCES; a file of it with other content, cut off, or missing."""
 
     def build(folder: Path) -> None:
         for split, n in (("train", 30), ("test", 11)):
             SOURCES[kind][0](folder, split, *pictures(n, 10))
-        (folder / file).write_bytes((folder / file).read_bytes()[:size])
+        before = (folder / file).read_bytes()
+        (folder / file).unlink()
+        if content is not None:
+            (folder / file).write_bytes(before[:content] if isinstance(content, int) else content)
 
     return build
 
@@ -234,7 +258,11 @@ MISTAKES = [
     (parquet([IMAGE, None], [0, 1]), ", split train, row 1"),
     (parquet([IMAGE, IMAGE], [0, None]), ""),
     (lambda folder: write_rows(folder, "train", photo=[IMAGE] * 2, kind=[0, 1]), ""),
+    (source("CIFAR-10", "data_batch_2"), "/data_batch_2"),
+    (source("CIFAR-100", "test", pickle.dumps({"data": Boom()})), ""),
     (source("save_to_disk", ARROW, 5000), ""),
+    (source("MNIST", "train-images-idx3-ubyte", -1), ""),
+    (source("MNIST", "train-labels-idx1-ubyte", -1), ""),
     (first(GREY.astype(np.uint16) * 256, "png"), "/train/a/0.png"),
     (first(GREY[:6], "png"), "/test/a/0.png"),
     (source("class folders", "Val/3/3.png", 60), "/Val/3/3.png"),
@@ -242,9 +270,10 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("build", "place"), MISTAKES, ids=range(len(MISTAKES)))
-def test_what_cannot_be_read_is_named(tmp_path, build, place):
+def test_what_cannot_be_read_is_named(tmp_path, capsys, build, place):
     build(tmp_path)
     expect_field("data.path", f"{tmp_path}{place}", read, tmp_path, "cifar100", memory_gb=0)
+    assert "a pickle ran" not in capsys.readouterr().out
 
 
 def test_a_run_keeps_its_classes(tmp_path):

@@ -1,13 +1,15 @@
-"""Images as samples: of class folders, and of what `datasets` reads.
+"""Images as samples: of class folders, of the archives of CIFAR and MNIST, and of what `datasets` reads.
 
 The split of an image is never guessed: only the name of a split's own file or folder decides it.
 Pixels are kept if they fit into memory, otherwise decoded at each read.
 """
 
 import glob
+import gzip
 import io
 import math
 import os
+import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,8 +37,13 @@ TEST = ("test", "validation", "val")  # splits that can be the one to test on; t
 COLUMNS = {"image": ("img", "image"), "label": ("label", "fine_label", "labels", "class")}
 HINT = (
     "name a folder with train/CLASS/*.png and test/CLASS/*.png, all equally deep, with train and test parquet files, "
-    "or of save_to_disk; without a network, download such files"
+    "of save_to_disk, or of the unpacked archive of CIFAR or MNIST; without a network, download such files"
 )
+CIFAR = {"batches.meta": [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"], "meta": ["train", "test"]}
+"""Files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
+MNIST = {"train": "train", "test": "t10k"}
+Rows = Iterator[tuple[str, dict[str, Any]]]
+"""Splits, and rows of a table: an image, as a file or its content, and its labels."""
 
 
 class Images(NamedTuple):
@@ -243,7 +250,7 @@ def read_source(
                 if table.unique("label") not in ([], [-1]):  # unlabelled
                     found[name] = table
         return found, *number_classes(found, config, known)
-    except Exception as error:  # datasets and pyarrow raise any
+    except Exception as error:  # datasets, pyarrow and pickle raise any
         reason = truncate(repr(error.__cause__ or error), 150)
         field = "data.path" if config.path else "data.name"
         place = getattr(error, "filename", None) or config.path or config.name
@@ -266,26 +273,31 @@ def _with_columns(config: ClassifierDataConfig, rows: Any) -> Any:
 
 
 def _open_folder(folder: Path) -> Any:
-    """The splits of a folder: of `save_to_disk`; parquet files; images in SPLIT/CLASS/FILE; or those in CLASS/FILE,
-    which are for training. Raises: ValueError for images of both."""
     import datasets
 
     if {"dataset_dict.json", "state.json"} & {*os.listdir(folder)}:
         saved = datasets.load_from_disk(str(folder))
         return saved if isinstance(saved, dict) else {"train": saved}
-    tables, files = defaultdict(list), _files_in(folder)
-    for file in files:
+    rows = [*_cifar(folder), *_mnist(folder)]
+    tables = defaultdict(list)
+    for file in [] if rows else _files_in(folder):
         if file.suffix == ".parquet":
             word = re.split("[^a-z]", file.name.lower())[0]
             tables[word].append(glob.escape(str(file.absolute())))
     if tables:
         return {name: datasets.load_dataset("parquet", data_files=of, split="train") for name, of in tables.items()}
-    images = _images_of(files)
+    for split, row in rows or _class_folders(folder):
+        tables[split].append(row)
+    return {split: datasets.Dataset.from_list(of) for split, of in tables.items()}
+
+
+def _class_folders(folder: Path) -> Rows:
+    """The images of SPLIT/CLASS/FILE; or those of CLASS/FILE, which are for training. Raises: ValueError for both."""
+    images = _images_of(_files_in(folder))
     [depth] = {len(image.relative_to(folder).parts) for image in images}
     for image in images:
         split = image.parts[-3].lower() if depth > 2 else "train"
-        tables[split].append({"image": str(image), "label": image.parent.name})
-    return {split: datasets.Dataset.from_list(of) for split, of in tables.items()}
+        yield split, {"image": str(image), "label": image.parent.name}
 
 
 def _files_in(folder: str | Path) -> list[Path]:
@@ -299,3 +311,41 @@ def _images_of(files: Sequence[Path]) -> list[Path]:
     if len(images) < len(files):
         print_line(f"note: {len(files) - len(images):,} files of other types not used; save images as .png or .jpg")
     return images
+
+
+def _mnist(folder: Path) -> Rows:
+    """Of two idx files for each split, plain or compressed by gzip; nothing for a folder of others."""
+    for split, word in MNIST.items():
+        if files := sorted(folder.glob(f"{word}-*ubyte*")):
+            contents = ((gzip.open if file.suffix == ".gz" else open)(file, "rb").read() for file in files)
+            images, labels = contents
+            _, n, height, width = np.frombuffer(images, ">u4", count=4).tolist()
+            pixels = np.frombuffer(images, np.uint8, offset=16).reshape(n, height * width)
+            for image, label in zip(pixels, labels[8:], strict=True):
+                yield split, {"image": b"P5 %d %d 255\n" % (width, height) + image.tobytes(), "label": label}
+
+
+def _cifar(folder: Path) -> Rows:
+    """Images of 32 x 32 and the names of their classes: label, or fine_label and coarse_label. Or nothing."""
+    for meta, files in CIFAR.items():
+        if (folder / meta).is_file():
+            names = _unpickle(folder / meta)
+            for name in files:
+                batch = _unpickle(folder / name)
+                kinds = [kind for kind in ("label", "fine_label", "coarse_label") if f"{kind}s" in batch]
+                for row, pixels in enumerate(batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)):
+                    labels = {kind: names[f"{kind}_names"][batch[f"{kind}s"][row]] for kind in kinds}
+                    split = "test" if name.startswith("test") else "train"
+                    yield split, {"image": b"P6 32 32 255\n" + pixels.tobytes(), **labels}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """What the pickles of arrays call. Raises: UnpicklingError for all other names, so that nothing else runs."""
+        if module.partition(".")[0] in ("numpy", "_codecs") and name in ("_reconstruct", "ndarray", "dtype", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it loads {module}.{name}")
+
+
+def _unpickle(path: Path) -> dict[str, Any]:
+    return _Unpickler(io.BytesIO(path.read_bytes()), encoding="latin1").load()
