@@ -33,7 +33,7 @@ from runs import (
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpt2_ddp.checkpoint import store, tensors
+from gpt2_ddp.checkpoint import loading, store
 from gpt2_ddp.checkpoint.checkpoint import (
     MANIFEST,
     STATE,
@@ -46,20 +46,11 @@ from gpt2_ddp.checkpoint.checkpoint import (
     write_manifest,
     write_part,
 )
+from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state, misfit
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
-from gpt2_ddp.checkpoint.tensors import (
-    DTYPES,
-    MODEL,
-    OPTIMIZER,
-    Part,
-    as_safetensors,
-    load_model_state,
-    load_optimizer_state,
-    misfit,
-    optimizer_state,
-)
+from gpt2_ddp.checkpoint.tensors import DTYPES, MODEL, OPTIMIZER, Part, as_safetensors, optimizer_state
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
@@ -178,7 +169,7 @@ def test_parts_that_do_not_belong_together(tmp_path):
     for other in ({"wte.weight": torch.ones(3, 9)}, {"wte.weight": torch.ones(3, 8, dtype=torch.float64)}):
         save_file(other, tmp_path / "other")
         with pytest.raises(SafetensorError, match=r"wte\.weight has a part of another kind in other"):
-            tensors.Tensors([second, tmp_path / "other"])
+            loading.Tensors([second, tmp_path / "other"])
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])

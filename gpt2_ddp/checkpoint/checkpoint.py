@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.run_files import METRICS, is_data, read_events, recorded_checkpoint
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Part, Tensors, as_safetensors, part_name, part_names
+from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Part, as_safetensors, part_name, part_names
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError, truncate
@@ -40,6 +40,9 @@ from gpt2_ddp.files import (
 )
 from gpt2_ddp.project import command_for
 from gpt2_ddp.state import GPTState, State
+
+if TYPE_CHECKING:
+    from gpt2_ddp.checkpoint.loading import Tensors
 
 FORMAT = 1
 """Format of a checkpoint folder."""
@@ -134,8 +137,10 @@ class Checkpoint:
     def step(self) -> int:
         return self.state.step
 
-    def tensors(self, file: str) -> Tensors:
+    def tensors(self, file: str) -> "Tensors":
         """The tensors of `MODEL` or `OPTIMIZER`, to be read. Raises: as `Tensors`."""
+        from gpt2_ddp.checkpoint.loading import Tensors
+
         return Tensors([self.path / name for name in part_names(file, self.files)])
 
     def sha256(self, file: str) -> str:

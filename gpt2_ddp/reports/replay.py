@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, list_checkpoints, steps_of, verify
+from gpt2_ddp.checkpoint.loading import Tensors
 from gpt2_ddp.checkpoint.run_files import (
     METRICS,
     SAMPLES,
@@ -29,7 +30,7 @@ from gpt2_ddp.checkpoint.run_files import (
     read_lines,
     valid_rows,
 )
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Tensors
+from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
-from gpt2_ddp.checkpoint.tensors import broadcast
+from gpt2_ddp.checkpoint.loading import broadcast
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Reading, Shares, Source, prepare_loader, unwrap

@@ -25,7 +25,7 @@ from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
-from gpt2_ddp.checkpoint.tensors import load_model_state, load_optimizer_state, optimizer_state
+from gpt2_ddp.checkpoint.tensors import optimizer_state
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.data.feed import MicroBatch
@@ -244,6 +244,8 @@ class Trainer(Opened):
 
     def load(self, start: Checkpoint) -> None:
         """Loads a checkpoint on all ranks, in place. Collective."""
+        from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
+
         model, state = self.task.model, start.state
         weights, moments = self.store.read(start, self.strategy.part)
         load_model_state(weights, model, self.strategy.fill)

@@ -1,6 +1,6 @@
 """What differs between DDP and sharding: here each rank has the whole model; `training.sharded` has the other way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,15 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.metrics import Metrics
-from gpt2_ddp.checkpoint.tensors import Part, fill
+from gpt2_ddp.checkpoint.tensors import Part
 from gpt2_ddp.distributed.ranks import is_main
 from gpt2_ddp.training.stop import StopRequest
 
 
 class Replicated:
     """A model that each rank has whole. DDP averages the gradients of several ranks, in buckets that stay allocated."""
-
-    fill = staticmethod(fill)
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
@@ -57,6 +55,12 @@ class Replicated:
     def local(self, tensor: Tensor) -> Tensor:
         """The part of a parameter, gradient or optimizer state that this rank holds."""
         return tensor
+
+    def fill(self, targets: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """As `loading.fill`, where this rank has a part of the targets or all. Collective."""
+        from gpt2_ddp.checkpoint.loading import fill
+
+        fill(targets, values)
 
     def held(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """What this rank's part of a checkpoint has of the run's tensors."""

@@ -1,0 +1,164 @@
+"""From the files of a checkpoint into a run. Imported at a resume or a rollback, and by commands."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpt2_ddp.checkpoint.tensors import DTYPES, OPTIMIZER
+from gpt2_ddp.distributed.ranks import on_main, world_size
+from gpt2_ddp.errors import UserError
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors in a file, or in files of its parts. Each is read when it is asked for: one at a time needs memory.
+    Raises: OSError; SafetensorError for files that do not belong together.
+
+    Attributes:
+        shapes, dtypes: of the whole tensors, by their names.
+    """
+
+    def __init__(self, files: Sequence[Path]):
+        self.shapes: dict[str, list[int]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._rows: dict[str, list[tuple[Path, int]]] = {}  # the files with a tensor, and how many rows each has
+        known = {name: dtype for dtype, name in DTYPES.items()}
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  it is no mapping
+                    found = opened.get_slice(name)
+                    self._add(name, file, found.get_shape(), known.get(found.get_dtype()))
+
+    def _add(self, name: str, file: Path, shape: list[int], dtype: torch.dtype | None) -> None:
+        before = self.shapes.get(name)
+        fits = before is None or (shape and before[1:] == shape[1:] and dtype == self.dtypes[name])
+        if dtype is None or not fits:
+            raise SafetensorError(f"{name} has a part of another kind in {file.name}")
+        rows = shape[0] if shape else 1
+        self.shapes[name] = [before[0] + rows, *shape[1:]] if before else shape
+        self.dtypes[name] = dtype
+        self._rows.setdefault(name, []).append((file, rows))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, name: str) -> Tensor:
+        files = self._rows[name]
+        if len(files) > 1:
+            return self.rows(name, 0, self.shapes[name][0])
+        with safe_open(files[0][0], "pt") as opened:
+            return opened.get_tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor, of which it has at least one."""
+        parts, first = [], 0
+        for file, rows in self._rows[name]:
+            begin, end = max(start - first, 0), min(stop - first, rows)
+            if begin < end:
+                with safe_open(file, "pt") as opened:
+                    parts.append(opened.get_slice(name)[begin:end])
+            first += rows
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+Fill = Callable[[dict[str, Tensor], Mapping[str, Tensor]], None]
+"""`fill(targets, values)` copies values of the same names into the targets of all ranks; collective. `values` are read
+on the ranks that have a part of their own."""
+
+
+@torch.no_grad()
+def fill(targets: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Fills targets that each rank has whole with the main process's `values`. Collective."""
+
+    def read() -> None:
+        for name, target in targets.items():
+            target.copy_(values[name])
+
+    on_main(read)
+    broadcast(targets)
+
+
+@torch.no_grad()
+def broadcast(targets: Mapping[str, Tensor]) -> None:
+    """Copies the main process's targets into those of the other ranks. Collective."""
+    for target in targets.values() if world_size() > 1 else ():
+        dist.broadcast(target, src=0)
+
+
+def load_model_state(weights: Mapping[str, Tensor], model: nn.Module, fill: Fill = fill) -> None:
+    """Loads weights on all ranks, in place. `fill`: that of sharded tensors, for these. Collective. Raises: UserError,
+    as `fit_weights`."""
+    on_main(lambda: check_weights(weights, model, "of this run"))
+    fill(model.state_dict(), weights)
+
+
+@torch.no_grad()
+def fit_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
+    """Copies the weights of `source` into the plain module. Raises: UserError if names or shapes differ."""
+    check_weights(weights, model, source)
+    for name, target in model.state_dict().items():
+        target.copy_(weights[name])
+
+
+def check_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
+    """Raises: UserError if names or shapes of the weights of `source` are not the module's."""
+    found, own = shapes_of(weights), shapes_of(model.state_dict())
+    for name in sorted({*found, *own}):
+        if found.get(name) != own.get(name):
+            reason = f"{name} has shape {found.get(name)}, in the model {own.get(name)}"
+            raise UserError("checkpoint", source, f"does not fit the model section: {reason}")
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """The shapes of tensors by their names."""
+    return tensors.shapes if isinstance(tensors, Tensors) else {name: [*one.shape] for name, one in tensors.items()}
+
+
+def load_optimizer_state(
+    state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer, fill: Fill = fill
+) -> None:
+    """Loads optimizer state on all ranks; the main process decides what there is. Collective; reuses the tensors that
+    are there."""
+    parameters = dict(model.named_parameters())
+
+    def check() -> list[tuple[str, list[int], torch.dtype]]:
+        shapes = shapes_of(state)
+        if wrong := misfit(shapes, model):
+            raise UserError("checkpoint", OPTIMIZER, f"{wrong}; restore the file, or resume from another checkpoint")
+        dtypes = state.dtypes if isinstance(state, Tensors) else {name: one.dtype for name, one in state.items()}
+        return [(key, shape, dtypes[key]) for key, shape in shapes.items()]
+
+    layout = on_main(check)
+    before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters.values()}
+    loaded: dict[str, Tensor] = {}
+    for key, shape, dtype in layout:
+        kind, name = key.split(".", 1)
+        parameter = parameters[name]
+        value = before[parameter].get(kind)
+        if value is None:
+            value = torch.empty_like(parameter if shape else torch.empty((), device=parameter.device), dtype=dtype)
+        optimizer.state[parameter][kind] = loaded[key] = value.detach()
+    fill(loaded, state)
+
+
+def misfit(shapes: Mapping[str, Sequence[int]], model: nn.Module) -> str:
+    """Why tensors of these shapes are no optimizer state of the model; empty if they are, or if there are none. Two
+    parameters have the same kinds of tensors or, in other groups, no common one."""
+    parameters, kinds = {name: list(value.shape) for name, value in model.named_parameters()}, {}
+    for key, shape in shapes.items():
+        kind, _, name = key.partition(".")
+        if name not in parameters or list(shape) not in ([], parameters[name]):
+            return f"{key} has shape {list(shape)}, its parameter {parameters.get(name)}"
+        kinds.setdefault(name, set()).add(kind)
+    for name in parameters if shapes else ():
+        own = kinds.get(name, set())
+        if not own or any(other & own and not other <= own for other in kinds.values()):
+            return f"{name} has the optimizer state {', '.join(sorted(own)) or 'none'}, unlike other parameters"
+    return ""
