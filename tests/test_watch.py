@@ -224,8 +224,7 @@ def test_a_worker_that_was_stopped_is_named_and_ended(clock, monkeypatch, capfd)
     worker = worker_context().Process(target=time.sleep, args=(100,))
     worker.start()
     os.kill(worker.pid, signal.SIGSTOP)
-    while not stopped_children():
-        time.sleep(0.01)
+    wait_until(stopped_children)
     one, codes = clock(patience=1), []
     one.watch.heartbeat("data", 1)
     one.watch.heartbeat("data", 2)
