@@ -39,7 +39,7 @@ LOOP = [
     for name in ("ranks", "loop", "replica_check", "numbers", "task", "losses", "run", "resumed", "stop")
 ]
 STEPS = "figure or skipped or left_alone or mean_loss or patience_ends or short_run or settings"
-ENDS = "without_scores or newest_checkpoint_of or drawn or flipped or all_the_same"
+ENDS = "without_scores or newest_checkpoint_of or agreed_on or drawn or flipped or all_the_same"
 STATISTICS = "optim and not (iteration or orthogonal) or running_statistics or spike or skipped"
 BACK = "every_gradient or poisoned or start_is_there or job_that_diverges or to_go_back_to or beginning or looks_at"
 LATE = [f"{GUARD}::test_each_step_is_judged_two_steps_late", f"{GUARD}::test_a_resumed_guard_judges_alike"]

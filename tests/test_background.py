@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from disk import refuse
-from ranks import run_ranks, start_ranks
+from ranks import run_ranks, start_ranks, wait_until
 from runs import (
     all_rows,
     before_each_step,
@@ -142,15 +141,13 @@ def train(
         at[0] = run.step + 1
         if held and run.step == held + 1:
             if then == "kill":
-                while not (run.folder.checkpoints / f".step-{held:08d}.tmp/manifest.json").exists():
-                    time.sleep(0.02)
+                wait_until((run.folder.checkpoints / f".step-{held:08d}.tmp/manifest.json").exists)
                 os._exit(9)
             if then == "stop":
                 os.kill(os.getpid(), 15)
             if then == "fail" and run.log.is_main:
                 gate.set()
-                while not run.store.background.error:
-                    time.sleep(0.02)
+                wait_until(lambda: run.store.background.error)
 
     store.write_manifest = holding
     Background.join = opening  # pyright: ignore

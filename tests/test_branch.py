@@ -165,7 +165,7 @@ def test_a_parent_that_cannot_be_written_is_told_by_a_warning(tmp_path, branchin
     (tmp_path / "long" / BRANCHES).mkdir()
     register_branch(find_parent(branching()), tmp_path / "branch", "abc")
     assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/long/{BRANCHES} cannot be written (Is a directory)")
-    copy = shutil.copytree(checkpoint_at(tmp_path / "long", 5), tmp_path / "step-00000005")
+    copy = shutil.copytree(checkpoint_at(tmp_path / "long", 5), tmp_path / "aside/step-00000005")
     register_branch(find_parent(branching({"train.branch_from": str(copy)})), tmp_path / "branch", "abc")
     assert not (tmp_path / BRANCHES).exists()
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import lr_at
+from gpt2_ddp.state import Pending, Progress
 from gpt2_ddp.tasks.pretraining import choose_micro_batch
-from gpt2_ddp.training.loop import Result
+from gpt2_ddp.training.loop import Result, finish_pending
 
 
 def losses(run: Path) -> list[float]:
@@ -275,3 +277,12 @@ def test_the_newest_checkpoint_of_a_result(tmp_path):
     for step in (5, 10, 20):
         (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
     assert Result("completed", 20, {}, 1.0, tmp_path, None).checkpoint == tmp_path / "checkpoints/step-00000020"
+
+
+def test_a_stop_during_an_evaluation_is_agreed_on_at_once():
+    run: Any = MagicMock(step=0, early_end="", is_complete=False)
+    run.stop.is_agreed = False
+    run.progress = Progress(pending=Pending(evaluate=True))
+    run.evaluate.return_value = {}
+    assert finish_pending(run) is None
+    run.stop.sync.assert_called_once()

@@ -34,8 +34,7 @@ def live(folder: Path, waits: bool) -> None:
         multiprocessing.process._parent_process = None  # pyright: ignore
     parent = os.getppid()
     write_atomically(folder / "pid", str(os.getpid()))
-    while waits and os.getppid() == parent:
-        time.sleep(0.02)
+    wait_until(lambda: not waits or os.getppid() != parent)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, stop)
     end_with_parent(signal.SIGUSR1)

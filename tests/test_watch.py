@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 from close import assert_close, distance
-from ranks import run_ranks
+from ranks import run_ranks, wait_until
 
 from gpt2_ddp.distributed import signals
 from gpt2_ddp.distributed import watchdog as watching
@@ -224,8 +224,7 @@ def test_a_worker_that_was_stopped_is_named_and_ended(clock, monkeypatch, capfd)
     worker = worker_context().Process(target=time.sleep, args=(100,))
     worker.start()
     os.kill(worker.pid, signal.SIGSTOP)
-    while not stopped_children():
-        time.sleep(0.01)
+    wait_until(stopped_children)
     one, codes = clock(patience=1), []
     one.watch.heartbeat("data", 1)
     one.watch.heartbeat("data", 2)
@@ -371,13 +370,11 @@ def two_watches() -> list:
     for number in range(2):
         watch = Watchdog(accelerator.process_index, 2, None)
         watch.heartbeat(f"stage {number}", 5 + number)
-        before = dist.group.WORLD._get_sequence_number_for_group()
+        before = watching._collectives()
         accelerator.wait_for_everyone()
-        assert dist.group.WORLD._get_sequence_number_for_group() > before
+        assert watching._collectives() > before
         if accelerator.is_main_process:
-            deadline = time.monotonic() + 20
-            while watch._link.beats[1].stage != f"stage {number}" and time.monotonic() < deadline:
-                time.sleep(0.05)
+            wait_until(lambda: watch._link.beats[1].stage == f"stage {number}", 20)  # noqa: B023
         accelerator.wait_for_everyone()
         watch.close()
         found += [(sign.stage, sign.step, sign.left) for sign in watch._link.beats.values()]

@@ -116,7 +116,8 @@ def test_soak(corpus, tmp_path):
     assert status(tmp_path / "alone/run")["state"] == "completed"
     part = len(files) // 4
     early, late = slice(part, 2 * part), slice(-part, None)
-    print(f"left alone: {steps} steps, memory {median(memory[early]):.4g} -> {median(memory[late]):.4g} bytes")
+    print(f"left alone: {steps} steps, memory {median(memory[early]) / 1e6:.1f} -> {median(memory[late]) / 1e6:.1f} MB")
+    print(f"open files {min(files[early])} -> {min(files[late])}")
     assert median(memory[late]) < 1.02 * median(memory[early])
     assert min(files[late]) <= min(files[early]), "a save opens files for a moment"
 
