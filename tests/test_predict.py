@@ -17,7 +17,7 @@ from runs import job_config, train, weights
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.export.export import export_hf
-from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
+from gpt2_ddp.tasks.checkpoints import confusion, evaluate_checkpoint
 from gpt2_ddp.tasks.jobs import LeNet, make_job
 from gpt2_ddp.tasks.trained_model import generate_text
 
@@ -132,6 +132,11 @@ def test_what_is_taken_for_what(runs):
         row, other = wanted[NAMES.index(line["target"])], str(NAMES.index(line["class"]))
         row[other] = row.get(other, 0) + 1
     assert json.loads((found / "classes.json").read_text())["confusion"] == wanted
+
+
+def test_a_confusion_takes_no_more_than_its_images():
+    found = np.stack([np.arange(5000), np.full(5000, 7)])
+    assert confusion(found, 10_000) == [*({7: 1} for _ in range(5000)), *({} for _ in range(5000))]
 
 
 def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsys):
