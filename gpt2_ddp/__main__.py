@@ -6,7 +6,6 @@ accelerate launch -m gpt2_ddp train_gpt2 --config gpt2_124m.yaml
 torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config gpt2_124m.yaml
 """
 
-import ast
 import runpy
 import sys
 from pathlib import Path
@@ -54,7 +53,8 @@ def main() -> None:
 
 def _summary(script: Path) -> str:
     """The first line of a script's docstring."""
-    return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    with script.open(encoding="utf-8") as file:
+        return file.readline().strip('"\n')
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from golden_runs import CASES, CIFAR, CORPUS, GOLDEN, KINDS, RESUMED, Case, chan
 from ranks import run_ranks
 from runs import train
 
+from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.reports.verify import verify_run
 
@@ -104,14 +105,15 @@ def test_trains_what_it_always_did(name: str, world: int, tmp_path: Path, reques
 
 @pytest.mark.parametrize(("name", "world"), every_world({name: case for name, (case, _) in RESUMED.items()}))
 def test_resumes_a_recorded_run(name: str, world: int, tmp_path: Path) -> None:
-    """A run folder that was recorded halfway, with the configuration found in it."""
+    """A run folder that was recorded halfway, with the configuration found in it, but for fields that are no more."""
     case, further = RESUMED[name]
     if case.kind == "regression" and draws()["normals"] != RECORDED["draws"]["normals"]:
         pytest.skip("this machine draws other points than the run was started with")
     shutil.copytree(GOLDEN / name, tmp_path / name)
-    saved = yaml.safe_load((tmp_path / name / "config.yaml").read_text(encoding="utf-8"))
+    command, _ = KINDS[case.kind]
+    saved, _ = complete(command, yaml.safe_load((tmp_path / name / "config.yaml").read_text(encoding="utf-8")))
     paths = {"output_dir": str(tmp_path)} | ({"data.path": str(CORPUS)} if case.kind == "gpt2" else {})
-    config = KINDS[case.kind][0].model_validate(change(saved, further | paths))
+    config = command.model_validate(change(saved, further | paths))
     run_ranks(train, world, config)
     golden = RECORDED["resumed"][name]
     check(summary(tmp_path / name), golden[str(world)], case, config)

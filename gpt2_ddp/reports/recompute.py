@@ -29,15 +29,11 @@ MOST_STEPS = 2_000_000
 
 
 class Data(NamedTuple):
-    """The data of a GPT, and the class of its task; a small job has none.
-
-    Args:
-        sources: the windows of the training split of each folder.
-    """
+    """The data of a GPT, and the class of its task; a small job has none."""
 
     manifests: Sequence[Manifest]
-    sources: Sequence[Sized]
-    kind: type[Pretraining] = Pretraining
+    sources: Sequence[Sized]  # the windows of the training split of each folder
+    kind: type[Pretraining]
 
 
 def recompute(
