@@ -15,7 +15,7 @@ from cifar import pictures, png, write_archive, write_cifar, write_folders, writ
 from commands import expect_field
 from PIL import Image
 
-from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
+from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.tasks.images import StoredImages, read_images
 
 WORDS = ("train", "test", "val", "eval", "dev", "bullet_train", "test_tube", "validation", "training")
@@ -143,20 +143,6 @@ def test_without_a_test_split_a_seeded_share_of_each_class_is_held_out(tmp_path,
 def test_without_network_and_data_one_line_says_how_to_get_them(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     expect_field("data.name", "cifar100", read_images, ClassifierDataConfig(name="cifar100"))
-
-
-LENET = {"model": {"name": "lenet"}}
-
-
-@pytest.mark.parametrize(("values", "field", "value"), [
-    ({"data": {"name": "images"}} | LENET, "data.path", "None"),
-    ({"data": {"name": "me/mine", "path": "x"}} | LENET, "data.path", "x"),
-    ({"data": {"name": "cifar100"}}, "model.name", "mlp"), (LENET, "model.name", "lenet"),
-    ({"model": {"sync_batchnorm": True}}, "model.sync_batchnorm", "true"),
-    ({"model": {"hidden": (5, 0)}}, "model.hidden", "[5, 0]"),
-])  # fmt: skip
-def test_models_and_data_that_do_not_fit(values, field, value):
-    expect_field(field, value, ClassifierConfig.model_validate, values)
 
 
 def one_image(folder: Path, image: Image.Image, suffix: str = "png", **options) -> Path:

@@ -117,6 +117,12 @@ ACCELERATE_USE_FSDP=true FSDP_OFFLOAD_PARAMS=true train_gpt2 | FSDP_OFFLOAD_PARA
 ACCELERATE_USE_FSDP=true FSDP_AUTO_WRAP_POLICY=NO_WRAP train_gpt2 | FSDP_AUTO_WRAP_POLICY
 ACCELERATE_USE_FSDP=true FSDP_ACTIVATION_CHECKPOINTING=true train_gpt2 | FSDP_ACTIVATION_CHECKPOINTING
 train_classifier --model.name vgg | model.name
+train_classifier --data.name images --model.name lenet | data.path
+train_classifier --data.name me/mine --data.path x --model.name lenet | data.path
+train_classifier --data.name cifar100 --model.name mlp | model.name
+train_classifier --model.name lenet | model.name
+train_classifier --model.sync_batchnorm | model.sync_batchnorm
+train_classifier --model.hidden 5 0 | model.hidden
 train_classifier --config mlp_clusters.yaml --data.path x | data.path
 train_classifier --config configs/jobs/cifar100_lenet.yaml --data.path /no/such | data.path
 train_classifier --data.name cifar100 --model.name resnet18 --model.sync_batchnorm | model.sync_batchnorm

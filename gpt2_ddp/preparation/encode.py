@@ -92,7 +92,10 @@ def write_splits(
                     else:
                         undivided.write(ids.data)
             if undivided.tell():
-                _divide(np.memmap(undivided, writers["val"].dtype, "r"), writers, fraction)
+                whole = np.memmap(undivided, writers["val"].dtype, "r")
+                end = len(whole) - round(len(whole) * fraction)
+                writers["train"].add(whole[:end])
+                writers["val"].add(whole[end:])
     except EncodersDiffer as error:
         print(f"note: {error}; tiktoken encodes the whole text", flush=True)
         for file in folder.glob("*.bin"):
@@ -104,13 +107,6 @@ def write_splits(
             hint = f"has too little text for a {split} split; choose another source, or val_fraction 0"
             raise UserError("source", config.source, hint)
     return splits, counts
-
-
-def _divide(tokens: np.ndarray, writers: "dict[str, ShardWriter]", val_fraction: float) -> None:
-    """Writes the last `val_fraction` of the tokens to `val`, the others to `train`."""
-    end = len(tokens) - round(len(tokens) * val_fraction)
-    writers["train"].add(tokens[:end])
-    writers["val"].add(tokens[end:])
 
 
 def make_items(config: PrepareConfig, parts: Iterable[Part], counts: Counter[str]) -> Iterator[Item]:

@@ -18,7 +18,7 @@ from gpt2_ddp.config.tools import EvaluateConfig, check_writable
 from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.mixture import source_weights
 from gpt2_ddp.data.shards import TokenStream
-from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer
+from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, truncate
@@ -66,7 +66,6 @@ def open_splits(
             names = f"({manifest.tokenizer}) than the checkpoint's ({tokenizer.name})"
             hint = f"has tokens of another tokenizer {names}; prepare the text with the checkpoint's tokenizer"
             raise UserError("data", folder, hint)
-        check_tokenizer(tokenizer, manifest, Path(folder))
     there = [number for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1]
     if not there:
         known = ", ".join(sorted({split for manifest in manifests for split in manifest.splits}))
