@@ -38,7 +38,7 @@ def mean_of_gradients(accelerator: Accelerator):
         yield {way: largest(distance(gradient(model), gradient(big)))}
 
 
-def record_bytes(sizes: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
+def record_bytes(sizes: list[int], bucket) -> torch.futures.Future[Tensor]:
     """All-reduces a bucket of gradients, and adds its bytes to `sizes`."""
     sizes.append(bucket.buffer().nbytes)
     return allreduce_hook(None, bucket)  # pyright: ignore[reportArgumentType]
