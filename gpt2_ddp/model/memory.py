@@ -83,9 +83,8 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     state = 4.0 * setting.state
     shards = setting.processes // config.launch.replicas if setting.is_sharded else 1
     lasting = {"weights": weights / shards, "optimizer state": state / shards}
-    copy = {"checkpoint's copy": weights + state} if setting.kind == "cpu" else {}
-    if setting.background:
-        lasting |= copy
+    if setting.background and setting.kind == "cpu":
+        lasting["checkpoint's copy"] = (weights + state) / shards
     gradients = {"gradients": weights}
     # with DDP, gradients are views of its buckets, which stay; otherwise they are None between the steps
     between = gradients if setting.processes > 1 and not setting.is_sharded else {}
@@ -99,7 +98,6 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
         accumulates = config.global_batch_windows > setting.processes * setting.micro_batch
         if not (accumulates and config.launch.reduce == "last"):  # a block's, and the others', before their sum
             gradients = {"gradients": weights / shards + 4 * (root + setting.block)}
-        saving |= copy | {"gathered weights": 4.0 * setting.vocab_size * config.model.n_embd}
     tokens = setting.micro_batch * window
     saved = _saved(setting, tokens) + _temporary(setting, tokens)
     training = lasting | gradients | read
@@ -161,7 +159,7 @@ class Memory(NamedTuple):
 
     moment: str  # of the peak
     parts: Parts  # at the peak
-    host: float  # host memory of a GPU's process for a checkpoint in the background, or (sharded) of rank 0
+    host: float  # host memory of GPUs' processes for a checkpoint in the background, on one machine at most
 
     @property
     def peak(self) -> float:
@@ -172,7 +170,7 @@ def estimate(setting: Setting) -> Memory:
     """Memory of one process at its peak."""
     moments = moments_of(setting)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    copied = setting.kind != "cpu" and (setting.background or setting.is_sharded)
+    copied = setting.background and setting.kind != "cpu"
     host = 4.0 * copied * (setting.parameters + setting.state)
     return Memory(moment, {"program": setting.base} | moments[moment], host)
 
