@@ -106,8 +106,8 @@ class RunFolder:
             raise UserError("run folder", self.path, f"the folder or its .lock {hint}")
 
     def check_is_shared(self, is_needed: bool = True) -> None:
-        """Raises: UserError, on every rank, if the machine of a rank that needs it has another folder: an elastic
-        launcher may move rank 0, and ranks that share a model write parts. Collective."""
+        """Compares this machine's folder with rank 0's, if the rank needs the same one: an elastic launcher may move
+        rank 0, and ranks that share a model write parts. Collective. Raises: UserError, on every rank."""
         lock = self.path / ".lock"
         there = on_main(lambda: lock.stat().st_ino)
 

@@ -43,8 +43,10 @@ def describe_missing(manifest: Path) -> str:
     folder = manifest.parent
     if not folder.exists():
         return "no such folder; create it with prepare_data.py"
-    source = f"bin:{folder}/*.bin" if any(folder.glob("*.bin")) else folder
-    return f"has no {manifest.name}; make one of its shards or text: {command_for('prepare_data')} --source '{source}'"
+    if any(folder.glob("*.bin")):  # first of all, a preparation may have been killed
+        indexing = f"index shards of another program with --source 'bin:{folder}/*.bin'"
+        return f"has shards but no {manifest.name}: run its prepare_data.py command again, or {indexing}"
+    return f"has no {manifest.name}; if it is text: {command_for('prepare_data')} --source '{folder}'"
 
 
 def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -1,5 +1,6 @@
 """A trained GPT and its tokenizer from a checkpoint, and the text that it writes."""
 
+import io
 import math
 import os
 import sys
@@ -166,10 +167,11 @@ def _read_prompts(config: GenerateConfig) -> Sequence[str]:
     """`prompts`, or the lines of `prompts_file` or standard input that are not empty. Raises: UserError for none."""
     if not (name := config.prompts_file):
         return config.prompts
-    if name == "-" and sys.stdin.isatty():
+    if name == "-" and sys.stdin and sys.stdin.isatty():
         print("type prompts, one per line, and end them with Ctrl-D", file=sys.stderr)
     try:
-        content = sys.stdin.buffer.read() if name == "-" else read_small(Path(name), LONGEST)
+        typed = sys.stdin.buffer if sys.stdin else io.BytesIO()  # closed
+        content = typed.read() if name == "-" else read_small(Path(name), LONGEST)
         text = content.decode("utf-8-sig")
     except OSError as error:
         raise UserError("prompts_file", name, f"cannot be read ({error.strerror}); name a text file") from error
