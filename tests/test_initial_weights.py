@@ -219,7 +219,7 @@ LATE: list[tuple[Callable[[Path], object], dict[str, Any], str]] = [
     (edit_weights(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), {}, f"{HEAD} differs from the embedding"),
     (both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])), {}, "vocabulary of 299 ids, .* has 300"),
     (another_tokenizer, {}, "its tokenizer differs"),
-    (other_blanks, {}, "its tokenizer.json cannot be read .*byte-level BPE"),
+    (other_blanks, {}, "its tokenizer.json cannot be read"),
     (lambda folder: (folder / "tokenizer.json").unlink(), {}, "its tokenizer.json cannot be read"),
 ]
 

@@ -57,7 +57,7 @@ class Replicated:
         return tensor
 
     def fill(self, targets: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """As `loading.fill`, where this rank has a part of the targets or all. Collective."""
+        """Copies values of a checkpoint into the targets of all ranks, by their names (`loading.fill`). Collective."""
         from gpt2_ddp.checkpoint.loading import fill
 
         fill(targets, values)
