@@ -148,6 +148,7 @@ def read_lines(file: Path) -> Iterator[Line]:
 
 
 def parse_lines(stream: Iterable[bytes]) -> Iterator[Line]:
+    """The lines of a .jsonl file, numbered from 1."""
     for number, line in enumerate(stream, 1):
         text, row = line.removesuffix(b"\n"), None
         with suppress(ValueError):

@@ -156,6 +156,7 @@ class _Link:
             self._store = PrefixStore(f"watch/{next(self._number)}", own)
 
     def run(self, outgoing: Callable[[], Heartbeat]) -> None:
+        """Exchanges heartbeats until `close`, or until the store is lost; the body of a thread."""
         try:
             for key in ("verdict", *(f"signs/{rank}" for rank in self.beats)):
                 self._store.compare_set(key, "", "")
@@ -248,6 +249,7 @@ class _Observer:
             self._report(self.status())
 
     def watch(self) -> None:
+        """Observes and judges until the watchdog has ended; the body of a thread."""
         while not self.ended.wait(HEARTBEAT_INTERVAL):
             self._observe()
             is_stopping = self._pulse.stopped or self._passes_stop

@@ -100,6 +100,7 @@ class _Numbers:
             self._copied.record()
 
     def integers(self) -> list[int]:
+        """The `SUMS` integers of this rank, once the copy from the device is there; or those of all ranks."""
         if self._values is None:
             return self._sums
         if self._copied is not None:
