@@ -1,22 +1,26 @@
 """The comparison: every way trains the same, and what the table says is what was measured."""
 
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from close import assert_close
 from commands import expect_error
 from ranks import run_ranks
 from runs import built, job_config, training_config
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from gpt2_ddp.compare import compare as module
+from gpt2_ddp.compare import run as measured
 from gpt2_ddp.compare.compare import COLUMNS, Strategy, as_markdown, compare, difference, numbers, read_job, ways
 from gpt2_ddp.compare.run import RunResult, communication_share, measure
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.training.loop import train_step
 
 
 def tiny(corpus: Path, folder: Path) -> TrainingConfig:
@@ -50,37 +54,34 @@ def test_difference(tmp_path):
     assert difference(tmp_path / "one", tmp_path / "one") == 0
 
 
-@pytest.mark.timed
-@pytest.mark.slow
 def test_share_of_a_known_communication(tmp_path):
-    # whole steps of 24: a short one takes as long, and samples are counted
     config = job_config("mlp", tmp_path, {"train.mixed_precision": "no", "data.points": 96})
-    shares = run_ranks(share_with, 2, config.model_copy(update={"run_name": "hook"}), 0.04, 0)
-    assert all(0.6 < share < 1 for share in shares)
-    waiting, slow = run_ranks(share_with, 2, config.model_copy(update={"run_name": "slow"}), 0, 0.1)
-    assert waiting > 0.5
-    assert slow < 0.2
+    assert run_ranks(share_with, 2, config, 3, 0) == [0.75, 0.75]
+    assert run_ranks(share_with, 2, config, 0, 9) == [0.9, 0], "the fast rank waits for the slow one"
 
 
-def share_with(config, all_reduce: float, last_rank: float) -> float:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+def share_with(config, all_reduce: int, last_rank: int) -> float:
+    """The share by a clock of our own: a step takes 1 second, on the last rank more, and a reduction `all_reduce`."""
+    now = torch.zeros(())
 
-    from gpt2_ddp.compare import run as module
-
-    train_step = module.train_step
+    def meet():
+        dist.all_reduce(now, dist.ReduceOp.MAX)
 
     def hook(state, bucket):
-        time.sleep(all_reduce)
+        meet()
+        now.add_(all_reduce)
         return allreduce_hook(None, bucket)
 
-    def slow(run):
-        time.sleep(last_rank * run.accelerator.process_index)
+    def timed_step(run):
+        now.add_(1 + last_rank * run.accelerator.process_index)
         return train_step(run)
 
-    module.train_step = slow
-    with built(config) as run:
+    with built(config) as run, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured, "train_step", timed_step)
+        patch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: float(now)))
+        patch.setattr(run.accelerator, "wait_for_everyone", meet)
         run.model.register_comm_hook(None, hook)
-        return communication_share(run, 2)
+        return round(communication_share(run, 2), 6)
 
 
 def runs(*seconds: float, communication: float | None = None) -> list[RunResult]:
