@@ -55,13 +55,3 @@ def test_lenet_learns_and_repeats_itself(tmp_path):
     assert f"val_accuracy {last['val_accuracy']:.5g}" in printed
     run_script("train_classifier.py", *flags)
     assert rows(tmp_path / "cifar100_lenet") == found
-
-
-@pytest.mark.slow
-def test_the_mlp_tells_the_clusters_apart(tmp_path):
-    flags = ("--output_dir", str(tmp_path), "--launch.processes", "2", "--data.points", "1000")
-    flags += ("--data.test_points", "1000")
-    run_script("train_classifier.py", *flags)
-    last = rows(tmp_path / "mlp_clusters")[-1]
-    assert last["val_accuracy"] >= 0.999
-    assert last["val_samples"] == 1000
