@@ -70,7 +70,7 @@ def count(counter, contender, *arguments) -> int:
     return found.total
 
 
-def compared(counter, run: TrainingConfig) -> tuple[int, int]:
+def compared(counter, run):
     """The counters of the whole loop and of the bare one."""
     return count(counter, step.ours, run), count(counter, step.bare, run, torch.device("cpu"))
 
