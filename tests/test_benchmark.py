@@ -76,7 +76,6 @@ def test_a_tiny_step_of_every_contender(tmp_path, monkeypatch):
     short = {"block_size": 32, "precision": ("no",), "repeats": 1, "steps": 3, "output": str(tmp_path / "out")}
     (cases,) = run_benchmarks(BenchmarkConfig(only=("step",), device="cpu", preset=str(preset), **short))
     rate, memory = cases
-    for case, least, most in ((rate, 100, 1e6), (memory, 100, 4000)):
-        assert set(case.figures) == {OURS, step.BARE, "transformers, Accelerate"}
-        assert all(least < figure < most for of in case.figures.values() for figure in of)
+    assert rate.figures.keys() == {OURS, step.BARE, "transformers, Accelerate"}
+    assert all(100 < mebibytes < 4000 for (mebibytes,) in memory.figures.values())
     assert json.loads((tmp_path / "out/step.json").read_text())["cases"][0]["figures"] == rate.figures

@@ -45,8 +45,8 @@ def test_the_transformer_learns_to_repeat(tmp_path):
 def test_lenet_learns_and_repeats_itself(tmp_path):
     """100 classes: 5 times chance is 5 %. Every one of the 1,003 test images is scored."""
     data = write_cifar(tmp_path / "cifar", 4000, 1003)
-    flags = ("--config", "configs/jobs/cifar100_lenet.yaml", "--data.path", str(data), "--output_dir", str(tmp_path))
-    flags += ("--data.augment", "true")
+    words = f"--config configs/jobs/cifar100_lenet.yaml --data.augment true --data.path {data} --output_dir {tmp_path}"
+    flags = words.split()
     printed = run_script("train_classifier.py", *flags, "--launch.processes", "2")
     found = rows(tmp_path / "cifar100_lenet")
     last = found[-1]
@@ -55,3 +55,12 @@ def test_lenet_learns_and_repeats_itself(tmp_path):
     assert f"val_accuracy {last['val_accuracy']:.5g}" in printed
     run_script("train_classifier.py", *flags)
     assert rows(tmp_path / "cifar100_lenet") == found
+
+
+@pytest.mark.slow
+def test_the_mlp_tells_the_clusters_apart(tmp_path):
+    flags = f"--output_dir {tmp_path} --launch.processes 2 --data.points 1000 --data.test_points 1000"
+    run_script("train_classifier.py", *flags.split())
+    last = rows(tmp_path / "mlp_clusters")[-1]
+    assert last["val_accuracy"] >= 0.999
+    assert last["val_samples"] == 1000

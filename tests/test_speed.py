@@ -4,7 +4,8 @@
 """
 
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,28 +52,24 @@ class Calls:
 
 
 def count(counter, contender, *arguments) -> int:
-    """The counter after `STEPS` steps of a contender; its first two are not counted."""
-    found, taken = counter(), 0
-    with ExitStack() as stack:
+    """What a counter finds in `STEPS` steps of a contender, after two others."""
 
-        def done():
-            nonlocal taken
-            taken += 1
-            if taken == 2:
-                stack.enter_context(found)
-            if taken == 2 + STEPS:
-                stack.close()
-                raise SystemExit
+    def steps():
+        yield
+        with counter:
+            for _ in range(STEPS):
+                yield
+        raise SystemExit
 
-        with suppress(SystemExit):
-            contender(done, *arguments)
+    with suppress(SystemExit):
+        contender(partial(next, steps()), *arguments)
     AcceleratorState._reset_state(reset_partial_state=True)
-    return found.total
+    return counter.total
 
 
 def compared(counter, run):
-    """The counters of the whole loop and of the bare one."""
-    return count(counter, step.ours, run), count(counter, step.bare, run, torch.device("cpu"))
+    """What counters of this class find in the whole loop, and in the bare one."""
+    return count(counter(), step.ours, run), count(counter(), step.bare, run, torch.device("cpu"))
 
 
 def short_run(folder: Path, precision: str, changes: dict[str, int]) -> TrainingConfig:
@@ -87,10 +84,10 @@ def test_a_step_is_the_arithmetic_of_a_loop_written_by_hand(tmp_path, precision)
     """GPT-2's vocabulary and a thin layer, so that most of a step passes over parameters: one more pass would show."""
     run = short_run(tmp_path, precision, {"model.n_layer": 1, "model.n_embd": 192})
     ours, bare = compared(Traffic, run)
-    assert ours <= 1.01 * bare
+    assert 0.99 * bare <= ours <= 1.01 * bare
 
 
 def test_a_step_makes_few_calls(tmp_path):
     """Order, digest, guard and rows together call less than the bare loop's `model.parameters()` does."""
     ours, bare = compared(Calls, short_run(tmp_path, "no", step.TINY))
-    assert ours <= 1.1 * bare
+    assert 0 < ours <= 1.1 * bare
