@@ -127,10 +127,8 @@ class Metrics:
                 print(text, file=stream, flush=True)
 
     def go_back(self, event: dict[str, Any]) -> None:
-        """Records a rollback in the files and trackers."""
+        """Records a rollback in the files."""
         self._log.append_rollback(event)
-        if self.trackers:
-            self.trackers.go_back()
         self._bar.update(event["step"] - self._bar.n)
 
     def show_samples(self, step: int, samples: list[Sample] | None) -> None:

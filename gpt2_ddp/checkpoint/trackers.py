@@ -1,7 +1,7 @@
 """Trackers (Accelerate's tensorboard, wandb and trackio): each has every row of metrics.jsonl once, also after kills.
 
 Local files (tensorboard, wandb offline) are written again at each start, with all rows. wandb and trackio report their
-last step, and receive later rows; they keep the first row of a step (docs/tracking.md).
+last step, and receive later rows. Each keeps the first row of a step (docs/tracking.md).
 """
 
 import os
@@ -36,18 +36,11 @@ class Trackers:
 
     def __init__(self, attempt: Attempt, config: RunConfig, run_id: str, folder: Path):
         self._attempt = attempt
-        self._names = config.tracking.log_with
-        self._start = lambda name: START[name](config, run_id, folder)
-        self._rows = lambda: valid_rows(line.row for line in read_lines(folder / METRICS) if line.row)
         self._running: dict[str, Running] = {}
-        self._restart(self._names)
-
-    def _restart(self, names: tuple[str, ...]) -> None:
-        """Starts trackers, which receive the rows that they lack."""
-        for name in names:
-            if running := self._attempt(f"{name} tracker", lambda name=name: self._start(name)):
+        for name in config.tracking.log_with:
+            if running := attempt(f"{name} tracker", lambda name=name: START[name](config, run_id, folder)):
                 self._running[name] = running
-        for row in self._rows():
+        for row in valid_rows(line.row for line in read_lines(folder / METRICS) if line.row):
             self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
@@ -58,11 +51,6 @@ class Trackers:
             if row["step"] > running.held:
                 running.held = row["step"]
                 self._attempt(f"{name} tracker", lambda one=running: one.tracker.log(kept, row["step"]))
-
-    def go_back(self) -> None:
-        """Writes the rows that are valid after a rollback, where the tracker is a local file."""
-        if self._running.pop("tensorboard", None):
-            self._restart(("tensorboard",))
 
     def finish(self) -> None:
         """Writes buffered rows and ends."""
