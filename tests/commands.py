@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import CONTEXT, forked_ranks, free_port, rank_environment, run_ranks, start, write_to
+from ranks import CONTEXT, forked_ranks, rank_environment, run_ranks, start, write_to
 
 from gpt2_ddp.distributed.signals import SIGNALS
+from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +60,7 @@ def forked(words: list[str], folder: Path, world: int = 1, **env: str) -> subpro
     The processes are forked with torch loaded, and so are those that they start: a fresh one would import it for
     seconds. Of several ranks the first exit code that is not 0 counts.
     """
-    port, started = free_port(), []
+    port, started = reserve_port(), []
     with tempfile.TemporaryDirectory() as outputs:
         for rank in range(world):
             own = environment(**env) | (rank_environment(rank, world, port) if world > 1 else {})

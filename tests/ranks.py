@@ -6,7 +6,6 @@ A fresh interpreter would take 4 s to import torch, and forking the test process
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from gpt2_ddp.distributed.signals import SIGNALS
+from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
 from gpt2_ddp.errors import UserError
 
@@ -30,12 +30,6 @@ forkserver._forkserver.set_forkserver_preload = lambda modules: None  # of loade
 
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
 """Threads of torch in tests and ranks; tests/kinds.py has others."""
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def wait_until(
@@ -55,7 +49,7 @@ def wait_until(
 
 def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[tuple[BaseProcess, Connection]]:
     """Starts `function(*args)` on each rank; one process alone gets no rank, like a plain `python script.py`."""
-    port = free_port()
+    port = reserve_port()
     started = []
     for rank in range(world):
         receiver, sender = CONTEXT.Pipe(duplex=False)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 from commands import BIN, ROOT, environment
-from ranks import free_port
+
+from gpt2_ddp.distributed.spawn import reserve_port
 
 SBATCH = ROOT / "slurm/train.sbatch"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -103,7 +104,7 @@ class Slurm:
 def slurm_in(folder: Path) -> Iterator[Slurm]:
     """Starts the daemons, and ends them and all that they have started, whatever happens."""
     conf, key = folder / "slurm.conf", folder / "munge.key"
-    conf.write_text(CONF.format(folder=folder, port=free_port(), port1=free_port(), port2=free_port()))
+    conf.write_text(CONF.format(folder=folder, port=reserve_port(), port1=reserve_port(), port2=reserve_port()))
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
     (folder / "state").mkdir()

@@ -16,7 +16,9 @@ import pytest
 import torch.distributed as dist
 from close import distance
 from commands import ROOT, forked
-from ranks import CONTEXT, free_port, rank_environment, wait_until, write_to
+from ranks import CONTEXT, rank_environment, wait_until, write_to
+
+from gpt2_ddp.distributed.spawn import reserve_port
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
 BOUND = 3.0  # seconds that the ranks wait; rank 0 serves the store for five more, and the machine may be busy
@@ -42,7 +44,7 @@ def check(tmp_path: Path):
     processes = []
 
     def run(ranks: list[int], world: int, *flags: str, before=None, meanwhile=None, **env: str) -> list[Ended]:
-        port = free_port()
+        port = reserve_port()
         for number, rank in enumerate(ranks):
             own = rank_environment(rank, world, port) | env
             words = ["--timeout_seconds", str(BOUND), *flags]

@@ -10,11 +10,12 @@ import torch
 from close import assert_close, distance
 from commands import ACCELERATE, ROOT, environment, forked
 from conftest import once
-from ranks import free_port, rank_environment
+from ranks import rank_environment
 from runs import rows
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.model.gpt import GPT
 
 SCRIPT, PAGE, CHECKPOINT = ROOT / "scripts/hello_gpt.py", ROOT / "docs/first-steps.md", "runs/hello_gpt.pt"
@@ -58,7 +59,7 @@ print("rank", os.environ.get("RANK", "0"), "all-reduced", sum(reduced), "values,
 
 def run(folder: Path, corpus: Path, world: int, dies_at: int = 0) -> str:
     """Runs hello_gpt.py on forked ranks; returns what they printed."""
-    alone = rank_environment(0, 1, free_port()) if world == 1 else {}
+    alone = rank_environment(0, 1, reserve_port()) if world == 1 else {}
     words = RANK.format(scripts=str(SCRIPT.parent), sizes=SIZES, data=str(corpus), dies_at=dies_at)
     done = forked(["-c", words], folder, world, **alone)
     assert dies_at or done.returncode == 0, done.stderr

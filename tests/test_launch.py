@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from commands import ACCELERATE, ROOT, environment, expect_error, run_script
-from ranks import RankError, free_port, run_ranks
+from ranks import RankError, run_ranks
 from runs import assert_same, events, state_of, train, training_config
 
 from gpt2_ddp.config.cli import dump, load
@@ -22,6 +22,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import launch as launching
 from gpt2_ddp.distributed.environment import unset_unfilled_variables, usable_cores
 from gpt2_ddp.distributed.launch import pick_precision, start_run
+from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training import precision
 from gpt2_ddp.training.precision import describe_precision, settle_precision
@@ -53,7 +54,7 @@ def digest(run: Path) -> tuple[str, int]:
 def test_two_machines_on_loopback(config_file, corpus, tmp_path):
     """docs/several-machines.md's template, each "machine" with a process of its own, trains like one process."""
     assert run_ranks(train, 1, training_config(corpus, tmp_path, SHORT)) == ["completed"]
-    port = str(free_port())
+    port = str(reserve_port())
     template = str(ROOT / "configs/accelerate/multi_node.yaml")
     words = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
     words += ["--mixed_precision", "no", "--config_file", template]

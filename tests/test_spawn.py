@@ -5,6 +5,7 @@ Each process imports this module. It imports no torch: that would take them seco
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,8 +17,17 @@ from commands import ROOT, environment
 from ranks import wait_until
 
 from gpt2_ddp.distributed.signals import Stopped
-from gpt2_ddp.distributed.spawn import run_processes, start_processes
+from gpt2_ddp.distributed.spawn import reserve_port, run_processes, start_processes
 from gpt2_ddp.errors import UserError
+
+
+def test_a_reserved_port():
+    """No other program is given it, and one that asks for it can listen there."""
+    port = reserve_port()
+    with pytest.raises(OSError, match="in use"), socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+    with socket.create_server(("", port)), socket.create_connection(("127.0.0.1", port)):
+        pass
 
 
 def who_am_i(word: str) -> list[str]:

@@ -80,14 +80,30 @@ def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[objec
     nothing to save ends with 75.
     """
     context = multiprocessing.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserve_port()
     start_resource_tracker()
     for rank, own in enumerate(arguments):
         process = context.Process(target=_call, args=(function, own), name=f"rank {rank}")
         with _environment(rank, len(arguments), port), block_signals():
             process.start()
         yield process
+
+
+def reserve_port() -> int:
+    """A port of this machine for rank 0 to listen at. On Linux the system gives it to no other program while this one
+    runs."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a bound socket does not keep rank 0 from listening
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
+    if sys.platform == "linux":
+        _HELD.append(held)
+    else:
+        held.close()
+    return port
+
+
+_HELD: list[socket.socket] = []
 
 
 def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> None:

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import pytest
 from commands import ROOT, TORCHRUN, environment
-from ranks import free_port, results, start_ranks, wait_until
+from ranks import results, start_ranks, wait_until
 from runs import before_each_step, job_config, status, train, training_config
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.reports.status import health
 
 PATIENCE = 5.0
@@ -207,7 +208,7 @@ def test_all_ranks_suspended_and_woken_in_any_order_go_on(tmp_path, order):
 @pytest.mark.soak
 @pytest.mark.parametrize(("fault", "victim"), [(stop, 0), (stop, 1), (endless, 0), (kill, 1), (fail, 1)])
 def test_under_torchrun(tmp_path, fault, victim):
-    flags = ["--nproc_per_node", "2", "--master_port", str(free_port())]
+    flags = ["--nproc_per_node", "2", "--master_port", str(reserve_port())]
     env = environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     command = [*TORCHRUN, *flags, __file__, str(tmp_path), "data", str(victim), fault.__name__]
     with subprocess.Popen(command, env=env, start_new_session=True) as launched:
