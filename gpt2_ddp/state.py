@@ -6,7 +6,8 @@ JSON form stand here alone. What a file lacks takes its default; fields that are
 
 import hashlib
 import math
-from typing import Annotated, Any
+import operator
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError
 
@@ -22,7 +23,6 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Loss = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]  # JSON lacks infinity
 Units = Annotated[Finite, Field(ge=0, lt=MOST)]
 Sums = tuple[Finite, Finite, Finite]
-Numbers = tuple[Integer, Integer, Integer, Integer]
 FIRST_DIGEST = FIRST_CHAIN = "0" * 64
 """The order digest before the first step, and the chain before the first row."""
 NO_SAMPLES = hashlib.sha256().hexdigest()
@@ -33,6 +33,11 @@ Scores = dict[str, int | float | None]
 
 class Section(BaseModel, ser_json_inf_nan="null"):
     """A part of the state."""
+
+    def load_state_dict(self, state: Self) -> None:
+        """Takes the values of another one."""
+        for name, value in state.model_copy(deep=True):
+            setattr(self, name, value)
 
 
 class Pending(Section):
@@ -115,11 +120,6 @@ class Progress(Section):
             return ""
         return f"eval.patience = {patience}: no val_loss below {self.best.val_loss:.4f} since step {self.best.step}"
 
-    def load_state_dict(self, state: "Progress") -> None:
-        """Takes the values of another one."""
-        for name, value in state.model_copy(deep=True):
-            setattr(self, name, value)
-
     def add_scores(self, scores: Scores) -> None:
         """Records an evaluation of the current step."""
         self.scores |= scores
@@ -138,11 +138,19 @@ class FeedState(Section):
         return self.position - sum(max(min(stop, self.position) - start, 0) for start, stop in self.skipped_ranges)
 
 
+class Unjudged(NamedTuple):
+    """A step without a verdict: its mean loss, and whether its gradient was bad."""
+
+    step: Count
+    loss: Loss
+    bad: bool
+
+
 class GuardState(Section):
     judged: Count = 0
     first_bad: Count | None = None
     losses: Sums = (0, 0, 0)  # running statistics of the good steps' losses
-    numbers: tuple[Numbers, Numbers] = ((0, 0, 0, 0), (0, 0, 0, 0))  # of the steps without a verdict
+    unjudged: list[Unjudged] = []
 
 
 class OptimizerState(Section):
@@ -150,12 +158,36 @@ class OptimizerState(Section):
     scaler: dict[str, int | Finite] | None = None  # the loss scaler's, under fp16
 
 
-class Losses(Section):
-    """Sums of losses (sum, valid units, all units), and the number of steps that changed nothing."""
+class LossSum(NamedTuple):
+    """Sum of the losses that are finite, number of their units (tokens, samples), and of all units. In fp64 the sum is
+    exact below 2^29 times the smallest loss, so a resumed run gets the same bits."""
 
-    epoch: tuple[Finite, Units, Units] = (0, 0, 0)
-    since_row: tuple[Finite, Units, Units] = (0, 0, 0)
+    loss: Finite = 0
+    valid: Units = 0
+    units: Units = 0
+
+    def __add__(self, other: tuple[float, ...]) -> "LossSum":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return LossSum(*map(operator.add, self, other))
+
+    @property
+    def mean(self) -> float:
+        """Mean loss of the valid units; NaN for none."""
+        return self.loss / self.valid if self.valid else math.nan
+
+
+class Losses(Section):
+    """Losses since the last epoch ended, without steps that changed nothing; since the last row; and the number of
+    steps that changed nothing."""
+
+    epoch: LossSum = LossSum()
+    since_row: LossSum = LossSum()
     skipped: Count = 0
+
+    def add(self, losses: LossSum, skipped: bool) -> None:
+        """Adds those of a step."""
+        self.since_row += losses
+        self.epoch += LossSum(units=losses.units) if skipped else losses
+        self.skipped += skipped
 
 
 class LogEnd(Section):

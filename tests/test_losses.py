@@ -3,7 +3,6 @@
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from ranks import in_turn, run_ranks
@@ -11,37 +10,54 @@ from runs import events, rows, said, saved_steps, state_of, status, train, train
 
 from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.state import Best
-from gpt2_ddp.training.meters import LossSum
-
-ALONE = SimpleNamespace(device=torch.device("cpu"), is_main_process=True, reduce=lambda tensor, reduction: tensor)
-
+from gpt2_ddp.distributed.launch import build_accelerator
+from gpt2_ddp.state import Best, Losses, LossSum
+from gpt2_ddp.training.meters import StepNumbers, StepSums
 
 # Sums
 
 
 def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
     rng = random.Random(0)
-    losses = [torch.tensor(rng.lognormvariate(5, 1.5)) for _ in range(1000)]
+    parts = [LossSum(torch.tensor(rng.lognormvariate(5, 1.5)).item(), 3, 3) for _ in range(1000)]
     found = set()
     for _ in range(5):
-        rng.shuffle(losses)
-        sums = LossSum(ALONE)
-        for number, loss in enumerate(losses):
-            sums.add(loss, 3)
+        rng.shuffle(parts)
+        losses = Losses()
+        for number, part in enumerate(parts):
+            losses.add(part, skipped=False)
             if number == rng.randrange(1000):
-                state, sums = sums.state_dict(), LossSum(ALONE)
-                sums.load_state_dict(state)
-        found.add(sums.pop_mean())
-    assert found == {(math.fsum(loss.item() for loss in losses) / 3000, 0)}
+                losses = Losses.model_validate_json(losses.model_dump_json(), strict=True)
+        assert losses.epoch == losses.since_row
+        found.add(losses.epoch.mean)
+    assert found == {math.fsum(part.loss for part in parts) / 3000}
+    assert math.isnan(LossSum().mean)
 
 
-def test_what_does_not_count_is_counted_and_not_summed():
-    sums = LossSum(ALONE)
-    for loss in (6.0, math.nan, math.inf, 3.0):
-        sums.add(torch.tensor(loss), 2, torch.tensor(float(not math.isfinite(loss))))
-    assert sums.pop_mean() == (9 / 4, 4)
-    assert str(sums.pop_mean()) == "(nan, 0)"
+def sums_of_a_rank() -> list[StepNumbers]:
+    """Of three steps: the second is not finite on rank 1, the third is skipped."""
+    rank, sums, known = build_accelerator("cpu", "no").process_index, StepSums(), []
+    for step, loss in enumerate((6.0, math.nan if rank else 4.0, 3.0), 1):
+        flag = torch.tensor(float(step == 3))
+        new = sums.add(step, 2, [flag, flag, torch.tensor(0.1), torch.tensor(loss), torch.tensor(1.0)])
+        assert [one.step for one in new] == [1] * (step == 3), "two steps late"
+        known += new
+    known += sums.flush()
+    assert sums.flush() == []
+    return known
+
+
+def test_the_numbers_of_steps_over_all_ranks():
+    losses, known = Losses(), run_ranks(sums_of_a_rank, 2)
+    assert str(known[0]) == str(known[1])
+    for numbers in known[0]:
+        losses.add(numbers.losses, numbers.skipped)
+    first, second, third = known[0]
+    assert first == (1, (12, 4, 4), [2], False, False, torch.tensor(0.1).item())
+    assert (second.losses, second.bad) == ((4, 2, 4), False)
+    assert math.isnan(second.loss)
+    assert (third.step, third.loss, third.bad, third.skipped) == (3, 1.5, True, True)
+    assert losses == Losses(epoch=(16, 6, 12), since_row=(22, 10, 12), skipped=1)
 
 
 def train_and_record(config: TrainingConfig, folder: Path) -> str:

@@ -63,11 +63,10 @@ def there_and_back(config: RunConfig) -> list[Any]:
         saved = run.store.newest()
         assert saved
         for _ in range(3):
-            losses = [train_step(run) for _ in range(4)]
-            norms = torch.stack([torch.stack([step.losses["loss"], step.grad_norm]) for step in losses]).tolist()
+            losses = torch.stack([train_step(run).losses["loss"] for _ in range(4)]).tolist()
             after = run.snapshot()
             tensors = {name: value.numpy().tobytes() for name, value in (after.model | after.optimizer).items()}
-            found.append((norms, run.step, tensors, after.state))
+            found.append((losses, run.step, tensors, after.state))
             run.load(saved)
             assert run.step == 4
         assert len(dist.distributed_c10d._world.pg_map) == GROUPS, "which count in the limit of open files"

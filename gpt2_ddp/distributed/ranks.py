@@ -126,26 +126,20 @@ def _raise_on_every_rank(errors: Sequence[UserError | None]) -> None:
             raise error
 
 
-class AsyncSum:
-    """Sums of `size` integers over all ranks, returned one call late: no rank waits for another, and no GPU either.
+def start_sum(values: Sequence[float]) -> Callable[[], list[float]]:
+    """Starts the sum of fp64 values over all ranks. Returns a function that waits for it and returns it.
 
-    Each call starts a small all-reduce on the control group and returns the result of the call before. Sums of integers
-    are the same in any order; they must stay below 2^63.
+    Every rank calls it equally often, in the same order as other work of the control group. Until the result is asked
+    for, no rank waits for another, and no GPU either.
     """
+    if world_size() == 1:
+        return lambda: [*values]
+    total = torch.tensor(values, dtype=torch.float64)
+    work = dist.all_reduce(total, group=control_group(), async_op=True)
+    assert work
 
-    def __init__(self, accelerator: Accelerator, size: int):
-        self._group = control_group() if accelerator.num_processes > 1 else None
-        self._sums: Sequence[int] | Tensor = [0] * size
-        self._pending: dist.Work | None = None
+    def result() -> list[float]:
+        work.wait()
+        return total.tolist()
 
-    def exchange(self, values: Sequence[int]) -> list[int]:
-        """Starts the sum of `values`; returns the sums of the call before, zeros at first. Every rank calls it equally
-        often and gets the same result."""
-        if self._pending is not None:
-            self._pending.wait()
-        sums = list(map(int, self._sums))
-        self._sums = values
-        if self._group is not None:
-            self._sums = torch.tensor(values, dtype=torch.int64)
-            self._pending = dist.all_reduce(self._sums, group=self._group, async_op=True)
-        return sums
+    return result

@@ -18,7 +18,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
-from gpt2_ddp.state import Pending, Scores
+from gpt2_ddp.state import LossSum, Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.meters import profile
 from gpt2_ddp.training.own_numbers import check_numbers
@@ -138,7 +138,8 @@ def find_ruin(run: Training) -> str:
     run.check_replicas()
     is_finite = torch.stack([run.strategy.local(parameter).isfinite().all() for parameter in run.parameters])
     finite_weights = not sum_over_ranks(run.accelerator, (~is_finite).sum()).item()
-    nothing_changed = run.step > 0 and round(run.losses.skipped.item()) == run.step
+    run.flush()
+    nothing_changed = run.step > 0 and run.losses.skipped == run.step
     loss = run.progress.scores.get("val_loss")
     ruined = not finite_weights or nothing_changed or (loss is not None and not math.isfinite(loss))
     return "weights or validation loss are not finite, or no step changed the weights" if ruined else ""
@@ -146,7 +147,6 @@ def find_ruin(run: Training) -> str:
 
 class StepResult(NamedTuple):
     losses: dict[str, Tensor]  # sums of this rank, fp32 scalars; `loss` first
-    grad_norm: Tensor  # global, before clipping, fp32 scalar
     settings: dict[str, float]  # of the schedule
     units: int  # of all ranks
     due: Due
@@ -183,8 +183,8 @@ def train_step(run: Trainer) -> StepResult:
     skipped = optimizer.step(settings, grad_norm)
     if after_step := getattr(task, "after_step", None):
         after_step(number)
-    run.record_step(sums["loss"], n_valid, skipped)
-    return StepResult(sums, grad_norm, settings, units, due, fields)
+    run.record_step(sums, n_valid, skipped, grad_norm)
+    return StepResult(sums, settings, units, due, fields)
 
 
 def next_step(run: Training) -> str:
@@ -196,7 +196,7 @@ def next_step(run: Training) -> str:
             run.throughput.add(result.units)
             run.poll_save()
             run.stop.check()
-            verdict = run.guard.judge(run.step, result.losses["loss"] / result.units, run.optimizer.bad)
+            verdict = run.guard.judge(run.step)
         if verdict is Verdict.OK:
             break
         warn_of_bad_step(run)
@@ -268,24 +268,27 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
     """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the device."""
     feed = run.task.feed
     run.watchdog.heartbeat("all-reduce")
-    losses = sum_over_ranks(run.accelerator, torch.stack([*result.losses.values()])) / result.units
-    *means, grad_norm, skipped = torch.stack([*losses, result.grad_norm, run.losses.skipped]).tolist()
-    others = dict(zip(result.losses, means, strict=True))
-    loss = others.pop("loss")
-    loss_mean, not_finite = run.losses.since_row.pop_mean()
+    numbers, losses = run.flush(), run.losses
+    assert numbers, "of the step that was taken last"
+    _, *names = result.losses
+    others = {name: value / result.units for name, value in zip(names, numbers.others, strict=True)}
+    loss, grad_norm = numbers.loss, numbers.grad_norm
+    not_finite = losses.since_row.units - losses.since_row.valid
     row = {
         **_position(run),
         "loss": loss,
-        "loss_mean": loss_mean,
+        "loss_mean": losses.since_row.mean,
         **({"not_finite": not_finite} if not_finite else {}),
         **result.settings,
         "grad_norm": grad_norm,
-        "skipped": round(skipped),
+        "skipped": losses.skipped,
         **run.throughput.read(),
         "order_digest": feed.order_digest,
     }
+    losses.since_row = LossSum()
     if feed.ended_epoch:
-        run.progress.scores["train_loss"] = row["train_loss"] = run.losses.epoch.pop_mean()[0]
+        run.progress.scores["train_loss"] = row["train_loss"] = losses.epoch.mean
+        losses.epoch = LossSum()
     taken = row | run.progress.scores
     if others:
         row |= check_numbers("loss", others, taken, loss + grad_norm)

@@ -1,102 +1,95 @@
-"""Measurements in rows (mean loss, units per second, MFU), and a profiler trace."""
+"""Measurements in rows (losses, units per second, MFU), and a profiler trace."""
 
 import math
 import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import accelerate
 import psutil
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.distributed.ranks import is_main, sum_over_ranks
+from gpt2_ddp.distributed.ranks import start_sum
 from gpt2_ddp.project import VERSION
-from gpt2_ddp.state import Losses, Sums
+from gpt2_ddp.state import LossSum
 from gpt2_ddp.training.task import Task
 
 
-class LossSum:
-    """Sum of losses, and the number of their units (tokens, samples). Adding does not wait for the device. In fp64 the
-    sum is exact below 2^29 times the smallest loss, so a resumed run gets the same bits."""
+class StepNumbers(NamedTuple):
+    """Numbers of a step, over all ranks."""
 
-    def __init__(self, accelerator: Accelerator):
-        self._accelerator, device = accelerator, accelerator.device
-        exact = torch.float64 if device.type != "mps" else torch.float32  # mps has no fp64
-        self._loss = torch.zeros((), dtype=exact, device=device)
-        self._valid = torch.zeros_like(self._loss)
-        self._units = 0
-        self._waiting: list[tuple[int, Tensor, Tensor | None]] = []
+    step: int
+    losses: LossSum
+    others: list[float]  # sums of further losses
+    bad: bool  # the gradient
+    skipped: bool  # it changed nothing
+    grad_norm: float  # before clipping
 
-    def add(self, loss: Tensor, units: int, skipped: Tensor | None = None) -> None:
-        """Adds a step's sum over this rank's units. It counts if it is finite and the scalar `skipped` is not 1."""
-        self._waiting.append((units, loss, skipped))
-        self._units += units
-        if len(self._waiting) == 64:  # summed at once, they take as long as one
-            self._sum_up()
-
-    def _sum_up(self) -> None:
-        for units in {units for units, _, _ in self._waiting}:  # a tensor of them would have to be sent to the device
-            _, losses, skipped = zip(*(one for one in self._waiting if one[0] == units), strict=True)
-            losses = torch.stack(losses)
-            valid = losses.isfinite() & (True if skipped[0] is None else torch.stack(skipped) == 0)
-            self._loss += torch.where(valid, losses, 0).sum(dtype=self._loss.dtype)
-            self._valid += units * valid.sum()
-        self._waiting.clear()
-
-    def pop_mean(self) -> tuple[float, int]:
-        """Mean loss of the valid units, NaN for none, and the number of other units; resets the sum. Collective."""
-        loss, valid, units = self.state_dict()
-        self.load_state_dict((0, 0, 0))
-        return loss / valid if valid else math.nan, round(units - valid)
-
-    def state_dict(self) -> Sums:
-        """Sum, valid units and all units, over all ranks. Collective; waits for the device."""
-        self._sum_up()
-        own = torch.stack([self._loss, self._valid, torch.full_like(self._loss, self._units)])
-        loss, valid, units = sum_over_ranks(self._accelerator, own).tolist()
-        return loss, round(valid), round(units)
-
-    def load_state_dict(self, state: Sums) -> None:
-        """Loads what `state_dict` returned, on the main process; the other ranks start at 0."""
-        loss, valid, units = state if is_main() else (0, 0, 0)
-        self._loss.fill_(loss)
-        self._valid.fill_(valid)
-        self._units = int(units)
-        self._waiting.clear()
+    @property
+    def loss(self) -> float:
+        """Mean loss; NaN if a rank's part is not finite."""
+        return self.losses.mean if self.losses.valid == self.losses.units else math.nan
 
 
-class StepLosses:
-    """Losses since the last `epoch` ended, without skipped steps, and `since_row`; number of `skipped` steps, fp32
-    scalar on the device."""
+class StepSums:
+    """Numbers of each step, summed over all ranks two steps late. No step waits for its device or another rank: a
+    step's numbers are read from the device after the next step, and their sum after the one behind it."""
 
-    def __init__(self, accelerator: Accelerator):
-        self.epoch, self.since_row = LossSum(accelerator), LossSum(accelerator)
-        self.skipped = torch.zeros((), device=accelerator.device)
+    def __init__(self):
+        self._copied: Callable[[], list[float]] | None = None
+        self._summed: Callable[[], list[float]] | None = None
 
-    def add(self, loss_sum: Tensor, units: int, skipped: Tensor) -> None:
-        """Adds a step's sum over this rank's units. `skipped`: scalar, 1 if the step changed nothing, else 0."""
-        self.skipped += skipped
-        self.epoch.add(loss_sum, units, skipped)
-        self.since_row.add(loss_sum, units)
+    def add(self, step: int, units: int, numbers: Sequence[Tensor]) -> list[StepNumbers]:
+        """Takes this rank's scalars: whether the gradient is bad and whether the step is skipped, 1 or 0; the norm of
+        the gradient; and sums of losses over this rank's `units`, fp32. Returns those of a step before, if known."""
+        known = self._advance()
+        values = copy_to_host(torch.stack([*numbers]))
 
-    def state_dict(self) -> Losses:
-        """The sums over all ranks. Collective; waits for the device."""
-        epoch, since_row = self.epoch.state_dict(), self.since_row.state_dict()
-        return Losses(epoch=epoch, since_row=since_row, skipped=round(self.skipped.item()))
+        def of_rank() -> list[float]:
+            bad, skipped, norm, loss, *others = values()
+            valid = units if math.isfinite(loss) else 0
+            return [1, step, bad, skipped, norm, loss if valid else 0, valid, units, *others]
 
-    def load_state_dict(self, state: Losses) -> None:
-        """Loads what `state_dict` returned."""
-        self.epoch.load_state_dict(state.epoch)
-        self.since_row.load_state_dict(state.since_row)
-        self.skipped.fill_(state.skipped)
+        self._copied = of_rank
+        return known
+
+    def flush(self) -> list[StepNumbers]:
+        """Those of all steps that were not returned yet. Collective; waits for the device."""
+        return self._advance() + self._advance()
+
+    def _advance(self) -> list[StepNumbers]:
+        known = [_over_ranks(*self._summed())] if self._summed else []
+        self._summed, self._copied = (start_sum(self._copied()) if self._copied else None), None
+        return known
+
+
+def _over_ranks(ranks: float, *sums: float) -> StepNumbers:
+    step, bad, skipped, norm = (value / ranks for value in sums[:4])  # equal on all ranks: without rounding
+    loss, valid, units, *others = sums[4:]
+    return StepNumbers(round(step), LossSum(loss, round(valid), round(units)), others, bad > 0, skipped > 0, norm)
+
+
+def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
+    """Starts a copy of a vector from its device. Returns a function that waits for it and returns the numbers."""
+    if values.device.type != "cuda":
+        return values.tolist
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[float]:
+        copied.synchronize()
+        return copy.tolist()
+
+    return wait
 
 
 class Throughput:

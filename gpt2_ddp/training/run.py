@@ -36,9 +36,9 @@ from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
 from gpt2_ddp.project import git_commit
-from gpt2_ddp.state import LogEnd, Progress, Scores, Setup, State
+from gpt2_ddp.state import LogEnd, Losses, LossSum, Progress, Scores, Setup, State
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.meters import StepLosses, Throughput, describe_hardware, device_name, versions
+from gpt2_ddp.training.meters import StepNumbers, StepSums, Throughput, describe_hardware, device_name, versions
 from gpt2_ddp.training.optimizer import GuardedOptimizer, set_values
 from gpt2_ddp.training.own_numbers import check_scores
 from gpt2_ddp.training.precision import Speeds, describe_precision, settle_precision
@@ -199,37 +199,29 @@ class Trainer(Opened):
 
     Attributes:
         model: prepared by Accelerate. `task.model` is the plain model.
-        compile: `train.compile`, resolved.
+        setup: devices, software and size of the data.
+        has_core: whether training leaves a core idle, for background saves.
     """
 
     model: nn.Module
     parameters: list[nn.Parameter]
     optimizer: GuardedOptimizer
     guard: Guard
-    losses: StepLosses
-    compile: str
-
-    @property
-    def setup(self) -> Setup:
-        """Devices, software and size of the data."""
-        return Setup(
-            epoch_size=len(self.task.feed.order),
-            processes=self.accelerator.num_processes,
-            device=device_name(self.accelerator.device),
-            threads=torch.get_num_threads(),
-            compile=self.compile,
-            versions=versions(),
-        )
+    losses: Losses
+    sums: StepSums
+    setup: Setup
+    has_core: bool
 
     def state(self) -> State:
         """The state after the current step. Collective; waits for the device."""
+        self.flush()
         return State.of(
             self.config.kind,
             progress=self.progress.model_copy(deep=True),
             feed=self.task.feed.state_dict(),
             guard=self.guard.state_dict(),
             optimizer=self.optimizer.state_dict(),
-            losses=self.losses.state_dict(),
+            losses=self.losses.model_copy(),
             log=self.log.end(),
             setup=self.setup,
             task=self.task.state_dict(),
@@ -247,6 +239,7 @@ class Trainer(Opened):
         from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
 
         model, state = self.task.model, start.state
+        self.sums.flush()
         weights, moments = self.store.read(start, self.strategy.part)
         load_model_state(weights, model, self.strategy.fill)
         load_optimizer_state(moments, model, self.optimizer.plain, self.strategy.fill)
@@ -267,12 +260,25 @@ class Trainer(Opened):
         value, others = loss if isinstance(loss, tuple) else (loss, {})
         return {"loss": value, **others}
 
-    def record_step(self, loss_sum: Tensor, n_valid: int, skipped: Tensor) -> None:
-        """Records the next step. `loss_sum`: over this rank's `n_valid` units; `skipped`: 1 if it changed nothing."""
+    def record_step(self, losses: dict[str, Tensor], units: int, skipped: Tensor, grad_norm: Tensor) -> None:
+        """Records the next step. `losses`: sums over this rank's `units`; `skipped`: 1 if the step changed nothing."""
         self.progress.step += 1
         if self.task.feed.skipped_end:  # no step ended that epoch
-            self.losses.epoch.load_state_dict((0, 0, 0))
-        self.losses.add(loss_sum, n_valid, skipped)
+            self.flush()
+            self.losses.epoch = LossSum()
+        numbers = [self.optimizer.bad, skipped, grad_norm, *losses.values()]
+        self._count(self.sums.add(self.step, units, numbers))
+
+    def flush(self) -> StepNumbers | None:
+        """Counts the numbers of all steps so far; returns those of the newest step, if they were not counted yet.
+        Collective; waits for the device."""
+        return self._count(self.sums.flush())
+
+    def _count(self, known: list[StepNumbers]) -> StepNumbers | None:
+        for numbers in known:
+            self.losses.add(numbers.losses, numbers.skipped)
+            self.guard.add(numbers.step, numbers.loss, numbers.bad)
+        return known[-1] if known else None
 
     def evaluate(self, poll: Poll) -> Scores:
         """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll` does."""
@@ -307,14 +313,24 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     optimizer = GuardedOptimizer(prepared, run.strategy, run.config.guard.norm_sigmas)
     on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))  # checks their names
     opened: Any = vars(run) | {"steps": steps}
+    device, threads = run.accelerator.device, torch.get_num_threads()
     trainer = Trainer(
         **opened,
         model=model,
         parameters=list(model.parameters()),
         optimizer=optimizer,
-        guard=Guard(run.config.guard, run.accelerator, run.progress.first_step),
-        losses=StepLosses(run.accelerator),
-        compile=how,
+        guard=Guard(run.config.guard, run.progress.first_step),
+        losses=Losses(),
+        sums=StepSums(),
+        setup=Setup(
+            epoch_size=len(task.feed.order),
+            processes=run.accelerator.num_processes,
+            device=device_name(device),
+            threads=threads,
+            compile=how,
+            versions=versions(),
+        ),
+        has_core=spare_core(device.type, threads, task.feed.workers),
     )
     if run.checkpoint:
         trainer.load(run.checkpoint)
@@ -379,8 +395,7 @@ class Training(Trainer):
             # the last step gets no verdict
             good = self.step if self.is_complete and not self.guard.first_bad else self.guard.last_good
             wait = self.is_complete or self.stop.is_agreed
-            has_core = spare_core(self.accelerator.device.type, torch.get_num_threads(), self.task.feed.workers)
-            self.store.save(snapshot, good, wait, has_core)
+            self.store.save(snapshot, good, wait, self.has_core)
         self.stop.sync()
 
     def wait_for_save(self) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
-from gpt2_ddp.distributed.ranks import AsyncSum, is_main
+from gpt2_ddp.distributed.ranks import is_main, start_sum
 from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second_interrupt
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class StopRequest:
     """A stop that all ranks agree on, requested by a signal to any rank or by the main process's clock.
 
     A single process stops after the current step. Several stop after it or the next one, since they agree one call
-    late (`AsyncSum`). A SIGINT more than a second after the first signal ends the process at once. `max_minutes` count
+    late (`start_sum`). A SIGINT more than a second after the first signal ends the process at once. `max_minutes` count
     from `begun`, a `time.monotonic()`. `progress` is called before each poll. `by_machine`: signals stop only the
     machines that received them; an elastic launcher starts the others again.
 
@@ -53,7 +53,7 @@ class StopRequest:
         if self._is_main and (end := os.environ.get("SLURM_JOB_END_TIME", "")):  # in seconds since 1970
             self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
         self._is_by_signal = False
-        self._sums, self._done, self._ends_all = AsyncSum(accelerator, 3), 0, True
+        self._sums, self._done, self._ends_all = start_sum([0, 0, 0]), 0.0, True
         kept = {"first step": 1, "step": RECENT, "save": RECENT, "write": 1}
         self._seconds = {name: deque[float](maxlen=most) for name, most in kept.items()}
         self.restore_handlers = install_handlers(self._on_signal)
@@ -93,7 +93,8 @@ class StopRequest:
             if time.monotonic() > deadline - self.reserve:
                 self.request(reason)
         stops = bool(self.reason)  # read once: a signal may come at any time
-        requested, signals, self._done = self._sums.exchange([stops, stops and self._is_by_signal, done])
+        requested, signals, self._done = self._sums()
+        self._sums = start_sum([stops, stops and self._is_by_signal, done])
         if requested or (self._alone and self.reason):
             self._ends_all = self._ends_all and (not self._by_machine or requested > signals)
             self.reason = self.reason or "another rank"
@@ -120,7 +121,7 @@ class StopRequest:
     def run_on_main(self, work: Callable[[], T]) -> T | None:
         """The result of `work`, which polls, on the main process; None on the others, which poll meanwhile. Raises:
         Interrupted, on all ranks."""
-        result, self._done = None, 0
+        result, self._done = None, 0.0
         if self._is_main:
             result = work()
             self.poll(done=True)
