@@ -1,15 +1,12 @@
 """The plan of a training: what it refuses is what training refuses, word for word, and it leaves nothing behind."""
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,19 +22,20 @@ from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.files import read_json
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.memory import Setting, estimate, moments_of
-from gpt2_ddp.plan.plan import CPU_MARGIN, Plan, Seen, build_plan, find_target, format_plan, make_plan, spend
+from gpt2_ddp.plan.plan import CPU_MARGIN, Seen, build_plan, find_target, format_plan, make_plan, spend
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.peaks import GPUS
 
 
-def everything(folder: Path) -> dict[Path, bytes]:
+def everything(folder):
     """Every file and folder, hidden ones too, with its content."""
     return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
-def with_a_run(place: Path) -> None:
+def with_a_run(place):
     shutil.copytree(GOLDEN / "gpt2_run", place / "runs/run")
     config, _ = complete(TrainingConfig, yaml.safe_load((place / "runs/run/config.yaml").read_text()))
     config |= {"output_dir": str(place / "runs"), "run_name": "run"}
@@ -46,18 +44,18 @@ def with_a_run(place: Path) -> None:
     (place / "config.yaml").write_text(yaml.safe_dump(config))
 
 
-def no_validation(place: Path) -> None:
-    manifest = json.loads((place / "data/manifest.json").read_text())
+def no_validation(place):
+    manifest = read_json(place / "data/manifest.json")
     edit_manifest(place / "data", splits={"train": manifest["splits"]["train"]})
 
 
-def no_intact_checkpoint(place: Path) -> None:
+def no_intact_checkpoint(place):
     with_a_run(place)
     for file in place.glob("runs/run/checkpoints/*/model.safetensors"):
         file.write_bytes(b"")
 
 
-REFUSALS: list[tuple[Callable[[Path], Any], str, str]] = [
+REFUSALS = [
     (lambda place: None, "--model.n_head 3", "model.n_embd = 32"),
     (lambda place: None, "--output_dir /dev/null", "Not a directory"),
     (lambda place: None, f"--train.init_from {GOLDEN}/gpt2_run", "model.n_layer = 2"),
@@ -70,7 +68,7 @@ REFUSALS: list[tuple[Callable[[Path], Any], str, str]] = [
 """What was done to a folder, flags, and a part of the first error."""
 
 
-def both(corpus: Path, folder: Path) -> list[tuple[Any, Any, bool]]:
+def both(corpus, folder):
     """Of each case, what plan and train refuse, and whether plan has left everything as it was."""
     found = []
     for number, (damage, arguments, _) in enumerate(REFUSALS):
@@ -102,7 +100,7 @@ def test_a_folder_that_another_trainer_holds(place):
     assert [(code, "another trainer is running" in errors) for code, errors in found] == [(2, True)] * 2
 
 
-def peak_of_a_run(arguments: list[str], script: str) -> tuple[float, str]:
+def peak_of_a_run(arguments, script):
     """A fresh process's most memory (`ru_maxrss` would begin with its parent's), and what it printed."""
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -111,7 +109,6 @@ def peak_of_a_run(arguments: list[str], script: str) -> tuple[float, str]:
         found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
         most = int(found[1]) * 1024 if found else most
         time.sleep(0.02)
-    assert process.stdout
     assert process.returncode == 0
     return most, process.stdout.read()
 
@@ -137,8 +134,8 @@ WEIGHTS, BLOCK, IDS = 124_475_904, 7_087_872, 50_304
 """Of GPT-2 (124M)."""
 
 
-def setting(**changes: Any) -> Setting:
-    values: dict[str, Any] = {
+def setting(**changes):
+    values = {
         "config": memory_config(), "kind": "cuda", "processes": 8, "precision": "bf16", "parameters": WEIGHTS,
         "matrices": 124_354_560, "block": BLOCK, "state": 2 * WEIGHTS, "vocab_size": IDS, "micro_batch": 16,
         "base": 0.0, "background": True,
@@ -146,7 +143,7 @@ def setting(**changes: Any) -> Setting:
     return Setting(**(values | changes))
 
 
-def memory_config(model: dict[str, Any] | None = None, **train: Any) -> TrainingConfig:
+def memory_config(model=None, **train):
     train = {"steps": 1, "loss_chunk": None, "activation_checkpointing": False, **train}
     return TrainingConfig.model_validate({"train": train, "model": model or {}})
 
@@ -177,14 +174,14 @@ def test_a_checkpoint_behind_the_training_takes_its_copy(kind, on_device, host):
 
 @pytest.mark.parametrize(("kind", "key_heads"), [("gpt2", None), ("llama", 2), ("qwen3", None), ("nanochat", None)])
 def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
-    def saved(layers: int) -> tuple[int, float]:
+    def saved(layers):
         config = ModelConfig(
             architecture=kind, n_layer=layers, n_head=4, n_kv_head=key_heads, n_embd=192, block_size=32
         )
         model, storages = GPT(config, 128), {}
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
-        def pack(tensor: Any) -> Any:
+        def pack(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
                 storages[storage.data_ptr()] = storage
@@ -229,11 +226,11 @@ def test_memory_of_shards(launch, changes, part, size, background):
     )
 
 
-def plan_config(**changes: Any) -> PlanConfig:
+def plan_config(**changes):
     return PlanConfig.model_validate({"train": {"steps": 100}, **changes})
 
 
-def plan_of(precision: str = "bf16", seen: Seen | None = None, **changes: Any) -> Plan:
+def plan_of(precision="bf16", seen=None, **changes):
     config = plan_config(**{"gpu": "H100 80GB HBM3"} | changes)
     return build_plan(config, find_target(config, 1), precision, seen or Seen())
 
@@ -286,7 +283,7 @@ def planned(tmp_path, monkeypatch):
     """Plans a preset for eight GPUs, in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def plan(preset: str, gpu: str, *flags: str) -> Plan:
+    def plan(preset, gpu, *flags):
         words = ["--config", f"configs/{preset}.yaml", "--gpu", gpu, "--gpus", "8", *flags]
         return make_plan(load(PlanConfig, words))
 

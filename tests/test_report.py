@@ -3,9 +3,7 @@ differences are scipy's."""
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from html import escape, unescape
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from close import assert_close
-from commands import expect_error
+from commands import expect_error, launch
 from runs import training_config
 
 from gpt2_ddp.config.cli import dump
@@ -29,9 +27,9 @@ START = {"event": "start", "step": 0, "command": "train_gpt2.py --seed 7", "vers
 HOSTILE = '</pre><script>alert("x")</script> & $\\foo$'
 
 
-def metrics(n_rows: int, every: int = 10) -> list[dict]:
+def metrics(n_rows, every=10):
     """The step-0 evaluation and n_rows logged steps; every fifth is evaluated, the row of step 200 is the best."""
-    rows: list[dict] = [{"step": 0, "tokens": 0, "val_loss": 9.0, **SCORED}]
+    rows = [{"step": 0, "tokens": 0, "val_loss": 9.0, **SCORED}]
     for i in range(1, n_rows + 1):
         step = i * every
         row = {"step": step, "tokens": step * BATCH, "loss": 3 + 6 / i, "lr": 1e-3, "grad_norm": 1 / i}
@@ -40,11 +38,11 @@ def metrics(n_rows: int, every: int = 10) -> list[dict]:
     return rows
 
 
-def write_rows(run: Path, rows: list[dict], file: str = "metrics.jsonl") -> None:
+def write_rows(run, rows, file="metrics.jsonl"):
     (run / file).write_text("\n".join([*map(json.dumps, rows), ""]))
 
 
-def make_run(folder, rows, state="stopped", **fields) -> Path:
+def make_run(folder, rows, state="stopped", **fields):
     folder.mkdir(parents=True)
     config = training_config(Path("data"), folder, {"seed": 7, "optim.lr": 1e-3, "train.steps": 300, **fields})
     (folder / "config.yaml").write_text(dump(config))
@@ -57,7 +55,7 @@ def make_run(folder, rows, state="stopped", **fields) -> Path:
 class Page:
     """A page's source, text, and all rows of its tables by their first cell."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file):
         self.source = file.read_text(encoding="utf-8")
         self.text = unescape(self.source)
         cells = [
@@ -67,11 +65,11 @@ class Page:
         self.rows = {first: others for first, *others in reversed([[*map(unescape, row)] for row in cells])}
 
 
-def page_of(*runs: Path) -> Page:
+def page_of(*runs):
     return Page(write_report([*runs], runs[0]))
 
 
-def drawn_text(page: Page) -> str:
+def drawn_text(page):
     return "\n".join(re.findall(r"<text[^>]*>([^<]*)</text>", page.source))
 
 
@@ -90,7 +88,6 @@ def test_values_are_the_files_own(tmp_path):
     }  # fmt: skip
     assert {label: page.rows[label] for label in wanted} == {label: [cell] for label, cell in wanted.items()}
     assert "the last sample" in page.text
-    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(file.name for file in run.glob("*report*")) == ["report.html", "report.png"]  # no temporary left
     assert not re.search("<(script|link|img|iframe)", page.source)
     assert not re.search(r"(href=\"|url\()(?!#)|@import", page.source)
@@ -112,13 +109,12 @@ def test_user_text_is_escaped(tmp_path):
     assert escape(HOSTILE) in page.source
 
 
-@pytest.mark.parametrize(("bad", "shown"), [(None, "nan"), (math.inf, "inf")])
-def test_numbers_that_are_not_finite(tmp_path, bad, shown):
+def test_numbers_that_are_not_finite(tmp_path):
     rows = metrics(30)
-    for row in (rows[12], rows[30]):
-        row |= {"loss": bad, "grad_norm": bad, "val_loss": bad, "mfu": None}
+    for number, bad in ((12, None), (29, math.inf), (30, None)):
+        rows[number] |= {"loss": bad, "grad_norm": bad, "val_loss": bad, "mfu": None}
     page = page_of(make_run(tmp_path / "run", rows))
-    assert (page.rows["best val_loss"], page.rows["loss_mean"]) == (["2 at step 200"], [shown])
+    assert (page.rows["best val_loss"], page.rows["loss_mean"]) == (["2 at step 200"], ["nan"])
     assert "not a finite number" in drawn_text(page)
 
 
@@ -257,8 +253,7 @@ def test_a_report_needs_neither_torch_nor_a_display(tmp_path):
     source = "import sys; from gpt2_ddp.reports.report import *; write_report([Path(sys.argv[1])], Path(sys.argv[1]))"
     source += "; sys.exit('torch' in sys.modules)"
     words = [sys.executable, "-c", source, make_run(tmp_path / "run", metrics(3))]
-    environment = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "MPLBACKEND")}
-    subprocess.run(words, env=environment, check=True)
+    assert launch(words, DISPLAY="", MPLBACKEND="").returncode == 0
 
 
 # Groups of seeds
@@ -271,10 +266,10 @@ METRIC = "last_val_loss"
 class Runs:
     """Run folders in a folder: `add` makes some, `content` reads all."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder, self.paths = folder, []
 
-    def add(self, losses: dict[int, float | None], lr: float = 1e-3, state: str = "completed", **last) -> None:
+    def add(self, losses, lr=1e-3, state="completed", **last):
         """Runs with these seeds and last losses."""
         for seed, loss in losses.items():
             rows = [{"step": step, "tokens": step, "loss": 3 + step / 9 * seed} for step in range(0, 201, 10)]
@@ -287,12 +282,12 @@ class Runs:
                 make_run(self.folder / f"run{len(self.paths)}", rows, state, seed=seed, **{"optim.lr": lr})
             )
 
-    def content(self) -> list[dict]:
+    def content(self):
         return content(group_runs(read_runs(self.paths)))
 
 
 @pytest.fixture
-def runs(tmp_path) -> Runs:
+def runs(tmp_path):
     return Runs(tmp_path / "runs")
 
 
@@ -320,19 +315,19 @@ def test_left_out_runs_are_named(runs):
     runs.add({6: None, 7: None}, lr=3e-3)
     runs.add({2: 4.0}, lr=4e-3)
     runs.add({9: 4.0}, lr=5e-3)
-    first, second, third, single, other = runs.content()
+    first, second, _, single, _ = groups = runs.content()
     losses = np.array([*ONE.values()])
     for score, wanted in ((METRIC, losses), ("last_val_bits_per_byte", losses / 3)):
         assert_close((first["mean"][score], first["sd"][score]), (wanted.mean(), wanted.std(ddof=1)))
     assert_close(second["mean"][METRIC], np.mean([3.23, 3.21, 3.30, 3.1]))
     assert (second["completed"], second["n"], second["differences"][METRIC]["n"]) == (6, 4, 3)
-    assert third["differences"][METRIC]["difference"] is None
     assert (single["sd"][METRIC], single["differences"][METRIC]["standard_error"]) == (None, None)
-    assert_close(single["differences"][METRIC]["difference"], 4 - ONE[2])
-    assert other["differences"][METRIC]["difference"] is None
+    differences = [group["differences"][METRIC]["difference"] for group in groups[2:]]
+    assert_close(differences.pop(1), 4 - ONE[2])
+    assert differences == [None, None]
     lines = "\n".join(describe(group_runs(read_runs(runs.paths))))
-    remarks = ("run8: diverged", "run9: failed", "run10: stopped", "run11: no finite", "run12: no finite")
-    assert all(remark in lines for remark in remarks)
+    for remark in ("run8: diverged", "run9: failed", "run10: stopped", "run11: no finite", "run12: no finite"):
+        assert remark in lines
 
 
 @pytest.mark.parametrize(("first", "other", "bytes_compare"), [
