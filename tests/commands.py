@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def launch(command: Sequence[object], folder=ROOT, **env) -> subprocess.Complete
     return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=300, cwd=folder)
 
 
-def run_script(name, arguments: list[str]) -> tuple[int, str]:
+def run_script(name, arguments) -> tuple[int, str]:
     """Runs a script as `python scripts/name.py arguments`; returns its exit code and what it wrote to stderr."""
     sys.argv = [f"{name}.py", *arguments]
     errors = io.StringIO()
@@ -53,7 +53,7 @@ def run_script(name, arguments: list[str]) -> tuple[int, str]:
     return code, errors.getvalue()
 
 
-def forked(words: list[str], folder, world=1, **env) -> subprocess.CompletedProcess:
+def forked(words, folder, world=1, **env) -> subprocess.CompletedProcess:
     """Runs `python words` in a folder, on each rank of a world; exit code, outputs and errors of them all.
 
     The processes are forked with torch loaded, and so are those that they start: a fresh one would import it for
@@ -76,7 +76,7 @@ def forked(words: list[str], folder, world=1, **env) -> subprocess.CompletedProc
     return subprocess.CompletedProcess(words, code, out, err)
 
 
-def _as_command(words: list[str], folder, env: dict[str, str], outputs: list[str]):
+def _as_command(words, folder, env: dict[str, str], outputs):
     import torch
 
     from gpt2_ddp.distributed import spawn
@@ -105,13 +105,13 @@ def snapshot(folder) -> dict[str, str]:
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def expect_error(message, function: Callable, *args, **options):
+def expect_error(message, function, *args, **options):
     """The call ends with a UserError that matches `message`."""
     with pytest.raises(UserError, match=message):
         function(*args, **options)
 
 
-def expect_field(field, value, function: Callable, *args, **options):
+def expect_field(field, value, function, *args, **options):
     """The call ends with one error of this field, whose value ends with `value`."""
     with pytest.raises(UserError) as caught:
         function(*args, **options)

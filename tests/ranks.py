@@ -45,7 +45,7 @@ def wait_until(condition: Callable[[], object], seconds=120, process: BaseProces
     return time.monotonic()
 
 
-def start_ranks(function: Callable[..., Any], world, *args) -> list[tuple[BaseProcess, Connection]]:
+def start_ranks(function, world, *args) -> list[tuple[BaseProcess, Connection]]:
     """Starts `function(*args)` on each rank; one process alone gets no rank, like a plain `python script.py`."""
     port = reserve_port()
     started = []
@@ -59,7 +59,7 @@ def start_ranks(function: Callable[..., Any], world, *args) -> list[tuple[BasePr
     return started
 
 
-def start(process: BaseProcess):
+def start(process):
     """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers."""
     start_resource_tracker()
     with block_signals():
@@ -72,7 +72,7 @@ def rank_environment(rank, world, port) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in values.items()}
 
 
-def forked_ranks(function: Callable[..., Any], arguments: Sequence[tuple]) -> list[BaseProcess]:
+def forked_ranks(function, arguments: Sequence[tuple]) -> list[BaseProcess]:
     """Replaces `gpt2_ddp.distributed.spawn.start_ranks`: the ranks are forked, with torch loaded."""
     started = start_ranks(_own_arguments, len(arguments), function, arguments, OUTPUTS)
     RECEIVERS.extend(receiver for _, receiver in started)
@@ -87,7 +87,7 @@ OUTPUTS: list[str] = []
 """Files for stdout and stderr of this process and of what it forks; none: what they were."""
 
 
-def write_to(files: list[str]):
+def write_to(files):
     """Has stdout and stderr written to the end of these files."""
     OUTPUTS.extend(files)
     for number, file in enumerate(files, 1):
@@ -96,7 +96,7 @@ def write_to(files: list[str]):
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
-def _own_arguments(function: Callable[..., Any], arguments: Sequence[tuple], outputs: list[str]):
+def _own_arguments(function, arguments: Sequence[tuple], outputs):
     write_to(outputs)
     function(*arguments[int(os.environ.get("RANK", "0"))])
 
@@ -125,12 +125,12 @@ def results(started: list[tuple[BaseProcess, Connection]], timeout=120) -> list[
     return values
 
 
-def run_ranks(function: Callable[..., Any], world, *args, timeout=120) -> list[Any]:
+def run_ranks(function, world, *args, timeout=120) -> list[Any]:
     """Runs `function(*args)` on each rank of a world and returns what each returned."""
     return results(start_ranks(function, world, *args), timeout)
 
 
-def run_until_killed(function: Callable[..., Any], world, *args, timeout=120):
+def run_until_killed(function, world, *args, timeout=120):
     """Runs `function(*args)` on each rank until the last rank dies of SIGKILL; then kills the other ranks."""
     started = start_ranks(function, world, *args)
     started[-1][0].join(timeout)
@@ -141,7 +141,7 @@ def run_until_killed(function: Callable[..., Any], world, *args, timeout=120):
     assert exit_code == -signal.SIGKILL, exit_code
 
 
-def in_turn(*calls: tuple) -> list[Any]:
+def in_turn(*calls) -> list[Any]:
     """Calls one function after another in this process. Each call is a tuple of the function and its arguments.
 
     Returns:
@@ -156,7 +156,7 @@ def in_turn(*calls: tuple) -> list[Any]:
     return found
 
 
-def first_calls(function: Callable[..., Any], *args) -> list[str]:
+def first_calls(function, *args):
     """The functions of the package that `function(*args)` calls in this thread, in the order of their first calls."""
     found: dict[str, None] = {}
 
@@ -176,7 +176,7 @@ class RankError(Exception):
     """A rank's traceback."""
 
 
-def _call(environment: dict[str, str], sender: Connection, function: Callable[..., Any], args: tuple):
+def _call(environment: dict[str, str], sender, function, args):
     import torch
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -72,7 +72,7 @@ tracking: {log_every: 1}
 """
 
 
-def job_config(kind, output_dir, changes: dict[str, Any] | None = None):
+def job_config(kind, output_dir, changes=None):
     """A tiny job of this kind on the CPU; dotted names in `changes` differ from it."""
     command = {"regression": RegressionConfig, "transformer": TransformerConfig}.get(kind, ClassifierConfig)
     values = changed(yaml.safe_load(JOB), {"output_dir": str(output_dir)} | flat(KINDS[kind]) | (changes or {}))
@@ -98,7 +98,7 @@ def open_store(run, keep_last=3, wish: bool | str = False, lock=True) -> Checkpo
     return CheckpointStore(folder, RunLog(folder), keep_last, wish)
 
 
-def state_after(step, val_loss: float | None = None, **progress):
+def state_after(step, val_loss=None, **progress):
     """The state of a small regression whose weights of this step were evaluated."""
     progress = {"step": step, "scored_at": step, "scores": {"val_loss": val_loss}} | progress
     task = {"global_batch_size": 12, "lr": 0.1, "data_hash": ""}
@@ -130,7 +130,7 @@ def before_each_step(action: Callable[[Any], object]):
     loop.train_step = lambda run: (action(run), step(run))[1]
 
 
-def said(function: Callable, *args) -> tuple[Any, str, str]:
+def said(function, *args) -> tuple[Any, str, str]:
     """The value of a call, and what it printed to stdout and to stderr."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
         return function(*args), out.getvalue(), errors.getvalue()
@@ -138,7 +138,7 @@ def said(function: Callable, *args) -> tuple[Any, str, str]:
 
 def train_with_faults(
     config,
-    bad: tuple[int, int] = (0, 0),
+    bad=(0, 0),
     times=math.nan,
     dies_at=0,
     sent=signal.SIGKILL,
@@ -265,7 +265,7 @@ def assert_same(one, other):
     assert same(weights(one), weights(other))
 
 
-def training_config(corpus, output_dir, changes: dict[str, Any] | None = None):
+def training_config(corpus, output_dir, changes=None):
     """A tiny GPT of ten steps on the CPU, a quarter of a second; dotted names in `changes` differ from it."""
     own = {"output_dir": str(output_dir), "data.path": str(corpus)} | (changes or {})
     return TrainingConfig.model_validate(changed(yaml.safe_load(GPT), own))

@@ -94,6 +94,7 @@ def test_the_data_of_the_pods_are_prepared_by_the_job_before(tmp_path, monkeypat
         assert machine.container["image"] == container["image"]
         assert machine.container["volumeMounts"][0] == container["volumeMounts"][0]
         assert machine.pod["volumes"][0] == prepare["volumes"][0]
+    assert "nvidia.com/gpu" not in str(container)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -114,6 +115,8 @@ def test_a_pod_is_one_of_the_image_with_a_gpu_for_each_process_and_time_to_save(
     resources = container["resources"]
     assert resources["limits"]["nvidia.com/gpu"] == processes
     assert resources["requests"]["cpu"] >= processes
+    shm, memory = volumes["shm"]["emptyDir"]["sizeLimit"], resources["requests"]["memory"]
+    assert int(shm.removesuffix("Gi")) < int(memory.removesuffix("Gi")), "it counts"
     documented = re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text())
     assert pod["terminationGracePeriodSeconds"] >= max(map(int, documented))
 

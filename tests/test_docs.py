@@ -166,18 +166,17 @@ def write_more(folder):
 def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path):
     """Each that can run here, once, in the page's order, with what those before it have made. README's launchers are
     started; those of other pages have the same shapes, so that their ranks are forked."""
-    folder = tmp_path / "project"
+    folder, is_readme = tmp_path / "project", page.name == "README.md"
     shutil.copytree(stand_ins, folder, symlinks=True)
-    if page.name == "README.md":  # it makes this itself
+    if is_readme:  # it makes this itself
         shutil.rmtree(folder / "runs/stdlib")
     each_once = {shlex.join(command.words): command for command in commands(page) if not command.reason}
-    if page.name == "README.md":
-        each_once = {words: command for words, command in each_once.items() if words not in ELSEWHERE}
-    for number, command in enumerate(each_once.values()):
+    here = [command for words, command in each_once.items() if not is_readme or words not in ELSEWHERE]
+    for number, command in enumerate(here):
         text = command.smaller(number)
         if not any(folder.glob("runs/*/checkpoints/step-00000400")):
             text = text.replace("step-00000400", "step-00000004")  # the stand-in's only checkpoint
-        found = run(text, folder, launches=page.name == "README.md")
+        found = run(text, folder, launches=is_readme)
         print(f"{page.name}: {command.text} -> {found.returncode}")
         assert (found.returncode, "Traceback" in found.stderr) == (0, False), found.stdout + found.stderr
 

@@ -100,6 +100,7 @@ REFUSED = {
     "no task": edit("(Pretraining)", ""),
     "a module beside it": edit("RATE =", "import helper\n\nRATE ="),
     "a module beside it, inside": edit("        return", "        from helper import x\n\n        return"),
+    "a relative import": edit("RATE =", "from . import helper\n\nRATE ="),
     "a missing module": edit("RATE =", "import no_such_module\n\nRATE ="),
     "another Python": edit("RATE =", "print 'x'\nRATE ="),
     "no text": lambda file: file.write_bytes(b"\0\xff" * 9),

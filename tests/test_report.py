@@ -88,6 +88,7 @@ def test_values_are_the_files_own(tmp_path):
     }  # fmt: skip
     assert {label: page.rows[label] for label in wanted} == {label: [cell] for label, cell in wanted.items()}
     assert "the last sample" in page.text
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(file.name for file in run.glob("*report*")) == ["report.html", "report.png"]  # no temporary left
     assert not re.search("<(script|link|img|iframe)", page.source)
     assert not re.search(r"(href=\"|url\()(?!#)|@import", page.source)

@@ -58,6 +58,11 @@ def project(slurm, alone, tmp_path):
     slurm.wait("an empty queue", lambda: not slurm("squeue", "-h"))
 
 
+@pytest.fixture
+def run(project):
+    return project / "runs/run"
+
+
 def trains(run):
     """Whether it runs, and has made a step."""
     return status(run).get("state") == "running" and '"loss":' in (run / "metrics.jsonl").read_text()
@@ -101,8 +106,7 @@ def goes_on(slurm, project, job, reference, run="runs/run"):
     assert equal(project / run, reference)
 
 
-def test_the_time_limit(slurm, project, reference):
-    run = project / "runs/run"
+def test_the_time_limit(slurm, project, run, reference):
     # Slurm looks every 30 s, and warns of a limit that may come before it looks again: 25 to 55 s after the start
     (warning,) = re.findall(r"--signal=(\S+)@", SBATCH.read_text())
     job = slurm.sbatch(project, "--time", "1", "--signal", f"{warning}@5")
@@ -115,8 +119,7 @@ def test_the_time_limit(slurm, project, reference):
     assert len(logs) == 4, "one of each rank of each attempt"
 
 
-def test_a_preemption(slurm, project, reference):
-    run = project / "runs/run"
+def test_a_preemption(slurm, project, run, reference):
     job = begun(slurm, project)
     slurm("sbatch", "--partition", "urgent", "--nodes", "2", "--exclusive", "--wrap", "sleep 1", cwd=project)
     slurm.restarted(job)
@@ -124,8 +127,7 @@ def test_a_preemption(slurm, project, reference):
     goes_on(slurm, project, job, reference)
 
 
-def test_an_administrators_requeue_while_the_old_trainer_is_still_dying(slurm, project, reference):
-    run = project / "runs/run"
+def test_an_administrators_requeue_while_the_old_trainer_is_still_dying(slurm, project, run, reference):
     job = begun(slurm, project)
     slurm("scontrol", "requeue", job)
     slurm.wait("a stop", lambda: status(run).get("state") == "stopped")
@@ -177,8 +179,7 @@ def test_a_user_error(slurm, project, wrong):
     assert re.search(r"error: .* = nowhere", said(project))
 
 
-def test_scancel_and_a_job_that_ends_before_its_first_step(slurm, project, reference):
-    run = project / "runs/run"
+def test_scancel_and_a_job_that_ends_before_its_first_step(slurm, project, run, reference):
     job = begun(slurm, project)
     slurm("scancel", job)
     assert slurm.ended(job) == "CANCELLED"
@@ -189,9 +190,8 @@ def test_scancel_and_a_job_that_ends_before_its_first_step(slurm, project, refer
     assert equal(run, reference)
 
 
-def test_a_stop_before_training_begins(slurm, project):
+def test_a_stop_before_training_begins(slurm, project, run):
     """With and without a run of before; what waits for the run's end is not started."""
-    run = project / "runs/run"
     for _ in range(2):
         job = slurm.sbatch(project)
         after = slurm("sbatch", "--parsable", f"--dependency=afterok:{job}", "--wrap", "true", cwd=project)
@@ -207,8 +207,7 @@ def test_a_stop_before_training_begins(slurm, project):
             (run / "status.json").write_text('{"state": "completed", "step": 120, "reason": ""}\n')
 
 
-def test_a_failed_run_is_not_requeued(slurm, project):
-    run = project / "runs/run"
+def test_a_failed_run_is_not_requeued(slurm, project, run):
     job = slurm.sbatch(project)
     slurm.wait("a checkpoint, so that there is something new", lambda: list(run.glob("checkpoints/step-*")))
     ranks = [p for p in psutil.process_iter(["cwd", "environ"]) if p.info["cwd"] == str(project)]
