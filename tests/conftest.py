@@ -9,10 +9,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -25,22 +23,21 @@ import pytest
 import ranks
 
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.training import TrainingConfig
 
 CEILING = {"ranks": 300, "commands": 35}
 """Most processes that `make test` forks from the server with torch, and Pythons that it starts. Only ever lowered."""
-STARTED: Counter[str] = Counter()
+STARTED = Counter()
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Counts what tests start."""
     start_ranks, run = ranks.start_ranks, subprocess.Popen.__init__
 
-    def counted_ranks(function: Callable, world: int, *args: Any) -> Any:
+    def counted_ranks(function, world, *args):
         STARTED["ranks"] += world
         return start_ranks(function, world, *args)
 
-    def counted_command(self: subprocess.Popen, *args: Any, **kwargs: Any) -> None:
+    def counted_command(self, *args, **kwargs):
         words = kwargs["args"] if "args" in kwargs else args[0]
         # Python, for a test: torch and platform ask each system for other things, and xdist starts one worker per core
         STARTED["commands"] += "PYTEST_CURRENT_TEST" in os.environ and sys.executable in map(str, words)
@@ -50,13 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if isinstance(item, pytest.Function) and compares(inspect.unwrap(item.function).__code__, vars(item.module)):
             item.add_marker("computes")
 
 
-def compares(code: CodeType, names: dict[str, Any]) -> bool:
+def compares(code, names):
     """Whether the code, or a function of its module that it calls, calls `assert_close`."""
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
     called = [name for name in code.co_names if isinstance(names.get(name), FunctionType)]
@@ -66,12 +63,12 @@ def compares(code: CodeType, names: dict[str, Any]) -> bool:
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist
-def pytest_testnodedown(node: Any) -> None:
+def pytest_testnodedown(node):
     STARTED.update(node.workeroutput.get("started", {}))
     close.MARGINS.update(node.workeroutput.get("margins", {}))
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+def pytest_sessionfinish(session, exitstatus):
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput |= {"started": dict(STARTED), "margins": close.MARGINS}
         return
@@ -86,7 +83,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def threads() -> None:
+def threads():
     """The tests' models are so small that a second thread mostly waits, and waits long when a core is busy."""
     import torch
 
@@ -94,7 +91,7 @@ def threads() -> None:
     os.environ["OMP_NUM_THREADS"] = str(ranks.THREADS)  # or a training in this process would take one per core
 
 
-def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+def once(factory, name, make):
     """A folder that `make` fills, once for all of xdist's workers. Tests copy it before they change anything in it."""
     root = factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
@@ -109,12 +106,12 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
+def corpus(tmp_path_factory):
     """Shards of some of the standard library's source, with a BPE of 512 tokens: about 60,000 tokens, three shards."""
     return once(tmp_path_factory, "corpus", make_corpus)
 
 
-def make_corpus(folder: Path) -> None:
+def make_corpus(folder):
     from gpt2_ddp.preparation.prepare import train_bpe
 
     names = ("abc", "bisect", "heapq", "keyword", "queue", "sched", "shlex", "stat", "string", "textwrap", "token")
@@ -123,12 +120,12 @@ def make_corpus(folder: Path) -> None:
     write_shards(folder, "stdlib", {"train": texts[:-2], "val": texts[-2:]})
 
 
-def module_text(name: str) -> str:
+def module_text(name):
     """The source of a module of the standard library."""
     return (Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
 
 
-def write_shards(folder: Path, source: str, documents: dict[str, list], tokenizer_name: str = "") -> None:
+def write_shards(folder, source, documents, tokenizer_name=""):
     """Writes each split's documents, which are texts or tokens, and a manifest, beside a tokenizer.json."""
     from gpt2_ddp.data.manifest import Manifest
     from gpt2_ddp.data.tokenizer import load_tokenizer
@@ -146,12 +143,12 @@ def write_shards(folder: Path, source: str, documents: dict[str, list], tokenize
 
 
 @pytest.fixture(scope="session")
-def short_documents(corpus, tmp_path_factory) -> Path:
+def short_documents(corpus, tmp_path_factory):
     """Shards of documents of some 40 tokens each, with the tokenizer of `corpus`: in each window, about one begins."""
     return once(tmp_path_factory, "short_documents", lambda folder: make_short_documents(corpus, folder))
 
 
-def make_short_documents(corpus: Path, folder: Path) -> None:
+def make_short_documents(corpus, folder):
     from gpt2_ddp.data.manifest import read_manifest
     from gpt2_ddp.data.shards import TokenStream
 
@@ -166,12 +163,12 @@ def make_short_documents(corpus: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def trained(corpus, tmp_path_factory) -> Path:
+def trained(corpus, tmp_path_factory):
     """The folder `run` of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10. Beside it
     are its data, in `data`, and what rank 0 of the two called, in `calls.json`."""
     from runs import train, training_config
 
-    def make(folder: Path) -> None:
+    def make(folder):
         (folder / "data").symlink_to(corpus)
         for processes, steps in ((1, 5), (2, 10)):
             changes = {"train.steps": steps, "optim.decay_steps": 10}
@@ -183,7 +180,7 @@ def trained(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def halfway(corpus, tmp_path_factory) -> Path:
+def halfway(corpus, tmp_path_factory):
     """A folder with the run `run`, of 5 of 10 steps in one process."""
     from runs import train, training_config
 
@@ -193,7 +190,7 @@ def halfway(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained_job(tmp_path_factory) -> Path:
+def trained_job(tmp_path_factory):
     """The folder `run` of a complete regression of two epochs in one process."""
     from runs import job_config, train
 
@@ -202,19 +199,19 @@ def trained_job(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def tiny_config(corpus, tmp_path) -> Callable[..., TrainingConfig]:
+def tiny_config(corpus, tmp_path):
     """Makes a configuration of a tiny training over `corpus`; dotted names in `changes` differ from it."""
 
     from runs import training_config
 
-    def make(changes: dict[str, Any] | None = None) -> TrainingConfig:
+    def make(changes=None):
         return training_config(corpus, tmp_path / "runs", changes)
 
     return make
 
 
 @pytest.fixture
-def place(corpus, tmp_path) -> Path:
+def place(corpus, tmp_path):
     """A folder with shards of its own in `data`, and a configuration that trains on them into `runs/run`."""
     from runs import training_config
 

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import yaml
+from runs import changed as change
 from runs import rows
 from safetensors.torch import load_file
 
+from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
-from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.state import State
 
@@ -44,73 +46,117 @@ class Case(NamedTuple):
     worlds: tuple[int, ...]
     changes: dict[str, Any]
     exact: bool
-    slow: tuple[int, ...] = ()
+    slow: tuple[int, ...]
 
 
-KINDS: dict[str, tuple[type[RunConfig], dict[str, Any]]] = {
-    "gpt2": (TrainingConfig, {
-        "model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "optim.lr": 3e-3, "optim.min_lr": 3e-4,
-        "optim.warmup_steps": 3, "train.steps": 10, "eval.every": 5, "eval.tokens": 500, "checkpoint.every": 5}),
-    "regression": (RegressionConfig, {
-        "data.points": 101, "data.test_points": 31, "optim.momentum": 0.9, "train.global_batch_size": 12}),
-    "mlp": (ClassifierConfig, {
-        "data.points": 101, "data.test_points": 31, "model.hidden": (30, 20), "optim.name": "adam",
-        "train.global_batch_size": 24, "train.micro_batch_size": 4, "train.mixed_precision": "bf16"}),
-    "lenet": (ClassifierConfig, {
-        "data.name": "cifar100", "data.augment": True, "model.name": "lenet", "optim.name": "adam", "optim.lr": 1e-3,
-        "train.global_batch_size": 12, "train.micro_batch_size": 4}),
-    # a small rate: its rounding errors grow with it
-    "resnet18": (ClassifierConfig, {
-        "data.name": "cifar100", "model.name": "resnet18", "optim.lr": 3e-4, "train.global_batch_size": 12,
-        "train.micro_batch_size": 4, "checkpoint.save_every": 2}),
-    "transformer": (TransformerConfig, {"data.sequences": 19, "model.dropout": 0.1, "train.global_batch_size": 6}),
-}  # fmt: skip
+FIELDS = yaml.safe_load("""
+gpt2:
+  model: {n_layer: 1, n_head: 2, n_embd: 16}
+  optim: {lr: 0.003, min_lr: 0.0003, warmup_steps: 3}
+  train: {steps: 10}
+  eval: {every: 5, tokens: 500}
+  checkpoint: {every: 5}
+regression:
+  data: {points: 101, test_points: 31}
+  optim: {momentum: 0.9}
+  train: {global_batch_size: 12}
+mlp:
+  data: {points: 101, test_points: 31}
+  model: {hidden: [30, 20]}
+  optim: {name: adam}
+  train: {global_batch_size: 24, micro_batch_size: 4, mixed_precision: bf16}
+lenet:
+  data: {name: cifar100, augment: true}
+  model: {name: lenet}
+  optim: {name: adam, lr: 0.001}
+  train: {global_batch_size: 12, micro_batch_size: 4}
+resnet18:
+  data: {name: cifar100}
+  model: {name: resnet18}
+  optim: {lr: 0.0003}  # a small rate: its rounding errors grow with it
+  train: {global_batch_size: 12, micro_batch_size: 4}
+  checkpoint: {save_every: 2}
+transformer:
+  data: {sequences: 19}
+  model: {dropout: 0.1}
+  train: {global_batch_size: 6}
+""")
+COMMANDS = {"gpt2": TrainingConfig, "regression": RegressionConfig, "transformer": TransformerConfig}
+KINDS = {kind: (COMMANDS.get(kind, ClassifierConfig), flat(fields)) for kind, fields in FIELDS.items()}
 ALL = {"seed": 1337, "train.mixed_precision": "no", "train.device": "cpu", "tracking.log_every": 1}
 JOB = {"train.epochs": 2, "eval.batch_size": 8}
 """What all cases, and what those of small jobs have in common."""
 
 
-def _gpt2(block_size: int, windows: int, micro_batch_size: int, **others: Any) -> dict[str, Any]:
-    return {
-        "model.block_size": block_size,
-        "train.global_batch_tokens": windows * block_size,
-        "train.micro_batch_size": micro_batch_size,
-        **{name.replace("__", "."): value for name, value in others.items()},
-    }
-
-
-CASES: dict[str, Case] = {
-    "even": Case("gpt2", (1, 2), _gpt2(16, 16, 4), exact=True, slow=(2,)),
-    "even-dropout": Case("gpt2", (1, 2), _gpt2(16, 16, 4, model__dropout=0.1), exact=True, slow=(1,)),
-    "even-bf16": Case("gpt2", (1, 2), _gpt2(16, 16, 4, train__mixed_precision="bf16"), exact=True, slow=(1,)),
-    # DDP divides by 3 where it reads a gradient from its bucket, and multiplies by 1 / 3 where it copies it there
-    "even3-dropout": Case("gpt2", (3,), _gpt2(16, 24, 4, model__dropout=0.1), exact=False, slow=(3,)),
-    "odd": Case("gpt2", (1, 2, 3), _gpt2(15, 18, 3), exact=False, slow=(1, 2, 3)),
-    "odd-dropout": Case("gpt2", (1, 2, 3), _gpt2(15, 18, 3, model__dropout=0.1), exact=False, slow=(1, 2)),
-    # 750 windows, so that steps 3, 6 and 9 lie in two epochs; and all of the validation split, its tail too
-    "epochs": Case("gpt2", (1, 2), _gpt2(16, 256, 32, eval__tokens=None), exact=True, slow=(1,)),
-    "regression-even": Case(
-        "regression", (1, 2), {"data.points": 128, "data.test_points": 32, "train.global_batch_size": 16}, True, (1, 2)
-    ),
-    "regression": Case("regression", (1, 2), {}, exact=False, slow=(1, 2)),
-    # last steps of one sample
-    "regression-lone": Case("regression", (1, 2), {"data.points": 97}, exact=False, slow=(1,)),
-    "mlp-bf16": Case("mlp", (1, 2), {}, exact=False, slow=(1,)),
-    "lenet-augment": Case("lenet", (1, 2), {}, exact=False, slow=(2,)),
-    "resnet18": Case("resnet18", (1, 2), {}, exact=False, slow=(1, 2)),
-    "transformer-dropout": Case("transformer", (1, 2), {}, exact=False, slow=(1,)),
-}
-
+TABLE = yaml.safe_load("""
+even: &even
+  kind: gpt2
+  worlds: [1, 2]
+  slow: [2]
+  exact: true
+  changes: &sixteen {model.block_size: 16, train.global_batch_tokens: 256, train.micro_batch_size: 4}
+even-dropout:
+  <<: *even
+  slow: [1]
+  changes: &dropout {<<: *sixteen, model.dropout: 0.1}
+even-bf16:
+  <<: *even
+  slow: [1]
+  changes: {<<: *sixteen, train.mixed_precision: bf16}
+even3-dropout:
+  kind: gpt2
+  worlds: [3]
+  slow: [3]
+  # DDP divides by 3 where it reads a gradient from its bucket, and multiplies by 1 / 3 where it copies it there
+  exact: false
+  changes: {<<: *dropout, train.global_batch_tokens: 384}
+odd: &odd
+  kind: gpt2
+  worlds: [1, 2, 3]
+  slow: [1, 2, 3]
+  exact: false
+  changes: &fifteen {model.block_size: 15, train.global_batch_tokens: 270, train.micro_batch_size: 3}
+odd-dropout:
+  <<: *odd
+  slow: [1, 2]
+  changes: {<<: *fifteen, model.dropout: 0.1}
+epochs:  # 750 windows, so that steps 3, 6 and 9 lie in two epochs; and all of the validation split, its tail too
+  <<: *even
+  slow: [1]
+  changes:
+    model.block_size: 16
+    train.global_batch_tokens: 4096
+    train.micro_batch_size: 32
+    eval.tokens: null
+regression-even:
+  kind: regression
+  worlds: [1, 2]
+  slow: [1, 2]
+  exact: true
+  changes: {data.points: 128, data.test_points: 32, train.global_batch_size: 16}
+regression: &job
+  kind: regression
+  worlds: [1, 2]
+  slow: [1, 2]
+  exact: false
+  changes: {}
+regression-lone: {<<: *job, slow: [1], changes: {data.points: 97}}  # last steps of one sample
+mlp-bf16: {<<: *job, kind: mlp, slow: [1]}
+lenet-augment: {<<: *job, kind: lenet, slow: [2]}
+resnet18: {<<: *job, kind: resnet18}
+transformer-dropout: {<<: *job, kind: transformer, slow: [1]}
+""")
+CASES = {name: Case(**fields) for name, fields in TABLE.items()}
 LONGER = CASES["even-dropout"].changes | {"optim.decay_steps": 20, "checkpoint.keep_last": 2}
-RESUMED: dict[str, tuple[Case, dict[str, Any]]] = {
-    "gpt2_run": (Case("gpt2", (1, 2), LONGER, exact=True, slow=(2,)), {"train.steps": 20}),
-    "regression_run": (Case("regression", (1, 2), {}, exact=False, slow=(1,)), {"train.epochs": 4}),
+RESUMED = {
+    "gpt2_run": (CASES["even"]._replace(changes=LONGER), {"train.steps": 20}),
+    "regression_run": (CASES["regression"]._replace(slow=(1,)), {"train.epochs": 4}),
 }
 """Run folders in `golden/`, which one process left halfway: the case that made them, and what takes them to their end.
 The case's worlds are those that go on with it."""
 
 
-def make_config(case: Case, output_dir: Path | str, cifar: Path | str | None = None) -> RunConfig:
+def make_config(case, output_dir, cifar=None):
     """The configuration of a case. `cifar`: folder of the images, for the kinds that need them."""
     command, own = KINDS[case.kind]
     data = {"data.path": str(CORPUS)} if case.kind == "gpt2" else JOB
@@ -121,16 +167,7 @@ def make_config(case: Case, output_dir: Path | str, cifar: Path | str | None = N
     return command.model_validate(change(folder, ALL | data | own | case.changes))
 
 
-def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Nested values with those of dotted names replaced."""
-    values = {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
-    for name, value in changes.items():
-        section, _, key = name.rpartition(".")
-        (values.setdefault(section, {}) if section else values)[key] = value
-    return values
-
-
-def summary(run: Path) -> dict[str, Any]:
+def summary(run):
     """What a run came to: its metrics but for timings, and its newest checkpoint's state and weights."""
     checkpoint = max((run / "checkpoints").glob("step-*"))
     state, config = State.parse((checkpoint / "state.json").read_text()), read_yaml(str(run / "config.yaml"), "run")
@@ -144,7 +181,7 @@ def summary(run: Path) -> dict[str, Any]:
     }
 
 
-def weights(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def weights(tensors):
     """Of a model's tensors, a SHA-256 over names and bytes, and of each its size, 2-norm and sum in fp64."""
     digest = hashlib.sha256()
     sizes = {}
@@ -155,7 +192,7 @@ def weights(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"sha256": digest.hexdigest(), "tensors": sizes}
 
 
-def draws() -> dict[str, str]:
+def draws():
     """SHA-256 of what torch's generator gives on this machine, whose kernels differ between processors.
 
     Where `masks` are others than the recorder's, dropout and crops are others, and so is all that follows. Where

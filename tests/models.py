@@ -22,7 +22,7 @@ SHAPES["gpt2"] = {"n_inner": 48}
 """What a model has of each architecture, other than the defaults."""
 
 
-def tiny(vocab_size: int = 65, eot: int | None = None, **changes) -> GPT:
+def tiny(vocab_size=65, eot: int | None = None, **changes):
     """A small model whose every weight differs from its initial value, LayerNorms and biases included."""
     torch.manual_seed(0)
     model = GPT(TINY.model_copy(update=changes), vocab_size, eot)
@@ -31,11 +31,11 @@ def tiny(vocab_size: int = 65, eot: int | None = None, **changes) -> GPT:
     return model
 
 
-def random_tokens(vocab_size: int, rows: int = 3, length: int = 16) -> torch.Tensor:
+def random_tokens(vocab_size, rows=3, length=16):
     return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def in_transformers(model: GPT, eot: int = 0) -> Any:
+def in_transformers(model, eot=0):
     """transformers' model with the weights of `model`."""
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, CLASSES[model.config.architecture])
@@ -48,10 +48,10 @@ def in_transformers(model: GPT, eot: int = 0) -> Any:
     return theirs.eval()
 
 
-def edit_json(name: str, *gone: str, **changes: Any) -> Callable[[Path], None]:
+def edit_json(name, *gone, **changes) -> Callable[[Path], None]:
     """Changes fields of a file in a folder."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder):
         values = {**json.loads((folder / name).read_text()), **changes}
         (folder / name).write_text(json.dumps({key: value for key, value in values.items() if key not in gone}))
 
@@ -61,7 +61,7 @@ def edit_json(name: str, *gone: str, **changes: Any) -> Callable[[Path], None]:
 def edit_weights(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[Path], None]:
     """Changes a folder's model.safetensors."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder):
         changed = change(load_file(folder / "model.safetensors"))
         save_file({name: value.clone() for name, value in changed.items()}, folder / "model.safetensors")
 

@@ -12,6 +12,7 @@ import ast
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -28,52 +28,52 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-STATES = ("killed", "timeout", "survived", "equivalent")
 ROOT = Path(__file__).parents[1]
-COPIED = ("gpt2_ddp", "tests", "scripts", "configs", "docs", "README.md", "Makefile", "pyproject.toml")
+COPIED = "gpt2_ddp tests scripts configs docs README.md Makefile pyproject.toml"
 
-GUARD = "tests/faults/test_guard.py"
-CHAIN = ["tests/test_tracking.py", "tests/test_verify.py", "-k", "not (lock or crash or prompt)"]
-LOOP = [
-    f"tests/test_{name}.py"
-    for name in ("ranks", "loop", "replica_check", "numbers", "task", "losses", "run", "resumed", "stop")
-]
 STEPS = "figure or skipped or left_alone or mean_loss or patience_ends or short_run or settings"
 ENDS = "without_scores or newest_checkpoint_of or agreed_on or drawn or flipped or all_the_same"
-STATISTICS = "optim and not (iteration or orthogonal) or running_statistics or spike or skipped"
 BACK = "every_gradient or poisoned or start_is_there or job_that_diverges or to_go_back_to or beginning or looks_at"
-LATE = [f"{GUARD}::test_each_step_is_judged_two_steps_late", f"{GUARD}::test_a_resumed_guard_judges_alike"]
-MODULES: dict[str, tuple[int, list[str]]] = {
-    "data/order.py": (20, ["tests/test_order.py", "tests/test_mixture.py", "-k", "order"]),
-    "data/feed.py": (24, ["tests/test_feed.py", "-k", "not (workers or windows)"]),
-    "data/mixture.py": (24, ["tests/test_mixture.py"]),
-    "training/loop.py": (
-        24,
-        [*LOOP, GUARD, "tests/test_background.py", "tests/test_branch.py", "-k", f"{STEPS} or {ENDS} or {BACK}"],
+STATISTICS = "optim and not (iteration or orthogonal) or running_statistics or spike or skipped"
+TABLE = f"""
+data/order.py 20 tests/test_order.py tests/test_mixture.py -k order
+data/feed.py 24 tests/test_feed.py -k 'not (workers or windows)'
+data/mixture.py 24 tests/test_mixture.py
+training/loop.py 24 LOOP GUARD tests/test_background.py tests/test_branch.py -k '{STEPS} or {ENDS} or {BACK}'
+training/guard.py 14 LATE GUARD -k 'judge or knows_where or job or all_the_same or kept'
+training/meters.py 10 tests/test_losses.py -k 'sum or numbers or mean'
+training/optimizer.py 20 tests/test_optim.py GUARD -k '{STATISTICS}'
+checkpoint/checkpoint.py 18 tests/test_checkpoint.py -k 'not killed'
+checkpoint/store.py 18 tests/test_checkpoint.py -k 'not flipped'
+model/evaluate.py 18 tests/test_evaluate.py tests/test_mixture.py -k 'not hang and (evaluate or of_a_mixture)'
+model/optim.py 16 tests/test_optim.py
+model/muon.py 14 tests/test_optim.py tests/test_loop.py -k 'optim or accumulation'
+checkpoint/run_files.py 16 tests/test_rows.py CHAIN
+checkpoint/run_folder.py 8 CHAIN
+reports/recompute.py 20 tests/test_verify.py
+"""
+SHORT = {
+    "LOOP": (
+        "tests/test_ranks.py tests/test_loop.py tests/test_replica_check.py tests/test_numbers.py tests/test_task.py"
+        " tests/test_losses.py tests/test_run.py tests/test_resumed.py tests/test_stop.py"
     ),
-    "training/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or job or all_the_same or kept"]),
-    "training/meters.py": (10, ["tests/test_losses.py", "-k", "sum or numbers or mean"]),
-    "training/optimizer.py": (20, ["tests/test_optim.py", GUARD, "-k", STATISTICS]),
-    "checkpoint/checkpoint.py": (18, ["tests/test_checkpoint.py", "-k", "not killed"]),
-    "checkpoint/store.py": (18, ["tests/test_checkpoint.py", "-k", "not flipped"]),
-    "model/evaluate.py": (
-        18,
-        ["tests/test_evaluate.py", "tests/test_mixture.py", "-k", "not hang and (evaluate or of_a_mixture)"],
-    ),
-    "model/optim.py": (16, ["tests/test_optim.py"]),
-    "model/muon.py": (14, ["tests/test_optim.py", "tests/test_loop.py", "-k", "optim or accumulation"]),
-    "checkpoint/run_files.py": (16, ["tests/test_rows.py", *CHAIN]),
-    "checkpoint/run_folder.py": (8, CHAIN),
-    "reports/recompute.py": (20, ["tests/test_verify.py"]),
+    "LATE": "GUARD::test_each_step_is_judged_two_steps_late GUARD::test_a_resumed_guard_judges_alike",
+    "GUARD": "tests/faults/test_guard.py",
+    "CHAIN": "tests/test_tracking.py tests/test_verify.py -k 'not (lock or crash or prompt)'",
+}
+for short, words in SHORT.items():
+    TABLE = TABLE.replace(short, words)
+MODULES = {
+    module: (int(count), arguments) for module, count, *arguments in map(shlex.split, TABLE.strip().splitlines())
 }
 """Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
 PARTS = {
-    "training/meters.py": {"loss", "add", "flush", "_advance", "_over_ranks"},
-    "checkpoint/run_files.py": {"valid_rows", "finite", "head", "chain_of", "next_chain", "split_chain", "parse_lines"},
-    "checkpoint/run_folder.py": {"append", "append_sample", "append_rollback", "_chained", "end", "resume", "_kept"},
+    "training/meters.py": "loss add flush _advance _over_ranks",
+    "checkpoint/run_files.py": "valid_rows finite head chain_of next_chain split_chain parse_lines",
+    "checkpoint/run_folder.py": "append append_sample append_rollback _chained end resume _kept",
 }
 """The functions of a module that are changed; all of it where it is not named."""
-EQUIVALENT: set[tuple[str, ...]] = set(
+EQUIVALENT = set(
     re.findall(
         r"^(\S+): .*\n- (.*)\n\+ (.*)$",
         """
@@ -158,7 +158,7 @@ model/muon.py: the same matrix, by more arithmetic
 SWAPS = "<<:>>, >>:<<, <=:<, <:<=, >=:>, >:>=, ==:!=, !=:==, is not:is, is:is not, not in:in, in:not in, "
 SWAPS += "and:or, or:and, +:-, -:+, **:*, *:+, //:*, /:*, %://, &:|, |:&, ^:&, min:max, max:min, any:all, all:any, "
 SWAPS += "minimum:maximum, maximum:minimum, ceil:floor, floor:ceil"
-SWAP: dict[str, str] = dict(swap.split(":") for swap in SWAPS.split(", "))
+SWAP = dict(swap.split(":") for swap in SWAPS.split(", "))
 OPERATOR = re.compile("|".join(re.escape(old) for old in SWAP))
 
 MEMORY = 8 * 2**30  # bytes of address space: a mutant whose loop never ends must not take the machine's
@@ -172,25 +172,25 @@ class Mutant(NamedTuple):
     after: str
     source: bytes
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.line}: {self.before}  ->  {self.after}"
 
 
 @cache
-def mutants_of(module: str) -> list[Mutant]:
+def mutants_of(module):
     """As many mutants of a module as `MODULES` says, evenly spread over all of its places."""
     source = (ROOT / "gpt2_ddp" / module).read_bytes()
     lines = [0, *(match.end() for match in re.finditer(b"\n", source))]
 
-    def span(node: ast.AST) -> tuple[int, int]:
+    def span(node):
         return lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
 
-    def operator(left: ast.AST, right: ast.AST) -> Iterator[tuple[int, int, str]]:
+    def operator(left, right):
         first = span(left)[1]
         if found := OPERATOR.search(source[first : span(right)[0]].decode("latin1")):
             yield first + found.start(), first + found.end(), SWAP[found[0]]
 
-    def changes(node: ast.AST) -> Iterator[tuple[int, int, str]]:
+    def changes(node):
         """First and last byte of what is replaced, and its replacement."""
         match node:
             case ast.Compare(left=left, comparators=rest):
@@ -227,7 +227,7 @@ def mutants_of(module: str) -> list[Mutant]:
             case ast.Expr(value=ast.Call()):
                 yield *span(node), "pass"
 
-    def walk(node: ast.AST) -> Iterator[tuple[int, int, str]]:
+    def walk(node):
         name = getattr(getattr(node, "func", None), "attr", getattr(getattr(node, "func", None), "id", ""))
         if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr) or name == "print":
             return
@@ -239,7 +239,7 @@ def mutants_of(module: str) -> list[Mutant]:
                         yield from walk(child)
 
     tree = ast.parse(source)
-    parts = [part for part in ast.walk(tree) if getattr(part, "name", "") in PARTS.get(module, ())] or [tree]
+    parts = [part for part in ast.walk(tree) if getattr(part, "name", "") in PARTS.get(module, "").split()] or [tree]
     places = sorted({change for part in parts for change in walk(part)})
     mutants, count = [], min(MODULES[module][0], len(places))
     for first, last, text in (places[len(places) * number // count] for number in range(count)):
@@ -251,12 +251,12 @@ def mutants_of(module: str) -> list[Mutant]:
     return mutants
 
 
-def is_text(node: object) -> bool:
+def is_text(node):
     """Whether it is a text in the source."""
     return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
 
 
-def run_tests(copy: Path, module: str, source: bytes = b"", limit: float = 1800.0) -> tuple[str, float]:
+def run_tests(copy, module, source=b"", limit=1800.0):
     """Runs a module's tests in a copy of the tree, on this source of it, or its own: killed, survived or timeout; and
     the seconds."""
     begun, file = time.monotonic(), copy / "gpt2_ddp" / module
@@ -281,8 +281,8 @@ def run_tests(copy: Path, module: str, source: bytes = b"", limit: float = 1800.
     return state, time.monotonic() - begun
 
 
-def run_mutants(module: str, free: SimpleQueue[Path], jobs: int) -> list[tuple[str, float]]:
-    """The state and the seconds of each mutant."""
+def run_mutants(module, free, jobs):
+    """The state of each mutant."""
     copy = free.get()
     state, usual = run_tests(copy, module)
     if state != "survived":
@@ -290,21 +290,21 @@ def run_mutants(module: str, free: SimpleQueue[Path], jobs: int) -> list[tuple[s
     free.put(copy)
     print(f"{module}: its tests take {usual:.1f} s", flush=True)
 
-    def run(mutant: Mutant) -> tuple[str, float]:
+    def run(mutant):
         copy = free.get()
-        state, seconds = run_tests(copy, module, mutant.source, 3 * usual + 30)
+        state, _ = run_tests(copy, module, mutant.source, 3 * usual + 30)
         free.put(copy)
         if state == "survived" and (module, mutant.before, mutant.after) in EQUIVALENT:
             state = "equivalent"
         if state == "survived":
             print(f"survived: {module}:{mutant}", flush=True)
-        return state, seconds
+        return state
 
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(run, mutants_of(module)))
 
 
-def main() -> int:
+def main():
     """Runs the mutants; returns 1 where one survives that `EQUIVALENT` does not list."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument(
@@ -315,24 +315,21 @@ def main() -> int:
     modules = args.only or MODULES
     for module in modules:
         mutants_of(module)  # of the sources that are copied now
-    table, free = [], SimpleQueue[Path]()
+    total, free = Counter[str](), SimpleQueue[Path]()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number in range(args.jobs):
             copy = Path(folder) / str(number)
             copy.mkdir()
-            for name in COPIED:
+            for name in COPIED.split():
                 copy_it = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
                 copy_it(ROOT / name, copy / name)
             free.put(copy)
         for module in modules:
-            found = run_mutants(module, free, args.jobs)
-            counts = Counter(state for state, _ in found)
-            row = [module, len(found), *(counts[state] for state in STATES), round(sum(took for _, took in found))]
-            table.append(row)
-    table.append(["all", *map(sum, zip(*(row[1:] for row in table), strict=True))])
-    for name, *numbers in [["module", "mutants", *STATES, "seconds"], *table]:
-        print(f"{name:<26}" + "".join(f"{number:>12}" for number in numbers))
-    return int(table[-1][2 + STATES.index("survived")] > 0)
+            found = Counter(run_mutants(module, free, args.jobs))
+            print(f"{module}: {dict(found)}", flush=True)
+            total += found
+    print(f"all: {dict(total)}")
+    return int(total["survived"] > 0)
 
 
 if __name__ == "__main__":

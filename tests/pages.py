@@ -12,7 +12,7 @@ import shlex
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2_ddp.config import cli
 
@@ -22,39 +22,82 @@ PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.m
 NOT_RUN = [*TRANSLATED, ROOT / "CONTRIBUTING.md"]
 """Pages whose commands are others' that are run."""
 
-CANNOT = {
-    "a package index": (
-        *("make train", "make test", "make check", "make format", "make docs", "make lock", "gpt2_ddp[fast]"),
-        *("pip install -r requirements.txt", "source .venv/bin/activate"),
-    ),
-    "minutes or hours; other tests have its parts": (
-        *("make speedrun", "make faults", "make soak", "python -m benchmarks", "--run_name nodrop", "runs/nodrop/"),
-        *("--output runs/compare_again", "scripts/compare_parallel.py$", "runs/stdlib-muon"),
-        *("--config configs/jobs/cifar100_resnet18.yaml", "--config configs/data_stdlib.yaml"),
-    ),
-    "docker; `make test-image` runs what it built": (
-        *("docker run", "docker compose", "mkdir -p data runs", "export OWNER", "make image", "make test-image"),
-    ),
-    "a cluster or a cloud; test_cloud.py": ("kubectl ", "sky jobs", "cloud/launch.sh"),
-    "GPUs": (
-        *("make gpu", "--config configs/gpt2_124m.yaml", "runs/gpt2_124m", "--nproc_per_node 8", "configs/llama_"),
-        "--jobs classifier:configs/jobs/cifar100_resnet18.yaml",
-    ),
-    "several machines; test_several_machines.py has two": (
-        *("--machine_rank 0", "--node_rank 0", "--rdzv_backend c10d", "export MASTER_ADDR", "RANK=0 python"),
-        "accelerate launch scripts/train_gpt2.py --data.path data/mine",
-    ),
-    "Slurm; test_slurm.py submits such jobs to one": ("sbatch ", "srun ", "export SBATCH_ACCOUNT", "make test-cluster"),
-    "the Hub": (
-        *("--source hub:", "hf auth login", "hf upload", "--tasks hellaswag"),
-        "--config configs/jobs/cifar100_lenet.yaml$",
-    ),
-    "nothing; test_hello.py or test_hello_gpt.py runs it, and looks at what comes out": (
-        *("scripts/hello_", "--train.global_batch_size 10000"),
-        "--optim.name adamw --optim.muon_lr",
-    ),
-    "files of one's own; test_lm_eval.py takes the command from the page": ("--include_path local",),
-}
+NEEDED = """\
+a package index
+make train
+make test
+make check
+make format
+make docs
+make lock
+gpt2_ddp[fast]
+pip install -r requirements.txt
+source .venv/bin/activate
+
+minutes or hours; other tests have its parts
+make speedrun
+make faults
+make soak
+python -m benchmarks
+--run_name nodrop
+runs/nodrop/
+--output runs/compare_again
+scripts/compare_parallel.py$
+runs/stdlib-muon
+--config configs/jobs/cifar100_resnet18.yaml
+--config configs/data_stdlib.yaml
+
+docker; `make test-image` runs what it built
+docker run
+docker compose
+mkdir -p data runs
+export OWNER
+make image
+make test-image
+
+a cluster or a cloud; test_cloud.py
+kubectl 
+sky jobs
+cloud/launch.sh
+
+GPUs
+make gpu
+--config configs/gpt2_124m.yaml
+runs/gpt2_124m
+--nproc_per_node 8
+configs/llama_
+--jobs classifier:configs/jobs/cifar100_resnet18.yaml
+
+several machines; test_several_machines.py has two
+--machine_rank 0
+--node_rank 0
+--rdzv_backend c10d
+export MASTER_ADDR
+RANK=0 python
+accelerate launch scripts/train_gpt2.py --data.path data/mine
+
+Slurm; test_slurm.py submits such jobs to one
+sbatch 
+srun 
+export SBATCH_ACCOUNT
+make test-cluster
+
+the Hub
+--source hub:
+hf auth login
+hf upload
+--tasks hellaswag
+--config configs/jobs/cifar100_lenet.yaml$
+
+nothing; test_hello.py or test_hello_gpt.py runs it, and looks at what comes out
+scripts/hello_
+--train.global_batch_size 10000
+--optim.name adamw --optim.muon_lr
+
+files of one's own; test_lm_eval.py takes the command from the page
+--include_path local
+"""
+CANNOT = {why: parts for why, *parts in (block.strip("\n").split("\n") for block in NEEDED.split("\n\n"))}
 """What is not here -> parts of the commands that need it, $ being the end of a command. They are still parsed."""
 
 TRAINING = (
@@ -76,26 +119,25 @@ SMALLER = {
 
 
 class PageCommand(NamedTuple):
-    """A command of a page, at a line of it, as it is typed."""
+    """A command of a page, as it is typed."""
 
     page: str
-    line: int
     text: str
 
     @property
-    def reason(self) -> str:
+    def reason(self):
         """Why it cannot run here; empty where it can."""
         return next((why for why, parts in CANNOT.items() if any(part in f"{self.text}$" for part in parts)), "")
 
     @property
-    def words(self) -> list[str]:
+    def words(self):
         """As a shell takes it apart, without a comment at its end, and without variables that are set before it."""
         words = shlex.split(self.text, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
         return words
 
-    def smaller(self, number: int) -> str:
+    def smaller(self, number):
         """The text with the flags of SMALLER, the `number`-th of its page: a training then goes on for two steps."""
         found = re.search(r"scripts/(\w+\.py)", self.text)
         if not found or found[1] not in SMALLER or "--config runs/" in self.text:
@@ -104,66 +146,50 @@ class PageCommand(NamedTuple):
         return f"{self.text[: found.end()]} {flags}{self.text[found.end() :]}"
 
 
-PROGRAMS = (
-    *("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf", "source"),
-    *("sbatch", "srun", "mkdir", "cloud/launch.sh", "kubectl", "sky"),
-)
+PROGRAMS = re.findall(r"\S+", """
+python torchrun accelerate make pip docker export lm_eval hf source sbatch srun mkdir cloud/launch.sh kubectl sky
+""")  # fmt: skip
 INLINE = (
     r"python (scripts/|-m benchmarks)|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
 )
 
 
-def commands(page: Path) -> list[PageCommand]:
+def commands(page):
     """The commands of a page, in its order: in blocks for a shell, in plain blocks that begin with one, and between
     single backticks."""
-    found, block, language = [], [], None
-    for number, line in enumerate(page.read_text(encoding="utf-8").split("\n"), 1):
-        if line.startswith("```"):
-            if language is not None and block:
-                found += _of_block(page.name, language, block)
-            language, block = (None if language is not None else line[3:].strip()), []
-        elif language is not None:
-            block.append((number, line))
-        else:
-            spans = (span for span in re.findall(r"`([^`]+)`", line) if re.match(INLINE, span))
-            found += [PageCommand(page.name, number, span) for span in spans if "…" not in span]
-    return found
+    found = []
+    text = page.read_text(encoding="utf-8")
+    for language, block, span in re.findall(r"^```(.*)\n((?:.*\n)*?)```|`([^`\n]+)`", text, re.MULTILINE):
+        if block:
+            found += _of_block(language, block)
+        elif re.match(INLINE, span) and "…" not in span:
+            found.append(span)
+    return [PageCommand(page.name, command) for command in found]
 
 
-def _of_block(page: str, language: str, block: list[tuple[int, str]]) -> list[PageCommand]:
-    if language == "" or language == "console":
-        prompted = [(number, line[2:]) for number, line in block if line.startswith("$ ")]
-        first = next(line for _, line in block if line.strip()).split()[0]
+def _of_block(language, block):
+    lines = re.sub(r" *\\\n *", " ", block).splitlines()
+    if language in ("", "console"):
+        prompted = [line[2:] for line in lines if line.startswith("$ ")]
+        first = block.split()[0]
         if not prompted and first not in PROGRAMS and "=" not in first:
             return []  # what a program has written
-        block = prompted or block
+        lines = prompted or lines
     elif language not in ("sh", "bash"):
         return []
-    found: list[PageCommand] = []
-    goes_on = False
-    for number, line in block:
-        if goes_on:
-            found[-1] = found[-1]._replace(text=f"{found[-1].text} {line.strip()}")
-        elif line.strip() and not line.startswith("#"):
-            found.append(PageCommand(page, number, line.strip()))
-        goes_on = line.rstrip().endswith("\\")
-        if goes_on and found:
-            found[-1] = found[-1]._replace(text=found[-1].text.rstrip("\\ "))
-    return found
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 @cache
-def load_docs(name: str) -> Any:
+def load_docs(name):
     """A Python file of docs/, as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
-    assert spec
-    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def parse_script(words: list[str], text: str, folder: Path) -> None:
+def parse_script(words, text, folder):
     script, *flags = words
     assert (ROOT / script).is_file(), f"{text}: no {script}"
     if not (found := load_docs("reference").command_of(ROOT / script)):
@@ -177,7 +203,7 @@ def parse_script(words: list[str], text: str, folder: Path) -> None:
     cli.load(command, flags, default)
 
 
-def write_texts(folder: Path) -> None:
+def write_texts(folder):
     """Texts of one's own: some modules of the standard library."""
     (folder / "texts").mkdir()
     for name in ("abc", "bisect", "heapq", "queue", "sched", "shlex", "textwrap"):

@@ -32,9 +32,7 @@ THREADS = int(os.environ.get("TEST_THREADS", "1"))
 """Threads of torch in tests and ranks; tests/kinds.py has others."""
 
 
-def wait_until(
-    condition: Callable[[], object], seconds: float = 120, process: BaseProcess | subprocess.Popen | None = None
-) -> float:
+def wait_until(condition: Callable[[], object], seconds=120, process: BaseProcess | subprocess.Popen | None = None):
     """When the condition came to hold, by `time.monotonic`. Raises: AssertionError if it does not within so many
     seconds, or if the process ends before."""
     deadline = time.monotonic() + seconds
@@ -47,7 +45,7 @@ def wait_until(
     return time.monotonic()
 
 
-def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[tuple[BaseProcess, Connection]]:
+def start_ranks(function, world, *args) -> list[tuple[BaseProcess, Connection]]:
     """Starts `function(*args)` on each rank; one process alone gets no rank, like a plain `python script.py`."""
     port = reserve_port()
     started = []
@@ -61,20 +59,20 @@ def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[tu
     return started
 
 
-def start(process: BaseProcess) -> None:
+def start(process):
     """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers."""
     start_resource_tracker()
     with block_signals():
         process.start()
 
 
-def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+def rank_environment(rank, world, port) -> dict[str, str]:
     """The variables that torchrun gives a rank."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in values.items()}
 
 
-def forked_ranks(function: Callable[..., Any], arguments: Sequence[tuple]) -> list[BaseProcess]:
+def forked_ranks(function, arguments: Sequence[tuple]) -> list[BaseProcess]:
     """Replaces `gpt2_ddp.distributed.spawn.start_ranks`: the ranks are forked, with torch loaded."""
     started = start_ranks(_own_arguments, len(arguments), function, arguments, OUTPUTS)
     RECEIVERS.extend(receiver for _, receiver in started)
@@ -89,7 +87,7 @@ OUTPUTS: list[str] = []
 """Files for stdout and stderr of this process and of what it forks; none: what they were."""
 
 
-def write_to(files: list[str]) -> None:
+def write_to(files):
     """Has stdout and stderr written to the end of these files."""
     OUTPUTS.extend(files)
     for number, file in enumerate(files, 1):
@@ -98,12 +96,12 @@ def write_to(files: list[str]) -> None:
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
-def _own_arguments(function: Callable[..., Any], arguments: Sequence[tuple], outputs: list[str]) -> None:
+def _own_arguments(function, arguments: Sequence[tuple], outputs):
     write_to(outputs)
     function(*arguments[int(os.environ.get("RANK", "0"))])
 
 
-def results(started: list[tuple[BaseProcess, Connection]], timeout: float = 120) -> list[Any]:
+def results(started: list[tuple[BaseProcess, Connection]], timeout=120) -> list[Any]:
     """What each rank returned; raises what the first failing rank raised, as text."""
     deadline = time.monotonic() + timeout
     values = []
@@ -127,12 +125,12 @@ def results(started: list[tuple[BaseProcess, Connection]], timeout: float = 120)
     return values
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(function, world, *args, timeout=120) -> list[Any]:
     """Runs `function(*args)` on each rank of a world and returns what each returned."""
     return results(start_ranks(function, world, *args), timeout)
 
 
-def run_until_killed(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> None:
+def run_until_killed(function, world, *args, timeout=120):
     """Runs `function(*args)` on each rank until the last rank dies of SIGKILL; then kills the other ranks."""
     started = start_ranks(function, world, *args)
     started[-1][0].join(timeout)
@@ -143,7 +141,7 @@ def run_until_killed(function: Callable[..., Any], world: int, *args: Any, timeo
     assert exit_code == -signal.SIGKILL, exit_code
 
 
-def in_turn(*calls: tuple) -> list[Any]:
+def in_turn(*calls) -> list[Any]:
     """Calls one function after another in this process. Each call is a tuple of the function and its arguments.
 
     Returns:
@@ -158,11 +156,11 @@ def in_turn(*calls: tuple) -> list[Any]:
     return found
 
 
-def first_calls(function: Callable[..., Any], *args: Any) -> list[str]:
+def first_calls(function, *args):
     """The functions of the package that `function(*args)` calls in this thread, in the order of their first calls."""
     found: dict[str, None] = {}
 
-    def note(frame: Any, event: str, _: Any) -> None:
+    def note(frame, event, _):
         if event == "call":
             found[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"] = None
 
@@ -178,7 +176,7 @@ class RankError(Exception):
     """A rank's traceback."""
 
 
-def _call(environment: dict[str, str], sender: Connection, function: Callable[..., Any], args: tuple) -> None:
+def _call(environment: dict[str, str], sender, function, args):
     import torch
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

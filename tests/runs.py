@@ -10,70 +10,73 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, list_checkpoints, seal, steps_of
 from gpt2_ddp.checkpoint.run_files import field_of, next_chain
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
+from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
-from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import content_sha256
-from gpt2_ddp.files import sha256_file
+from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State
 
-KINDS: dict[str, tuple[type[JobConfig], dict[str, Any]]] = {
-    "regression": (
-        RegressionConfig,
-        {"data.points": 101, "data.test_points": 31, "optim.momentum": 0.9, "train.global_batch_size": 12},
-    ),
-    "mlp": (
-        ClassifierConfig,
-        {
-            "data.points": 101,
-            "data.test_points": 31,
-            "model.hidden": (30, 20),
-            "optim.name": "adam",
-            "train.global_batch_size": 24,
-            "train.micro_batch_size": 4,
-            "train.mixed_precision": "bf16",
-        },
-    ),
-    "lenet": (
-        ClassifierConfig,
-        {
-            "data.name": "cifar100",
-            "data.augment": True,
-            "model.name": "lenet",
-            "optim.name": "adam",
-            "optim.lr": 1e-3,
-            "train.global_batch_size": 48,
-            "train.micro_batch_size": 16,
-        },
-    ),
-    "resnet18": (
-        ClassifierConfig,
-        {"data.name": "cifar100", "model.name": "resnet18", "train.global_batch_size": 12, "train.micro_batch_size": 4},
-    ),
-    "transformer": (TransformerConfig, {"model.dropout": 0.1, "train.global_batch_size": 6, "data.sequences": 19}),
-}
+KINDS: dict[str, dict[str, Any]] = yaml.safe_load("""
+regression:
+  data: {points: 101, test_points: 31}
+  optim: {momentum: 0.9}
+  train: {global_batch_size: 12}
+mlp:
+  data: {points: 101, test_points: 31}
+  model: {hidden: [30, 20]}
+  optim: {name: adam}
+  train: {global_batch_size: 24, micro_batch_size: 4, mixed_precision: bf16}
+lenet:
+  data: {name: cifar100, augment: true}
+  model: {name: lenet}
+  optim: {name: adam, lr: 0.001}
+  train: {global_batch_size: 48, micro_batch_size: 16}
+resnet18:
+  data: {name: cifar100}
+  model: {name: resnet18}
+  train: {global_batch_size: 12, micro_batch_size: 4}
+transformer:
+  data: {sequences: 19}
+  model: {dropout: 0.1}
+  train: {global_batch_size: 6}
+""")
+JOB = """
+run_name: run
+train: {epochs: 4, device: cpu}
+tracking: {log_every: 1}
+eval: {batch_size: 8}
+checkpoint: {background: false}  # or rows and kills would come in any order
+"""
+GPT = """
+run_name: run
+model: {n_layer: 2, n_head: 2, n_embd: 32, block_size: 32}
+optim: {lr: 0.003, min_lr: 0.0003, warmup_steps: 2}
+train: {steps: 10, global_batch_tokens: 384, micro_batch_size: 3, device: cpu}
+eval: {every: 10, tokens: 500}
+checkpoint: {every: 5, background: false}
+tracking: {log_every: 1}
+"""
 
 
-def job_config(kind: str, output_dir: Path, changes: dict[str, Any] | None = None) -> JobConfig:
+def job_config(kind, output_dir, changes=None):
     """A tiny job of this kind on the CPU; dotted names in `changes` differ from it."""
-    command, own = KINDS[kind]
-    values: dict[str, Any] = {"output_dir": str(output_dir), "run_name": "run", "train": {"epochs": 4, "device": "cpu"}}
-    values |= {"tracking": {"log_every": 1}, "eval": {"batch_size": 8}}
-    values["checkpoint"] = {"background": False}  # or rows and kills would come in any order
-    return command.model_validate(changed(values, own | (changes or {})))
+    command = {"regression": RegressionConfig, "transformer": TransformerConfig}.get(kind, ClassifierConfig)
+    values = changed(yaml.safe_load(JOB), {"output_dir": str(output_dir)} | flat(KINDS[kind]) | (changes or {}))
+    return command.model_validate(values)
 
 
 def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -84,31 +87,31 @@ def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def open_folder(run: Path, lock: bool = True) -> RunFolder:
+def open_folder(run, lock=True) -> RunFolder:
     """The run folder of a small regression, which is made and locked."""
     return RunFolder(job_config("regression", run.parent, {"run_name": run.name}), lock)
 
 
-def open_store(run: Path, keep_last: int = 3, wish: bool | str = False, lock: bool = True) -> CheckpointStore:
+def open_store(run, keep_last=3, wish: bool | str = False, lock=True) -> CheckpointStore:
     """The checkpoints of a run folder, which is made and locked."""
     folder = open_folder(run, lock)
     return CheckpointStore(folder, RunLog(folder), keep_last, wish)
 
 
-def state_after(step: int, val_loss: float | None = None, **progress: Any) -> State:
+def state_after(step, val_loss=None, **progress):
     """The state of a small regression whose weights of this step were evaluated."""
     progress = {"step": step, "scored_at": step, "scores": {"val_loss": val_loss}} | progress
     task = {"global_batch_size": 12, "lr": 0.1, "data_hash": ""}
     return State.of("regression", progress=progress, feed={}, setup={"epoch_size": 101}, task=task)
 
 
-def run_small_job(config: JobConfig):
+def run_small_job(config):
     from gpt2_ddp.tasks.jobs import run_job
 
     return run_job(config)
 
 
-def train(config: RunConfig) -> str:
+def train(config):
     """Trains what the configuration describes, in this process or as one of its ranks; the outcome. A test's own
     configuration names its task."""
     from gpt2_ddp.tasks.pretraining import make_pretraining
@@ -116,11 +119,10 @@ def train(config: RunConfig) -> str:
 
     if isinstance(config, JobConfig):
         return run_small_job(config).outcome
-    own: Any = config
-    return loop.train(config, make_pretraining if isinstance(config, TrainingConfig) else own.task).outcome
+    return loop.train(config, make_pretraining if isinstance(config, TrainingConfig) else config.task).outcome
 
 
-def before_each_step(action: Callable[[Any], object]) -> None:
+def before_each_step(action: Callable[[Any], object]):
     """From now on, each step of a training in this process begins with `action(run)`."""
     from gpt2_ddp.training import loop
 
@@ -128,19 +130,19 @@ def before_each_step(action: Callable[[Any], object]) -> None:
     loop.train_step = lambda run: (action(run), step(run))[1]
 
 
-def said(function: Callable, *args: Any) -> tuple[Any, str, str]:
+def said(function, *args) -> tuple[Any, str, str]:
     """The value of a call, and what it printed to stdout and to stderr."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
         return function(*args), out.getvalue(), errors.getvalue()
 
 
 def train_with_faults(
-    config: RunConfig,
-    bad: tuple[int, int] = (0, 0),
-    times: float = math.nan,
-    dies_at: int = 0,
-    sent: int = signal.SIGKILL,
-) -> str:
+    config,
+    bad=(0, 0),
+    times=math.nan,
+    dies_at=0,
+    sent=signal.SIGKILL,
+):
     """Trains. The last rank's gradient is multiplied by `times` in each step that begins at a position in `bad`. The
     last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Returns the outcome."""
     from gpt2_ddp.training import loop
@@ -169,117 +171,107 @@ def train_with_faults(
         loop.train_step = step
 
 
-def all_rows(run: Path, file: str = "metrics.jsonl") -> list[dict]:
+def all_rows(run, file="metrics.jsonl") -> list[dict]:
     """The rows, events included, without their chain."""
     found = [json.loads(line) for line in (run / file).read_text().splitlines()]
     return [{name: value for name, value in row.items() if name != "chain"} for row in found]
 
 
-def rows(run: Path, file: str = "metrics.jsonl") -> list[dict]:
+def rows(run, file="metrics.jsonl") -> list[dict]:
     """What a resumed run's rows have in common with those of one that was left alone, but for their timings: its steps
     and rollbacks."""
     return [row for row in all_rows(run, file) if row.get("event", "rollback") == "rollback"]
 
 
-def untimed(run: Path, file: str = "metrics.jsonl") -> list[dict]:
+def untimed(run, file="metrics.jsonl") -> list[dict]:
     """The rows without timings: those of a resumed run are equal to those of the same run left alone."""
     return [
         {name: value for name, value in row.items() if field_of(name).kind != "measured"} for row in rows(run, file)
     ]
 
 
-def events(run: Path, event: str) -> list[dict]:
+def events(run, event) -> list[dict]:
     """The rows of an event, such as `start`."""
     return [row for row in all_rows(run) if row.get("event") == event]
 
 
-def status(run: Path) -> dict[str, Any]:
+def status(run) -> dict[str, Any]:
     """What status.json holds; nothing before there is one."""
     file = run / "status.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def is_intact(run: Path, **options: Any) -> bool:
+def is_intact(run, **options):
     """Whether verify_run.py finds the run intact."""
     return verify_run(VerifyConfig(run=str(run), **options)) == 0
 
 
-def checkpoint_at(run: Path, step: int) -> Path:
+def checkpoint_at(run, step):
     return run / f"checkpoints/step-{step:08d}"
 
 
-def saved_steps(run: Path) -> list[int]:
+def saved_steps(run) -> list[int]:
     """The steps whose checkpoints a run has."""
     return steps_of(list_checkpoints(run / "checkpoints"))
 
 
-def spoil(file: Path) -> None:
+def spoil(file):
     """Changes the last byte of a file."""
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def state_of(run: Path) -> dict[str, Any]:
+def state_of(run) -> dict[str, Any]:
     """The state in the newest checkpoint."""
-    return json.loads((newest_checkpoint(run) / "state.json").read_text())
+    return read_json(newest_checkpoint(run) / "state.json")
 
 
-def lasting_state(checkpoint: Path) -> dict[str, Any]:
+def lasting_state(checkpoint) -> dict[str, Any]:
     """The state in a checkpoint without run id and log, which differ between a run left alone and one resumed."""
-    state = json.loads((checkpoint / "state.json").read_text())
+    state = read_json(checkpoint / "state.json")
     del state["progress"]["run_id"], state["log"]
     return state
 
 
-def gpt_state(step: int = 0, epoch_size: int = 1000, **sections: Any) -> State:
+def gpt_state(step=0, epoch_size=1000, **sections):
     """The state of a GPT run after a step, with defaults for what is not given."""
     task = GPTData(tokenizer="none", tokenizer_sha256="", vocab_size=512, data_manifest="", micro_batch=1)
     sections = {"progress": Progress(step=step), "feed": FeedState(), "setup": Setup(epoch_size=epoch_size)} | sections
     return State.of("gpt2", **{"task": task} | sections)
 
 
-def newest_checkpoint(run: Path) -> Path:
+def newest_checkpoint(run):
     return max((run / "checkpoints").glob("step-*"))
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
+def weights(run) -> dict[str, torch.Tensor]:
     return tensors_of(newest_checkpoint(run), "model")
 
 
-def tensors_of(place: Path, what: str) -> dict[str, torch.Tensor]:
+def tensors_of(place, what) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint's `model` or `optimizer`, whole: the rows of all parts, in their order."""
     parts = [load_file(file) for file in sorted(place.glob(f"{what}*.safetensors"))]
     found = {name: [part[name] for part in parts if name in part] for part in parts for name in part}
     return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in found.items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def assert_same(one: Path, other: Path) -> None:
+def assert_same(one, other):
     """Two runs have the same rows but for timings, and the same newest weights, bit for bit."""
     assert untimed(one) == untimed(other)
     assert same(weights(one), weights(other))
 
 
-def training_config(corpus: Path, output_dir: Path, changes: dict[str, Any] | None = None) -> TrainingConfig:
+def training_config(corpus, output_dir, changes=None):
     """A tiny GPT of ten steps on the CPU, a quarter of a second; dotted names in `changes` differ from it."""
-    values: dict[str, Any] = {
-        "output_dir": str(output_dir),
-        "run_name": "run",
-        "data": {"path": str(corpus)},
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32},
-        "optim": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 2},
-        "train": {"steps": 10, "global_batch_tokens": 12 * 32, "micro_batch_size": 3, "device": "cpu"},
-        "eval": {"every": 10, "tokens": 500},
-        "checkpoint": {"every": 5, "background": False},  # or rows and kills would come in any order
-        "tracking": {"log_every": 1},
-    }
-    return TrainingConfig.model_validate(changed(values, changes or {}))
+    own = {"output_dir": str(output_dir), "data.path": str(corpus)} | (changes or {})
+    return TrainingConfig.model_validate(changed(yaml.safe_load(GPT), own))
 
 
-def edit_manifest(folder: Path, **changes: object) -> None:
+def edit_manifest(folder, **changes):
     """Changes values of a manifest.json, and its own hash with them, so that only what they mean is wrong."""
     file = folder / "manifest.json"
     values = {**json.loads(file.read_text()), **changes}
@@ -287,22 +279,22 @@ def edit_manifest(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps({**values, "sha256": content_sha256(values)}))
 
 
-def change(file: Path, old: str, new: str) -> None:
+def change(file, old, new):
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new, 1))
 
 
-def reseal(file: Path) -> None:
+def reseal(file):
     """Makes the manifest beside a checkpoint's file fit what is in it now."""
-    manifest = json.loads((file.parent / MANIFEST).read_text())
+    manifest = read_json(file.parent / MANIFEST)
     manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
     (file.parent / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
 
 
 def edit_rows(
-    run: Path, edit: Callable[[list[dict]], object], before: Callable[[dict, dict[str, str]], object] = lambda *_: None
-) -> None:
+    run, edit: Callable[[list[dict]], object], before: Callable[[dict, dict[str, str]], object] = lambda *_: None
+):
     """Edits the rows, and computes all of the chain again. `before` is called with each row, and with the new chains of
     those before it by their old ones."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -318,14 +310,14 @@ def edit_rows(
     (run / "metrics.jsonl").write_text("".join(lines))
 
 
-def forge(run: Path, edit: Callable[[list[dict]], object] = lambda rows: None) -> None:
+def forge(run, edit: Callable[[list[dict]], object] = lambda rows: None):
     """Edits the rows, and makes all hashes in rows and checkpoints fit again, as a patient forger would."""
 
-    def fit(row: dict, chains: dict[str, str]) -> None:
+    def fit(row: dict, chains: dict[str, str]):
         saved = row if row.get("event") == "checkpoint" else row.get("checkpoint")
         place = checkpoint_at(run, saved["step"]) if saved else run
         if saved and (place / MANIFEST).is_file():
-            old = json.loads((place / "state.json").read_text())["log"]["chain"]
+            old = read_json(place / "state.json")["log"]["chain"]
             change(place / "state.json", old, chains.get(old, old))
             reseal(place / "state.json")
             saved["sha256"] = sha256_file(place / MANIFEST)
@@ -333,7 +325,7 @@ def forge(run: Path, edit: Callable[[list[dict]], object] = lambda rows: None) -
     edit_rows(run, edit, fit)
 
 
-def verified(run: Path, capsys: pytest.CaptureFixture, **options: Any) -> tuple[int, list[str], list[str]]:
+def verified(run, capsys: pytest.CaptureFixture, **options) -> tuple[int, list[str], list[str]]:
     """The exit code, the defects, and the other lines."""
     code = verify_run(VerifyConfig(run=str(run), **options))
     lines = capsys.readouterr().out.splitlines()
@@ -341,7 +333,7 @@ def verified(run: Path, capsys: pytest.CaptureFixture, **options: Any) -> tuple[
     return code, defects, [line for line in lines if not line.startswith("defect  ")]
 
 
-def expect_defect(run: Path, capsys: pytest.CaptureFixture, *defects: str) -> None:
+def expect_defect(run, capsys: pytest.CaptureFixture, *defects):
     """Each of `defects` is the beginning of one that is found."""
     code, found, others = verified(run, capsys)
     assert code == 1
@@ -351,7 +343,7 @@ def expect_defect(run: Path, capsys: pytest.CaptureFixture, *defects: str) -> No
 
 
 @contextmanager
-def built(config: RunConfig, make_task: Any = None) -> Iterator[Any]:
+def built(config, make_task=None) -> Iterator[Any]:
     """The `Trainer` of a configuration, as a training builds it."""
     from gpt2_ddp.tasks.jobs import make_job
     from gpt2_ddp.tasks.pretraining import Pretraining
@@ -364,7 +356,7 @@ def built(config: RunConfig, make_task: Any = None) -> Iterator[Any]:
 
 
 @contextmanager
-def started(config: RunConfig) -> Iterator[Any]:
+def started(config) -> Iterator[Any]:
     """The `Training` of a configuration, before its first step."""
     from gpt2_ddp.training.run import start
 
@@ -372,18 +364,18 @@ def started(config: RunConfig) -> Iterator[Any]:
         yield run
 
 
-def evaluate_checkpoint(config: RunConfig) -> dict[str, float]:
+def evaluate_checkpoint(config) -> dict[str, float]:
     with built(config) as run:
         return run.evaluate(lambda: None)
 
 
-def by_definition(seed: int, n: int, position: int) -> int:
+def by_definition(seed, n, position):
     """The item at a position, from docs/verify.md in integers alone."""
     epoch, index = divmod(position, n)
     return permuted(seed, str(epoch), n, index)
 
 
-def permuted(seed: int, key: str, n: int, index: int) -> int:
+def permuted(seed, key, n, index):
     """The place of an index among `n`, under this key."""
     base = next(a for a in range(max(math.isqrt(n) - 1, 1), n + 1) if a * a >= n)
     content = hashlib.shake_256(f"{seed}/{key}".encode()).digest(64)

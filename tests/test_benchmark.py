@@ -1,8 +1,5 @@
 """benchmarks: tables, turns and user errors on made-up contenders; and, slowly, real ones on a tiny model."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from ranks import forked_ranks, run_ranks
@@ -12,6 +9,7 @@ from test_gpu import TINY_PRESET
 from benchmarks import checkpoint, harness, step
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, run_benchmarks
+from gpt2_ddp.files import read_json
 from gpt2_ddp.training.loop import train_step
 
 
@@ -19,31 +17,28 @@ def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
     rates = Case("a", "tokens/s", {OURS: [2.0, 6.0, 9.0], "baseline": [1.0, 2.0, 9.0]})
     seconds = Case("b", "s", {OURS: [2.0, 6.0, 9.0], "baseline": [1.0, 2.0, 9.0]}, more_is_better=False)
     assert (rates.ratios("baseline"), seconds.ratios("baseline")) == ([2, 3, 1], [1 / 2, 1 / 3, 1])
-    assert [*rates.lines()][1] == ["a", "tokens/s", "baseline", "2", "2.000 (1.000–3.000)"]
-    alone = Case("c", "tokens/s", {"cpu": [1.0]})
-    assert [*alone.lines()] == [["c", "tokens/s", "cpu", "1", ""]]
+    assert "2.000 (1.000–3.000)" in [*rates.lines()][1]
 
 
 def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch):
     cases = [Case("a", "s", {OURS: [1.0], "b": [2.0]}, False)]
     monkeypatch.setattr(checkpoint, "measure", lambda config: cases)
     assert run_benchmarks(BenchmarkConfig(only=("checkpoint",), output=str(tmp_path), threads=3)) == [cases]
-    found = json.loads((tmp_path / "checkpoint.json").read_text())
+    found = read_json(tmp_path / "checkpoint.json")
     assert (found["cases"][0]["figures"], found["settings"]["threads"]) == ({OURS: [1], "b": [2]}, 3)
     assert found["machine"]["torch_version"] in torch.__version__
     assert {"commit", "command"} <= found.keys()
 
 
-def checkpoints(folder: Path) -> None:
+def checkpoints(folder):
     """What each contender of `checkpoint` resumes is what it saved, whatever was trained since."""
     config = BenchmarkConfig(device="cpu", preset=str(folder / "tiny.yaml"))
     training = step.short_run(config, folder, 1, "no", "off", checkpoint.CHANGES)
     step.random_tokens(folder / "random")
     with started(training) as run:
 
-        def state() -> dict[str, torch.Tensor]:
+        def state():
             snapshot = run.snapshot()
-            assert snapshot
             return {name: value.clone() for name, value in (snapshot.model | snapshot.optimizer).items()}
 
         for name, (save, resume) in checkpoint.contenders(run, folder / "all.pt").items():
@@ -78,4 +73,4 @@ def test_a_tiny_step_of_every_contender(tmp_path, monkeypatch):
     rate, memory = cases
     assert rate.figures.keys() == {OURS, step.BARE, "transformers, Accelerate"}
     assert all(100 < mebibytes < 4000 for (mebibytes,) in memory.figures.values())
-    assert json.loads((tmp_path / "out/step.json").read_text())["cases"][0]["figures"] == rate.figures
+    assert read_json(tmp_path / "out/step.json")["cases"][0]["figures"] == rate.figures

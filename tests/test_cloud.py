@@ -2,11 +2,9 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -15,20 +13,20 @@ import yaml
 from commands import TORCHRUN, environment, launch
 from pages import ROOT, load_docs, parse_script
 from ranks import wait_until
+from test_container import COMPOSED, COPIED, DOCKERFILE, UID, VOLUMES
 
 from gpt2_ddp.config import cli
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
 
 CLOUD, LAUNCH = ROOT / "cloud", ROOT / "cloud/launch.sh"
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
-def documents(name: str, rdma: bool = False) -> list[dict[str, Any]]:
+def documents(name, rdma=False):
     text = (CLOUD / name).read_text()
     return list(yaml.safe_load_all(text.replace("# rdma: ", "") if rdma else text))
 
 
-def one(name: str, kind: str) -> dict[str, Any]:
+def one(name, kind):
     (found,) = (document for document in documents(name) if document["kind"] == kind)
     return found
 
@@ -42,11 +40,11 @@ class Machine(NamedTuple):
     processes: int
 
     @property
-    def env(self) -> dict[str, str]:
+    def env(self):
         return {entry["name"]: entry.get("value", "1") for entry in self.container["env"]}
 
 
-def job_machine() -> Machine:
+def job_machine():
     spec = one("kubernetes.yaml", "Job")["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
@@ -56,7 +54,7 @@ def job_machine() -> Machine:
     return Machine(pod, container, spec["completions"], int(env["PET_NPROC_PER_NODE"]))
 
 
-def train_job_machine() -> Machine:
+def train_job_machine():
     spec = one("kubeflow.yaml", "TrainJob")["spec"]
     (patch,) = spec["runtimePatches"]
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -68,7 +66,7 @@ def train_job_machine() -> Machine:
     return Machine(pod, merged, trainer["numNodes"], trainer["numProcPerNode"])
 
 
-MACHINES = [pytest.param(job_machine, id="kubernetes.yaml"), pytest.param(train_job_machine, id="kubeflow.yaml")]
+MACHINES = (job_machine, train_job_machine)
 
 
 @pytest.mark.parametrize("rdma", [False, True])
@@ -89,7 +87,7 @@ def test_the_data_of_the_pods_are_prepared_by_the_job_before(tmp_path, monkeypat
     words = [*container["command"], *container["args"]]
     parse_script(words[1:], " ".join(words), tmp_path)
     prepared = cli.load(*_loaded(words[1:]))
-    for machine in (job_machine(), train_job_machine()):
+    for machine in (make() for make in MACHINES):
         words = [*machine.container["command"], *machine.container["args"]]
         assert cli.load(*_loaded(words[words.index("scripts/train_gpt2.py") :])).data.path == prepared.output
         assert machine.pod["securityContext"] == prepare["securityContext"]
@@ -102,18 +100,15 @@ def test_the_data_of_the_pods_are_prepared_by_the_job_before(tmp_path, monkeypat
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_pod_is_one_of_the_image_with_a_gpu_for_each_process_and_time_to_save(machine):
     pod, container, _, processes = machine()
-    image = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["train"]["image"]
-    assert re.fullmatch(rf"[^/]+/{image}:\S+", container["image"])
-    copied = " ".join(re.findall(r"^COPY ((?!--from).+) \S+$", DOCKERFILE, re.MULTILINE)).split()
+    assert re.fullmatch(rf"[^/]+/{COMPOSED['image']}:\S+", container["image"])
     files = [word for word in (*container["command"], *container["args"]) if word.endswith((".sh", ".py", ".yaml"))]
     assert len(files) == 3
-    assert [file for file in files if not {file, file.partition("/")[0]} & set(copied)] == []
-    uid = int(re.search(r"--uid (\d+)", DOCKERFILE)[1])
+    assert [file for file in files if not {file, file.partition("/")[0]} & {*COPIED}] == []
     user = pod["securityContext"]
-    assert (user["runAsUser"], user["runAsGroup"], user["fsGroup"]) == (uid, uid, uid)
+    assert {user["runAsUser"], user["runAsGroup"], user["fsGroup"]} == {UID}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
-    assert set(yaml.safe_load(re.search(r"^VOLUME (.*)$", DOCKERFILE, re.MULTILINE)[1])) < set(mounts)
+    assert {*VOLUMES} < {*mounts}
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     claims = {d["metadata"]["name"] for d in documents("prepare.yaml") if d["kind"] == "PersistentVolumeClaim"}
     assert {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v} == claims
@@ -126,14 +121,13 @@ def test_a_pod_is_one_of_the_image_with_a_gpu_for_each_process_and_time_to_save(
     assert pod["terminationGracePeriodSeconds"] >= max(map(int, documented))
 
 
-def check_launch(words: list[str], folder: Path) -> str:
+def check_launch(words, folder):
     """Holds `cloud/launch.sh torchrun ...` against torchrun's parser and the script's; returns the run folder."""
     from torch.distributed.run import get_args_parser
 
     launch, program, *rest = words
     assert program == "torchrun"
     assert os.access(ROOT / launch, os.X_OK)
-    assert "cloud" not in (ROOT / ".dockerignore").read_text().split()
     found = get_args_parser().parse_args(rest)
     script = [found.training_script, *found.training_script_args]
     parse_script(script, " ".join(words), folder)
@@ -141,14 +135,14 @@ def check_launch(words: list[str], folder: Path) -> str:
     return f"{config.output_dir}/{config.run_name}"
 
 
-def _loaded(script: list[str]) -> tuple[Any, list[str], Any]:
+def _loaded(script):
     command, default = load_docs("reference").command_of(ROOT / script[0])
     return command, script[1:], default
 
 
 def test_pods_and_the_sky_task_run_what_there_is(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for machine in (job_machine(), train_job_machine()):
+    for machine in (make() for make in MACHINES):
         check_launch([*machine.container["command"], *machine.container["args"]], tmp_path)
     (task,) = documents("skypilot.yaml")
     (line,) = re.findall(r"cloud/launch\.sh .*", task["run"].replace("\\\n", ""))
@@ -199,7 +193,7 @@ def test_the_job_starts_again_what_was_stopped():
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
-def launcher(folder: Path, text: str) -> Path:
+def launcher(folder, text):
     """A shell script that stands in for torchrun."""
     file = folder / "torchrun"
     file.write_text(f"#!/bin/bash\n{text}")
@@ -252,18 +246,24 @@ def test_each_launcher_ends_with_the_code_of_its_script(tmp_path, name):
 LAUNCHER = """
 trap 'touch launcher-signalled' TERM
 for rank in 0 1; do
-    (trap "touch saved-$rank; exit" TERM; touch ready-$rank; while :; do sleep 0.02; done) &
+    (trap "touch saved-$rank; exit" TERM; touch begun-$rank; while :; do sleep 0.02; done) &
 done
 wait; wait; wait
 exit 0
 """
 
 
+def check_stop(folder, text, ranks=1):
+    """Stops a launch of these ranks once they have begun; when that was."""
+    process = subprocess.Popen([LAUNCH, launcher(folder, text)], cwd=folder)
+    begun = wait_until(lambda: len([*folder.glob("begun*")]) == ranks)
+    process.terminate()
+    assert process.wait(30) == STOPPED
+    return begun
+
+
 def test_a_stop_goes_to_the_ranks_alone(tmp_path):
-    process = subprocess.Popen([LAUNCH, launcher(tmp_path, LAUNCHER)], cwd=tmp_path)
-    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == STOPPED
+    check_stop(tmp_path, LAUNCHER, 2)
     assert {"saved-0", "saved-1"} <= {file.name for file in tmp_path.iterdir()}
     assert not (tmp_path / "launcher-signalled").exists()
 
@@ -272,19 +272,11 @@ def test_a_stop_goes_to_the_ranks_alone(tmp_path):
 def test_ranks_that_missed_a_signal_get_it_again(tmp_path):
     """As those that handle it later, and whose launcher ignores it, as that of slurm/train.sbatch does."""
     late = """trap 'touch missed' TERM; touch begun; until [[ -e missed ]]; do sleep 0.02; done; trap - TERM; sleep 9"""
-    torchrun = launcher(tmp_path, f'bash -c "{late}" &\nwait; exit 1')
-    process = subprocess.Popen([LAUNCH, torchrun], cwd=tmp_path)
-    begun = wait_until((tmp_path / "begun").exists)
-    process.terminate()
-    assert process.wait(30) == STOPPED
+    begun = check_stop(tmp_path, f'bash -c "{late}" &\nwait; exit 1')
     assert time.monotonic() - begun < 9
 
 
 @pytest.mark.slow
 def test_a_launcher_that_waits_for_other_machines_is_ended_after_its_ranks(tmp_path):
     """As an elastic one does, whose other machines go on."""
-    torchrun = launcher(tmp_path, "mkfifo pipe\nsleep 300 &\ntouch begun; wait $!\nread <>pipe\n")
-    process = subprocess.Popen([LAUNCH, torchrun], cwd=tmp_path)
-    wait_until((tmp_path / "begun").exists)
-    process.terminate()
-    assert process.wait(30) == STOPPED
+    check_stop(tmp_path, "mkfifo pipe\nsleep 300 &\ntouch begun; wait $!\nread <>pipe\n")

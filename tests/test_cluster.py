@@ -8,9 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -19,16 +17,16 @@ from commands import ROOT, forked
 from ranks import CONTEXT, rank_environment, wait_until, write_to
 
 from gpt2_ddp.distributed.spawn import reserve_port
+from gpt2_ddp.files import read_json
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
 BOUND = 3.0  # seconds that the ranks wait; rank 0 serves the store for five more, and the machine may be busy
 PATIENT = ["--timeout_seconds", "60"]  # where nobody is missing, so that no rank has to wait for so long
 SIGNS = "check_cluster/0/watch/0/signs"  # heartbeats of the ranks
 HOST = os.uname().nodename
-Ended = tuple[int | None, str]  # exit code and output of a rank
 
 
-def _command(output: Path, env: dict[str, str], flags: list[str], before: Callable[[], None] | None) -> None:
+def _command(output, env, flags, before):
     write_to([str(output)] * 2)
     os.environ.update(env, OMP_NUM_THREADS="1")
     sys.argv = [SCRIPT, "--device", "cpu", *flags]
@@ -38,12 +36,12 @@ def _command(output: Path, env: dict[str, str], flags: list[str], before: Callab
 
 
 @pytest.fixture
-def check(tmp_path: Path):
-    """Starts ranks of a world by hand, and returns how each ended. The last one calls `before` first. `meanwhile` is
-    called here, with the processes and the port; what it returns is not waited for."""
+def check(tmp_path):
+    """Starts ranks of a world by hand, and returns the exit code and the output of each. The last one calls `before`
+    first. `meanwhile` is called here, with the processes and the port; what it returns is not waited for."""
     processes = []
 
-    def run(ranks: list[int], world: int, *flags: str, before=None, meanwhile=None, **env: str) -> list[Ended]:
+    def run(ranks, world, *flags, before=None, meanwhile=None, **env):
         port = reserve_port()
         for number, rank in enumerate(ranks):
             own = rank_environment(rank, world, port) | env
@@ -72,7 +70,7 @@ def test_ranks_that_all_work(check, tmp_path):
     ended = check([0, 1, 2], world, *flags)
     assert [code for code, _ in ended] == [0] * world, ended
     assert ["bus_gb_per_s" in said for _, said in ended] == [True, False, False]
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = read_json(tmp_path / "found.json")
     assert [facts["rank"] for facts in found["ranks"]] == [0, 1, 2]
     assert [row["bytes"] for row in found["all_reduce"]] == sizes
     for row in found["all_reduce"]:
@@ -81,13 +79,13 @@ def test_ranks_that_all_work(check, tmp_path):
         assert distance(row["bus_gb_per_s"], row["algorithm_gb_per_s"] * 2 * (world - 1) / world, 1) < 2e-4
 
 
-def _other_version() -> None:
+def _other_version():
     import accelerate
 
     accelerate.__version__ = "0.34.2"
 
 
-def _wrong_sums() -> None:
+def _wrong_sums():
     right = dist.all_reduce
 
     def all_reduce(tensor, *args, **kwargs):
@@ -97,7 +95,7 @@ def _wrong_sums() -> None:
     dist.all_reduce = all_reduce
 
 
-def _no_connection() -> None:
+def _no_connection():
     dist.all_reduce = lambda tensor: time.sleep(100)
 
 
@@ -130,7 +128,7 @@ def test_a_port_that_another_program_has(check):
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 2)])
 def test_a_rank_lost_in_the_middle_is_named(check, number, victim):
-    def lose(processes, port: int) -> int:
+    def lose(processes, port):
         options = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=30)}
         signs = dist.PrefixStore(SIGNS, dist.TCPStore("127.0.0.1", port, **options))
         turn = lambda rank: json.loads(signs.get(str(rank)))[1]  # noqa: E731

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from commands import expect_error
+from commands import expect_error, run_script
 
-from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.distributed.environment import (
     EXIT_CODES,
     elastic_nodes,
@@ -19,15 +18,16 @@ from gpt2_ddp.distributed.environment import (
 )
 from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import is_main_process
-from gpt2_ddp.script import run_command
 
-NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
-NAMES += ("OMPI_COMM_WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE")
+NAMES = (
+    "WORLD_SIZE LOCAL_WORLD_SIZE RANK LOCAL_RANK MASTER_PORT SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE PET_NNODES"
+    " PET_NPROC_PER_NODE"
+)
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    for name in NAMES:
+    for name in NAMES.split():
         monkeypatch.setenv(name, "")  # so that what a test leaves behind is undone
         monkeypatch.delenv(name)
 
@@ -41,7 +41,7 @@ def test_exit_codes_tell_how_a_run_ended(monkeypatch, tmp_path):
     assert (tmp_path / "codes").read_text() == "0\n75\n3\n", "as without a launcher, for cloud/launch.sh"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES.split())
 def test_empty_is_unset_and_what_is_no_number_is_named(monkeypatch, name):
     for value in ("", " ", "-1"):
         monkeypatch.setenv(name, value)
@@ -61,26 +61,27 @@ def test_an_empty_rank_is_no_rank(monkeypatch):
     assert run_processes(os.getpid, 2) != os.getpid()
 
 
-def test_a_rank_that_is_no_number_is_said_aloud(monkeypatch, capsys):
+def test_a_rank_that_is_no_number_is_said_aloud(monkeypatch):
     monkeypatch.setenv("RANK", "first")
-    monkeypatch.setattr("sys.argv", ["check_cluster.py"])
-    from gpt2_ddp.cluster import check_cluster
-
-    with pytest.raises(SystemExit, match="2"):
-        run_command(CheckClusterConfig, check_cluster)
-    assert capsys.readouterr().err.startswith("error: RANK = first: ")
+    code, errors = run_script("check_cluster", [])
+    assert (code, errors[:21]) == (2, "error: RANK = first: ")
 
 
-@pytest.mark.parametrize(("command", "variable", "restarts", "nodes"), [
-    ("torchrun --nnodes 1:4 --max_restarts 3 train.py", "", "3", "1:4"),
-    ("torchrun --nnodes=2:4 train.py", "", "3", "2:4"),
-    ("torchrun train.py", "1:4", "3", "1:4"),
-    ("torchrun --nnodes 1:4 train.py", "", "0", ""),
-    ("torchrun --nnodes 2 train.py", "1:4", "3", ""),
-    ("torchrun --nnodes 2:2 train.py", "", "3", ""),
-    ("torchrun train.py", "", "3", ""),
-])  # fmt: skip
-def test_an_elastic_launcher(monkeypatch, command, variable, restarts, nodes):
+ELASTIC = """
+torchrun --nnodes 1:4 --max_restarts 3 train.py||3|1:4
+torchrun --nnodes=2:4 train.py||3|2:4
+torchrun train.py|1:4|3|1:4
+torchrun --nnodes 1:4 train.py||0|
+torchrun --nnodes 2 train.py|1:4|3|
+torchrun --nnodes 2:2 train.py||3|
+torchrun train.py||3|
+"""
+"""Command, PET_NNODES, restarts, and the nodes that it can have."""
+
+
+@pytest.mark.parametrize("line", ELASTIC.strip().splitlines())
+def test_an_elastic_launcher(monkeypatch, line):
+    command, variable, restarts, nodes = line.split("|")
     launcher = SimpleNamespace(cmdline=command.split)
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
     monkeypatch.setenv("PET_NNODES", variable)

@@ -12,21 +12,21 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from commands import ROOT, expect_error, launch
 from ranks import run_ranks, run_until_killed
 from runs import assert_same, rows, train, train_with_faults, training_config, verified
 
 from gpt2_ddp.tasks.own_code import find, trust
 
-ROOT = Path(__file__).parents[1]
 FILES, LINES = 2, 40
 """Most files of a diff, and most added and removed lines."""
 
 
-def diffs() -> dict[str, str]:
+def diffs():
     """The diffs of the page, by the heading above."""
     page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
     sections = [part.partition("\n") for part in re.split(r"^## ", page, flags=re.MULTILINE)]
@@ -34,23 +34,23 @@ def diffs() -> dict[str, str]:
     return {title: diff for title, (diff,) in ((title, diff) for title, diff in found.items() if diff)}
 
 
-def classes() -> dict[str, str]:
+def classes():
     """The files of the page, by the names of their classes."""
     page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
     files = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return {name[1]: file for file in files if (name := re.search(r"^class (\w+)\(Pretraining\)", file, re.MULTILINE))}
 
 
-OWN: dict[str, dict[str, object]] = {
-    "Differential": {},
-    "Mixture": {"optim.name": "muon"},
-    "Tanh": {},
-    "WithLion": {"optim.lr": 3e-4},
-    "Trapezoid": {"optim.name": "muon", "optim.decay_steps": 10},
-    "Curriculum": {"train.steps": 14},
-    "ZLoss": {},
-    "Rhymes": {},
-}
+OWN = yaml.safe_load("""
+Differential: {}
+Mixture: {optim.name: muon}
+Tanh: {}
+WithLion: {optim.lr: 0.0003}
+Trapezoid: {optim.name: muon, optim.decay_steps: 10}
+Curriculum: {train.steps: 14}
+ZLoss: {}
+Rhymes: {}
+""")
 """What each class is trained with."""
 PARTS = ("whole", "parts")
 
@@ -87,13 +87,13 @@ def test_a_class_of_the_page_is_killed_and_resumed(short_documents, tmp_path, ca
     assert losses[-1] < losses[0]
 
 
-def apply(diff: str, folder: Path) -> None:
+def apply(diff, folder):
     """Copies the package, its scripts and presets into a folder, and applies the diff."""
     for part in ("gpt2_ddp", "scripts", "configs"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    command = ["git", "apply", "--whitespace=error-all", "-"]
-    done = subprocess.run(command, input=diff, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    (folder / "diff").write_text(diff)
+    command = ["git", "apply", "--whitespace=error-all", "diff"]
+    done = launch(command, folder, GIT_CEILING_DIRECTORIES=str(folder.parent))
     assert done.returncode == 0, done.stderr
 
 
@@ -109,10 +109,8 @@ def test_each_diff_is_small_and_applies(tmp_path):
         apply(diff, tmp_path / str(number))
 
 
-def task(folder: Path, corpus: Path) -> None:
+def task(folder, corpus):
     """It has a command, trains, resumes bitwise, evaluates, and is verified."""
-    from runs import newest_checkpoint
-
     assert re.search(r"\n  train_parity +the parity of bits", run_command("--help"))
     for name, *ends in (("whole", 8), ("parts", 4, 8)):
         for epochs in ends:
@@ -120,18 +118,15 @@ def task(folder: Path, corpus: Path) -> None:
             assert "val_accuracy" in run_command("train_parity", *flags, "--train.device", "cpu")
     ranks = "-m gpt2_ddp train_parity --launch.processes 2 --train.epochs 1 --train.device cpu"
     subprocess.run([sys.executable, *ranks.split(), "--output_dir", folder / "two"], check=True, timeout=200)
-    runs = [folder / f"{name}/parity" for name in ("whole", "parts")]
-    whole, parts = map(newest_checkpoint, runs)
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (whole / file).read_bytes() == (parts / file).read_bytes()
-    assert "accuracy" in run_command("evaluate", "--checkpoint", runs[1], "--device", "cpu")
-    assert "is intact" in run_command("verify_run", runs[1])
+    whole, parts = (folder / name / "parity" for name in PARTS)
+    assert_same(whole, parts)
+    assert "accuracy" in run_command("evaluate", "--checkpoint", parts, "--device", "cpu")
+    assert "is intact" in run_command("verify_run", parts)
 
 
-def source(folder: Path, corpus: Path) -> None:
+def source(folder, corpus):
     """It prepares the same twice, and a change of the file is found."""
     from gpt2_ddp.config.tools import PrepareConfig
-    from gpt2_ddp.errors import UserError
     from gpt2_ddp.preparation.prepare import prepare
 
     with contextlib.closing(sqlite3.connect(folder / "mine.db")) as database:
@@ -139,10 +134,8 @@ def source(folder: Path, corpus: Path) -> None:
         for number in range(100):
             database.execute("insert into articles values (?)", [f"Article {number} of this source is short.\n"])
         database.commit()
-        configs = [
-            PrepareConfig(source=f"sqlite:{folder}/mine.db:articles", output=f"{folder}/{name}", tokenizer="bytes")
-            for name in "ab"
-        ]
+        source = f"sqlite:{folder}/mine.db:articles"
+        configs = [PrepareConfig(source=source, output=f"{folder}/{name}", tokenizer="bytes") for name in "ab"]
         for config in (*configs, configs[0]):
             prepare(config)
         one, other = ({file.name: file.read_bytes() for file in (folder / name).iterdir()} for name in "ab")
@@ -150,13 +143,12 @@ def source(folder: Path, corpus: Path) -> None:
         assert len(b"".join(one.values())) > 2 * 100 * 30
         database.execute("delete from articles where rowid = 7")
         database.commit()
-    with pytest.raises(UserError, match=r"source = sqlite:.*has changed"):
-        prepare(configs[0])
-    with pytest.raises(UserError, match=r"no such table: b\); write sqlite:FILE:TABLE"):
-        prepare(configs[0].model_copy(update={"source": f"sqlite:{folder}/mine.db:b", "output": f"{folder}/c"}))
+    expect_error("source = sqlite:.*has changed", prepare, configs[0])
+    gone = configs[0].model_copy(update={"source": f"sqlite:{folder}/mine.db:b", "output": f"{folder}/c"})
+    expect_error("no such table: b", prepare, gone)
 
 
-CHECKS: dict[str, Callable[[Path, Path], None]] = {
+CHECKS = {
     "A data source": source,
     "A small task": task,
 }
@@ -166,13 +158,12 @@ CHECKS: dict[str, Callable[[Path, Path], None]] = {
 @pytest.mark.parametrize("title", CHECKS)
 def test_a_diff_does_what_the_page_says(title, tmp_path, corpus):
     apply(diffs()[title], tmp_path / "patched")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "patched"), str(ROOT / "tests")])}
-    command = [sys.executable, __file__, title, str(tmp_path), str(corpus)]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, __file__, title, tmp_path, corpus]
+    done = launch(command, tmp_path, PYTHONPATH=f"{tmp_path}/patched{os.pathsep}{ROOT}/tests")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run_command(*words: object) -> str:
+def run_command(*words):
     """What `gpt2-ddp WORDS` prints; the exit code is 0."""
     from accelerate.state import AcceleratorState, GradientState
 

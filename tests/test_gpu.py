@@ -13,15 +13,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
+import yaml
 from cifar import pictures, write_folders
+from commands import ROOT
 from runs import train_with_faults
 
 from benchmarks.config import Benchmark, BenchmarkConfig
@@ -31,8 +31,8 @@ from gpt2_ddp.checkpoint.run_files import is_event
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.files import read_json
 
-ROOT = Path(__file__).parents[1]
 OUT = Path(os.environ.get("GPU_OUTPUT", ROOT / "runs/gpu")).absolute()
 DEVICE = os.environ.get("GPU_DEVICE", "cuda")
 CALL_SECONDS = float(os.environ.get("GPU_SECONDS", "inf"))
@@ -45,75 +45,64 @@ TINY = (
 )
 TINY_PRESET = "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n"
 
-FLAGS = "--output_dir {out} --train.device {device} --optim.decay_steps 400"
-SMALL = f"scripts/train_gpt2.py {FLAGS}{{tiny}}"
-"""The default training."""
-RANKS = f"-m torch.distributed.run --standalone --nproc_per_node {{gpus}} {SMALL} --tracking.log_every 1"
-FSDP = "--launch.parallel fsdp --tracking.sample_every 20"
-LARGE = (
-    f"scripts/train_gpt2.py {FLAGS} --config configs/gpt2_124m.yaml --data.path {{out}}/random --data.prepare null"
-    " --tracking.log_every 5 --train.mixed_precision bf16 --train.steps 40{large}"
-)
-"""GPT-2 (124M), bf16, 64 windows a step, random tokens."""
-CURVE = f"{SMALL} --tracking.log_every 1 --train.steps 200"
-STEP = "-m benchmarks step --steps 20 --precision bf16 --device {device} --output {out}/"
-JOB = "--output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
-JOB += " --train.device {device} --tracking.log_every 1"
-PARTS: dict[str, list[str]] = {
-    # does it work at all
-    "fp32": [f"{SMALL} --run_name fp32 --train.mixed_precision no --train.steps 50"],
-    "bf16": [f"{SMALL} --run_name bf16 --train.mixed_precision bf16 --train.steps 50"],
-    "resume": [
-        f"{SMALL} --run_name straight --train.deterministic --train.steps 40",
-        f"{SMALL} --run_name resumed --train.deterministic --train.steps 20",
-        f"{SMALL} --run_name resumed --train.deterministic --train.steps 40",
-    ],
-    "stop": [
-        f"{SMALL} --run_name stopped --train.max_minutes 0.001 --train.steps 50",
-        f"{SMALL} --run_name stopped --train.steps 50",
-    ],
-    "Inf": [f"tests/test_gpu.py {FLAGS}{{tiny}} --run_name inf --train.mixed_precision {{fp16}} --train.steps 50"],
-    "verify": ["scripts/verify_run.py {out}/resumed"],
-    "generate": ["scripts/generate.py {out}/resumed --max_new_tokens 20"],
-    "evaluate": ["scripts/evaluate.py {out}/resumed --device {device}"],
-    "torchrun": [
-        f"-m torch.distributed.run --standalone --nproc_per_node 1 {SMALL} --run_name torchrun --train.steps 20"
-    ],
-    # one model, in parts on all GPUs
-    "replicated": [f"{RANKS} --run_name replicated --train.steps 40"],
-    "sharded": [
-        *(f"{RANKS} --run_name sharded {FSDP} --train.steps {steps}" for steps in (20, 40)),
-        "scripts/verify_run.py {out}/sharded",
-    ],
-    # the step
-    "step": [f"{STEP}step --repeats 3 --compile model --micro_batch 32{{nanogpt}}{{short}}"],
-    "steps": [f"{STEP}steps --repeats 2 --compile off blocks model --micro_batch 16 64"],
-    "124M": [f"{LARGE} --run_name 124M"],
-    "logits whole": [f"{LARGE} --run_name whole_logits --train.loss_chunk null"],
-    # what the guarantees cost
-    "guards off": [f"{LARGE} --run_name unguarded --guard.norm_sigmas null --guard.loss_sigmas null"],
-    "saves in the background": [f"{LARGE} --run_name background --checkpoint.every 10 --checkpoint.background yes"],
-    "saves standing": [f"{LARGE} --run_name standing --checkpoint.every 10 --checkpoint.background no"],
-    "checkpoint": ["-m benchmarks checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}"],
-    # sizes
-    **{
-        name: [f"{STEP}{name} --repeats 2 --preset configs/gpt2_{name.lower()}.yaml --micro_batch {batches}"]
-        for name, batches in {"350M": "16 32", "1558M": "4 8"}.items()
-    },
-    "1558M recomputed": [
-        f"{LARGE.replace('124m', '1558m')} --run_name recomputed --train.activation_checkpointing"
-        " --train.micro_batch_size 16"
-    ],
-    # real runs
-    "200 in fp32": [f"{CURVE} --run_name curve_fp32 --train.mixed_precision no --train.compile off"],
-    "200 in bf16": [f"{CURVE} --run_name curve_bf16 --train.mixed_precision bf16 --train.compile {{compile}}"],
-    "a run": ["scripts/train_gpt2.py --output_dir {out} --run_name whole --train.device {device}{tiny}{steps}"],
-    # small jobs
-    "ResNet": [
-        f"scripts/train_classifier.py --config configs/jobs/cifar100_resnet18.yaml {JOB} --run_name resnet{{sync}}"
-        " --train.mixed_precision {fp16}"
-    ],
-}
+SHORT = yaml.safe_load("""
+flags: --output_dir {out} --train.device {device} --optim.decay_steps 400
+small: scripts/train_gpt2.py {flags}{tiny}
+ranks: -m torch.distributed.run --standalone --nproc_per_node {gpus} {small} --tracking.log_every 1
+sharded: "{ranks} --run_name sharded --launch.parallel fsdp --tracking.sample_every 20"
+random: >-
+  --data.path {out}/random --data.prepare null --tracking.log_every 5 --train.mixed_precision bf16
+  --train.steps 40{large}
+124M: scripts/train_gpt2.py {flags} --config configs/gpt2_124m.yaml {random}
+curve: "{small} --tracking.log_every 1 --train.steps 200"
+step: -m benchmarks step --steps 20 --precision bf16 --device {device} --output {out}/
+""")
+"""Parts of commands: the default training, and GPT-2 (124M) in bf16 with 64 windows of random tokens a step."""
+PARTS = yaml.safe_load("""
+# does it work at all
+fp32: ["{small} --run_name fp32 --train.mixed_precision no --train.steps 50"]
+bf16: ["{small} --run_name bf16 --train.mixed_precision bf16 --train.steps 50"]
+resume:
+  - "{small} --run_name straight --train.deterministic --train.steps 40"
+  - "{small} --run_name resumed --train.deterministic --train.steps 20"
+  - "{small} --run_name resumed --train.deterministic --train.steps 40"
+stop:
+  - "{small} --run_name stopped --train.max_minutes 0.001 --train.steps 50"
+  - "{small} --run_name stopped --train.steps 50"
+Inf: ["tests/test_gpu.py {flags}{tiny} --run_name inf --train.mixed_precision {fp16} --train.steps 50"]
+verify: ["scripts/verify_run.py {out}/resumed"]
+generate: ["scripts/generate.py {out}/resumed --max_new_tokens 20"]
+evaluate: ["scripts/evaluate.py {out}/resumed --device {device}"]
+torchrun: ["-m torch.distributed.run --standalone --nproc_per_node 1 {small} --run_name torchrun --train.steps 20"]
+# one model, in parts on all GPUs
+replicated: ["{ranks} --run_name replicated --train.steps 40"]
+sharded: ["{sharded} --train.steps 20", "{sharded} --train.steps 40", "scripts/verify_run.py {out}/sharded"]
+# the step
+step: ["{step}step --repeats 3 --compile model --micro_batch 32{nanogpt}{short}"]
+steps: ["{step}steps --repeats 2 --compile off blocks model --micro_batch 16 64"]
+124M: ["{124M} --run_name 124M"]
+logits whole: ["{124M} --run_name whole_logits --train.loss_chunk null"]
+# what the guarantees cost
+guards off: ["{124M} --run_name unguarded --guard.norm_sigmas null --guard.loss_sigmas null"]
+saves in the background: ["{124M} --run_name background --checkpoint.every 10 --checkpoint.background yes"]
+saves standing: ["{124M} --run_name standing --checkpoint.every 10 --checkpoint.background no"]
+checkpoint: ["-m benchmarks checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}"]
+# sizes
+350M: ["{step}350M --repeats 2 --preset configs/gpt2_350m.yaml --micro_batch 16 32"]
+1558M: ["{step}1558M --repeats 2 --preset configs/gpt2_1558m.yaml --micro_batch 4 8"]
+1558M recomputed:
+  - scripts/train_gpt2.py {flags} --config configs/gpt2_1558m.yaml {random} --run_name recomputed
+    --train.activation_checkpointing --train.micro_batch_size 16
+# real runs
+200 in fp32: ["{curve} --run_name curve_fp32 --train.mixed_precision no --train.compile off"]
+200 in bf16: ["{curve} --run_name curve_bf16 --train.mixed_precision bf16 --train.compile {compile}"]
+a run: ["scripts/train_gpt2.py --output_dir {out} --run_name whole --train.device {device}{tiny}{steps}"]
+# small jobs
+ResNet:
+  - scripts/train_classifier.py --config configs/jobs/cifar100_resnet18.yaml --output_dir {out} --data.name cifar10
+    --data.path {out}/images --train.epochs 2 --train.device {device} --tracking.log_every 1 --run_name resnet{sync}
+    --train.mixed_precision {fp16}
+""")
 """Name -> what Python runs, one after the other. All but the last may be a training that stops, with exit code 75."""
 LIMITS = {
     **dict.fromkeys(("step", "steps"), 420),
@@ -130,13 +119,8 @@ RATES = {
 """What the second run does otherwise -> two runs whose tokens/s are compared."""
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "part" in metafunc.fixturenames:
-        metafunc.parametrize("part", PARTS)
-
-
 @pytest.fixture(scope="session")
-def call(pytestconfig: pytest.Config) -> Iterator[dict[str, float]]:
+def call(pytestconfig):
     """Seconds of the parts that this call has run; what they need is in OUT, and the table follows the tests."""
     if DEVICE == "cuda" and not torch.cuda.is_available():
         pytest.exit("no CUDA device here; `make gpu DEVICE=cpu` tries the commands, tiny", 2)
@@ -152,9 +136,10 @@ def call(pytestconfig: pytest.Config) -> Iterator[dict[str, float]]:
 class Summary:
     """The table at the end of the call, which gpu.json has as well."""
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter):
         file = OUT / "gpu.json"
-        found = json.loads(file.read_text()) | {"findings": [*findings()]}
+        known = read_json(file)
+        found = {"device": DEVICE, **environment_info(), **known, "findings": [*findings()]}
         file.write_text(json.dumps(found, indent=1) + "\n")
         terminalreporter.section(f"{DEVICE}, all calls: {OUT}/gpu.json")
         for name, result in found["parts"].items():
@@ -163,7 +148,7 @@ class Summary:
             terminalreporter.write_line(line)
 
 
-def limit_of(part: str, first: bool) -> float:
+def limit_of(part, first):
     """Seconds for a part that begins now; 0 if too few are left of this call."""
     limit, left = LIMITS.get(part, USUAL_LIMIT) * (2 if DEVICE == "cpu" else 1), CALL_SECONDS - GRACE
     left -= time.monotonic() - BEGUN
@@ -171,7 +156,8 @@ def limit_of(part: str, first: bool) -> float:
 
 
 @pytest.mark.gpu
-def test_part(part: str, call: dict[str, float]):
+@pytest.mark.parametrize("part", PARTS)
+def test_part(part, call):
     """A failure is recorded for the table as well."""
     if DEVICE == "cpu" and part in GPU_ONLY:
         pytest.skip("takes a GPU")
@@ -184,9 +170,9 @@ def test_part(part: str, call: dict[str, float]):
         pytest.fail(failure, pytrace=False)
 
 
-def run_part(part: str, limit: float) -> str:
+def run_part(part, limit):
     """Runs the commands; returns why the part failed, or nothing. Runs of an earlier call are removed."""
-    commands, end = [command.format(**words(DEVICE)).split() for command in PARTS[part]], time.monotonic() + limit
+    commands, end = commands_of(part, DEVICE), time.monotonic() + limit
     for command in commands:
         if "--run_name" in command:
             shutil.rmtree(OUT / command[command.index("--run_name") + 1], ignore_errors=True)
@@ -210,8 +196,16 @@ def run_part(part: str, limit: float) -> str:
     return ""
 
 
-def words(device: str) -> dict[str, str]:
-    """What stands in the braces of `PARTS`."""
+def commands_of(part, device):
+    """The words of each command."""
+    text = "\n".join(PARTS[part])
+    while "{" in text:
+        text = text.format(**SHORT, **words(device))
+    return [line.split() for line in text.splitlines()]
+
+
+def words(device):
+    """What stands in the braces of `PARTS` and `SHORT`."""
     small, nanogpt = device == "cpu", os.environ.get("NANOGPT")
     return {
         "device": device,
@@ -230,20 +224,15 @@ def words(device: str) -> dict[str, str]:
     }
 
 
-known_environment = cache(environment_info)
-
-
-def record(part: str, seconds: float, failure: str) -> None:
-    """Writes gpu.json, with the parts of all calls in their order."""
+def record(part, seconds, failure):
+    """Writes the parts of all calls, in their order, to gpu.json."""
     file = OUT / "gpu.json"
-    known = json.loads(file.read_text())["parts"] if file.exists() else {}
+    known = read_json(file)["parts"] if file.exists() else {}
     known[part] = {"seconds": seconds, "failure": failure}
-    parts = {name: known[name] for name in PARTS if name in known}
-    found = {"device": DEVICE, **known_environment(), "parts": parts}
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    file.write_text(json.dumps({"parts": {name: known[name] for name in PARTS if name in known}}))
 
 
-def findings() -> Iterator[str]:
+def findings():
     """A line for each question to which the runs in OUT have an answer."""
     if rows_of("straight") and rows_of("resumed"):
         yield f"resumed and straight runs are bitwise equal, losses and weights: {is_bitwise()}"
@@ -251,7 +240,7 @@ def findings() -> Iterator[str]:
         skipped, loss = rows[-1].get("skipped"), rows[-1].get("loss")
         yield f"with an Inf in a gradient: {skipped} steps skipped, loss {loss} at the end"
     for file in sorted(file for name in get_args(Benchmark) for file in OUT.glob(f"*/{name}.json")):
-        for case in json.loads(file.read_text())["cases"]:
+        for case in read_json(file)["cases"]:
             figures = ", ".join(f"{name} {median(of):,.4g}" for name, of in case["figures"].items())
             yield f"{file.parent.name}: {case['what']}, {case['unit']}: {figures}"
     for what, runs in RATES.items():  # without the first rows, which compile
@@ -263,25 +252,24 @@ def findings() -> Iterator[str]:
         if found := apart(*pair):
             spread = f"{max(found):.2%} apart at most, {mean(found):.2%} on average"
             yield f"loss of the first {len(found)} steps, {what}: {spread}"
-    for run in ("resnet",):
-        if rates := [row["samples_per_second"] for row in rows_of(run) if "samples_per_second" in row]:
-            yield f"{run}: {median(rates):,.0f} images/s"
+    if rates := [row["samples_per_second"] for row in rows_of("resnet") if "samples_per_second" in row]:
+        yield f"resnet: {median(rates):,.0f} images/s"
 
 
-def rows_of(run: str) -> list[dict[str, Any]]:
+def rows_of(run):
     """The rows of steps, if the run is there."""
     file = OUT / run / "metrics.jsonl"
     rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
     return [row for row in rows if not is_event(row)]
 
 
-def apart(one: str, other: str) -> list[float]:
+def apart(one, other):
     """How far the losses of two runs are apart, relative to the first one's, in the steps that both took."""
     ours, theirs = ({row["step"]: row["loss"] for row in rows_of(run) if "loss" in row} for run in (one, other))
     return [abs(theirs[step] / loss - 1) for step, loss in ours.items() if step in theirs]
 
 
-def is_bitwise() -> bool:
+def is_bitwise():
     """Whether the resumed run has the losses and weights of the straight one."""
     runs = ("straight", "resumed")
     straight, resumed = ({row["step"]: row["loss"] for row in rows_of(run) if "loss" in row} for run in runs)
@@ -291,7 +279,7 @@ def is_bitwise() -> bool:
     return resumed == straight and weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def train_with_inf(flags: list[str]) -> None:
+def train_with_inf(flags):
     """A training with an Inf in the gradient of its second step."""
     config = load(TrainingConfig, flags, "configs/gpt2_stdlib.yaml")
     train_with_faults(config, (1, 2 * config.global_batch_windows), math.inf)
@@ -302,8 +290,8 @@ def test_the_commands_are_such_that_a_script_takes_them(device, monkeypatch, tmp
     monkeypatch.setattr(sys.modules[__name__], "OUT", tmp_path)  # a trial with DEVICE=cpu leaves other runs
     kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmarks": BenchmarkConfig}
     kinds |= {"test_gpu": TrainingConfig}
-    for part, commands in PARTS.items():
-        for command in (command.format(**words(device)).split() for command in commands):
+    for part in PARTS:
+        for command in commands_of(part, device):
             script = next(number for number, word in enumerate(command) if word.endswith((".py", "benchmarks")))
             assert (ROOT / command[script]).exists(), part
             if kind := kinds.get(Path(command[script]).stem):

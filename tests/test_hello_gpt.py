@@ -2,13 +2,11 @@
 
 import re
 import shlex
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from close import assert_close, distance
-from commands import ACCELERATE, ROOT, environment, forked
+from commands import ACCELERATE, ROOT, forked, launch
 from conftest import once
 from ranks import rank_environment
 from runs import rows
@@ -57,7 +55,7 @@ print("rank", os.environ.get("RANK", "0"), "all-reduced", sum(reduced), "values,
 """A rank of the program in small, with the trainer's order of windows. It dies in a save, if it shall."""
 
 
-def run(folder: Path, corpus: Path, world: int, dies_at: int = 0) -> str:
+def run(folder, corpus, world, dies_at=0):
     """Runs hello_gpt.py on forked ranks; returns what they printed."""
     alone = rank_environment(0, 1, reserve_port()) if world == 1 else {}
     words = RANK.format(scripts=str(SCRIPT.parent), sizes=SIZES, data=str(corpus), dies_at=dies_at)
@@ -70,7 +68,7 @@ def run(folder: Path, corpus: Path, world: int, dies_at: int = 0) -> str:
 def whole(corpus, tmp_path_factory):
     """Runs it without interruption, once for all tests; returns its folder and what it printed."""
 
-    def of(world: int) -> tuple[Path, str]:
+    def of(world):
         make = lambda folder: (folder / "out").write_text(run(folder, corpus, world))  # noqa: E731
         folder = once(tmp_path_factory, f"hello_gpt-{world}", make)
         return folder, (folder / "out").read_text()
@@ -78,7 +76,7 @@ def whole(corpus, tmp_path_factory):
     return of
 
 
-def figures(printed: str, kind: str = "loss") -> torch.Tensor:
+def figures(printed, kind="loss"):
     """Step, loss and learning rate of each line of this kind; or step and val_loss."""
     found = re.findall(rf"^step (\d+): {kind} (\S+)(?:  lr (\S+))?$", printed, re.MULTILINE)
     return torch.tensor([[float(part) for part in line if part] for line in found], dtype=torch.float64)
@@ -126,7 +124,7 @@ def test_it_learns_in_bf16_by_a_launcher(corpus, tmp_path):
     short = tmp_path / "hello_gpt.py"
     short.write_text(SCRIPT.read_text().replace(", 300,", ", 60,"))  # STEPS
     start = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16", str(short)]
-    done = subprocess.run(start, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True)
+    done = launch(start, tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("begins at step 0 of 60; processes: 2\nstep 10: ")
     ((_, loss),) = figures(done.stdout, "val_loss").tolist()

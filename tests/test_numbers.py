@@ -4,11 +4,9 @@ Loss, mean loss, validation loss, perplexity, bits per byte, learning rate, grad
 the time left; in metrics.jsonl, in the lines of the terminal and in evaluate.py's. The run has two processes.
 """
 
-import json
 import math
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,26 +14,24 @@ import torch.nn.functional as F
 import yaml
 from close import assert_close, distance
 from ranks import run_ranks
-from runs import by_definition, said, train, training_config
-from safetensors.torch import load_file
+from runs import by_definition, checkpoint_at, said, tensors_of, train, training_config
+from runs import rows as rows_of
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.tools import EvaluateConfig
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
-CHANGES = {
-    "train.steps": 12,
-    "eval": {"every": 6, "patience": 9},
-    "tracking": {"log_every": 3, "peak_flops": 1e9},
-    "checkpoint": {"every": 1, "keep_last": 99},
-}
+CHANGES = yaml.safe_load("""
+train.steps: 12
+eval: {every: 6, patience: 9}
+tracking: {log_every: 3, peak_flops: 1000000000}
+checkpoint: {every: 1, keep_last: 99}
+""")
 STEP_SECONDS, PEAK = 2.0, 1e9
 
 
-def train_by_the_clock(config: TrainingConfig) -> str:
+def train_by_the_clock(config):
     """Trains while steps take two seconds each, evaluations a hundred, and devices have 10^9 FLOP/s; what it says."""
     from gpt2_ddp.tasks import pretraining
     from gpt2_ddp.training import loop
@@ -60,13 +56,13 @@ def train_by_the_clock(config: TrainingConfig) -> str:
 # ---- By hand
 
 
-def read_tokens(corpus: Path, split: str) -> Tensor:
+def read_tokens(corpus, split):
     """A header of 1,024 bytes, then uint16."""
     files = sorted(corpus.glob(f"{split}_*.bin"))
     return torch.from_numpy(np.concatenate([np.fromfile(file, "<u2", offset=1024) for file in files]).astype(np.int64))
 
 
-def losses(weights: dict[str, Tensor], tokens: Tensor, n_head: int = 2) -> Tensor:
+def losses(weights, tokens, n_head=2):
     """GPT-2: int64 [B, T + 1] -> cross-entropy in nats of the last T tokens, [B, T]."""
     linear = lambda x, name: x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]  # noqa: E731
     norm = lambda x, name: F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])  # noqa: E731
@@ -83,17 +79,17 @@ def losses(weights: dict[str, Tensor], tokens: Tensor, n_head: int = 2) -> Tenso
     return logits.logsumexp(-1) - logits.gather(-1, tokens[:, 1:, None])[..., 0]
 
 
-def lr_of(step: int) -> float:
+def lr_of(step):
     """3e-3 after 2 steps of warm-up, then half a cosine to 3e-4 at step 12."""
     return 3e-3 * step / 2 if step < 2 else 3e-4 + 2.7e-3 * (1 + math.cos(math.pi * (step - 2) / 10)) / 2
 
 
-def spelled(corpus: Path, tokens: Tensor) -> int:
+def spelled(corpus, tokens):
     """UTF-8 bytes of the tokens; the end of a text has none."""
     return len(Tokenizer.from_file(str(corpus / "tokenizer.json")).decode(tokens.tolist()).encode())
 
 
-def numbers(line: str) -> dict[str, float]:
+def numbers(line):
     """The figures in a line of the terminal or of evaluate.py: what stands before or behind each number names it."""
     line = line.replace(",", "").replace("\n", "")
     named = re.findall(r"(loss_mean|val_loss|val loss|bits/byte|lr|norm|mfu|perplexity) (\d[\d.e-]*)", line)
@@ -104,12 +100,12 @@ def numbers(line: str) -> dict[str, float]:
 def test_every_printed_figure(corpus, tmp_path):
     text, _ = run_ranks(train_by_the_clock, 2, training_config(corpus, tmp_path, CHANGES))
     run = tmp_path / "run"
-    rows = {row["step"]: row for row in map(json.loads, (run / "metrics.jsonl").open()) if "event" not in row}
+    rows = {row["step"]: row for row in rows_of(run)}
     shown = {
         int(line[4:].split("/")[0]): numbers(line) for line in text.splitlines() if re.match(r"step +\d+/12  ", line)
     }
     assert list(rows) == list(shown) == [0, 3, 6, 9, 12]
-    weights = [load_file(run / f"checkpoints/step-{step:08d}/model.safetensors") for step in range(13)]
+    weights = [tensors_of(checkpoint_at(run, step), "model") for step in range(13)]
     T, G = 32, 12
     tokens, val = (read_tokens(corpus, split) for split in ("train", "val"))
 

@@ -3,26 +3,24 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import types
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from close import assert_close
-from commands import forked
+from commands import ROOT, expect_error, forked, launch
 from pages import write_texts
 from ranks import run_ranks
 from runs import rows as rows_of
 from runs import training_config
 
 import gpt2_ddp
-from gpt2_ddp import UserError, load_config, load_rows, prepare
+from gpt2_ddp import load_config, load_rows, prepare
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/python.md"
 
 
@@ -30,8 +28,7 @@ def test_importing_the_package_imports_nothing_heavy(tmp_path):
     code = "import sys, gpt2_ddp; print(dir(gpt2_ddp)); from gpt2_ddp import UserError, train, prepare, load_config;"
     heavy = "('torch', 'accelerate', 'pandas', 'datasets', 'matplotlib')"
     command = [sys.executable, "-c", f"{code} print([name for name in {heavy} if name in sys.modules])"]
-    found = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
-    names, loaded = found.stdout.decode().splitlines()
+    names, loaded = launch(command, tmp_path).stdout.splitlines()
     assert loaded == "[]"
     assert set(gpt2_ddp.__all__) <= set(re.findall(r"'(\w+)'", names))
 
@@ -55,7 +52,7 @@ def test_a_configuration_is_files_and_then_changes(tmp_path):
     assert load_config(data={"path": [Path("a"), "b"]}).data.path == ("a", "b")
 
 
-def in_a_cell() -> Any:
+def in_a_cell():
     """A class of a notebook's `__main__`, which has no file."""
     sys.modules["__main__"] = types.ModuleType("__main__")
     vars(sys.modules["__main__"])["Cell"] = cell = type("Cell", (), {"__module__": "__main__"})
@@ -77,31 +74,26 @@ def in_a_cell() -> Any:
 def test_a_mistake_is_a_user_error_with_field_and_value(mistaken, field, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # restores it
-    with pytest.raises(UserError) as caught:
-        mistaken()
-    assert field in str(caught.value)
+    expect_error(re.escape(field), mistaken)
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
-def train_again_and_again(corpus: Path, place: Path) -> dict:
+def train_again_and_again(corpus, place):
     """What one process comes to that trains: in another precision, in a thread, stopped, beside an Accelerator."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
 
     from gpt2_ddp.training import loop
 
-    found: dict = {"rows": []}
+    found = {"rows": []}
     train_step = loop.train_step
 
-    def run(name: str, on_row=None, **changes):
+    def run(name, on_row=None, **changes):
         return gpt2_ddp.train(
             training_config(corpus, place, {"run_name": name, "train.steps": 6, **changes}), on_row=on_row
         )
 
-    def refused(name: str) -> None:
-        with pytest.raises(UserError, match="train ="):
-            run(name)
-
+    refused = partial(expect_error, "train =", run)
     found["first"] = run("one", found["rows"].append)
     found["second"] = run("two", **{"train.mixed_precision": "bf16"})
     thread = threading.Thread(target=lambda: found.update(thread=run("three")))
@@ -145,17 +137,15 @@ def test_training_again_in_one_process(corpus, tmp_path):
         expected += torch.nn.functional.cross_entropy(best(x[None, :-1])[0].double(), x[1:], reduction="sum").item()
     assert (scored.tokens, scored.bytes) == (len(whole) - 1, len(text))
     assert_close(scored.loss, expected / scored.tokens, 1e-6)
-    with pytest.raises(UserError, match="text ="):
-        gpt2_ddp.score(best, tokenizer, "")
+    expect_error("text =", gpt2_ddp.score, best, tokenizer, "")
     one, two = gpt2_ddp.generate(best, tokenizer, ["def ", "import "], 5)
     assert ((one[:4], two[:7]), gpt2_ddp.generate(best, tokenizer, "def ", 5)) == (("def ", "import "), [one])
 
 
-def train_twice(corpus: Path, place: Path) -> str:
-    config = lambda name: training_config(corpus, place, {"run_name": name, "train.steps": 3})  # noqa: E731
-    outcome = gpt2_ddp.train(config("one")).outcome
-    with pytest.raises(UserError, match="train ="):
-        gpt2_ddp.train(config("two"))
+def train_twice(corpus, place):
+    config = training_config(corpus, place, {"train.steps": 3})
+    outcome = gpt2_ddp.train(config).outcome
+    expect_error("train =", gpt2_ddp.train, config.model_copy(update={"run_name": "two"}))
     return outcome
 
 
@@ -174,8 +164,7 @@ print(prepare("texts/*.txt", "data", vocab_size=300, workers=2).vocab_size, "ids
 def test_a_script_is_not_run_again_by_its_helpers(tmp_path):
     write_texts(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
-    command, environment = [sys.executable, "script.py"], os.environ | {"PYTHONPATH": str(ROOT)}
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    found = launch([sys.executable, "script.py"], tmp_path)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("300 ids") == 1
 

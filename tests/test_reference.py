@@ -1,15 +1,15 @@
 """The reference pages: configuration.md and commands.md equal what the code gives; files.md names every key."""
 
-import json
 import re
 import signal
 from dataclasses import fields
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
-from commands import WITH_FLAGS
+from commands import ROOT, WITH_FLAGS
+from golden_runs import GOLDEN
 from pages import load_docs
+from runs import all_rows
 
 from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.checkpoint.run_files import FIELDS
@@ -23,7 +23,6 @@ from gpt2_ddp.distributed.signals import INTERRUPTED
 from gpt2_ddp.scoring import METRICS
 from gpt2_ddp.state import FeedState, GPTData, JobData, Parent, Section, Setup, State
 
-ROOT = Path(__file__).parents[1]
 FILES = (ROOT / "docs/files.md").read_text(encoding="utf-8")
 
 
@@ -47,20 +46,20 @@ def test_the_part_written_by_hand_names_fields_that_exist_and_those_that_help_li
     assert {*TrainingConfig.first} <= named <= {*dict(leaves(TrainingConfig))}
 
 
-def section(heading: str) -> str:
+def section(heading):
     """The text of files.md below a heading, up to the next one."""
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", FILES, re.MULTILINE | re.DOTALL)
     assert found, heading
     return found[1]
 
 
-def first_column(text: str) -> set[str]:
+def first_column(text):
     """The keys in the first column of the tables of a text."""
     cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
     return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
 
 
-def keys_of(section: Any) -> set[str]:
+def keys_of(section):
     """The keys that a section of the state has in a file, with those of the sections in it; none for other types."""
     if not (isinstance(section, type) and issubclass(section, Section)):
         return set()
@@ -68,14 +67,13 @@ def keys_of(section: Any) -> set[str]:
     return {*kept}.union(*(keys_of(kind) for one in kept.values() for kind in (one, *get_args(one))))
 
 
-GOLDEN = [ROOT / f"tests/golden/{run}/metrics.jsonl" for run in ("gpt2_run", "regression_run")]
-ROWS = [json.loads(line) for file in GOLDEN for line in file.read_text(encoding="utf-8").splitlines()]
+ROWS = [row for run in ("gpt2_run", "regression_run") for row in all_rows(GOLDEN / run)]
 
 
 def test_files_names_the_keys_of_recorded_rows_and_of_the_terminal():
     named = first_column(section("Rows of steps"))
     recorded = {key for row in ROWS if "event" not in row for key in row}
-    more = {f"TASK_{metric}" for metric in METRICS} | {"mfu", "not_finite", "val_tokens"}
+    more = {f"TASK_{metric}" for metric in METRICS} | {"mfu", "not_finite", "val_tokens", "chain"}
     assert recorded | more | FIELDS.keys() <= named
 
 
@@ -87,7 +85,7 @@ def test_files_names_the_events_and_their_keys():
     assert events.keys() == {"start", "checkpoint", "sample", "room", "rollback", "branch", "end"}
     for row in ROWS:
         if "event" in row:
-            assert row.keys() <= events[row["event"]] | task_keys | {"event", "step", "chain"}, row["event"]
+            assert row.keys() <= events[row["event"]] | task_keys | {"event", "step"}, row["event"]
     assert task_keys - {"start"} == keys_of(GPTData) | keys_of(JobData)
     assert keys_of(Setup) <= events["start"]
     assert (keys_of(Parent) | keys_of(FeedState)) - {"step"} <= events["branch"]

@@ -24,7 +24,7 @@ INTACT = (
 )
 
 
-def replayed(run: Path, replay: str, data: Path | None = None) -> tuple[int, list[str]]:
+def replayed(run, replay, data=None):
     """Exit code of verify_run.py, and its lines from the one of the order on. The training warns of nothing."""
     code, text, errors = said(verify_run, VerifyConfig(run=str(run), replay=replay, data=(str(data),) if data else ()))
     assert "warning" not in errors
@@ -33,7 +33,7 @@ def replayed(run: Path, replay: str, data: Path | None = None) -> tuple[int, lis
 
 
 @pytest.fixture(scope="module")
-def recorded(corpus, tmp_path_factory) -> Path:
+def recorded(corpus, tmp_path_factory):
     """A run of 12 tiny steps with dropout and checkpoints at 4, 8 and 12; its shards are beside it. Steps 9 to 12 are
     bad at first: the run goes back to step 8 and skips their data."""
     place = tmp_path_factory.mktemp("replayed")
@@ -57,7 +57,7 @@ def test_trained_again_it_is_the_same_and_nothing_is_touched(recorded):
     assert {file: file.stat().st_mtime_ns for file in (run, *run.rglob("*"))} == before
 
 
-def replayed_by_three_threads(run: Path) -> tuple[tuple[int, list[str]], int]:
+def replayed_by_three_threads(run):
     import torch
 
     torch.set_num_threads(3)
@@ -66,7 +66,7 @@ def replayed_by_three_threads(run: Path) -> tuple[tuple[int, list[str]], int]:
 
 def test_another_device_or_torch_is_compared_to_a_tolerance(corpus, tmp_path):
     config = training_config(corpus, tmp_path)
-    state: dict = {"device": "cpu", "processes": 1, "versions": {}}
+    state = {"device": "cpu", "processes": 1, "versions": {}}
     for changes, exact in (({}, True), ({"device": "NVIDIA H200"}, False), ({"versions": {"torch": "2.0.0"}}, False)):
         processes, reasons = replay_module._how_exactly(config, state | changes)
         assert (processes, reasons == []) == (1, exact)
@@ -85,7 +85,7 @@ def test_what_auto_came_to_is_what_the_run_says(corpus, tmp_path, setting, devic
     assert found.train.micro_batch_size == settled
 
 
-def alter_tensor(place: Path, step: int, file_name: str, name: str, factor: float) -> None:
+def alter_tensor(place, step, file_name, name, factor):
     file = checkpoint_at(place / "run", step) / file_name
     tensors = load_file(file)
     tensors[name].view(-1)[5] *= factor
@@ -94,8 +94,8 @@ def alter_tensor(place: Path, step: int, file_name: str, name: str, factor: floa
     forge(place / "run")
 
 
-def alter_row(place: Path, name: str, times: float) -> None:
-    def edit(rows: list[dict]) -> None:
+def alter_row(place, name, times):
+    def edit(rows):
         row = next(row for row in rows if row["step"] == 6 and "event" not in row)
         row[name] *= times
 

@@ -3,18 +3,15 @@ differences are scipy's."""
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from html import escape, unescape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from close import assert_close
-from commands import expect_error
+from commands import expect_error, launch
 from runs import training_config
 
 from gpt2_ddp.config.cli import dump
@@ -30,9 +27,9 @@ START = {"event": "start", "step": 0, "command": "train_gpt2.py --seed 7", "vers
 HOSTILE = '</pre><script>alert("x")</script> & $\\foo$'
 
 
-def metrics(n_rows: int, every: int = 10) -> list[dict]:
+def metrics(n_rows, every=10):
     """The step-0 evaluation and n_rows logged steps; every fifth is evaluated, the row of step 200 is the best."""
-    rows: list[dict] = [{"step": 0, "tokens": 0, "val_loss": 9.0, **SCORED}]
+    rows = [{"step": 0, "tokens": 0, "val_loss": 9.0, **SCORED}]
     for i in range(1, n_rows + 1):
         step = i * every
         row = {"step": step, "tokens": step * BATCH, "loss": 3 + 6 / i, "lr": 1e-3, "grad_norm": 1 / i}
@@ -41,11 +38,11 @@ def metrics(n_rows: int, every: int = 10) -> list[dict]:
     return rows
 
 
-def write_rows(run: Path, rows: list[dict], file: str = "metrics.jsonl") -> None:
+def write_rows(run, rows, file="metrics.jsonl"):
     (run / file).write_text("\n".join([*map(json.dumps, rows), ""]))
 
 
-def make_run(folder: Path, rows: list[dict], state: str = "stopped", **fields: Any) -> Path:
+def make_run(folder, rows, state="stopped", **fields):
     folder.mkdir(parents=True)
     config = training_config(Path("data"), folder, {"seed": 7, "optim.lr": 1e-3, "train.steps": 300, **fields})
     (folder / "config.yaml").write_text(dump(config))
@@ -58,7 +55,7 @@ def make_run(folder: Path, rows: list[dict], state: str = "stopped", **fields: A
 class Page:
     """A page's source, text, and all rows of its tables by their first cell."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file):
         self.source = file.read_text(encoding="utf-8")
         self.text = unescape(self.source)
         cells = [
@@ -68,15 +65,15 @@ class Page:
         self.rows = {first: others for first, *others in reversed([[*map(unescape, row)] for row in cells])}
 
 
-def page_of(*runs: Path) -> Page:
+def page_of(*runs):
     return Page(write_report([*runs], runs[0]))
 
 
-def drawn_text(page: Page) -> str:
+def drawn_text(page):
     return "\n".join(re.findall(r"<text[^>]*>([^<]*)</text>", page.source))
 
 
-def test_values_are_the_files_own(tmp_path: Path) -> None:
+def test_values_are_the_files_own(tmp_path):
     found = metrics(30)
     found[10] |= {"val_loss": 1.0, "val_tokens": 50}  # not the best: it scored fewer tokens than the last
     found[25]["rhymes"] = 0.125
@@ -98,37 +95,38 @@ def test_values_are_the_files_own(tmp_path: Path) -> None:
     assert page_of(run).source == page.source, "the same metrics give the same bytes"
 
 
-def test_user_text_is_escaped(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a<b>&$x$ $\\foo$", metrics(3))
-    other = make_run(tmp_path / "other", metrics(3), **{"optim.lr": 0.5})
+def test_user_text_is_escaped(tmp_path):
+    names = ("a<b>&$x$ $\\foo$", "other", "again")
+    run, other, again = (make_run(tmp_path / name, metrics(3)) for name in names)
     write_rows(run, [{"step": 9, "text": HOSTILE + "\ud800", "prompt": HOSTILE}], "samples.jsonl")
     (run / "status.json").write_text(json.dumps({"state": "failed", "reason": HOSTILE}))
-    (run / "config.yaml").write_text(json.dumps({"seed": HOSTILE, "optim": {"lr": HOSTILE}}))
-    page = page_of(run, other, run)
+    for seed, place in enumerate((run, again)):  # a group
+        (place / "config.yaml").write_text(json.dumps({"seed": seed, "optim": {"lr": HOSTILE}}))
+    page = page_of(run, other, run, again)
     assert "<script" not in page.source
-    assert (page.rows[""], page.rows["optim.lr"]) == ([run.name, "other"], [HOSTILE, "0.5"])
+    assert (page.rows[""], page.rows["optim.lr"]) == ([*names], [HOSTILE, "0.001", HOSTILE])
+    assert f"optim.lr={HOSTILE}" in page.text
     assert page.rows["state"][0] == f"failed: {HOSTILE}"
     assert escape(HOSTILE) in page.source
 
 
-@pytest.mark.parametrize(("bad", "shown"), [(None, "nan"), (math.inf, "inf")])
-def test_numbers_that_are_not_finite(tmp_path: Path, bad: float | None, shown: str) -> None:
+def test_numbers_that_are_not_finite(tmp_path):
     rows = metrics(30)
-    for row in (rows[12], rows[30]):
-        row |= {"loss": bad, "grad_norm": bad, "val_loss": bad, "mfu": None}
+    for number, bad in ((12, None), (29, math.inf), (30, None)):
+        rows[number] |= {"loss": bad, "grad_norm": bad, "val_loss": bad, "mfu": None}
     page = page_of(make_run(tmp_path / "run", rows))
-    assert (page.rows["best val_loss"], page.rows["loss_mean"]) == (["2 at step 200"], [shown])
+    assert (page.rows["best val_loss"], page.rows["loss_mean"]) == (["2 at step 200"], ["nan"])
     assert "not a finite number" in drawn_text(page)
 
 
 @pytest.mark.parametrize(
     "rows", [metrics(0), [{"step": i, "loss": 1.0 - i / 10} for i in range(11)], [{"step": 3, "loss": None}]]
 )
-def test_rows_that_hold_little(tmp_path: Path, rows: list[dict]) -> None:
+def test_rows_that_hold_little(tmp_path, rows):
     assert page_of(make_run(tmp_path / "run", rows)).rows["step"] == [str(rows[-1]["step"])]
 
 
-def test_long_runs_make_small_pages(tmp_path: Path) -> None:
+def test_long_runs_make_small_pages(tmp_path):
     """Thinning keeps the extremes."""
     values = np.random.default_rng(0).lognormal(size=20_001)
     rows = metrics(20_000, every=1)
@@ -147,7 +145,7 @@ def test_long_runs_make_small_pages(tmp_path: Path) -> None:
         assert {part[np.nanargmin(values[part])], part[np.nanargmax(values[part])]} <= kept
 
 
-def test_mistakes_and_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_mistakes_and_where_the_page_is(tmp_path, capsys):
     run, other, torn = (make_run(tmp_path / name, metrics(3)) for name in ("runs/good", "other", "torn"))
     (torn / "metrics.jsonl").write_text('{"step": 0')
     for wrong in ([run.parent / "nothing"], [run, run.parent], [torn]):
@@ -160,15 +158,14 @@ def test_mistakes_and_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == f"{run / 'report.html'}\n{run / 'comparison.html'}\n"
 
 
-def test_a_small_job_counts_samples(tmp_path: Path) -> None:
+def test_a_small_job_counts_samples(tmp_path):
     rows = [{"step": step, "samples": 12 * step, "samples_per_second": 500.0, "loss": 2.0 / step} for step in (1, 2, 3)]
     job, gpt = make_run(tmp_path / "job", rows), make_run(tmp_path / "gpt", metrics(3))
     page = page_of(job, gpt)
     assert (page.rows["samples"], page.rows["samples_per_second"]) == (["36", "–"], ["500", "–"])
-    assert "Throughput (samples or tokens per second)" in drawn_text(page)
 
 
-def test_curves_are_the_rows(tmp_path: Path) -> None:
+def test_curves_are_the_rows(tmp_path):
     rows = metrics(30)
     rows[7] |= {"grad_norm": None}
     loss, *panels = draw(read_runs([make_run(tmp_path / "run", rows)])).axes
@@ -179,7 +176,7 @@ def test_curves_are_the_rows(tmp_path: Path) -> None:
         assert_close(np.nan_to_num(line.get_xydata()), np.nan_to_num(logged))
 
 
-def test_loss_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
+def test_loss_is_the_mean_since_the_row_before(tmp_path):
     rows = metrics(4)
     rows[2] |= {"loss_mean": 5.5}
     rows[3] |= {"loss_mean": 5.0, "loss": None}
@@ -188,7 +185,7 @@ def test_loss_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
     assert np.array_equal(run.series("loss_mean")[1], [9.0, 5.5, math.nan, 4.5], equal_nan=True)
 
 
-def test_tokenizers_that_differ(tmp_path: Path) -> None:
+def test_tokenizers_that_differ(tmp_path):
     one, other, same = (
         make_run(tmp_path / name, [START | {"tokenizer_sha256": name[-1]}, *metrics(10)]) for name in ("1", "2", "3/1")
     )
@@ -200,7 +197,7 @@ def test_tokenizers_that_differ(tmp_path: Path) -> None:
     assert page.rows[""] == ["1", "3/1", "never"]
 
 
-def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
+def test_what_a_run_is_drawn_along(tmp_path):
     rows = metrics(3)
     doubled = [row | {"tokens": 2 * row["tokens"]} for row in rows]
     all_rows = [rows, rows, doubled, [{"step": 1, "loss": 1.0}], [{"step": 1, "loss": 1.0, "tokens": math.inf}]]
@@ -210,7 +207,7 @@ def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
         assert (loss.get_xlabel(), loss.dataLim.x1) == (label, 60 * BATCH if label == "tokens" else 30)
 
 
-def test_events_are_no_rows(tmp_path: Path) -> None:
+def test_events_are_no_rows(tmp_path):
     rows = metrics(30)[21:]
     rows.insert(0, {"event": "branch", "step": 200, "of": "runs/x"})
     rows.insert(4, {"event": "start", "step": 230})
@@ -219,7 +216,7 @@ def test_events_are_no_rows(tmp_path: Path) -> None:
     rows.append({"event": "of the future", "step": 300})
     (run,) = read_runs([make_run(tmp_path / "run", rows)])
     assert [row["step"] for row in run.rows] == [210, 220, 230, *range(250, 301, 10)]
-    legend = str(draw([run]).axes[0].get_legend().texts)  # pyright: ignore[reportOptionalMemberAccess]
+    legend = str(draw([run]).axes[0].get_legend().texts)
     assert all(key in legend for key in ("resumed", "rollback to this step", "not a finite number"))
 
 
@@ -234,7 +231,7 @@ STRANGE = [
 ]  # fmt: skip
 
 
-def test_strange_content_is_left_out_and_said(tmp_path: Path) -> None:
+def test_strange_content_is_left_out_and_said(tmp_path):
     run = make_run(tmp_path / "run", metrics(4))
     for name, line in STRANGE:
         before = (run / name).read_text()
@@ -253,12 +250,11 @@ def test_strange_content_is_left_out_and_said(tmp_path: Path) -> None:
     assert "unreadable lines" not in page_of(run).text
 
 
-def test_a_report_needs_neither_torch_nor_a_display(tmp_path: Path) -> None:
+def test_a_report_needs_neither_torch_nor_a_display(tmp_path):
     source = "import sys; from gpt2_ddp.reports.report import *; write_report([Path(sys.argv[1])], Path(sys.argv[1]))"
     source += "; sys.exit('torch' in sys.modules)"
     words = [sys.executable, "-c", source, make_run(tmp_path / "run", metrics(3))]
-    environment = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "MPLBACKEND")}
-    subprocess.run(words, env=environment, check=True)
+    assert launch(words, DISPLAY="", MPLBACKEND="").returncode == 0
 
 
 # Groups of seeds
@@ -271,10 +267,10 @@ METRIC = "last_val_loss"
 class Runs:
     """Run folders in a folder: `add` makes some, `content` reads all."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder, self.paths = folder, []
 
-    def add(self, losses: dict[int, float | None], lr: float = 1e-3, state: str = "completed", **last) -> None:
+    def add(self, losses, lr=1e-3, state="completed", **last):
         """Runs with these seeds and last losses."""
         for seed, loss in losses.items():
             rows = [{"step": step, "tokens": step, "loss": 3 + step / 9 * seed} for step in range(0, 201, 10)]
@@ -287,17 +283,17 @@ class Runs:
                 make_run(self.folder / f"run{len(self.paths)}", rows, state, seed=seed, **{"optim.lr": lr})
             )
 
-    def content(self) -> list[dict]:
+    def content(self):
         return content(group_runs(read_runs(self.paths)))
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Runs:
+def runs(tmp_path):
     return Runs(tmp_path / "runs")
 
 
 @pytest.mark.parametrize("other", [TWO, {2: 3.2, 3: 3.5, 9: 1.0}])  # a loss of another seed does not count
-def test_differences_are_scipys(other: dict) -> None:
+def test_differences_are_scipys(other):
     stats = pytest.importorskip("scipy.stats")
     found, shared = compare(ONE, other), ONE.keys() & other.keys()
     a, b = ([each[seed] for seed in shared] for each in (ONE, other))
@@ -305,23 +301,12 @@ def test_differences_are_scipys(other: dict) -> None:
     assert_close((found.difference, found.difference / found.standard_error), (np.mean(b) - np.mean(a), test[0]))
     assert (found.n, found.differs) == (len(shared), test[1] < 0.05)
     assert_close(found.interval, test.confidence_interval())
-    several = compare(ONE, other, 7)
-    assert_close(several.interval, test.confidence_interval(1 - 0.05 / 7))
+    assert_close(compare(ONE, other, 7).interval, test.confidence_interval(1 - 0.05 / 7))
+    for level, freedom in ((0.95, 9), (0.99, 4)):
+        assert_close(critical_value(level, freedom), stats.t.ppf((1 + level) / 2, freedom))
 
 
-@pytest.mark.parametrize(
-    ("level", "freedom", "value"),
-    [
-        (0.95, 2, 4.302652729911275),
-        (0.95, 9, 2.262157162854099),
-        (0.99, 4, 4.604094871415897),
-    ],
-)
-def test_critical_values_are_those_of_tables(level: float, freedom: int, value: float) -> None:
-    assert_close(critical_value(level, freedom), value)
-
-
-def test_left_out_runs_are_named(runs: Runs) -> None:
+def test_left_out_runs_are_named(runs):
     runs.add(ONE)
     runs.add(TWO | {4: 3.1}, lr=2e-3)
     runs.add({1: 3.24}, lr=2e-3)  # equal seeds count as one
@@ -331,25 +316,25 @@ def test_left_out_runs_are_named(runs: Runs) -> None:
     runs.add({6: None, 7: None}, lr=3e-3)
     runs.add({2: 4.0}, lr=4e-3)
     runs.add({9: 4.0}, lr=5e-3)
-    first, second, third, single, other = runs.content()
+    first, second, _, single, _ = groups = runs.content()
     losses = np.array([*ONE.values()])
     for score, wanted in ((METRIC, losses), ("last_val_bits_per_byte", losses / 3)):
         assert_close((first["mean"][score], first["sd"][score]), (wanted.mean(), wanted.std(ddof=1)))
     assert_close(second["mean"][METRIC], np.mean([3.23, 3.21, 3.30, 3.1]))
     assert (second["completed"], second["n"], second["differences"][METRIC]["n"]) == (6, 4, 3)
-    assert third["differences"][METRIC]["difference"] is None
     assert (single["sd"][METRIC], single["differences"][METRIC]["standard_error"]) == (None, None)
-    assert_close(single["differences"][METRIC]["difference"], 4 - ONE[2])
-    assert other["differences"][METRIC]["difference"] is None
+    differences = [group["differences"][METRIC]["difference"] for group in groups[2:]]
+    assert_close(differences.pop(1), 4 - ONE[2])
+    assert differences == [None, None]
     lines = "\n".join(describe(group_runs(read_runs(runs.paths))))
-    remarks = ("run8: diverged", "run9: failed", "run10: stopped", "run11: no finite", "run12: no finite")
-    assert all(remark in lines for remark in remarks)
+    for remark in ("run8: diverged", "run9: failed", "run10: stopped", "run11: no finite", "run12: no finite"):
+        assert remark in lines
 
 
 @pytest.mark.parametrize(("first", "other", "bytes_compare"), [
     ({}, {"val_tokens": 512}, False), ({"tokenizer": "1"}, {"tokenizer": "2"}, True),
 ])  # fmt: skip
-def test_what_does_not_compare(runs: Runs, first: dict, other: dict, bytes_compare: bool) -> None:
+def test_what_does_not_compare(runs, first, other, bytes_compare):
     runs.add(ONE, **first)
     runs.add(TWO, lr=2e-3, **other)
     runs.add({1: 3.0}, lr=3e-3, **first)
@@ -361,7 +346,7 @@ def test_what_does_not_compare(runs: Runs, first: dict, other: dict, bytes_compa
     assert (mixed["mean"]["last_val_bits_per_byte"] is not None) == bytes_compare
 
 
-def test_headings_are_the_fields_that_differ(runs: Runs) -> None:
+def test_headings_are_the_fields_that_differ(runs):
     runs.add(dict.fromkeys(range(5), 3.0))
     for number, (path, text) in enumerate(zip(runs.paths, ["1, y: null", "1, y: null", "1", "1.0", "{"], strict=True)):
         (path / "config.yaml").write_text(f"seed: {number}\nrun_name: r{number}\ntokens: 5\noptim: {{lr: {text}}}")
@@ -373,7 +358,7 @@ def test_headings_are_the_fields_that_differ(runs: Runs) -> None:
     ]
 
 
-def test_json_has_no_nan(runs: Runs) -> None:
+def test_json_has_no_nan(runs):
     runs.add({1: 3.25})
     runs.add({5: math.nan, 6: math.inf}, lr=2e-3, state="diverged")
     output = runs.folder / "x.json"
@@ -385,16 +370,10 @@ def test_json_has_no_nan(runs: Runs) -> None:
     assert [(group["n"], group["completed"], len(group["runs"])) for group in found] == [(1, 1, 1), (0, 0, 2)]
 
 
-def test_picture_and_page_of_groups(runs: Runs, tmp_path: Path) -> None:
+def test_the_picture_of_groups(runs):
     runs.add(ONE)
     runs.add({1: 3.0}, lr=2e-3)
     runs.add({4: 9.0}, state="diverged")
-    for path in runs.paths:
-        with (path / "config.yaml").open("a") as file:
-            file.write(f"extra: {json.dumps(HOSTILE if path != runs.paths[3] else 'one')}\n")
-    page = Page(write_report(runs.paths, tmp_path / "out"))
-    assert "<script" not in page.source
-    assert f"optim.lr=0.001, extra={HOSTILE}" in page.text
     figure = draw(read_runs(runs.paths))
     looks = [(line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()]
     assert looks[1:] == [("C0", ":"), ("C1", "-")], "the run that diverged, and the other group"

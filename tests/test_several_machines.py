@@ -5,17 +5,14 @@ A run's order digest and weights are always those of two processes of one machin
 """
 
 import json
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from machines import WIRE, Machine, joined_machines, nothing_is_left  # noqa: F401
-from pages import ROOT, commands
+from pages import ROOT, commands, write_texts
 from ranks import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_left")]
@@ -34,7 +31,7 @@ LONG = 25
 """Seconds without a cable that no run survives: a rank that says nothing is forgiven ten."""
 
 
-def of_page(part: str) -> str:
+def of_page(part):
     """The command of docs/several-machines.md that has `part` in it."""
     (found,) = [text for text in PAGE if part in text]
     return found
@@ -45,9 +42,7 @@ def machines(tmp_path_factory):
     """Two of them, each of which has prepared its own data."""
     with joined_machines(tmp_path_factory.mktemp("machines")) as both:
         for machine in both:
-            (machine.folder / "texts").mkdir()
-            for name in ("abc", "bisect", "heapq", "queue", "sched", "shlex", "textwrap"):
-                shutil.copy(Path(os.__file__).parent / f"{name}.py", machine.folder / f"texts/{name}.txt")
+            write_texts(machine.folder)
             machine.start(f"{of_page('prepare_data.py')} --vocab_size 512")
         for machine in both:
             assert machine.started[-1].wait(300) == 0, machine.said
@@ -57,24 +52,24 @@ def machines(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(machines) -> tuple[str, bytes]:
+def alone(machines):
     """What two processes of one machine come to."""
     command = f"torchrun --nproc_per_node 2 scripts/train_gpt2.py --data.path data/mine {TINY} --run_name alone"
     assert machines[0].start(command).wait(300) == 0, machines[0].said
     return result(machines[0], "alone")
 
 
-def rows(machine: Machine, run: str) -> list[dict]:
+def rows(machine, run):
     file = machine.folder / f"runs/{run}/metrics.jsonl"
     lines = file.read_text().split("\n")[:-1] if file.is_file() else []
     return [json.loads(line) for line in lines]
 
 
-def step(machine: Machine, run: str) -> int:
+def step(machine, run):
     return max((row["step"] for row in rows(machine, run) if "loss" in row), default=0)
 
 
-def result(machine: Machine, run: str) -> tuple[str, bytes]:
+def result(machine, run):
     """Order digest and weights at the end."""
     last = [row for row in rows(machine, run) if "loss" in row][-1]
     assert last["step"] == STEPS
@@ -82,19 +77,19 @@ def result(machine: Machine, run: str) -> tuple[str, bytes]:
     return last["order_digest"], weights.read_bytes()
 
 
-def begin(machines: tuple[Machine, Machine], command: str, run: str, **env: str) -> None:
+def begin(machines, command, run, **env):
     """The command on both, each with its own rank where it has one."""
     for rank, machine in enumerate(machines):
         own = re.sub(r"(--machine_rank|--node_rank) 0", rf"\g<1> {rank}", command)
         machine.start(f"{own} {TINY} --run_name {run}", HF_HOME=str(machine.folder / "home"), **env)
 
 
-def codes(machines: tuple[Machine, Machine], within: float = 300) -> list[int | None]:
+def codes(machines, within=300):
     wait_until(lambda: all(machine.started[-1].poll() is not None for machine in machines), within)
     return [machine.started[-1].returncode for machine in machines]
 
 
-def trained(machines: tuple[Machine, Machine], run: str, alone: tuple[str, bytes]) -> None:
+def trained(machines, run, alone):
     """Both launchers end well, and the first machine, it alone, has what one machine comes to."""
     assert codes(machines) == [0, 0], "\n".join(machine.said for machine in machines)
     assert result(machines[0], run) == alone
@@ -134,7 +129,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(machines, alone, vic
     assert begun[1] >= 40
 
 
-def cannot_connect(machine: Machine, rank: int) -> str:
+def cannot_connect(machine, rank):
     """The one line in which a rank says so, once it has ended."""
     wait_until(lambda: machine.errors, 300)
     (line,) = machine.errors
@@ -157,7 +152,7 @@ def test_interfaces_that_do_not_join_the_machines(machines, interfaces):
 
 
 @contextmanager
-def firewall(machine: Machine, rule: str) -> Iterator[None]:
+def firewall(machine, rule):
     """One that drops what comes over the cable, without a word."""
     if not shutil.which("iptables"):
         pytest.skip("no command `iptables` (of the package iptables)")
@@ -185,7 +180,7 @@ def test_a_firewall_on_the_port_is_named_by_the_check(machines):
         assert line.startswith(f"error: {field}: ")
 
 
-def cut(machines: tuple[Machine, Machine], run: str, seconds: float) -> None:
+def cut(machines, run, seconds):
     """Takes the cable out in the middle of the run, and puts it back."""
     wait_until(lambda: step(machines[0], run) > 50, 300)
     machines[1].ip(f"link set {WIRE} down")

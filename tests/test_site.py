@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pages import load_docs
+from pages import ROOT, load_docs
 
-ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md")] + DOCS
 TARGETS = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
@@ -18,14 +17,14 @@ TARGETS = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 HOOK = load_docs("site_hook")
 
 
-def without_code(page: Path) -> str:
+def without_code(page):
     """The page's text without fenced blocks."""
     return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The anchors of a page's headings, as GitHub and mkdocs make them."""
-    found: Counter[str] = Counter()
+    found = Counter()
     names = set()
     for heading in re.findall(r"^#+ (.+?) *#*$", without_code(page), re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
@@ -49,7 +48,7 @@ def test_every_link_and_anchor_is_there(page):
 TUTORIALS = ("first-steps", "own-text", "gpt2-124m", "small-jobs", "ddp-lab")
 
 
-def sentences(text: str) -> list[str]:
+def sentences(text):
     """The sentences of a page's prose, list items and table cells, with each piece of code as one word."""
     text = re.sub(r"<[^>]+>", " ", re.sub(r"`[^`\n]*`", "code", text))
     text = re.sub(r"\[([^\[\]]*)\]\([^)]*\)", r"\1", text)
@@ -71,14 +70,8 @@ Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
 MKDOCS = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
 
 
-def nav_pages(entry: object) -> list[str]:
-    if isinstance(entry, str):
-        return [entry]
-    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in nav_pages(part)]
-
-
 def test_the_navigation_has_every_page_once():
-    found = nav_pages(MKDOCS["nav"])
+    found = re.findall(r"[\w.-]+\.md", str(MKDOCS["nav"]))
     assert sorted(found) == sorted([*HOOK.PAGES, *(page.name for page in DOCS)])
 
 

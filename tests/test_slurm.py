@@ -1,17 +1,15 @@
 """slurm/train.sbatch under a real Slurm of two nodes: whatever happens to a job, the run ends as if nothing had."""
 
 import fcntl
-import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import ROOT
-from runs import rows, same, training_config, weights
-from slurm_here import SBATCH, TRAINER, WHY_NOT, Slurm, slurm_in
+from runs import rows, same, status, training_config, weights
+from slurm_here import SBATCH, TRAINER, WHY_NOT, slurm_in
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.distributed.environment import STOPPED
@@ -21,7 +19,7 @@ STEPS = 120
 
 
 @pytest.fixture(scope="session")
-def slurm(tmp_path_factory) -> Iterator[Slurm]:
+def slurm(tmp_path_factory):
     if WHY_NOT:
         pytest.skip(WHY_NOT)
     with slurm_in(tmp_path_factory.mktemp("slurm")) as started:
@@ -29,7 +27,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="session")
-def alone(slurm: Slurm, corpus, tmp_path_factory) -> Path:
+def alone(slurm, corpus, tmp_path_factory):
     """The project folder of a job that was left alone."""
     folder = tmp_path_factory.mktemp("alone")
     changes = {"train.steps": STEPS, "train.global_batch_tokens": 8 * 32, "eval.every": 60, "checkpoint.every": 50}
@@ -40,17 +38,17 @@ def alone(slurm: Slurm, corpus, tmp_path_factory) -> Path:
         (folder / name).symlink_to(ROOT / name)
     (folder / "scripts/check_cluster.py").symlink_to(ROOT / "scripts/check_cluster.py")
     hurry(folder)
-    assert slurm.ended(slurm.sbatch(folder)) == "COMPLETED", said(folder)
+    completes(slurm, folder, slurm.sbatch(folder))
     return folder
 
 
 @pytest.fixture
-def reference(alone) -> Path:
+def reference(alone):
     return alone / "runs/run"
 
 
 @pytest.fixture
-def project(slurm: Slurm, alone, tmp_path) -> Iterator[Path]:
+def project(slurm, alone, tmp_path):
     """A folder to submit jobs from, whose steps are slow until `hurry`."""
     for name in ("config.yaml", "scripts", "cloud", "slurm", "configs"):
         (tmp_path / name).symlink_to(alone / name)
@@ -60,56 +58,58 @@ def project(slurm: Slurm, alone, tmp_path) -> Iterator[Path]:
     slurm.wait("an empty queue", lambda: not slurm("squeue", "-h"))
 
 
-def status(run: Path) -> dict:
-    file = run / "status.json"
-    return json.loads(file.read_text()) if file.exists() else {"state": "none"}
+@pytest.fixture
+def run(project):
+    return project / "runs/run"
 
 
-def trains(run: Path) -> bool:
+def trains(run):
     """Whether it runs, and has made a step."""
-    return status(run)["state"] == "running" and '"loss":' in (run / "metrics.jsonl").read_text()
+    return status(run).get("state") == "running" and '"loss":' in (run / "metrics.jsonl").read_text()
 
 
-def said(project: Path) -> str:
+def said(project):
     return "\n".join(file.read_text() for file in project.glob("*.out"))
 
 
-def hurry(project: Path) -> None:
+def hurry(project):
     (project / "pace.new").write_text("0")
     (project / "pace.new").rename(project / "pace")  # ranks read it at any moment
 
 
-def equal(run: Path, reference: Path) -> bool:
+def completes(slurm, project, job):
+    assert slurm.ended(job) == "COMPLETED", said(project)
+
+
+def equal(run, reference):
     """Whether every step had the same data and the same loss, and the final weights the same bits."""
     mine, other = steps_of(run), steps_of(reference)
     return mine == other and len(mine) == STEPS and same(weights(run), weights(reference))
 
 
-def steps_of(run: Path) -> list[tuple[int, str, float]]:
+def steps_of(run):
     return [(row["step"], row["order_digest"], row["loss"]) for row in rows(run) if "loss" in row]
 
 
-def begun(slurm: Slurm, project: Path) -> str:
+def begun(slurm, project):
     """The number of a job that has made a step."""
     job = slurm.sbatch(project)
     slurm.wait("a step", lambda: trains(project / "runs/run"))
     return job
 
 
-def goes_on(slurm: Slurm, project: Path, job: str, reference: Path) -> None:
+def goes_on(slurm, project, job, reference, run="runs/run"):
     """Once the steps are fast, the job ends as if it had been left alone, after one restart."""
     hurry(project)
-    assert slurm.ended(job) == "COMPLETED", said(project)
+    completes(slurm, project, job)
     assert slurm.job(job)["Restarts"] == "1"
-    assert equal(project / "runs/run", reference)
+    assert equal(project / run, reference)
 
 
-def test_the_time_limit(slurm: Slurm, project, reference):
-    run = project / "runs/run"
+def test_the_time_limit(slurm, project, run, reference):
     # Slurm looks every 30 s, and warns of a limit that may come before it looks again: 25 to 55 s after the start
-    warning = re.search(r"--signal=(\S+)@", SBATCH.read_text())
-    assert warning
-    job = slurm.sbatch(project, "--time", "1", "--signal", f"{warning[1]}@5")
+    (warning,) = re.findall(r"--signal=(\S+)@", SBATCH.read_text())
+    job = slurm.sbatch(project, "--time", "1", "--signal", f"{warning}@5")
     slurm.restarted(job)
     assert status(run)["state"] == "stopped"
     assert 0 < status(run)["step"] < STEPS
@@ -119,8 +119,7 @@ def test_the_time_limit(slurm: Slurm, project, reference):
     assert len(logs) == 4, "one of each rank of each attempt"
 
 
-def test_a_preemption(slurm: Slurm, project, reference):
-    run = project / "runs/run"
+def test_a_preemption(slurm, project, run, reference):
     job = begun(slurm, project)
     slurm("sbatch", "--partition", "urgent", "--nodes", "2", "--exclusive", "--wrap", "sleep 1", cwd=project)
     slurm.restarted(job)
@@ -128,11 +127,10 @@ def test_a_preemption(slurm: Slurm, project, reference):
     goes_on(slurm, project, job, reference)
 
 
-def test_an_administrators_requeue_while_the_old_trainer_is_still_dying(slurm: Slurm, project, reference):
-    run = project / "runs/run"
+def test_an_administrators_requeue_while_the_old_trainer_is_still_dying(slurm, project, run, reference):
     job = begun(slurm, project)
     slurm("scontrol", "requeue", job)
-    slurm.wait("a stop", lambda: status(run)["state"] == "stopped")
+    slurm.wait("a stop", lambda: status(run).get("state") == "stopped")
     with (run / ".lock").open("r+") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         slurm.restarted(job)
@@ -142,7 +140,7 @@ def test_an_administrators_requeue_while_the_old_trainer_is_still_dying(slurm: S
     goes_on(slurm, project, job, reference)
 
 
-def test_a_lost_node(slurm: Slurm, project, reference):
+def test_a_lost_node(slurm, project, reference):
     job = begun(slurm, project)
     slurm("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     slurm.wait("requeued", lambda: slurm.job(job)["Restarts"] == "1")
@@ -151,7 +149,7 @@ def test_a_lost_node(slurm: Slurm, project, reference):
     goes_on(slurm, project, job, reference)
 
 
-def test_the_check_of_the_nodes_and_a_command_of_one_task(slurm: Slurm, project, monkeypatch):
+def test_the_check_of_the_nodes_and_a_command_of_one_task(slurm, project, monkeypatch):
     """Without a launcher: srun's tasks are the ranks."""
     monkeypatch.setitem(slurm.env, "MASTER_ADDR", "127.0.0.1")  # the nodes' names lead nowhere here
     check = ("python", "scripts/check_cluster.py", "--sizes", "8", "--repeats", "1")
@@ -161,7 +159,7 @@ def test_the_check_of_the_nodes_and_a_command_of_one_task(slurm: Slurm, project,
     assert alone == "none"
 
 
-def test_a_run_folder_elsewhere(slurm: Slurm, project, reference):
+def test_a_run_folder_elsewhere(slurm, project, reference):
     run = project / "scratch/mine"
     training = ("--output_dir", "scratch", "--run_name", "mine")
     job = slurm.sbatch(project, training=training)
@@ -169,14 +167,11 @@ def test_a_run_folder_elsewhere(slurm: Slurm, project, reference):
     slurm("scancel", "--signal=TERM", job)
     slurm.restarted(job)
     assert (status(run)["state"], "-> step-" in said(project)) == ("stopped", True), said(project)
-    hurry(project)
-    assert slurm.ended(job) == "COMPLETED", said(project)
-    assert slurm.job(job)["Restarts"] == "1"
-    assert equal(run, reference)
+    goes_on(slurm, project, job, reference, "scratch/mine")
 
 
 @pytest.mark.parametrize("wrong", [("--optim.lr", "nowhere"), ("--data.path", "nowhere")])
-def test_a_user_error(slurm: Slurm, project, wrong):
+def test_a_user_error(slurm, project, wrong):
     """Before the ranks are started, or by them."""
     job = slurm.sbatch(project, training=wrong)
     assert slurm.ended(job) == "FAILED", said(project)
@@ -184,21 +179,19 @@ def test_a_user_error(slurm: Slurm, project, wrong):
     assert re.search(r"error: .* = nowhere", said(project))
 
 
-def test_scancel_and_a_job_that_ends_before_its_first_step(slurm: Slurm, project, reference):
-    run = project / "runs/run"
+def test_scancel_and_a_job_that_ends_before_its_first_step(slurm, project, run, reference):
     job = begun(slurm, project)
     slurm("scancel", job)
     assert slurm.ended(job) == "CANCELLED"
-    slurm.wait("a stop", lambda: status(run)["state"] == "stopped")
+    slurm.wait("a stop", lambda: status(run).get("state") == "stopped")
     assert slurm.job(job)["Restarts"] == "0"
     hurry(project)
-    assert slurm.ended(slurm.sbatch(project)) == "COMPLETED", said(project)
+    completes(slurm, project, slurm.sbatch(project))
     assert equal(run, reference)
 
 
-def test_a_stop_before_training_begins(slurm: Slurm, project):
+def test_a_stop_before_training_begins(slurm, project, run):
     """With and without a run of before; what waits for the run's end is not started."""
-    run = project / "runs/run"
     for _ in range(2):
         job = slurm.sbatch(project)
         after = slurm("sbatch", "--parsable", f"--dependency=afterok:{job}", "--wrap", "true", cwd=project)
@@ -214,8 +207,7 @@ def test_a_stop_before_training_begins(slurm: Slurm, project):
             (run / "status.json").write_text('{"state": "completed", "step": 120, "reason": ""}\n')
 
 
-def test_a_failed_run_is_not_requeued(slurm: Slurm, project):
-    run = project / "runs/run"
+def test_a_failed_run_is_not_requeued(slurm, project, run):
     job = slurm.sbatch(project)
     slurm.wait("a checkpoint, so that there is something new", lambda: list(run.glob("checkpoints/step-*")))
     ranks = [p for p in psutil.process_iter(["cwd", "environ"]) if p.info["cwd"] == str(project)]
@@ -223,7 +215,7 @@ def test_a_failed_run_is_not_requeued(slurm: Slurm, project):
     assert (slurm.ended(job), status(run)["state"], slurm.job(job)["Restarts"]) == ("FAILED", "failed", "0")
 
 
-def test_of_an_array_one_element_is_stopped_and_goes_on(slurm: Slurm, project, reference):
+def test_of_an_array_one_element_is_stopped_and_goes_on(slurm, project, reference):
     job = slurm.sbatch(project, "--array", "0-1")
     for element in "01":
         slurm.wait("a step", lambda run=project / f"runs/run-{element}": trains(run))
@@ -234,6 +226,6 @@ def test_of_an_array_one_element_is_stopped_and_goes_on(slurm: Slurm, project, r
     slurm.restarted(f"{job}_{master}")
     hurry(project)
     for element in "01":
-        assert slurm.ended(f"{job}_{element}") == "COMPLETED", said(project)
+        completes(slurm, project, f"{job}_{element}")
         assert slurm.job(f"{job}_{element}")["Restarts"] == str(int(element == master))
         assert equal(project / f"runs/run-{element}", reference)

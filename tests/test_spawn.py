@@ -30,11 +30,11 @@ def test_a_reserved_port():
         pass
 
 
-def who_am_i(word: str) -> list[str]:
+def who_am_i(word):
     return [word, *[os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]]
 
 
-def fail(rank: str, how: str) -> str:
+def fail(rank, how):
     if os.environ["RANK"] == rank:
         if how == "stop":
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -57,7 +57,7 @@ def test_the_main_ranks_result_comes_back_and_without_processes_it_is_a_call(mon
     assert run_processes(os.getpid, 2) == os.getpid()
 
 
-def start_from_a_fresh_process() -> tuple[int, str | None, int]:
+def start_from_a_fresh_process():
     """Its pid and rank; and the pid of what it forks, which stays, like a process that is stuck in a disk."""
     if child := os.fork():
         return os.getpid(), os.environ.get("RANK"), child
@@ -89,7 +89,7 @@ def test_the_end_of_one_ends_all(monkeypatch, capfd, rank, how, error, text):
     assert all("rank" not in str(child.cmdline()) for child in psutil.Process().children())
 
 
-def wait_to_be_stopped(folder: str) -> None:
+def wait_to_be_stopped(folder):
     file = Path(folder, os.environ["RANK"])
     file.touch()
     try:

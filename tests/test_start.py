@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from commands import WITH_FLAGS
+from commands import SCRIPTS, WITH_FLAGS, launch
 from runs import training_config
 
 from gpt2_ddp import __main__ as front_door
@@ -16,35 +14,32 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.gpt import GPT, without_init
 
-ROOT = Path(__file__).parents[1]
 HEAVY = (
-    *("datasets", "huggingface_hub", "matplotlib", "pandas", "pyarrow", "scipy", "sympy", "tensorboard", "tokenizers"),
-    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "trackio", "transformers", "wandb"),
+    "datasets huggingface_hub matplotlib pandas pyarrow scipy sympy tensorboard tokenizers"
+    " torch._dynamo torch._inductor torch.distributed.tensor trackio transformers wandb"
 )
 """What a training on the CPU with one process has no use for; each takes a tenth of a second to two."""
 
 
-def loaded(folder: Path, *commands: tuple[str, ...]) -> list[str]:
+def loaded(folder, *commands):
     """What a fresh process prints that runs scripts one after the other: also the heavy modules that it has imported,
     after each one's training and at its end."""
     code = (
         "import json, runpy, sys; import gpt2_ddp.training.loop as loop\n"
         "train = loop.train\n"
-        f"said = lambda when: print(when, [name for name in {HEAVY} if name in sys.modules])\n"
+        f"said = lambda when: print(when, [name for name in {HEAVY.split()} if name in sys.modules])\n"
         "def noted(*args):\n"
         "    result = train(*args)\n"
         "    said('after train')\n"
         "    return result\n"
         "loop.train = noted\n"
         "for command in json.loads(sys.argv[1]):\n"
-        f"    sys.argv = [{str(ROOT / 'scripts')!r} + '/' + command[0], *command[1:]]\n"
+        f"    sys.argv = [{str(SCRIPTS)!r} + '/' + command[0], *command[1:]]\n"
         "    try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "    except SystemExit as end: assert not end.code\n"
         "    said('at the end')\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", code, json.dumps(commands)]
-    done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
+    done = launch([sys.executable, "-c", code, json.dumps(commands)], folder, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -68,14 +63,10 @@ def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
 
 def test_a_model_without_init_is_the_same_but_for_its_weights():
     config = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8)
-    torch.manual_seed(0)
-    whole, drawn = GPT(config, 100), torch.get_rng_state()
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
+    whole, before = GPT(config, 100), torch.get_rng_state()
     with without_init():
         bare = GPT(config, 100)
     assert torch.equal(torch.get_rng_state(), before), "nothing was drawn"
-    assert not torch.equal(drawn, before)
     shapes, others = ({name: value.shape for name, value in one.state_dict().items()} for one in (bare, whole))
     assert shapes == others
     bare.load_state_dict(whole.state_dict())
@@ -84,7 +75,7 @@ def test_a_model_without_init_is_the_same_but_for_its_weights():
 
 
 def test_the_front_door_lists_every_script_once_runs_a_script_and_refuses_other_names(capsys, monkeypatch):
-    def front(*words: str) -> str:
+    def front(*words):
         monkeypatch.setattr("sys.argv", ["gpt2-ddp", *words])
         front_door.main()
         return capsys.readouterr().out
@@ -96,7 +87,6 @@ def test_the_front_door_lists_every_script_once_runs_a_script_and_refuses_other_
         front("status", "--help")
     assert not end.value.code
     assert "usage: status.py" in capsys.readouterr().out
-    for name, hint in (("plna", "did you mean plan?"), ("--x", "--help lists all names")):
-        with pytest.raises(SystemExit, match="2"):
-            front(name)
-        assert capsys.readouterr().err == f"error: script = {name}: unknown script; {hint}\n"
+    with pytest.raises(SystemExit, match="2"):
+        front("plna")
+    assert capsys.readouterr().err.startswith("error: script = plna: ")

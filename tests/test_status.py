@@ -4,11 +4,10 @@ import json
 import math
 import os
 import time
-from pathlib import Path
 
-import commands
 import pytest
-from runs import open_folder
+from commands import expect_error, held
+from runs import open_folder, status
 
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.cli import load
@@ -20,13 +19,13 @@ from gpt2_ddp.reports.status import SILENT, health, show_status
 NOW = 1_000_000.0
 
 
-def write(folder: Path, **status: object) -> Path:
+def write(folder, **values):
     folder.mkdir(exist_ok=True)
-    (folder / "status.json").write_text(json.dumps(status))
+    (folder / "status.json").write_text(json.dumps(values))
     return folder
 
 
-def facts(**changes: object) -> dict:
+def facts(**changes):
     """The status of a running run, a heartbeat of this process at NOW, with `changes`."""
     usual = {"step": 7, "stage": "data", **this_process()._asdict(), "heartbeat": NOW, "progress": NOW, "limit": 120.0}
     return {"state": "running", "reason": ""} | usual | changes
@@ -39,13 +38,13 @@ def test_what_a_trainer_writes(tmp_path, monkeypatch):
     log.write_heartbeat(facts())
     assert not file.exists(), "it has not begun"
     log.write_status("running", 3)
-    first = json.loads(file.read_text())
+    first = status(file.parent)
     assert (first["pid"], first["host"]) == (os.getpid(), os.uname().nodename)
     assert abs(first["heartbeat"] - time.time()) < 60
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: pytest.fail("a heartbeat waits for a disk"))
         log.write_heartbeat(facts())
-    assert json.loads(file.read_text()) == facts()
+    assert status(file.parent) == facts()
     log.write_status("completed", 9)
     assert file.read_text() == '{"state": "completed", "step": 9, "reason": ""}\n'
     os.utime(file, (1, 1))
@@ -54,7 +53,7 @@ def test_what_a_trainer_writes(tmp_path, monkeypatch):
     log.write_status("completed", 9)
     assert file.stat().st_mtime == 1
     log.write_status("stopped", 9)
-    assert json.loads(file.read_text())["state"] == "stopped"
+    assert status(file.parent)["state"] == "stopped"
     folder.release()
 
 
@@ -83,14 +82,12 @@ def test_health(tmp_path, changes, age, state):
 
 def test_a_locked_folder_and_damaged_files(tmp_path):
     folder = write(tmp_path / "run", state="stopped", step=4, reason="SIGTERM")
-    with commands.held(folder / ".lock"):
+    with held(folder / ".lock"):
         assert health(folder).state == "starting"
     assert health(folder).state == "stopped"
-    strange = ('"step": "x"', '"pid": {}', '"step": 1e999', f'"step": {"1" * 400}')
-    strange = [f'{{"state": "running", {text}}}' for text in strange]
-    strange += [
-        json.dumps(facts(**beat)) for beat in ({"progress": -math.inf}, {"heartbeat": math.nan}, {"limit": 1e300})
-    ]
+    beats = ({"progress": -math.inf}, {"heartbeat": math.nan}, {"limit": 1e300}, {"step": "x"}, {"pid": {}})
+    strange = [json.dumps(facts(**beat)) for beat in beats]
+    strange += [f'{{"state": "running", "step": {number}}}' for number in ("1e999", "1" * 400)]
     for text in ("", "[]", *strange, "[" * 9999):
         (folder / "status.json").write_text(text)
         assert health(folder).state == "unknown"
@@ -105,7 +102,7 @@ def test_a_line_for_each_run(tmp_path, capsys, monkeypatch):
     (tmp_path / "compare").mkdir()
     write(tmp_path / "\x1b[5md", state="stopped", step=4, reason="")
 
-    def shown(*runs: str) -> list[str]:
+    def shown(*runs):
         assert show_status(load(StatusConfig, runs)) == 0
         lines = capsys.readouterr().out.split("\n")[:-1]
         assert all(line.isprintable() for line in lines)
@@ -115,6 +112,6 @@ def test_a_line_for_each_run(tmp_path, capsys, monkeypatch):
     assert (len(lines), r"\x1b[2J\ud800" in lines[0], "more" in lines[0]) == (4, True, False)
     assert [line.split()[1] for line in lines[1:]] == ["stalled", "completed", "stopped"]
     for wrong in ([str(tmp_path)], []):
-        commands.expect_error("runs = ", show_status, load(StatusConfig, wrong))
+        expect_error("runs = ", show_status, load(StatusConfig, wrong))
     (tmp_path / "runs").symlink_to(tmp_path)
     assert [line.split()[0] for line in shown()][1:] == ["runs/a", "runs/b", "runs/c"]

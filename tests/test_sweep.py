@@ -1,6 +1,5 @@
 """A sweep: its runs, their order and names, what stops and resumes them, and what it says of those that fail."""
 
-import importlib.util
 import math
 import os
 import random
@@ -21,21 +20,18 @@ from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.verify import verify_run
 
-spec = importlib.util.spec_from_file_location("sweep", SCRIPTS / "sweep.py")
-assert spec
-assert spec.loader
-sweep = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sweep)
+sys.path.insert(0, str(SCRIPTS))
+import sweep
 
 RATES = ["--seeds", "1", "2", "3", "--vary", "optim.lr=0.02,0.03"]
-SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32}
-FIELDS = {**{f"model.{name}": value for name, value in SIZES.items()}, "train.steps": 60, "train.device": "cpu"}
-FIELDS |= {"train.global_batch_tokens": 256, "optim.warmup_steps": 1, "optim.min_lr": 0, "eval.every": 20}
-FIELDS |= {"eval.tokens": 256, "checkpoint.every": 5, "checkpoint.background": "false", "tracking.log_every": 5}
-TRAINING = [word for name, value in FIELDS.items() for word in (f"--{name}", str(value))]
+TRAINING = (
+    "--model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.steps 60 --train.device cpu"
+    " --train.global_batch_tokens 256 --optim.warmup_steps 1 --optim.min_lr 0 --eval.every 20 --eval.tokens 256"
+    " --checkpoint.every 5 --checkpoint.background false --tracking.log_every 5"
+)
 
 
-def members(*words: str) -> list:
+def members(*words):
     return sweep.find_members(load(sweep.SweepConfig, words, sweep.training_default), list(words))
 
 
@@ -43,7 +39,6 @@ def test_each_combination_of_values_and_seeds_is_a_run_of_ordinary_flags():
     words = ["--train.steps", "9", *RATES, "optim.betas=[0.9,0.95],[0.8,0.9]", "--run_name", "a", "--output_dir", "b/c"]
     found = members(*words)
     assert len(found) == 12
-    assert found[1].folder == Path("b/c/a-lr_0.02-betas__0.9_0.95_-seed_2")
     own = "--run_name a-lr_0.02-betas__0.9_0.95_-seed_2 --seed 2 --optim.lr 0.02 --optim.betas [0.9,0.95]"
     assert " ".join(found[1].flags) == f"--train.steps 9 --run_name a --output_dir b/c {own}"
     (alone,) = members("--seed", "7", "--at_once", "3", "--dry_run")
@@ -61,15 +56,15 @@ def test_a_mistake_ends_it_before_the_first_run(words, field):
 class Stub:
     """A process that ends after some polls, or only by a signal."""
 
-    def __init__(self, member, code: int, polls: float = 1):
+    def __init__(self, member, code, polls=1):
         Path(f"{member.folder}.log").write_text("step 1\nerror: something\n")
         self.returncode, self._polls, self.signals = code, polls, []
 
-    def poll(self) -> int | None:
+    def poll(self):
         self._polls -= 1
         return self.returncode if self._polls < 0 else None
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         self.signals.append(number)
         self.returncode, self._polls = 75, 0
 
@@ -80,7 +75,7 @@ def three(tmp_path, monkeypatch):
     return members("--run_name", "a", "--output_dir", str(tmp_path), "--seeds", "1", "2", "3")
 
 
-def lines_of(capsys) -> list[str]:
+def lines_of(capsys):
     return [line.rpartition("/a-")[2] for line in capsys.readouterr().out.splitlines() if "starts" not in line]
 
 
@@ -99,8 +94,7 @@ def test_a_refused_run_fails_the_sweep_and_what_it_had_before_is_not_compared(th
     ends = {member.folder: "failed: error: something" for member in three[1:]}
     assert sweep.compare(three, ends, tmp_path / "a-sweep.json") == 1
     output = capsys.readouterr().out
-    for folder in ends:
-        assert f"{folder} failed: error: something" in output
+    assert [folder for folder in ends if f"{folder} failed: " not in output] == []
     (group,) = read_json(tmp_path / "a-sweep.json")["groups"]
     assert [run["name"] for run in group["runs"]] == ["a-seed_1"]
     assert sweep.compare(three[:1], {}, tmp_path / "a-sweep.json") == 0
@@ -109,7 +103,7 @@ def test_a_refused_run_fails_the_sweep_and_what_it_had_before_is_not_compared(th
 def test_a_signal_stops_the_runs_and_begins_no_other(three, monkeypatch, capsys):
     started = []
 
-    def start(member, *_: object) -> Stub:
+    def start(member, *_):
         started.append(Stub(member, 0, math.inf))
         if len(started) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -142,8 +136,8 @@ def test_runs_at_a_time_share_the_gpus_or_the_cores(three, monkeypatch):
 
 @pytest.mark.slow
 def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpus, tmp_path):
-    words = [*TRAINING, "--data.path", str(corpus), "--output_dir", str(tmp_path), "--run_name", "a", "--at_once", "2"]
-    command = [sys.executable, str(SCRIPTS / "sweep.py"), *RATES, *words]
+    words = f"{TRAINING} --data.path {corpus} --output_dir {tmp_path} --run_name a --at_once 2"
+    command = [sys.executable, SCRIPTS / "sweep.py", *RATES, *words.split()]
     options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     for number in (signal.SIGTERM, signal.SIGKILL):
         with subprocess.Popen(command, **options) as process:

@@ -4,9 +4,7 @@ import json
 import os
 import signal
 import sqlite3
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
@@ -17,20 +15,16 @@ from runs import open_folder, rows, said, state_of, train, training_config
 from gpt2_ddp.checkpoint.run_files import METRICS, field_of, valid_rows
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.trackers import START, Running, Trackers
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.state import LogEnd, Progress
 
-Points = dict[str, list[tuple[int, float]]]
-"""By the name of a number: steps and values, in the order in which a reader sees them."""
 
-
-def train_and_die(config: TrainingConfig, home: Path, kill_at: int | None = None) -> str:
+def train_and_die(config, home, kill_at=None):
     """Trains. At a step, once its row is in metrics.jsonl and before a tracker has it, the process is killed, and what
     it started."""
     os.environ.update(HOME=str(home), TRACKIO_DIR=str(home / "trackio"))
     append = RunLog.append
 
-    def killing(self: RunLog, row: dict[str, Any], name: str = METRICS) -> None:
+    def killing(self, row, name=METRICS):
         append(self, row, name)
         if name == METRICS and row["step"] == kill_at:
             for child in psutil.Process().children(recursive=True):
@@ -41,34 +35,42 @@ def train_and_die(config: TrainingConfig, home: Path, kill_at: int | None = None
     return train(config)
 
 
-def in_metrics(run: Path) -> Points:
-    points: Points = {}
-    for row in valid_rows(json.loads(line) for line in (run / METRICS).read_text().splitlines()):
-        for name, value in row.items():
-            if isinstance(value, int | float) and name != "step":
-                points.setdefault(name, []).append((row["step"], value))
-    return points
+def collected(points):
+    """By the name of a number: steps and values, in the order in which a reader sees them."""
+    found = {}
+    for name, step, value in points:
+        found.setdefault(name, []).append((step, value))
+    return found
 
 
-def in_tensorboard(run: Path) -> Points:
+def in_metrics(run):
+    return collected(
+        (name, row["step"], value)
+        for row in valid_rows(json.loads(line) for line in (run / METRICS).read_text().splitlines())
+        for name, value in row.items()
+        if isinstance(value, int | float) and name != "step"
+    )
+
+
+def in_tensorboard(run):
     """Every point of every file."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-    points: Points = {}
-    for file in (run / "gpt2_ddp").glob("events*"):
-        for event in LegacyEventFileLoader(str(file)).Load():
-            for value in event.summary.value:
-                if value.HasField("simple_value"):
-                    points.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return points
+    return collected(
+        (value.tag, event.step, value.simple_value)
+        for file in (run / "gpt2_ddp").glob("events*")
+        for event in LegacyEventFileLoader(str(file)).Load()
+        for value in event.summary.value
+        if value.HasField("simple_value")
+    )
 
 
-def in_wandb(run: Path) -> Points:
+def in_wandb(run):
     """The run's only file: after 7 bytes LevelDB's log, records in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = run.glob(f"wandb/offline-run-*-{run_id(run)}/*.wandb")
-    points, data, offset, message = {}, file.read_bytes(), 7, b""
+    points, data, offset, message = [], file.read_bytes(), 7, b""
     while offset + 7 <= len(data):
         if 32768 - offset % 32768 < 7:  # the rest of a block that has no room for a header
             offset += 32768 - offset % 32768
@@ -76,30 +78,25 @@ def in_wandb(run: Path) -> Points:
         length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
         message, offset = message + data[offset + 7 : offset + 7 + length], offset + 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
-            record, message = Record.FromString(message), b""
-            for item in record.history.item:
-                name = item.key or "/".join(item.nested_key)
-                if not name.startswith("_"):
-                    points.setdefault(name, []).append((record.history.step.num, json.loads(item.value_json)))
-    return points
+            history, message = Record.FromString(message).history, b""
+            for item in history.item:
+                points.append((item.key or "/".join(item.nested_key), history.step.num, json.loads(item.value_json)))
+    return collected(point for point in points if not point[0].startswith("_"))
 
 
-def in_trackio(home: Path, run: Path) -> Points:
-    points: Points = {}
+def in_trackio(home, run):
     (file,) = (home / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
         question = "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id"
-        for step, numbers in database.execute(question, (f"run-{run_id(run)}",)):
-            for name, value in json.loads(numbers).items():
-                points.setdefault(name, []).append((step, value))
-    return points
+        rows = database.execute(question, (f"run-{run_id(run)}",)).fetchall()
+    return collected((name, step, value) for step, text in rows for name, value in json.loads(text).items())
 
 
-def run_id(run: Path) -> str:
+def run_id(run):
     return state_of(run)["progress"]["run_id"]
 
 
-def comparable(points: Points) -> dict[str, list]:
+def comparable(points):
     """Points without the values of what is measured."""
     return {
         name: [step for step, _ in values] if field_of(name).kind == "measured" else values
@@ -107,7 +104,7 @@ def comparable(points: Points) -> dict[str, list]:
     }
 
 
-def in_float32(points: Points) -> Points:
+def in_float32(points):
     return {name: [(step, np.float32(value).item()) for step, value in values] for name, values in points.items()}
 
 
@@ -116,7 +113,7 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
     config = training_config(corpus, tmp_path, {"tracking.log_with": "tensorboard"})
     log, ends = RunLog(open_folder(tmp_path / "run")), {-1: LogEnd()}
 
-    def start(at: int, *steps: int, loss: float) -> None:
+    def start(at, *steps, loss):
         log.resume(ends[at], Progress())
         trackers = Trackers(lambda _, action: action(), config, "id", log.path)
         for step in steps:
@@ -124,7 +121,7 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
             trackers.log(row)
             ends[step] = log.end()
 
-    def held(*points: tuple[int, float]) -> None:
+    def held(*points):
         assert in_tensorboard(log.path) == in_metrics(log.path) == {"loss": [*points]}
 
     log.append({"event": "other", "step": 7, "at": 3})
@@ -140,14 +137,14 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
     held(*stand, (70, 71))
 
 
-def train_with_a_failing(config: TrainingConfig) -> tuple[str, str, str]:
+def train_with_a_failing(config):
     """Trains while wandb's tracker raises, and samples; the outcome and the outputs."""
     from gpt2_ddp.tasks.pretraining import Pretraining
 
-    def fail(*args: object, **kwargs: object) -> None:
+    def fail(*args, **kwargs):
         raise ConnectionError("the server\nis gone")
 
-    broken: Any = SimpleNamespace(log=fail, finish=fail)
+    broken = SimpleNamespace(log=fail, finish=fail)
     START["wandb"] = lambda *_: Running(broken, -1)
     Pretraining.sample = fail  # pyright: ignore
     return said(train, config)

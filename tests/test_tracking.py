@@ -1,8 +1,6 @@
 """Metrics; the run folder's lock and status."""
 
 import errno
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -10,24 +8,24 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import expect_error
 from disk import refuse
-from ranks import RankError, run_ranks
-from runs import before_each_step, open_folder, open_store, rows, state_after, train, training_config
+from ranks import RankError, in_turn, run_ranks
+from runs import before_each_step, open_folder, open_store, rows, state_after, status, train, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, chain_of, split_chain
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import sha256_file
 from gpt2_ddp.state import LogEnd, Pending, Progress
 
 
 @pytest.fixture
-def log(tmp_path) -> RunLog:
+def log(tmp_path):
     return RunLog(open_folder(tmp_path / "run"))
 
 
-def contents(log: RunLog) -> dict[str, bytes]:
+def contents(log):
     return {name: (log.path / name).read_bytes() for name in (METRICS, SAMPLES)}
 
 
@@ -93,7 +91,7 @@ def test_a_damaged_file_is_set_aside_and_its_rows_are_kept(log, capsys, name, da
     assert (log.path / other).read_bytes() == b"".join(sound[other].splitlines(keepends=True)[:2])
     assert capsys.readouterr().err.startswith(f"warning: {log.path / name}: ")
     assert (log.path / f"{name}.damaged").read_bytes() == damaged
-    assert log.end().samples_sha256 == hashlib.sha256((log.path / SAMPLES).read_bytes()).hexdigest()
+    assert log.end().samples_sha256 == sha256_file(log.path / SAMPLES)
     log.append({"step": 4})
     assert split_chain((log.path / METRICS).read_text().splitlines()[-1]) == ('{"step": 4}', log.end().chain)
 
@@ -120,17 +118,13 @@ def test_what_is_no_file_is_set_aside(log, make, name):
 LOSSES = {
     "lock removed": lambda run: (run / ".lock").unlink(),
     "folder replaced": lambda run: (shutil.rmtree(run), run.mkdir(), (run / ".lock").touch()),
-}
-
-
-ROWS = {
     "rows removed": lambda run: (run / METRICS).unlink(),
     "rows truncated": lambda run: os.truncate(run / METRICS, 9),
     "samples removed": lambda run: (run / SAMPLES).unlink(),
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES | ROWS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_trainer_that_lost_its_folder_or_rows_writes_nothing_more(tmp_path, loss):
     """It removes nothing, also of another trainer. Where it has its folder, it records that it failed."""
     store = open_store(tmp_path / "run", keep_last=1)
@@ -139,47 +133,44 @@ def test_a_trainer_that_lost_its_folder_or_rows_writes_nothing_more(tmp_path, lo
     store.save(Snapshot(state_after(1), "", {}, {}))
     log.write_status("running", 0)
     log.write_heartbeat({"step": 1})
-    other = (LOSSES | ROWS)[loss](log.path)
+    LOSSES[loss](log.path)
+    is_gone = loss in ("lock removed", "folder replaced")
 
-    def times() -> dict[Path, int]:
-        later = {log.path / METRICS} if loss == "samples removed" else set()
-        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path not in later}
+    def times():
+        later = METRICS if loss == "samples removed" else ""
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != later}
 
     before = times()
     log.append_sample({"step": 2}, {"event": "sample", "step": 2})
     log.append({"step": 2})
     writes = [lambda: log.write_status("completed", 2), lambda: store.save(Snapshot(state_after(2), "", {}, {}))]
     writes += [store.wait, store.prune, lambda: store.remove_after(0)]
-    writes += [lambda: log.resume(LogEnd(), Progress()), store.newest] if loss in LOSSES else []
+    writes += [lambda: log.resume(LogEnd(), Progress()), store.newest] if is_gone else []
     for write in writes:
-        with pytest.raises(UserError, match=rf"run folder = {log.path}: " if loss in LOSSES else r"file = .*jsonl"):
-            write()
-    assert times() == before, other
+        expect_error(f"run folder = {log.path}: " if is_gone else "file = .*jsonl", write)
+    assert times() == before
     log.write_heartbeat({"step": 2})
     assert log.is_gone
-    if loss in LOSSES:
+    if is_gone:
         folder.release()
-        assert times() == before, other
+        assert times() == before
     else:
         log.write_failure(2, "why")
-        assert json.loads((log.path / "status.json").read_text())["state"] == "failed"
+        assert status(log.path)["state"] == "failed"
 
 
-def lose_the_folder(config: TrainingConfig, loss: str) -> str:
+def lose_the_folder(config, loss):
     """Trains steps until the folder is lost in step 3; the user error."""
     from gpt2_ddp.distributed import watchdog
 
     def lose(run):
         if run.step == 2 and run.log.is_main:
-            (LOSSES | ROWS)[loss](run.folder.path)
+            LOSSES[loss](run.folder.path)
         time.sleep(0.01)
 
     watchdog.REPORT_INTERVAL = 0.1
     before_each_step(lose)
-    try:
-        return train(config)
-    except UserError as error:
-        return str(error)
+    return in_turn((train, config))[0]
 
 
 @pytest.mark.slow
@@ -208,16 +199,16 @@ def test_a_full_disk_has_room_for_a_status(log, monkeypatch):
     opening = Path.open
     log.write_status("running", 1)
 
-    def full(path: Path, *args, **kwargs):
+    def full(path, *args, **kwargs):
         return refuse() if path.name == ".status.json.tmp" else opening(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", full)
     for state in ("failed", "stopped"):
         log.write_status(state, 2)
-        assert json.loads((log.path / "status.json").read_text())["state"] == state
+        assert status(log.path)["state"] == state
 
 
-def crash_at_step_6(config: TrainingConfig) -> None:
+def crash_at_step_6(config):
     def crash(run):
         if run.step == 5:
             raise RuntimeError("out of order")
@@ -233,5 +224,5 @@ def test_each_prompt_has_its_sample_and_a_crash_is_recorded(corpus, tmp_path):
     samples = rows(tmp_path / "run", SAMPLES)
     assert [(row["step"], row["prompt"]) for row in samples] == [(2, "def "), (2, ""), (4, "def "), (4, "")]
     assert all(row["text"].startswith(row["prompt"]) and len(row["text"]) > 20 for row in samples)
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert (status["state"], status["step"], "out of order" in status["reason"]) == ("failed", 5, True)
+    failed = status(tmp_path / "run")
+    assert (failed["state"], failed["step"], "out of order" in failed["reason"]) == ("failed", 5, True)

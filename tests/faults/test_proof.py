@@ -13,8 +13,6 @@ from disk import interpose
 from ranks import run_ranks, run_until_killed, start_ranks
 from runs import is_intact, train_with_faults, training_config
 
-from gpt2_ddp.config.training import TrainingConfig
-
 SAVED = {"checkpoint": {"every": 3, "keep_last": 2}, "eval.every": 6, "tracking": {"log_every": 2, "sample_every": 6}}
 
 
@@ -32,14 +30,14 @@ def test_killed_ten_times_on_changing_numbers_of_processes(corpus, tmp_path, bad
     assert is_intact(tmp_path / "run", shards="none")
 
 
-def train_until(config: TrainingConfig, place: str) -> list[str]:
+def train_until(config, place):
     """Trains, and is killed before the first operation on a file that is `place`; those that came before it."""
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training import loop
 
-    told: list[str] = []
+    told = []
 
-    def tell(operation: str, name: str) -> None:
+    def tell(operation, name):
         begins = f"{operation} {re.sub('step-[0-9]+', 'step-N', name)} "
         told.append(f"{begins}{sum(line.startswith(begins) for line in told)}")
         if told[-1] == place:
@@ -57,7 +55,7 @@ def test_killed_at_every_operation_on_its_files(corpus, tmp_path):
     run_ranks(train_until, 1, halfway, "")
     config = training_config(corpus, tmp_path / "runs", SAVED | {"train.steps": 8, "optim.decay_steps": 8})
 
-    def begin() -> None:
+    def begin():
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         shutil.copytree(tmp_path / "halfway", tmp_path / "runs")
 
