@@ -33,14 +33,22 @@ class Tokenizer:
 
     Attributes:
         eot: id of the end-of-text token, which begins every document.
+        tokens, specials: ids of tokens by their bytes, and of special tokens by their names.
+        pattern: regular expression that divides a text before it is merged.
         characters: the set of characters with an id, if ids are characters; else None.
     """
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, sha256: str | None = None):
-        self.name, self.encoding, self.sha256 = name, encoding, sha256 or _hash(encoding)
+        self.name, self.encoding = name, encoding
         self.vocab_size, self.eot = encoding.n_vocab, encoding.eot_token
-        tokens = encoding._mergeable_ranks
-        self.characters = None if b"\xff" in tokens else {token.decode() for token in tokens}
+        # tiktoken has no public name for its tables
+        self.tokens, self.specials, self.pattern = (
+            encoding._mergeable_ranks,
+            encoding._special_tokens,
+            encoding._pat_str,
+        )
+        self.characters = None if b"\xff" in self.tokens else {token.decode() for token in self.tokens}
+        self.sha256 = sha256 or self._hash()
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, eot={self.eot})"
@@ -69,9 +77,16 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray:
         """Number of UTF-8 bytes of each token: int32 [vocab_size]; 0 for special tokens and unused ids."""
         lengths = np.zeros(self.vocab_size, np.int32)
-        for token, rank in self.encoding._mergeable_ranks.items():
+        for token, rank in self.tokens.items():
             lengths[rank] = len(token)
         return lengths
+
+    def _hash(self) -> str:
+        """SHA-256 of tokens and ids, without the pattern: tiktoken rewrites it from version to version."""
+        digest = hashlib.sha256(json.dumps(self.specials, sort_keys=True).encode())
+        for token, rank in sorted(self.tokens.items(), key=lambda item: item[1]):
+            digest.update(b"%d %d %b" % (rank, len(token), token))
+        return digest.hexdigest()
 
 
 def encoding_names() -> list[str]:
@@ -132,11 +147,3 @@ def _own_tokens(name: str) -> list[bytes]:
         return []
     merges = [to_bytes(line.replace(" ", "")) for line in data.decode().split("\n")[1:-1]]
     return [*BYTE_OF_CHARACTER.values(), *merges]
-
-
-def _hash(encoding: tiktoken.Encoding) -> str:
-    """SHA-256 of tokens and ids, without the pattern: tiktoken rewrites it from version to version."""
-    digest = hashlib.sha256(json.dumps(encoding._special_tokens, sort_keys=True).encode())
-    for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
-        digest.update(b"%d %d %b" % (rank, len(token), token))
-    return digest.hexdigest()

@@ -63,7 +63,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    ranks, pattern = tokenizer.encoding._mergeable_ranks, tokenizer.encoding._pat_str
+    ranks, pattern = tokenizer.tokens, tokenizer.pattern
     bpe: Any = tokenizers.Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
     bpe.decoder = decoders.ByteLevel()
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == GPT2_PATTERN)
@@ -77,7 +77,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "merges": [[_characters(part) for part in _halves(token, ranks)] for _, token in merged],
     }
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    specials = sorted((rank, token) for token, rank in tokenizer.encoding._special_tokens.items())
+    specials = sorted((rank, token) for token, rank in tokenizer.specials.items())
     definition["added_tokens"] = [{"id": rank, "content": token, **added} for rank, token in specials]
     return definition
 

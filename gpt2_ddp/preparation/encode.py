@@ -155,9 +155,9 @@ class FastEncoder:
 
 def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
     """None if gigatoken is not installed, or does not support the tokenizer."""
-    ranks = tokenizer.encoding._mergeable_ranks
+    ranks = tokenizer.tokens
     first = min(ranks.values())
-    if tokenizer.encoding._pat_str != GPT2_PATTERN or max(ranks.values()) - first + 1 != len(ranks):
+    if tokenizer.pattern != GPT2_PATTERN or max(ranks.values()) - first + 1 != len(ranks):
         return None
     try:
         from gigatoken.gigatoken_rs import BPETokenizer  # pyright: ignore[reportMissingImports]

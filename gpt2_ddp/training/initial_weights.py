@@ -167,10 +167,10 @@ def _load(path: Path, name: str) -> Any:
 
 def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> None:
     """Compares the tokens of all ids. `rows`: rows of the weights' vocabulary. Raises: UserError for a difference."""
-    size, encoding = tokenizer.vocab_size, tokenizer.encoding
+    size = tokenizer.vocab_size
     with _reading(path, f"its {TOKENIZER_FILE} cannot be read", "save its fast tokenizer there"):
         theirs = load_tokenizer(str(path / TOKENIZER_FILE))
     if rows < size:
         raise UserError(FIELD, path, f"has a vocabulary of {rows:,} ids, the data's tokenizer has {size:,}")
-    if (theirs.encoding._mergeable_ranks, theirs.eot) != (encoding._mergeable_ranks, tokenizer.eot):
+    if (theirs.tokens, theirs.eot) != (tokenizer.tokens, tokenizer.eot):
         raise UserError(FIELD, path, f"its tokenizer differs; prepare the text with its {TOKENIZER_FILE}")
