@@ -15,8 +15,6 @@ from typing import Any
 
 from gpt2_ddp.errors import UserError
 
-PIECE = 2**20  # bytes hashed and written at a time, so that the second of the two reads the CPU cache
-
 LARGEST_JSON = 2**24  # bytes of a file with one JSON object
 DEEPEST = 50  # levels of lists and objects in JSON and YAML
 
@@ -74,33 +72,17 @@ def overwrite(path: Path, content: str) -> None:
 def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
     """Writes buffers of bytes to a file, and waits until they are on disk. Returns their number, and their SHA-256 in
     hex, computed from memory: comparing it with the file finds disk errors. Raises: OSError."""
-    sha256, size = hashlib.sha256(), 0
+    sha256 = hashlib.sha256()
     is_main = threading.current_thread() is threading.main_thread()  # training waits, so another core may hash
     with path.open("wb") as file, ThreadPoolExecutor(1) as helper:
-        for piece in _pieces(buffers):
-            hashed = helper.submit(sha256.update, piece) if is_main else sha256.update(piece)
-            file.write(piece)
-            size += len(piece)
+        for buffer in buffers:
+            hashed = helper.submit(sha256.update, buffer) if is_main else sha256.update(buffer)
+            file.write(buffer)
             if hashed:
                 hashed.result()
         file.flush()
         os.fsync(file.fileno())
-    return size, sha256.hexdigest()
-
-
-def _pieces(buffers: Iterable[Any]) -> Iterator[bytearray | memoryview]:
-    """Yields the bytes in pieces of at most PIECE: joins small buffers, and slices large ones without a copy."""
-    small = bytearray()
-    for buffer in buffers:
-        view = memoryview(buffer)
-        if len(small) + len(view) > PIECE:
-            yield small
-            small = bytearray()
-        if len(view) > PIECE:
-            yield from (view[start : start + PIECE] for start in range(0, len(view), PIECE))
-        else:
-            small += view
-    yield small
+        return file.tell(), sha256.hexdigest()
 
 
 def make_folder(folder: Path) -> None:
