@@ -311,7 +311,7 @@ def begun_log(run: Path) -> RunLog:
 
 
 def sample_defects(run: Path) -> list[str]:
-    found = verify.Found(run, {}, None, {}, [], verify.Log(run / METRICS, set()), verify._hash_samples(run))
+    found = verify.Found(run, {}, {}, {}, [], verify.Log(run / METRICS, set()), verify._hash_samples(run))
     return [*verify._check_samples(found)]
 
 

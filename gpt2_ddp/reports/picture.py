@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, Formatter, LogFormatter, StrMethodFormatter
+from matplotlib.ticker import LogFormatter
 
 from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.errors import truncate
@@ -75,13 +75,11 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
             if metric == "grad_norm":
                 _make_logarithmic(panel)
             else:
-                panel.set_ylim(0, 1.08 * max(panel.dataLim.y1, 0) or None)
-                panel.yaxis.set_major_formatter(_plain(panel.dataLim.y1))
+                panel.set_ylim(bottom=0)
         for panel in others[len(metrics) :]:
             panel.remove()
         for panel in figure.axes:
             panel.set_xlabel(unit if by_tokens else "step")
-            panel.xaxis.set_major_formatter(_plain(loss.get_xlim()[1]))
             panel.tick_params(labelbottom=True)
         if len(curves) > 1:
             handles = [
@@ -153,11 +151,6 @@ def _mark(panel: Axes, x: np.ndarray, label: str, **look: Any) -> None:
     if len(x):
         foot = np.full(len(x), 0.03)
         panel.plot(x, foot, transform=panel.get_xaxis_transform(), linestyle="", label=label, **look)
-
-
-def _plain(largest: float) -> Formatter:
-    """Writes 0.0005 and 12.5k."""
-    return EngFormatter(sep="") if largest >= 10_000 else StrMethodFormatter("{x:.4g}")
 
 
 def _make_logarithmic(panel: Axes) -> None:

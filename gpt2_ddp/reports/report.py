@@ -71,7 +71,7 @@ def page(runs: Sequence[RunRecord], svg: str) -> str:
 def _column(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
     """A run's state, the `settings`, the newest value of each field of the rows, its newest start, all settings."""
     config = {name: _text(value) for name, value in run.config.items()}
-    reason, end, best = run.status.get("reason"), run.rows[-1]["step"], run.best("val_loss")
+    reason, end, best = run.status.get("reason"), run.rows[-1]["step"], run.best()
     cells = {"state": f"{run.state}: {reason}" if reason else run.state}
     cells |= {name: config[name] for name in settings if name in config}
     for name in run.fields:

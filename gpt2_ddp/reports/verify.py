@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice, zip_longest
@@ -155,11 +156,15 @@ class Found:
 
     run: Path
     settings: Record  # config.yaml
-    status: Record | None  # None without a status.json; {} if it is no JSON
-    checkpoints: Checkpoints
+    status: Record  # empty without a readable status.json
+    checkpoints: Checkpoints  # the oldest first
     damaged: list[str]
     log: Log
     samples: list[str]  # SHA-256 of samples.jsonl up to each line
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        return next(reversed(self.checkpoints.values()), None)
 
     def events(self, name: str) -> list[Record]:
         return [row for row in self.log.events.values() if row["event"] == name]
@@ -206,15 +211,13 @@ def _read(run: Path, anchor: Anchor | None) -> Found:
     log = Log(run / METRICS, chains | {anchor.chain, anchor.newest or ""} if anchor else chains)
     if log.last.get("event") == "end":  # the samples are complete by now
         samples = _hash_samples(run)
-    status = _read_status(run) if status is None else status
-    return Found(run, settings, status, checkpoints, damaged, log, samples)
+    return Found(run, settings, status or _read_status(run), checkpoints, damaged, log, samples)
 
 
-def _read_status(run: Path) -> Record | None:
-    try:
-        return read_json(run / STATUS) if (run / STATUS).exists() else None
-    except (OSError, ValueError):
-        return {}
+def _read_status(run: Path) -> Record:
+    with suppress(OSError, ValueError):
+        return read_json(run / STATUS)
+    return {}
 
 
 def _hash_samples(run: Path) -> list[str]:
@@ -311,9 +314,7 @@ def _kept(log: Log) -> list[int]:
 def _check_settings(found: Found) -> list[str]:
     """Fields of config.yaml that are not those of the newest start, which is written first."""
     starts = found.events("start")
-    if found.log.last in starts[-1:]:  # a kill may have come before its config.yaml
-        starts = [start for start in starts[-2:] if start["config"] == found.settings]
-    if not starts:
+    if not starts or found.log.last is starts[-1]:  # a kill may have come before its config.yaml
         return []
     now, right = flat(found.settings), flat(starts[-1]["config"])
     names = [name for name in right | now if now.get(name, ...) != right.get(name, ...)]
@@ -322,15 +323,14 @@ def _check_settings(found: Found) -> list[str]:
 
 def _check_status(found: Found) -> Iterator[str]:
     last = tuple(found.log.last.get(name) for name in ("event", "outcome", "step"))
-    if found.status is None:
-        if {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
-            yield f"{STATUS}: is missing"
-        return
     state, step = found.status.get("state"), found.status.get("step")
-    is_over = state in get_args(Outcome)
-    if is_over and last[0] != "start" and last != ("end", state, step):
-        yield f"{STATUS}: has {state} at step {step}, {METRICS} {last}"
-    elif not is_over and state not in ("running", "failed"):
+    if not found.status:
+        if {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
+            yield f"{STATUS}: is missing or damaged"
+    elif state in get_args(Outcome):
+        if last[0] != "start" and last != ("end", state, step):
+            yield f"{STATUS}: has {state} at step {step}, {METRICS} {last}"
+    elif state not in ("running", "failed"):
         yield f"{STATUS}: has state {state}"
 
 
@@ -395,9 +395,8 @@ def _task_class(found: Found, trust_code: bool) -> tuple[type[Pretraining], str]
     hashes = {(row.get("code") or {}).get("sha256") for row in found.events("start")}
     if hashes == {None}:
         return Pretraining, ""
-    newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.step, default=None)
     try:
-        code = trusted(newest, trust_code) if newest else None
+        code = trusted(found.newest, trust_code) if found.newest else None
         if code and hashes == {code.sha256}:
             return code.load(Pretraining), ""
     except UserError as error:
@@ -438,7 +437,7 @@ def _read_anchor(anchor: str) -> Anchor | None:
 
 def _write_anchor(file: Path, found: Found) -> str:
     """Writes an anchor of the newest checkpoint. Returns a line of output."""
-    newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.step, default=None)
+    newest = found.newest
     if newest is None or newest.state.log.chain == FIRST_CHAIN:
         return "note    no checkpoint holds a chain yet: no anchor is written"
     chain = newest.state.log.chain
