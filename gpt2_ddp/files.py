@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -56,6 +56,11 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes], durable
             raise
         if durable:
             fsync_path(path.parent)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replaces a JSON file, as `write_atomically`."""
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def overwrite(path: Path, content: str) -> None:
@@ -190,17 +195,16 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"is nested more than {DEEPEST} levels deep") from error
 
 
-def check_limits(value: Any) -> Any:
-    """The value of JSON or YAML. Raises: ValueError for more than DEEPEST levels, and integers above 64 bits."""
-    level = [value]
-    for _ in range(DEEPEST):
-        if any(type(item) is int and not -(2**63) <= item < 2**63 for item in level):
-            raise ValueError("has an integer of more than 64 bits")
-        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
-        level = [item for items in inner for item in items]
-        if not level:
-            return value
-    raise ValueError(f"is nested more than {DEEPEST} levels deep")
+def check_limits(value: Any, levels: int = DEEPEST) -> Any:
+    """The value of JSON or YAML. Raises: ValueError for more than so many levels, and integers above 64 bits."""
+    if not levels:
+        raise ValueError(f"is nested more than {DEEPEST} levels deep")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError("has an integer of more than 64 bits")
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        check_limits(item, levels - 1)
+    return value
 
 
 def load_from_hub(name: str, **options: Any) -> Any:

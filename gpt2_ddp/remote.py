@@ -72,10 +72,8 @@ class Bucket:
         """Copies a file there, and compares its hash. Raises: OSError if it differs."""
         with self._whole(name) as target:
             self._files.put_file(str(file), target)
-        digest = hashlib.sha256()
         with self._files.open(f"{self._root}/{name}", "rb", block_size=BLOCK) as stream:
-            while block := stream.read(BLOCK):
-                digest.update(block)
+            digest = hashlib.file_digest(stream, "sha256")
         if digest.hexdigest() != sha256:
             raise OSError(f"{name} is not what was written")
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.ranks import is_main, sum_over_ranks
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import load_from_hub, parse_json, read_small, write_atomically
+from gpt2_ddp.files import load_from_hub, parse_json, read_small, write_atomically, write_json
 from gpt2_ddp.model.evaluate import IGNORED
 
 METRICS = ("acc", "acc_norm")
@@ -268,7 +268,7 @@ def save(place: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) 
         scores |= {name: _json(value), f"{name}_stderr": _json(error)}
     scores |= {"contexts_cut": items.cut, **facts}
     write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
-    write_atomically(Path(f"{place}.json"), json.dumps(scores, indent=1) + "\n")
+    write_json(Path(f"{place}.json"), scores)
 
 
 def as_row(items: ItemSet, log_likelihoods: np.ndarray) -> dict[str, float]:

@@ -12,7 +12,6 @@ from statistics import mean, median
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gpt2_ddp.config.jobs import JobConfig
@@ -45,7 +44,7 @@ def measure(
     config: TrainingConfig | JobConfig, data_parallel: bool, threads: int, steps: int, weights: Path
 ) -> RunResult:
     """Trains `WARM_UP` and then `steps` steps, timed, on every rank. Keeps no checkpoint; writes the final parameters
-    to the safetensors file `weights`. With `data_parallel`, one process splits each micro-batch among all GPUs."""
+    to the file `weights`, as a vector. With `data_parallel`, one process splits each micro-batch among all GPUs."""
     gpt2 = isinstance(config, TrainingConfig)
     replicas = ReplicatedGPT if gpt2 else nn.DataParallel
     with open_run(config, Pretraining if gpt2 else partial(Supervised, make_job)) as opened:
@@ -57,9 +56,9 @@ def measure(
         seconds, _ = time_steps(run, steps)
         memory = peak_memory(accelerator.device)
         metrics = run.evaluate(run.watchdog.progress)
-        parameters = {name: value.detach().cpu() for name, value in run.task.model.named_parameters()}
+        parameters = nn.utils.parameters_to_vector(run.task.model.parameters()).detach().cpu()
         if is_main():
-            save_file(parameters, weights)
+            torch.save(parameters, weights)
         share = None
         if accelerator.num_processes > 1:
             share = communication_share(run, min(max(steps // (2 * ROUNDS), 1), BLOCK))
@@ -70,7 +69,7 @@ def measure(
         peak_memory=max(peaks),
         communication=None if share is None else mean(shares),
         metrics=metrics,
-        parameters=sum(value.numel() for value in parameters.values()),
+        parameters=len(parameters),
     )
 
 

@@ -13,7 +13,7 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers
 from gpt2_ddp.preparation.source_files import library_files
 
-TEXT_CHARACTERS = 1_000_000  # of Python's modules, to compare token ids on
+MODULES = 50  # of Python, about a million characters to compare token ids on
 SCRIPTS = (
     f"{END_OF_TEXT} a{END_OF_TEXT}b  \n\n\t x\r\n\r\n   I'LL don't 1234567 １２３ café cafe\u0301 Größe "
     "Ελληνικά Русский 日本語 中文 한국어 العربية עברית ไทย हिन्दी தமிழ் 👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽 ½ ﬁ ∑∫ "
@@ -91,13 +91,9 @@ def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]
 
 def _text(tokenizer: Tokenizer) -> str:
     """A sample of all scripts and of Python's modules; if ids are characters, all of them and text of them only."""
-    parts, length = [SCRIPTS], 0
-    for file in library_files():
-        parts.append(file.read_bytes().decode(errors="replace"))
-        length += len(parts[-1])
-        if length > TEXT_CHARACTERS:
-            break
-    known, text = tokenizer.characters, "".join(parts)
+    modules = [file.read_text("utf-8", "replace") for file in library_files()[:MODULES]]
+    text = SCRIPTS + "".join(modules)
+    known = tokenizer.characters
     return text if known is None else "".join([*sorted(known), *filter(known.__contains__, text)])
 
 

@@ -27,8 +27,6 @@ from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.trained_model import load_model, note_best, own_task, read_settings, still_there
 
-GGUF = "model.gguf"
-TRAINING = "training.yaml"
 CARD = Path(__file__).with_name("card.md")  # template of the model card
 DOCUMENT_MASK = """
 It was trained with attention that does not cross documents. transformers attends across them: give it one \
@@ -89,7 +87,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         with still_there(checkpoint):
             own, tokenizer = load_model(checkpoint, trust_code)
             model = convert(own) if convert else own
-            shutil.copyfile(checkpoint.path / CONFIG, folder / TRAINING)
+            shutil.copyfile(checkpoint.path / CONFIG, folder / "training.yaml")
             definition = checkpoint.path / checkpoint.state.record["tokenizer"]
             definition = definition.read_bytes() if definition.is_file() else None
             sha256 = sha256_file(checkpoint.path / MANIFEST)
@@ -97,7 +95,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         write_model(model, tokenizer, folder)
         findings = check_export(folder, model, tokenizer, own)
         if gguf:
-            write_gguf(model, tokenizer, folder / GGUF)
+            write_gguf(model, tokenizer, folder / "model.gguf")
         feed, scores = checkpoint.state.feed, checkpoint.state.progress.scores
         rows = [*_data_rows(checkpoint, settings.data)]
         rows += [f"| {name} | {scores[name]:,} |" for name in SCORES if scores.get(name) is not None]
@@ -117,7 +115,6 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
             notes=DOCUMENT_MASK if model.config.document_mask else "",
             transformers=version("transformers"),
             findings=findings,
-            training=TRAINING,
         )
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
     return findings

@@ -6,7 +6,6 @@ makes smaller files of it.
 """
 
 import json
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import END_IDS
-from gpt2_ddp.files import write_hashed, writing
+from gpt2_ddp.files import write_hashed, write_json, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import fixed_fields, shape, to_transformers, transformers_config
 
@@ -28,8 +27,8 @@ LLAMA_CPP = ("gpt2", "llama", "qwen3")
 
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes config.json, generation_config.json and model.safetensors."""
-    _write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
-    _write_json(folder / "generation_config.json", dict.fromkeys(END_IDS, tokenizer.eot))
+    write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
+    write_json(folder / "generation_config.json", dict.fromkeys(END_IDS, tokenizer.eot))
     file = folder / "model.safetensors"
     with writing(file):
         tensors = to_transformers(model.state_dict(), model.config, model.vocab_size)
@@ -51,11 +50,7 @@ def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }
-    _write_json(folder / "tokenizer_config.json", config)
-
-
-def _write_json(file: Path, fields: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:

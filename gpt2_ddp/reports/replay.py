@@ -5,6 +5,8 @@ processes gives the same bits; another number changes the order of sums.
 """
 
 import math
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
@@ -85,18 +87,18 @@ def replay(
     command: VerifyConfig,
 ) -> Iterator[Finding]:
     """Trains the span again. Compares rows, and weights and optimizer state at the end of each stretch between two of
-    the `intact` checkpoints, since each stretch may have its own number of processes. `settings`: configuration after
-    the newest one. Yields for each stretch a text and its defects, None if it cannot be trained again. Raises:
-    UserError if the data are not those of the run, or this machine cannot train it; SystemExit 75 after a signal."""
+    the `intact` checkpoints (the oldest first), since each stretch may have its own number of processes. `settings`:
+    configuration after the newest one. Yields a text and the defects of each stretch. Raises: UserError if the data
+    are not those of the run, or this machine cannot train it; SystemExit 75 after a signal."""
     checkpoints = {checkpoint.step: checkpoint for checkpoint in intact}
     if span.start not in checkpoints:
         what = f"replay from step {span.start}"
         yield what, [f"{what}: its checkpoint is damaged, so it cannot be trained again"]
         return
-    ends = [step for step in sorted(checkpoints) if span.start < step < span.stop]
+    ends = [step for step in checkpoints if span.start < step < span.stop]
     for start, stop in pairwise([span.start, *ends, span.stop]):
         # the next checkpoint has the settings of this stretch, which may differ from those before a stop
-        maker = next((checkpoints[step] for step in sorted(checkpoints) if step >= stop), None)
+        maker = next((checkpoints[step] for step in checkpoints if step >= stop), None)
         back = next((row for row in reversed(rollbacks) if row["step"] <= start), {})
         skipped = back["skipped_range"] if back.get("step") == start else None
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
@@ -123,9 +125,7 @@ def _replay_stretch(
         processes, reasons = _how_exactly(config, state)
         again = Path(folder) / config.run_name
         copy = again / "checkpoints" / begin.path.name
-        copy.mkdir(parents=True)
-        for file in begin.path.iterdir():
-            (copy / file.name).symlink_to(file.resolve())
+        shutil.copytree(begin.path.resolve(), copy, copy_function=os.symlink)
         log = begin.state.log  # a resume expects the rows and samples before its checkpoint
         (again / METRICS).write_bytes(b"".join(head(run / METRICS, log.bytes)))
         (again / SAMPLES).write_bytes(b"".join(head(run / SAMPLES, log.samples_bytes)))

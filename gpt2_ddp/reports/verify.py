@@ -124,8 +124,8 @@ class Log:
     def _add(self, place: str, line: str, row: Record, chains: set[str]) -> None:
         text, chain = split_chain(line)
         if chain != next_chain(self.chain, text):
-            reason = "its chain is wrong: this row was changed, or a row before it is missing"
-            self.defects.append(f"{place}: {reason if chain else 'has no chain'}")
+            reason = "its chain is wrong or missing: this row was changed, or a row before it is missing"
+            self.defects.append(f"{place}: {reason}")
         self.chain = chain or self.chain
         try:
             Row.model_validate_json(line)
