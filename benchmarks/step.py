@@ -3,7 +3,7 @@
 import io
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -31,7 +31,7 @@ from gpt2_ddp.model.transformers_layout import CLASSES, transformers_config
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
-from gpt2_ddp.training.run import build, open_run, start
+from gpt2_ddp.training.run import Training, build, open_run, start
 from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"
@@ -74,13 +74,20 @@ def ours(done: Done, config: TrainingConfig) -> None:
             done()
             return Due(step % config.tracking.log_every == 0)
 
+    with quiet_run(config, Timed) as run:
+        train_loop(run)  # until `done` exits
+
+
+@contextmanager
+def quiet_run(config: TrainingConfig, task: type[Pretraining]) -> Iterator[Training]:
+    """A run that can take steps, without its output."""
     with (
         redirect_stderr(io.StringIO()),
         redirect_stdout(io.StringIO()),
-        open_run(config, Timed) as opened,
+        open_run(config, task) as opened,
         start(build(opened)) as run,
     ):
-        train_loop(run)  # until `done` exits
+        yield run
 
 
 def bare(done: Done, config: TrainingConfig, device: torch.device) -> None:

@@ -26,6 +26,7 @@ from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically, write_json
+from gpt2_ddp.lab.experiment import distance
 from gpt2_ddp.output import make_output_folder, markdown_table
 
 Job = TrainingConfig | JobConfig
@@ -39,7 +40,7 @@ KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
 
 TRIAL = 10  # timed steps of the run that determines the number of steps for `seconds`
 STEPS = (5, 5000)  # least and most steps
-COLUMNS = ["job", "way", "wall s", "speed-up", "peak MB per process", "communication", "final metric", "Δ parameters"]
+COLUMNS = ["job", "way", "wall s", "speed-up", "peak MB per process", "final metric", "Δ parameters"]
 Row = dict[str, Any]  # the numbers of one strategy for one job
 
 
@@ -103,10 +104,10 @@ def compare_job(name: str, job: Job, config: CompareConfig, found: Sequence[Stra
     runs: dict[Strategy, list[RunResult]] = {way: [] for way in found}
     differences = dict.fromkeys(runs, 0.0)
     single = found[0]
-    steps = config.steps or steps_for(name, job, config, single, folder)
+    steps = config.steps or steps_for(name, job, config.seconds, single, folder)
     reference, weights = folder / f"{name}.pt", folder / "weights.pt"
     for repeat, way in product(range(config.repeats), runs):
-        run = run_way(f"{name}-{way.name}-{repeat}", job, config, way, steps, weights)
+        run = run_way(f"{name}-{way.name}-{repeat}", job, way, steps, weights)
         if not reference.exists():
             shutil.copyfile(weights, reference)
         runs[way].append(run)
@@ -127,7 +128,6 @@ def numbers(runs: list[RunResult], singles: list[RunResult], steps: int, differe
         "seconds": [run.seconds for run in runs],
         "speed_up": [one.seconds / run.seconds for one, run in zip(singles, runs, strict=True)],
         "peak_memory_bytes": max(run.peak_memory for run in runs),
-        "communication": [run.communication for run in runs if run.communication is not None],
         "metrics": dict(runs[0].metrics),
         "difference": difference,
     }
@@ -135,25 +135,23 @@ def numbers(runs: list[RunResult], singles: list[RunResult], steps: int, differe
 
 def difference(file: Path, reference: Path) -> float:
     """Norm of the difference between two files' vectors of parameters, relative to the reference's norm."""
-    one, other = (torch.load(path) for path in (file, reference))
-    apart, whole = (torch.linalg.vector_norm(part, dtype=torch.float64) for part in (one - other, other))
-    return (apart / whole).item()
+    return distance(torch.load(file), torch.load(reference))
 
 
-def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: int, weights: Path) -> RunResult:
+def run_way(name: str, job: Job, way: Strategy, steps: int, weights: Path) -> RunResult:
     """One run of a job with one strategy, for `steps` steps from the same weights, in new processes."""
     train: dict[str, object] = {}
     size, data_parallel = job.train.micro_batch_size, way.processes < way.devices
     if data_parallel and size != "auto":  # each GPU's part of a micro-batch is as large as with the other strategies
         train["micro_batch_size"] = size * way.devices
     job = job.model_copy(update={"run_name": name, "train": job.train.model_copy(update=train)})
-    return start_processes(measure, way.processes, job, data_parallel, config.threads, steps, weights)
+    return start_processes(measure, way.processes, job, data_parallel, steps, weights)
 
 
-def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, folder: Path) -> int:
+def steps_for(name: str, job: Job, seconds: float, single: Strategy, folder: Path) -> int:
     """Number of steps that take one process about `seconds`."""
-    trial = run_way(f"{name}-trial", job, config, single, TRIAL, folder / "trial.pt")
-    return min(max(round(config.seconds / trial.seconds * TRIAL), STEPS[0]), STEPS[1])
+    trial = run_way(f"{name}-trial", job, single, TRIAL, folder / "trial.pt")
+    return min(max(round(seconds / trial.seconds * TRIAL), STEPS[0]), STEPS[1])
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -163,7 +161,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 def table_row(row: Row) -> list[str]:
     """The cells of a row. A figure is the median of the repeats, with the least and the largest."""
-    seconds, speed_up, shares = row["seconds"], row["speed_up"], row["communication"]
+    seconds, speed_up = row["seconds"], row["speed_up"]
     metric = next((name for name in ("val_accuracy", "val_loss") if name in row["metrics"]), None)
     return [
         row["job"],
@@ -171,7 +169,6 @@ def table_row(row: Row) -> list[str]:
         f"{median(seconds):.3g} ({min(seconds):.3g}–{max(seconds):.3g})",
         f"{median(speed_up):.2f} ({min(speed_up):.2f}–{max(speed_up):.2f})",
         f"{row['peak_memory_bytes'] / 1e6:,.0f}",
-        f"{median(shares):.1%} ({min(shares):.1%}–{max(shares):.1%})" if shares else "–",
         f"{metric} {row['metrics'][metric]:.4f}" if metric else "–",
         f"{row['difference']:.1e}",
     ]

