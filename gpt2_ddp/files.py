@@ -9,21 +9,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from gpt2_ddp.errors import UserError
 
 LARGEST_JSON = 2**24  # bytes of a file with one JSON object
 DEEPEST = 50  # levels of lists and objects in JSON and YAML
-
-HINTS = {
-    errno.ENOSPC: "free space on that disk",
-    errno.EDQUOT: "free space in your quota",
-    errno.EFBIG: "allow larger files (`ulimit -f`)",
-    errno.EROFS: "make that disk writable",
-}
 
 
 @contextmanager
@@ -32,11 +25,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = f"{HINTS.get(error.errno or 0, 'check that disk or folder')}, then run the same command again"
+        hint = "free space on that disk, or check its rights and limits, then run the same command again"
         raise UserError("file", path, f"cannot be written ({error.strerror or error}); {hint}") from error
 
 
-def write_atomically(path: Path, content: str | bytes | Iterable[bytes], durable: bool = True) -> None:
+def write_atomically(path: Path, content: str | Iterable[bytes], durable: bool = True) -> None:
     """Replaces `path` with `content`. Readers find the whole old or the whole new file, after a crash, too. If not
     `durable`, a crash of the machine may leave any content. Raises: UserError as `writing`; the old file remains."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -44,8 +37,7 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes], durable
         try:
             temporary.unlink(missing_ok=True)  # of a crash
             with temporary.open("xb") as file:  # a link of that name is not followed: a received folder may have one
-                whole = content.encode() if isinstance(content, str) else content
-                file.writelines([whole] if isinstance(whole, bytes) else whole)
+                file.writelines([content.encode()] if isinstance(content, str) else content)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
@@ -99,25 +91,10 @@ def make_folder(folder: Path) -> None:
 
 
 def check_can_make(folder: Path) -> None:
-    """Raises the OSError that making this folder, or a file in it, would raise; makes nothing."""
-    for place in (folder.absolute(), *folder.absolute().parents):
-        try:
-            mode = place.stat().st_mode
-        except FileNotFoundError:
-            if place.is_symlink():  # a dangling link
-                raise _error(errno.EEXIST) from None
-            continue
-        if not stat.S_ISDIR(mode):
-            raise _error(errno.EEXIST)
-        if os.statvfs(place).f_flag & os.ST_RDONLY:
-            raise _error(errno.EROFS)
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise _error(errno.EACCES)
-        return
-
-
-def _error(number: int, text: str = "") -> OSError:
-    return OSError(number, text or os.strerror(number))
+    """Raises the OSError that making something in this folder would raise, or in its nearest parent that exists. Leaves
+    nothing behind."""
+    places = (folder.absolute(), *folder.absolute().parents)
+    TemporaryDirectory(dir=next(filter(Path.exists, places))).cleanup()
 
 
 def fsync_path(path: Path) -> None:
@@ -151,8 +128,11 @@ def local_copy(path: str) -> str:
 
 def free_name(path: Path) -> Path:
     """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
-    names = (path.with_name(f"{path.name}-{number}") if number > 1 else path for number in count(1))
-    return next(name for name in names if not os.path.lexists(name))
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
 
 
 def regular(path: Path) -> Path:
@@ -161,11 +141,9 @@ def regular(path: Path) -> Path:
     try:
         mode = path.stat().st_mode
     except ValueError as error:  # a NUL, or half of a surrogate pair
-        raise _error(errno.EINVAL, "No file can have such a name") from error
-    if stat.S_ISDIR(mode):
-        raise _error(errno.EISDIR)
+        raise OSError(errno.EINVAL, "No file can have such a name") from error
     if not stat.S_ISREG(mode):
-        raise _error(errno.EINVAL, "Not an ordinary file, but a pipe or a device")
+        raise OSError(errno.EINVAL, "Not an ordinary file, but a pipe or a device, or a folder")
     return path
 
 
@@ -174,7 +152,7 @@ def read_small(path: Path, most: int) -> bytes:
     with regular(path).open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise _error(errno.EFBIG, f"More than {most:,} bytes")
+        raise OSError(errno.EFBIG, f"More than {most:,} bytes")
     return content
 
 

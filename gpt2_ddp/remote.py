@@ -125,7 +125,7 @@ def fetch_run(url: str, field: str, weights: bool) -> str:
             raise FileNotFoundError("there is no run")
         folder.mkdir(parents=True, exist_ok=True)
         for name in records:
-            (folder / name).write_bytes(bucket.read(name) or b"")
+            bucket.get_file(name, folder / name)
         there = bucket.checkpoints() if weights else {}
         for place in (folder / "checkpoints").glob("*"):
             if place.name not in there:

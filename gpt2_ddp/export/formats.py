@@ -66,10 +66,10 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         split = pre_tokenizers.Split(tokenizers.Regex(pattern.replace("}+", "}")), "isolated")
         bpe.pre_tokenizer = pre_tokenizers.Sequence([split, bpe.pre_tokenizer])
     definition = json.loads(bpe.to_str())  # the library's own way to set the tables allows no gaps between ids
-    merged = sorted((rank, token) for token, rank in ranks.items() if len(token) > 1)
+    tokens = sorted(ranks, key=ranks.__getitem__)
     definition["model"] |= {
-        "vocab": {_characters(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])},
-        "merges": [[_characters(part) for part in _halves(token, ranks)] for _, token in merged],
+        "vocab": {_characters(token): ranks[token] for token in tokens},
+        "merges": [[_characters(part) for part in _halves(token, ranks)] for token in tokens if len(token) > 1],
     }
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     specials = sorted((rank, token) for token, rank in tokenizer.encoding._special_tokens.items())
@@ -93,10 +93,10 @@ def _halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
     """Writes the model and its tokenizer. Raises: UserError if writing fails, or llama.cpp has no such tokenizer."""
-    from gguf import GGUFWriter, Keys
+    from gguf import GGUFWriter
 
     fields, tensors = _fields(model, tokenizer), _tensors(model)
-    writer = GGUFWriter(file, fields.pop(Keys.General.ARCHITECTURE))  # which writes it
+    writer = GGUFWriter(file, model.config.architecture)
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in fields.items():
         adders.get(type(value), writer.add_array)(key, value)
@@ -141,7 +141,6 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
         Keys.LLM.FEED_FORWARD_LENGTH: values["n_inner"],
         Keys.Attention.HEAD_COUNT: config.n_head,
         **{key: values[name] for key, name in own.items() if name in values},
-        Keys.General.ARCHITECTURE: config.architecture,
         Keys.General.FILE_TYPE: int(LlamaFileType.ALL_F32),
         Keys.Tokenizer.MODEL: "gpt2",
         Keys.Tokenizer.PRE: "gpt-2",

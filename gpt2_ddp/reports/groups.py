@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2_ddp.checkpoint.run_files import FIELDS, finite
+from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
-from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
+from gpt2_ddp.reports.runs import Row, RunRecord, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
-SCORES = {f"last_{name}": f"last {FIELDS[name].text.split()[0]}" for name in SCORED}
+SCORES = {"last_val_loss": "last val_loss", "last_val_bits_per_byte": "last bits/byte"}
 """Scores of a run, and their columns in the table."""
 CELLS = 1_000_000
 """Cells of the sum in place of an integral."""

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -162,13 +163,14 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
     return defects
 
 
+@dataclass
 class ReplayTask:
-    """A task whose run ends with the span, and logs and evaluates at the run's steps."""
+    """A task whose run ends with the span, and logs and evaluates at the run's steps. `_save`: a checkpoint at its end,
+    too."""
 
-    def __init__(self, task: Task, span: Span, save: bool):
-        self._task = task
-        self._span = span
-        self._save = save
+    _task: Task
+    _span: Span
+    _save: bool
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
@@ -183,8 +185,8 @@ class ReplayTask:
             self._task.feed.skip_range(*self._span.skipped)
 
     def due(self, step: int, last: bool) -> Due:
-        row = self._span.rows.get(step)
-        return Due(log=row is not None, evaluate=row is not None and "val_loss" in row, save=last and self._save)
+        row = self._span.rows.get(step, {})
+        return Due(log=bool(row), evaluate="val_loss" in row, save=last and self._save)
 
 
 def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None, code: Code | None) -> Outcome:
@@ -227,22 +229,17 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
 
 def _how_exactly(config: RunConfig, state: Record) -> tuple[int, list[str]]:
     """Number of processes for the replay of a stretch that ends with `state`, and reasons for different last digits."""
-    trained = processes = state["processes"]
-    version = state["versions"].get("torch", torch.__version__)
-    reasons = [] if version == torch.__version__ else [f"the run had torch {version}"]
     device = pick_device(config.train.device, "train.")
-    here = device_name(device)
-    there = state["device"]
-    if there != here:
-        reasons.append(f"the run was on {there}, this machine has {here}")
-    if device.type == "cuda":
-        processes = trained if trained <= torch.cuda.device_count() else 1
-        if not config.train.deterministic:
-            reasons.append("GPU results are repeatable only with train.deterministic")
-    if processes != trained:
-        reasons.append(f"the run had {trained} processes")
-    draws_others = processes != trained or (there != here and "cpu" in (there, here))
+    trained = state["processes"]
+    fits = device.type != "cuda" or trained <= torch.cuda.device_count()
+    here: Record = {"torch": torch.__version__, "device": device_name(device), "processes": trained if fits else 1}
+    there = here | state["versions"] | {"device": state["device"], "processes": trained}
+    reasons = [f"the run had {name} {there[name]}" for name in here if here[name] != there[name]]
+    if device.type == "cuda" and not config.train.deterministic:
+        reasons.append("GPU results are repeatable only with train.deterministic")
+    devices = {here["device"], there["device"]}
+    draws_others = not fits or (len(devices) > 1 and "cpu" in devices)
     if draws_others and config.model_dump()["model"].get("dropout"):
-        hint = f"its dropout depends on its {trained} processes and on {there}"
+        hint = f"its dropout depends on its {trained} processes and on {there['device']}"
         raise UserError("replay", config.kind, f"{hint}; replay it on the same number and kind of devices")
-    return processes, reasons
+    return here["processes"], reasons

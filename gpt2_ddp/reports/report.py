@@ -45,7 +45,7 @@ def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
         output, name = output.parent, output.stem
     make_output_folder(output)
     for kind, data in files.items():
-        write_atomically(output / f"{name}.{kind}", data)
+        write_atomically(output / f"{name}.{kind}", [data])
     return output / f"{name}.html"
 
 

@@ -18,7 +18,7 @@ from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json
-from gpt2_ddp.reports.status import health, no_run
+from gpt2_ddp.reports.status import health
 
 SCORED = ("val_loss", "val_bits_per_byte")
 Row = dict[str, Any]
@@ -133,11 +133,11 @@ def share_tokens(runs: Iterable[RunRecord]) -> bool:
 
 def _read_run(folder: Path, name: str) -> RunRecord:
     if not os.path.isfile(folder / METRICS):
-        raise no_run(folder, METRICS)
+        raise UserError("runs", folder, f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib")
     notes: list[str] = []
     rows, events = _read_rows(folder / METRICS, notes)
     if not rows:
-        raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or name another run")
+        raise UserError("runs", folder, "has no complete row in metrics.jsonl yet; wait for one, or name another run")
     config = _read(folder / CONFIG, lambda file: read_yaml(str(file)), notes)
     status = _read(folder / STATUS, read_json, notes)
     if status.get("state") == "running":  # it may have been killed since

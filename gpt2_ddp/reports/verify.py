@@ -124,8 +124,7 @@ class Log:
     def _add(self, place: str, line: str, row: Record, chains: set[str]) -> None:
         text, chain = split_chain(line)
         if chain != next_chain(self.chain, text):
-            reason = "its chain is wrong or missing: this row was changed, or a row before it is missing"
-            self.defects.append(f"{place}: {reason}")
+            self.defects.append(f"{place}: its chain is wrong: this row was changed, or one before it is missing")
         self.chain = chain or self.chain
         try:
             Row.model_validate_json(line)
@@ -246,8 +245,8 @@ def _read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
 def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Anchor | None) -> Iterator[Finding]:
     log = found.log
     yield f"{METRICS}: {log.count} rows of steps, all rows chained by hashes up to {log.chain[:12]}", log.defects
-    pins = {place: [*_check_pin(checkpoint, log)] for place, checkpoint in found.checkpoints.items()}
-    wrong = [f"{place}: {defect}" for place, defects in pins.items() for defect in defects]
+    pins = {place: _pin_defect(checkpoint, log) for place, checkpoint in found.checkpoints.items()}
+    wrong = [f"{place}: {defect}" for place, defect in pins.items() if defect]
     wrong = [*found.damaged, *wrong, *_check_folder(found)]
     yield f"checkpoints: {len(found.checkpoints)}, all files unchanged, none missing", wrong
     if log.loose:
@@ -276,18 +275,15 @@ def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Ancho
         )
 
 
-def _check_pin(checkpoint: Checkpoint, log: Log) -> Iterator[str]:
-    """Whether a checkpoint is the one that a row recorded, and holds the chain of a row."""
+def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
+    """Why a checkpoint is not the one that a row recorded, or holds the chain of no row; empty if all is right."""
     chain = checkpoint.state.log.chain
     events = [*log.events.values()]
-    try:
+    is_lost = chain not in log.seen and (chain != FIRST_CHAIN or not events or checkpoint.step > events[0]["step"])
+    with suppress(FileNotFoundError):  # deleted meanwhile by a running training
         defect = record_defect(checkpoint, events, log.seen.get(chain, 0))
-    except FileNotFoundError:  # deleted meanwhile by a running training
-        return
-    if defect:
-        yield defect
-    elif chain not in log.seen and (chain != FIRST_CHAIN or not events or checkpoint.step > events[0]["step"]):
-        yield f"its chain is not in {METRICS}"
+        return defect or f"its chain is not in {METRICS}" * is_lost
+    return ""
 
 
 def _check_folder(found: Found) -> Iterator[str]:
