@@ -9,7 +9,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -45,7 +45,7 @@ class Curve(NamedTuple):
     name: str  # in the legend
     color: str
     runs: Sequence[RunRecord]
-    style: str = "-"
+    style: Literal["-", ":"] = "-"
 
     def series(self, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The steps that all runs have, the mean of a metric, and its standard deviation (n − 1; 0 for one run) [n]."""
