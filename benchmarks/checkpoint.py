@@ -3,11 +3,8 @@
 All contenders save the same run, which trains on after the save, in steps of 64 tokens.
 """
 
-import io
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -18,11 +15,12 @@ import torch
 
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, interleave, make_case
-from benchmarks.step import random_tokens, short_run
+from benchmarks.step import quiet_run, random_tokens, short_run
+from gpt2_ddp.compare.run import read_clock
 from gpt2_ddp.files import fsync_path
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
-from gpt2_ddp.training.run import Training, build, open_run, start
+from gpt2_ddp.training.run import Training
 
 FIGURES = ("training stands still", "until on disk", "training time lost", "resume: read, verify, put")
 """Seconds that a turn measures."""
@@ -35,12 +33,7 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
         folder = Path(name)
         training = short_run(config, folder, 1, "no", "off", CHANGES)
         random_tokens(Path(training.data.paths[0]))
-        with (
-            redirect_stderr(io.StringIO()),
-            redirect_stdout(io.StringIO()),
-            open_run(training, Pretraining) as opened,
-            start(build(opened)) as run,
-        ):
+        with quiet_run(training, Pretraining) as run:
             size = run.snapshot().bytes
             pairs = contenders(run, folder / "all.pt")
             turns = {name: partial(turn, run, *pair) for name, pair in pairs.items()}
@@ -96,8 +89,6 @@ def turn(run: Training, save: Callable[[], None], resume: Callable[[], None]) ->
 
 def seconds(run: Training, work: Callable[[], object]) -> float:
     """Wall seconds until the device has done the work."""
-    begun = time.perf_counter()
+    begun = read_clock(run.accelerator.device)
     work()
-    if run.accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
+    return read_clock(run.accelerator.device) - begun

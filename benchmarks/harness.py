@@ -1,6 +1,5 @@
 """The benchmark harness: contenders in fresh processes, timed in turns; tables with the ratios of each turn."""
 
-import json
 import os
 import sys
 import time
@@ -17,9 +16,9 @@ import torch
 from torch.utils.collect_env import get_env_info
 
 from benchmarks.config import BenchmarkConfig
-from gpt2_ddp.compare.run import peak_memory
+from gpt2_ddp.compare.run import peak_memory, read_clock
 from gpt2_ddp.distributed.spawn import start_ranks
-from gpt2_ddp.files import write_atomically
+from gpt2_ddp.files import write_json
 from gpt2_ddp.output import make_output_folder, markdown_table
 from gpt2_ddp.project import git_commit
 
@@ -70,7 +69,7 @@ def run_benchmarks(config: BenchmarkConfig) -> list[list[Case]]:
         print(f"{name}\n\n{table}\n", flush=True)
         record = {"benchmark": name, **environment_info(), "settings": config.model_dump(mode="json")}
         record["cases"] = [case._asdict() for case in cases]
-        write_atomically(output / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        write_json(output / f"{name}.json", record)
     return found
 
 
@@ -118,7 +117,8 @@ def _take_turn(pipe: Connection) -> Any:
 
 
 def _run_contender(pipe: Connection, contender: Contender, device: torch.device, config: BenchmarkConfig) -> None:
-    torch.set_num_threads(config.threads)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # as nanoGPT does, and we
     function, arguments = contender
     try:
         function(partial(next, step_timer(pipe, device, config.steps)), *arguments)
@@ -136,18 +136,15 @@ def step_timer(pipe: Connection, device: torch.device, steps: int) -> Generator[
         while pipe.recv():
             if device.type == "cuda":
                 yield  # this step allocates the memory anew
-            begun = read_clock(device)
+            begun = spent(device)
             for _ in range(steps):
                 yield
-            pipe.send(StepTiming((read_clock(device) - begun) / steps, peak_memory(device)))
+            pipe.send(StepTiming((spent(device) - begun) / steps, peak_memory(device)))
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # for the other contenders
     raise SystemExit(0)
 
 
-def read_clock(device: torch.device) -> float:
+def spent(device: torch.device) -> float:
     """On a GPU, wall seconds once all its work is done; on a CPU, CPU seconds of this process with all threads."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return time.process_time() if device.type == "cpu" else read_clock(device)

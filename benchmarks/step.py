@@ -3,7 +3,7 @@
 import io
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.config import BenchmarkConfig
-from benchmarks.harness import OURS, Case, Contender, Done, StepTiming, make_case, time_contenders
+from benchmarks.harness import OURS, Case, Contender, Done, make_case, time_contenders
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, read_manifest
@@ -31,7 +31,7 @@ from gpt2_ddp.model.transformers_layout import CLASSES, transformers_config
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
-from gpt2_ddp.training.run import build, open_run, start
+from gpt2_ddp.training.run import Training, build, open_run, start
 from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"
@@ -45,7 +45,8 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
     for batch, precision, how in variants(config):
         with TemporaryDirectory(prefix="benchmark-") as folder:
             run = short_run(config, Path(folder), batch, precision, how, {})
-            timings = compare(config, run)
+            random_tokens(Path(run.data.paths[0]))
+            timings = time_contenders(contenders(config, run, device), device, config)
         what = f"{Path(config.preset).stem}, {batch} x {run.model.block_size}, {precision}, compile {how}"
         tokens = run.train.global_batch_tokens
         unit = "tokens/s" if device.type == "cuda" else "tokens/CPU s"
@@ -53,20 +54,16 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
         yield make_case(what, "peak MiB", timings, lambda one: one.memory / 2**20, more_is_better=False)
 
 
-def compare(
-    config: BenchmarkConfig, run: TrainingConfig, tokenizer: str = "gpt2", only: tuple[str, ...] = ()
-) -> dict[str, list[StepTiming]]:
-    """The timings of all contenders, or of those in `only`."""
-    random_tokens(Path(run.data.paths[0]), tokenizer)
-    device = pick_device(config.device)
-    contenders: dict[str, Contender] = {
+def contenders(config: BenchmarkConfig, run: TrainingConfig, device: torch.device) -> dict[str, Contender]:
+    """The contenders of a training, by name."""
+    found: dict[str, Contender] = {
         OURS: (ours, (run,)),
         BARE: (bare, (run, device)),
         "transformers, Accelerate": (hugging_face, (run, device)),
     }
     if config.nanogpt:
-        contenders["nanoGPT"] = (nanogpt, (run, device, config.nanogpt))
-    return time_contenders({name: contenders[name] for name in only or contenders}, device, config)
+        found["nanoGPT"] = (nanogpt, (run, device, config.nanogpt))
+    return found
 
 
 def ours(done: Done, config: TrainingConfig) -> None:
@@ -77,13 +74,20 @@ def ours(done: Done, config: TrainingConfig) -> None:
             done()
             return Due(step % config.tracking.log_every == 0)
 
+    with quiet_run(config, Timed) as run:
+        train_loop(run)  # until `done` exits
+
+
+@contextmanager
+def quiet_run(config: TrainingConfig, task: type[Pretraining]) -> Iterator[Training]:
+    """A run that can take steps, without its output."""
     with (
         redirect_stderr(io.StringIO()),
         redirect_stdout(io.StringIO()),
-        open_run(config, Timed) as opened,
+        open_run(config, task) as opened,
         start(build(opened)) as run,
     ):
-        train_loop(run)  # until `done` exits
+        yield run
 
 
 def bare(done: Done, config: TrainingConfig, device: torch.device) -> None:
@@ -106,8 +110,6 @@ def nanogpt(done: Done, config: TrainingConfig, device: torch.device, checkout: 
 
 def loop(done: Done, config: TrainingConfig, device: torch.device, model: nn.Module, optimizer: Optimizer) -> None:
     """Endless steps of plain PyTorch on random windows. The model returns the loss, or a tuple of logits and loss."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # as nanoGPT does, and we
     how = config.train.compile
     run = compiled(model, how if how == "off" or isinstance(model, GPT) else "model")
     batch, size, stream = int(config.train.micro_batch_size), config.model.block_size, read_shard(config)[1]
@@ -132,8 +134,6 @@ def hugging_face(done: Done, config: TrainingConfig, device: torch.device) -> No
 
     train, size, (ids, stream) = config.train, config.model.block_size, read_shard(config)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=train.mixed_precision)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
     kind = getattr(transformers, CLASSES[config.model.architecture])
     model = kind(kind.config_class(**transformers_config(config.model, ids, ids - 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay)

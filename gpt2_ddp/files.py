@@ -6,26 +6,16 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from gpt2_ddp.errors import UserError
 
-PIECE = 2**20  # bytes hashed and written at a time, so that the second of the two reads the CPU cache
-
 LARGEST_JSON = 2**24  # bytes of a file with one JSON object
 DEEPEST = 50  # levels of lists and objects in JSON and YAML
-
-HINTS = {
-    errno.ENOSPC: "free space on that disk",
-    errno.EDQUOT: "free space in your quota",
-    errno.EFBIG: "allow larger files (`ulimit -f`)",
-    errno.EROFS: "make that disk writable",
-}
 
 
 @contextmanager
@@ -34,11 +24,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = f"{HINTS.get(error.errno or 0, 'check that disk or folder')}, then run the same command again"
+        hint = "free space on that disk, or check its rights and limits, then run the same command again"
         raise UserError("file", path, f"cannot be written ({error.strerror or error}); {hint}") from error
 
 
-def write_atomically(path: Path, content: str | bytes | Iterable[bytes], durable: bool = True) -> None:
+def write_atomically(path: Path, content: str | Iterable[bytes], durable: bool = True) -> None:
     """Replaces `path` with `content`. Readers find the whole old or the whole new file, after a crash, too. If not
     `durable`, a crash of the machine may leave any content. Raises: UserError as `writing`; the old file remains."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -46,8 +36,7 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes], durable
         try:
             temporary.unlink(missing_ok=True)  # of a crash
             with temporary.open("xb") as file:  # a link of that name is not followed: a received folder may have one
-                whole = content.encode() if isinstance(content, str) else content
-                file.writelines([whole] if isinstance(whole, bytes) else whole)
+                file.writelines([content.encode()] if isinstance(content, str) else content)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
@@ -58,6 +47,11 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes], durable
             raise
         if durable:
             fsync_path(path.parent)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replaces a JSON file, as `write_atomically`."""
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def overwrite(path: Path, content: str) -> None:
@@ -74,33 +68,17 @@ def overwrite(path: Path, content: str) -> None:
 def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
     """Writes buffers of bytes to a file, and waits until they are on disk. Returns their number, and their SHA-256 in
     hex, computed from memory: comparing it with the file finds disk errors. Raises: OSError."""
-    sha256, size = hashlib.sha256(), 0
+    sha256 = hashlib.sha256()
     is_main = threading.current_thread() is threading.main_thread()  # training waits, so another core may hash
     with path.open("wb") as file, ThreadPoolExecutor(1) as helper:
-        for piece in _pieces(buffers):
-            hashed = helper.submit(sha256.update, piece) if is_main else sha256.update(piece)
-            file.write(piece)
-            size += len(piece)
+        for buffer in buffers:
+            hashed = helper.submit(sha256.update, buffer) if is_main else sha256.update(buffer)
+            file.write(buffer)
             if hashed:
                 hashed.result()
         file.flush()
         os.fsync(file.fileno())
-    return size, sha256.hexdigest()
-
-
-def _pieces(buffers: Iterable[Any]) -> Iterator[bytearray | memoryview]:
-    """Yields the bytes in pieces of at most PIECE: joins small buffers, and slices large ones without a copy."""
-    small = bytearray()
-    for buffer in buffers:
-        view = memoryview(buffer)
-        if len(small) + len(view) > PIECE:
-            yield small
-            small = bytearray()
-        if len(view) > PIECE:
-            yield from (view[start : start + PIECE] for start in range(0, len(view), PIECE))
-        else:
-            small += view
-    yield small
+        return file.tell(), sha256.hexdigest()
 
 
 def make_folder(folder: Path) -> None:
@@ -113,24 +91,11 @@ def make_folder(folder: Path) -> None:
 
 def check_can_make(folder: Path) -> None:
     """Raises the OSError that making this folder, or a file in it, would raise; makes nothing."""
-    for place in (folder.absolute(), *folder.absolute().parents):
-        try:
-            mode = place.stat().st_mode
-        except FileNotFoundError:
-            if place.is_symlink():  # a dangling link
-                raise _error(errno.EEXIST) from None
-            continue
-        if not stat.S_ISDIR(mode):
-            raise _error(errno.EEXIST)
-        if os.statvfs(place).f_flag & os.ST_RDONLY:
-            raise _error(errno.EROFS)
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise _error(errno.EACCES)
-        return
-
-
-def _error(number: int, text: str = "") -> OSError:
-    return OSError(number, text or os.strerror(number))
+    place = next(filter(os.path.lexists, (folder.absolute(), *folder.absolute().parents)))
+    if not place.is_dir():  # or it is a dangling link
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def fsync_path(path: Path) -> None:
@@ -164,8 +129,11 @@ def local_copy(path: str) -> str:
 
 def free_name(path: Path) -> Path:
     """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
-    names = (path.with_name(f"{path.name}-{number}") if number > 1 else path for number in count(1))
-    return next(name for name in names if not os.path.lexists(name))
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
 
 
 def regular(path: Path) -> Path:
@@ -174,11 +142,9 @@ def regular(path: Path) -> Path:
     try:
         mode = path.stat().st_mode
     except ValueError as error:  # a NUL, or half of a surrogate pair
-        raise _error(errno.EINVAL, "No file can have such a name") from error
-    if stat.S_ISDIR(mode):
-        raise _error(errno.EISDIR)
+        raise OSError(errno.EINVAL, "No file can have such a name") from error
     if not stat.S_ISREG(mode):
-        raise _error(errno.EINVAL, "Not an ordinary file, but a pipe or a device")
+        raise OSError(errno.EINVAL, "Not an ordinary file, but a pipe or a device, or a folder")
     return path
 
 
@@ -187,7 +153,7 @@ def read_small(path: Path, most: int) -> bytes:
     with regular(path).open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise _error(errno.EFBIG, f"More than {most:,} bytes")
+        raise OSError(errno.EFBIG, f"More than {most:,} bytes")
     return content
 
 
@@ -208,17 +174,16 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"is nested more than {DEEPEST} levels deep") from error
 
 
-def check_limits(value: Any) -> Any:
-    """The value of JSON or YAML. Raises: ValueError for more than DEEPEST levels, and integers above 64 bits."""
-    level = [value]
-    for _ in range(DEEPEST):
-        if any(type(item) is int and not -(2**63) <= item < 2**63 for item in level):
-            raise ValueError("has an integer of more than 64 bits")
-        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
-        level = [item for items in inner for item in items]
-        if not level:
-            return value
-    raise ValueError(f"is nested more than {DEEPEST} levels deep")
+def check_limits(value: Any, levels: int = DEEPEST) -> Any:
+    """The value of JSON or YAML. Raises: ValueError for more than so many levels, and integers above 64 bits."""
+    if not levels:
+        raise ValueError(f"is nested more than {DEEPEST} levels deep")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError("has an integer of more than 64 bits")
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        check_limits(item, levels - 1)
+    return value
 
 
 def load_from_hub(name: str, **options: Any) -> Any:

@@ -34,11 +34,11 @@ class Bucket:
         except (ImportError, ValueError) as error:  # the package of a protocol is missing; an unknown protocol
             raise UserError(field, url, f"cannot be used ({error})") from error
 
-    def names(self) -> list[str]:
+    def names(self, folder: str = "") -> list[str]:
         """Names of the objects and of what looks like folders; empty if there is nothing."""
         self._files.invalidate_cache()
         with suppress(FileNotFoundError):
-            return [str(path).rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+            return [Path(path).name for path in self._files.ls(f"{self._root}/{folder}", detail=False)]
         return []
 
     def checkpoints(self) -> dict[str, str]:
@@ -72,18 +72,15 @@ class Bucket:
         """Copies a file there, and compares its hash. Raises: OSError if it differs."""
         with self._whole(name) as target:
             self._files.put_file(str(file), target)
-        digest = hashlib.sha256()
         with self._files.open(f"{self._root}/{name}", "rb", block_size=BLOCK) as stream:
-            while block := stream.read(BLOCK):
-                digest.update(block)
+            digest = hashlib.file_digest(stream, "sha256")
         if digest.hexdigest() != sha256:
             raise OSError(f"{name} is not what was written")
 
     def get(self, name: str, folder: Path) -> None:
         """Copies all objects below a name into a folder, a manifest last."""
         folder.mkdir(parents=True, exist_ok=True)
-        names = [str(path).rpartition("/")[2] for path in self._files.ls(f"{self._root}/{name}", detail=False)]
-        for file in sorted(names, key=MANIFEST.__eq__):
+        for file in sorted(self.names(name), key=MANIFEST.__eq__):
             self.get_file(f"{name}/{file}", folder / file)
 
     def get_file(self, name: str, file: Path) -> None:
@@ -107,11 +104,15 @@ def with_local_runs(config: Config) -> Config:
     changes: dict[str, object] = {}
     for field in RUN_FIELDS & type(config).model_fields.keys():
         value = getattr(config, field)
-        given = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
-        if any("://" in one for one in given):
-            copies = [fetch_run(one, field, field != "runs") if "://" in one else one for one in given]
-            changes[field] = copies[0] if isinstance(value, str) else tuple(copies)
+        if isinstance(value, str):
+            changes[field] = _local_run(value, field)
+        elif isinstance(value, tuple):
+            changes[field] = tuple(_local_run(one, field) for one in value)
     return config.model_copy(update=changes)
+
+
+def _local_run(path: str, field: str) -> str:
+    return fetch_run(path, field, weights=field != "runs") if "://" in path else path
 
 
 def fetch_run(url: str, field: str, weights: bool) -> str:
@@ -124,7 +125,7 @@ def fetch_run(url: str, field: str, weights: bool) -> str:
             raise FileNotFoundError("there is no run")
         folder.mkdir(parents=True, exist_ok=True)
         for name in records:
-            (folder / name).write_bytes(bucket.read(name) or b"")
+            bucket.get_file(name, folder / name)
         there = bucket.checkpoints() if weights else {}
         for place in (folder / "checkpoints").glob("*"):
             if place.name not in there:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.ranks import is_main, sum_over_ranks
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import load_from_hub, parse_json, read_small, write_atomically
+from gpt2_ddp.files import load_from_hub, parse_json, read_small, write_atomically, write_json
 from gpt2_ddp.model.evaluate import IGNORED
 
 METRICS = ("acc", "acc_norm")
@@ -148,8 +148,7 @@ def make_set(name: str, items: list[Item], most: int | None, tokenizer: Tokenize
         for choice in item.choices:
             before, continuation = encode_pair(item.context, f" {choice}", tokenizer)
             if not 0 < len(continuation) <= block_size:
-                what = f"choice {choice!r} has {len(continuation)} tokens"
-                raise ValueError(f"{what}, but model.block_size is {block_size}")
+                raise ValueError(f"choice {choice!r} has {len(continuation)} tokens, model.block_size {block_size}")
             tokens = before + continuation
             cut += len(tokens) > block_size + 1
             requests.append(Request(tokens[-block_size - 1 :], len(continuation)))
@@ -241,10 +240,10 @@ def judge(items: ItemSet, log_likelihoods: np.ndarray) -> Result:
     hits = []
     for item, nats in zip(items.items, np.split(log_likelihoods, ends[:-1]), strict=True):
         known = np.isfinite(nats).all()
-        pick = int(np.argmax(nats))
-        pick_norm = int(np.argmax(nats / [len(choice) for choice in item.choices]))
-        hits.append([pick == item.label, pick_norm == item.label] if known else [math.nan] * 2)
-        scores = {"log_likelihoods": [*map(_json, nats)], "pick": pick, "pick_norm": pick_norm}
+        lengths = [len(choice) for choice in item.choices]
+        picks = [int(np.argmax(each)) for each in (nats, nats / lengths)]
+        hits.append([pick == item.label if known else math.nan for pick in picks])
+        scores = {"log_likelihoods": [*map(_json, nats)], "pick": picks[0], "pick_norm": picks[1]}
         rows.append(item.model_dump() | scores)
     columns = np.array(hits, dtype=np.float64).T
     return Result({name: _mean(column) for name, column in zip(METRICS, columns, strict=True)}, rows)
@@ -268,7 +267,7 @@ def save(place: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) 
         scores |= {name: _json(value), f"{name}_stderr": _json(error)}
     scores |= {"contexts_cut": items.cut, **facts}
     write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
-    write_atomically(Path(f"{place}.json"), json.dumps(scores, indent=1) + "\n")
+    write_json(Path(f"{place}.json"), scores)
 
 
 def as_row(items: ItemSet, log_likelihoods: np.ndarray) -> dict[str, float]:

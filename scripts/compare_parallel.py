@@ -1,4 +1,4 @@
-"""One process, nn.DataParallel and DDP on the same training: speed-up, memory, communication.
+"""One process, nn.DataParallel and DDP on the same training: speed-up and memory.
 
     python scripts/compare_parallel.py                                        # no launcher: it starts the processes
     python scripts/compare_parallel.py --jobs gpt2 --processes 2 4 --repeats 5

@@ -53,7 +53,7 @@ from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.checkpoint.tensors import DTYPES, MODEL, OPTIMIZER, Part, as_safetensors, optimizer_state
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import PIECE, write_hashed
+from gpt2_ddp.files import write_hashed
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.state import LogEnd, Progress
@@ -177,7 +177,7 @@ def test_files_of_tensors_are_those_of_the_library(tmp_path, metadata):
     """Byte for byte: every kind of number, scalars, nothing at all, large ones, names that are not ASCII; and their
     size and hash are those of the file."""
     tensors = {f"{kind}.{n}": (torch.arange(n) % 2).to(dtype) for dtype, kind in DTYPES.items() for n in (0, 1, 7)}
-    tensors |= {"é\n": torch.tensor(3.0), "large": torch.randn(PIECE // 4 + 3, 2), "b": torch.ones(3, PIECE // 8)}
+    tensors |= {"é\n": torch.tensor(3.0), "large": torch.randn(2**18 + 3, 2), "b": torch.ones(3, 2**17)}
     tensors["turned"] = torch.randn(5, 3).T
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "right", metadata)
     found = write_hashed(tmp_path / "own", as_safetensors(tensors, metadata))

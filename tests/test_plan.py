@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.files import read_json
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.memory import Setting, estimate, moments_of
-from gpt2_ddp.plan.plan import CPU_MARGIN, Seen, build_plan, find_target, format_plan, make_plan, spend
+from gpt2_ddp.plan.plan import CPU_MARGIN, Seen, build_plan, find_target, format_plan, make_plan
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.peaks import GPUS
 
@@ -254,10 +255,11 @@ def test_machines():
 
 
 def test_what_is_done_and_how_long_it_takes():
-    config = TrainingConfig.model_validate({"train": {"steps": 1050}})  # evaluations every 250, checkpoints every 1000
+    plan = plan_of(tokens_per_second=524_288)  # evaluations every 250 steps, checkpoints every 1000
     for steps, done, counts in (1050, 0, (1050, 6, 2)), (1050, 1000, (50, 1, 1)), (1000, 1000, (0, 0, 0)):
-        spent = spend(config, steps, done, 3 * 524_288, 524_288.0, 5e8)  # evaluation and save take a second each
-        assert tuple(spent.values()) == counts
+        corpus = plan.corpus._replace(steps=steps, scored=3 * 524_288)  # evaluation and save take a second each
+        _, *spent = replace(plan, corpus=corpus, step=done, checkpoint=500_000_000).seconds.values()
+        assert tuple(spent) == counts
 
 
 def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():

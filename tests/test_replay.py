@@ -105,7 +105,7 @@ def alter_row(place, name, times):
 ALTERED = [
     (lambda place: alter_tensor(place, 4, MODEL, "h.1.mlp.c_fc.weight", 2), "metrics.jsonl: ", None),
     (lambda place: alter_tensor(place, 8, OPTIMIZER, "exp_avg.ln_f.weight", 1.00001),
-     f"checkpoints/step-00000008/{OPTIMIZER}: 1 tensors", 1),
+     f"checkpoints/step-00000008/{OPTIMIZER}: has other bits", 1),
     (lambda place: alter_row(place, "loss", 1 + 2**-52), "metrics.jsonl: loss of step 6 is ", 1),
     (lambda place: (checkpoint_at(place / "run", 4) / MODEL).write_bytes(b""),
      "replay from step 4: its checkpoint is damaged, so it cannot be trained again", 1),

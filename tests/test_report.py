@@ -150,7 +150,7 @@ def test_mistakes_and_where_the_page_is(tmp_path, capsys):
     (torn / "metrics.jsonl").write_text('{"step": 0')
     for wrong in ([run.parent / "nothing"], [run, run.parent], [torn]):
         expect_error(f"runs = {wrong[-1]}", write_report, wrong, tmp_path)
-    expect_error("runs = ", report, ReportConfig(runs=()))
+    expect_error("runs = ", ReportConfig, runs=())
     expect_error("output = .*/metrics.jsonl", write_report, [run], run / "metrics.jsonl")
     assert not (tmp_path / "report.html").exists()
     for runs in ([run], [run, other]):

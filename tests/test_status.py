@@ -67,10 +67,12 @@ FAR = {"host": "far", "machine": "m"}
     ({"started": 1}, 5, "dead"),  # another process has its number now
     (FAR, SILENT - 1, "running"), (FAR, SILENT + 1, "dead"), ({"state": "stopped", "reason": "x\nFile"}, 60, "stopped"),
 ])  # fmt: skip
-def test_health(tmp_path, changes, age, state):
+def test_health(tmp_path, monkeypatch, changes, age, state):
     folder = write(tmp_path / "run", **facts(**changes))
     os.utime(folder / "status.json", (NOW, NOW))
-    found = health(folder, NOW + age)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: NOW + age)
+        found = health(folder)
     assert found[:3] == (state, 7, age)
     assert (
         found.detail == "x" if state == "stopped" else f"on {changes.get('host', os.uname().nodename)}" in found.detail

@@ -306,7 +306,7 @@ def begun_log(run):
 
 
 def sample_defects(run):
-    found = verify.Found(run, {}, None, {}, [], verify.Log(run / METRICS, set()), verify._hash_samples(run))
+    found = verify.Found(run, {}, {}, {}, [], verify.Log(run / METRICS, set()), verify._hash_samples(run))
     return [*verify._check_samples(found)]
 
 

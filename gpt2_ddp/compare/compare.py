@@ -4,7 +4,6 @@ Every run is a set of new processes. Global batch, samples, seed, steps, micro-b
 are equal for all strategies.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -16,20 +15,19 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 
 from gpt2_ddp.compare.run import RunResult, measure
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.distributed.environment import world_size
+from gpt2_ddp.distributed.environment import refuse_launcher
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import write_atomically
+from gpt2_ddp.files import write_atomically, write_json
+from gpt2_ddp.lab.experiment import distance
 from gpt2_ddp.output import make_output_folder, markdown_table
-from gpt2_ddp.project import command_for
 
 Job = TrainingConfig | JobConfig
 KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
@@ -42,7 +40,7 @@ KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
 
 TRIAL = 10  # timed steps of the run that determines the number of steps for `seconds`
 STEPS = (5, 5000)  # least and most steps
-COLUMNS = ["job", "way", "wall s", "speed-up", "peak MB per process", "communication", "final metric", "Δ parameters"]
+COLUMNS = ["job", "way", "wall s", "speed-up", "peak MB per process", "final metric", "Δ parameters"]
 Row = dict[str, Any]  # the numbers of one strategy for one job
 
 
@@ -56,9 +54,7 @@ class Strategy(NamedTuple):
 
 def compare(config: CompareConfig) -> list[Row]:
     """The command: measures, and prints the table. After each job, writes table and numbers to `output`."""
-    if world_size() > 1:
-        hint = f"the comparison starts its own processes: run `{command_for('compare_parallel')}` without a launcher"
-        raise UserError("processes", world_size(), hint)
+    refuse_launcher()
     device = pick_device(config.device).type
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     output = make_output_folder(config.output)
@@ -73,7 +69,7 @@ def compare(config: CompareConfig) -> list[Row]:
             machine = {"device": device, "gpus": gpus, "torch": torch.__version__}
             record = {"machine": machine, "settings": config.model_dump(mode="json"), "rows": rows}
             write_atomically(output / "compare.md", as_markdown(rows) + "\n")
-            write_atomically(output / "compare.json", json.dumps(record, indent=1) + "\n")
+            write_json(output / "compare.json", record)
     print(as_markdown(rows))
     return rows
 
@@ -108,10 +104,10 @@ def compare_job(name: str, job: Job, config: CompareConfig, found: Sequence[Stra
     runs: dict[Strategy, list[RunResult]] = {way: [] for way in found}
     differences = dict.fromkeys(runs, 0.0)
     single = found[0]
-    steps = config.steps or steps_for(name, job, config, single, folder)
-    reference, weights = folder / f"{name}.safetensors", folder / "weights.safetensors"
+    steps = config.steps or steps_for(name, job, config.seconds, single, folder)
+    reference, weights = folder / f"{name}.pt", folder / "weights.pt"
     for repeat, way in product(range(config.repeats), runs):
-        run = run_way(f"{name}-{way.name}-{repeat}", job, config, way, steps, weights)
+        run = run_way(f"{name}-{way.name}-{repeat}", job, way, steps, weights)
         if not reference.exists():
             shutil.copyfile(weights, reference)
         runs[way].append(run)
@@ -132,34 +128,30 @@ def numbers(runs: list[RunResult], singles: list[RunResult], steps: int, differe
         "seconds": [run.seconds for run in runs],
         "speed_up": [one.seconds / run.seconds for one, run in zip(singles, runs, strict=True)],
         "peak_memory_bytes": max(run.peak_memory for run in runs),
-        "communication": [run.communication for run in runs if run.communication is not None],
         "metrics": dict(runs[0].metrics),
         "difference": difference,
     }
 
 
 def difference(file: Path, reference: Path) -> float:
-    """Norm of the difference between two safetensors files' parameters, relative to the reference's norm."""
-    found = (load_file(one) for one in (file, reference))
-    one, other = (torch.cat([parameters[name].flatten() for name in sorted(parameters)]) for parameters in found)
-    apart, whole = (torch.linalg.vector_norm(part, dtype=torch.float64) for part in (one - other, other))
-    return (apart / whole).item()
+    """Norm of the difference between two files' vectors of parameters, relative to the reference's norm."""
+    return distance(torch.load(file), torch.load(reference))
 
 
-def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: int, weights: Path) -> RunResult:
+def run_way(name: str, job: Job, way: Strategy, steps: int, weights: Path) -> RunResult:
     """One run of a job with one strategy, for `steps` steps from the same weights, in new processes."""
     train: dict[str, object] = {}
     size, data_parallel = job.train.micro_batch_size, way.processes < way.devices
     if data_parallel and size != "auto":  # each GPU's part of a micro-batch is as large as with the other strategies
         train["micro_batch_size"] = size * way.devices
     job = job.model_copy(update={"run_name": name, "train": job.train.model_copy(update=train)})
-    return start_processes(measure, way.processes, job, data_parallel, config.threads, steps, weights)
+    return start_processes(measure, way.processes, job, data_parallel, steps, weights)
 
 
-def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, folder: Path) -> int:
+def steps_for(name: str, job: Job, seconds: float, single: Strategy, folder: Path) -> int:
     """Number of steps that take one process about `seconds`."""
-    trial = run_way(f"{name}-trial", job, config, single, TRIAL, folder / "trial.safetensors")
-    return min(max(round(config.seconds / trial.seconds * TRIAL), STEPS[0]), STEPS[1])
+    trial = run_way(f"{name}-trial", job, single, TRIAL, folder / "trial.pt")
+    return min(max(round(seconds / trial.seconds * TRIAL), STEPS[0]), STEPS[1])
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -169,20 +161,14 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 def table_row(row: Row) -> list[str]:
     """The cells of a row. A figure is the median of the repeats, with the least and the largest."""
+    seconds, speed_up = row["seconds"], row["speed_up"]
     metric = next((name for name in ("val_accuracy", "val_loss") if name in row["metrics"]), None)
     return [
         row["job"],
         row["way"],
-        _with_extremes(row["seconds"], "{:.3g}"),
-        _with_extremes(row["speed_up"], "{:.2f}"),
+        f"{median(seconds):.3g} ({min(seconds):.3g}–{max(seconds):.3g})",
+        f"{median(speed_up):.2f} ({min(speed_up):.2f}–{max(speed_up):.2f})",
         f"{row['peak_memory_bytes'] / 1e6:,.0f}",
-        _with_extremes(row["communication"], "{:.1%}") if row["communication"] else "–",
         f"{metric} {row['metrics'][metric]:.4f}" if metric else "–",
         f"{row['difference']:.1e}",
     ]
-
-
-def _with_extremes(readings: Sequence[float], layout: str) -> str:
-    least, most = min(readings), max(readings)
-    spread = f" ({layout.format(least)}–{layout.format(most)})" if least < most else ""
-    return layout.format(median(readings)) + spread

@@ -3,16 +3,12 @@
 import resource
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gpt2_ddp.config.jobs import JobConfig
@@ -26,8 +22,6 @@ from gpt2_ddp.training.loop import train_step
 from gpt2_ddp.training.run import Trainer, build, open_run
 
 WARM_UP = 3  # steps before the clock starts; they train like all others
-ROUNDS = 5  # pairs of readings, with and without synchronised gradients
-BLOCK = 500  # most steps per reading; otherwise a long training would take twice as long
 
 
 @dataclass(frozen=True)
@@ -36,65 +30,45 @@ class RunResult:
 
     seconds: float  # wall time of the timed steps on the slowest rank
     peak_memory: int  # bytes of the largest process until then
-    communication: float | None  # share of a step, mean over the ranks; None for one process
     metrics: Scores  # val_loss and others of the final parameters
     parameters: int
 
 
-def measure(
-    config: TrainingConfig | JobConfig, data_parallel: bool, threads: int, steps: int, weights: Path
-) -> RunResult:
+def measure(config: TrainingConfig | JobConfig, data_parallel: bool, steps: int, weights: Path) -> RunResult:
     """Trains `WARM_UP` and then `steps` steps, timed, on every rank. Keeps no checkpoint; writes the final parameters
-    to the safetensors file `weights`. With `data_parallel`, one process splits each micro-batch among all GPUs."""
+    to the file `weights`, as a vector. With `data_parallel`, one process splits each micro-batch among all GPUs."""
     gpt2 = isinstance(config, TrainingConfig)
     replicas = ReplicatedGPT if gpt2 else nn.DataParallel
     with open_run(config, Pretraining if gpt2 else partial(Supervised, make_job)) as opened:
         run = build(opened, replicas if data_parallel else lambda model: model)
-        torch.set_num_threads(threads)
         accelerator = run.accelerator
         run.warm_up()
         time_steps(run, WARM_UP)
-        seconds, _ = time_steps(run, steps)
+        seconds = time_steps(run, steps)
         memory = peak_memory(accelerator.device)
         metrics = run.evaluate(run.watchdog.progress)
-        parameters = {name: value.detach().cpu() for name, value in run.task.model.named_parameters()}
+        parameters = nn.utils.parameters_to_vector(run.task.model.parameters()).detach().cpu()
         if is_main():
-            save_file(parameters, weights)
-        share = None
-        if accelerator.num_processes > 1:
-            share = communication_share(run, min(max(steps // (2 * ROUNDS), 1), BLOCK))
-        seconds_of_ranks, peaks, shares = zip(*gather_object([(seconds, memory, share)]), strict=True)
+            torch.save(parameters, weights)
+        seconds_of_ranks, peaks = zip(*gather_object([(seconds, memory)]), strict=True)
         accelerator.end_training()
-    return RunResult(
-        seconds=max(seconds_of_ranks),
-        peak_memory=max(peaks),
-        communication=None if share is None else mean(shares),
-        metrics=metrics,
-        parameters=sum(value.numel() for value in parameters.values()),
-    )
+    return RunResult(max(seconds_of_ranks), max(peaks), metrics, len(parameters))
 
 
-def time_steps(run: Trainer, steps: int) -> tuple[float, int]:
-    """Trains steps, which all ranks begin together; returns this rank's seconds and the samples of all ranks."""
+def time_steps(run: Trainer, steps: int) -> float:
+    """Trains steps, which all ranks begin together; returns this rank's seconds."""
     run.accelerator.wait_for_everyone()
-    _await_device(run.accelerator)
-    begun = time.perf_counter()
-    units = sum(train_step(run).units for _ in range(steps))
-    _await_device(run.accelerator)
-    return time.perf_counter() - begun, units // run.task.units_per_item
+    begun = read_clock(run.accelerator.device)
+    for _ in range(steps):
+        train_step(run)
+    return read_clock(run.accelerator.device) - begun
 
 
-def communication_share(run: Trainer, block: int) -> float:
-    """Share of this rank's step that synchronising gradients costs: 0 to 1 and, by chance, less. Blocks of `block`
-    ordinary steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The difference is the
-    exposed communication (docs/compare.md). Without synchronisation the replicas diverge, so this comes last."""
-    together, apart = [], []
-    for _ in range(ROUNDS):
-        for found, context in ((together, nullcontext()), (apart, run.accelerator.no_sync(run.model))):
-            with context:
-                seconds, n_samples = time_steps(run, block)  # an epoch's last step may be a short one
-            found.append(seconds / n_samples)
-    return 1 - median(apart) / median(together)
+def read_clock(device: torch.device) -> float:
+    """Wall seconds, once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # DataParallel's last work too happens here, on the first GPU
+    return time.perf_counter()
 
 
 def peak_memory(device: torch.device) -> int:
@@ -119,8 +93,3 @@ class ReplicatedGPT(nn.Module):
         """int64 [B, T], int64 [B, T] -> fp32 scalar, or [B, T] with reduction `none`; as `GPT.forward`."""
         losses = self.replicas(tokens, targets, reduction="none")
         return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
-
-
-def _await_device(accelerator: Accelerator) -> None:
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize(accelerator.device)  # DataParallel's last work too happens here, on the first GPU

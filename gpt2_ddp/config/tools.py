@@ -153,7 +153,7 @@ class ReportConfig(Command):
 
     positional = "runs"
 
-    runs: tuple[str, ...] = ("runs/stdlib",)
+    runs: tuple[str, ...] = Field(default=("runs/stdlib",), min_length=1)
     """run folders"""
     output: str | None = None
     """folder for report.html and report.png. FOLDER/NAME.json: NAME.html, NAME.png, and NAME.json with the groups of

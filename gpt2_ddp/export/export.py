@@ -27,14 +27,11 @@ from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.trained_model import load_model, note_best, own_task, read_settings, still_there
 
-GGUF = "model.gguf"
-TRAINING = "training.yaml"
 CARD = Path(__file__).with_name("card.md")  # template of the model card
 DOCUMENT_MASK = """
 It was trained with attention that does not cross documents. transformers attends across them: give it one \
 document at a time.
 """
-SCORES = ("val_loss", "val_bits_per_byte", "val_tokens")
 
 
 def export_hf(config: ExportConfig) -> int:
@@ -78,10 +75,9 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         hint = "makes a model of its own; write a method to_transformers(model), which returns a GPT with its logits"
         raise UserError("task", settings.task, hint)
     architecture = settings.model.architecture
-    for program, known in ("transformers", CLASSES), ("llama.cpp; leave --gguf away", LLAMA_CPP if gguf else CLASSES):
-        if architecture not in known:
-            hint = f"only {', '.join(known)} can be exported for {program}"
-            raise UserError("model.architecture", architecture, hint)
+    known = LLAMA_CPP if gguf else CLASSES
+    if architecture not in known:
+        raise UserError("model.architecture", architecture, f"only {', '.join(known)} can be exported in this format")
     checkpoints = checkpoint.path.parent.resolve()
     if checkpoints.name == "checkpoints" and checkpoints in output.resolve().parents:
         raise UserError("output", output, "is among the run's checkpoints; name another folder")
@@ -89,7 +85,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         with still_there(checkpoint):
             own, tokenizer = load_model(checkpoint, trust_code)
             model = convert(own) if convert else own
-            shutil.copyfile(checkpoint.path / CONFIG, folder / TRAINING)
+            shutil.copyfile(checkpoint.path / CONFIG, folder / "training.yaml")
             definition = checkpoint.path / checkpoint.state.record["tokenizer"]
             definition = definition.read_bytes() if definition.is_file() else None
             sha256 = sha256_file(checkpoint.path / MANIFEST)
@@ -97,10 +93,10 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         write_model(model, tokenizer, folder)
         findings = check_export(folder, model, tokenizer, own)
         if gguf:
-            write_gguf(model, tokenizer, folder / GGUF)
+            write_gguf(model, tokenizer, folder / "model.gguf")
         feed, scores = checkpoint.state.feed, checkpoint.state.progress.scores
         rows = [*_data_rows(checkpoint, settings.data)]
-        rows += [f"| {name} | {scores[name]:,} |" for name in SCORES if scores.get(name) is not None]
+        rows += [f"| {name} | {score:,} |" for name, score in scores.items() if score is not None]
         weights = their_views(model.state_dict(), model.config, model.vocab_size)
         card = CARD.read_text(encoding="utf-8").format(
             name=settings.run_name,
@@ -117,7 +113,6 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
             notes=DOCUMENT_MASK if model.config.document_mask else "",
             transformers=version("transformers"),
             findings=findings,
-            training=TRAINING,
         )
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
     return findings
@@ -137,13 +132,11 @@ def atomic_directory(output: Path) -> Iterator[Path]:
 
 
 def _data_rows(checkpoint: Checkpoint, data: DataConfig) -> Iterator[str]:
-    """Description of the data, as rows of the card; longer if the folders still exist unchanged."""
+    """Description of the data, as rows of the card; with their source if the folders still exist unchanged."""
     mixture = recorded(checkpoint.state.record)
     for path, digest in zip(data.paths, mixture.manifests if mixture else (), strict=False):
         text = ""
         with suppress(UserError):
             manifest = read_manifest(Path(path))
-            if manifest.hash == digest:
-                train, val = manifest.tokens("train"), manifest.tokens("val")
-                text = f"{manifest.source}: {train:,} training tokens, {val:,} validation tokens; "
+            text = f"{manifest.source}; " if manifest.hash == digest else ""
         yield f"| data {path} | {text}hash `{digest}` |"

@@ -6,7 +6,6 @@ makes smaller files of it.
 """
 
 import json
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import END_IDS
-from gpt2_ddp.files import write_hashed, writing
+from gpt2_ddp.files import write_hashed, write_json, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import fixed_fields, shape, to_transformers, transformers_config
 
@@ -28,8 +27,8 @@ LLAMA_CPP = ("gpt2", "llama", "qwen3")
 
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes config.json, generation_config.json and model.safetensors."""
-    _write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
-    _write_json(folder / "generation_config.json", dict.fromkeys(END_IDS, tokenizer.eot))
+    write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
+    write_json(folder / "generation_config.json", dict.fromkeys(END_IDS, tokenizer.eot))
     file = folder / "model.safetensors"
     with writing(file):
         tensors = to_transformers(model.state_dict(), model.config, model.vocab_size)
@@ -51,11 +50,7 @@ def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }
-    _write_json(folder / "tokenizer_config.json", config)
-
-
-def _write_json(file: Path, fields: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -71,10 +66,10 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         split = pre_tokenizers.Split(tokenizers.Regex(pattern.replace("}+", "}")), "isolated")
         bpe.pre_tokenizer = pre_tokenizers.Sequence([split, bpe.pre_tokenizer])
     definition = json.loads(bpe.to_str())  # the library's own way to set the tables allows no gaps between ids
-    merged = sorted((rank, token) for token, rank in ranks.items() if len(token) > 1)
+    tokens = sorted(ranks, key=ranks.__getitem__)
     definition["model"] |= {
-        "vocab": {_characters(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])},
-        "merges": [[_characters(part) for part in _halves(token, ranks)] for _, token in merged],
+        "vocab": {_characters(token): ranks[token] for token in tokens},
+        "merges": [[_characters(part) for part in _halves(token, ranks)] for token in tokens if len(token) > 1],
     }
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     specials = sorted((rank, token) for token, rank in tokenizer.specials.items())
@@ -98,10 +93,10 @@ def _halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
     """Writes the model and its tokenizer. Raises: UserError if writing fails, or llama.cpp has no such tokenizer."""
-    from gguf import GGUFWriter, Keys
+    from gguf import GGUFWriter
 
     fields, tensors = _fields(model, tokenizer), _tensors(model)
-    writer = GGUFWriter(file, fields.pop(Keys.General.ARCHITECTURE))  # which writes it
+    writer = GGUFWriter(file, model.config.architecture)
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in fields.items():
         adders.get(type(value), writer.add_array)(key, value)
@@ -146,7 +141,6 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
         Keys.LLM.FEED_FORWARD_LENGTH: values["n_inner"],
         Keys.Attention.HEAD_COUNT: config.n_head,
         **{key: values[name] for key, name in own.items() if name in values},
-        Keys.General.ARCHITECTURE: config.architecture,
         Keys.General.FILE_TYPE: int(LlamaFileType.ALL_F32),
         Keys.Tokenizer.MODEL: "gpt2",
         Keys.Tokenizer.PRE: "gpt-2",

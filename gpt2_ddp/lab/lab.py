@@ -1,6 +1,5 @@
 """The DDP lab: common mistakes in DDP, wrong and right, measured on two CPU processes."""
 
-import os
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -8,14 +7,13 @@ from typing import NamedTuple
 import torch
 
 from gpt2_ddp.config.tools import LabConfig
-from gpt2_ddp.distributed.environment import world_size
+from gpt2_ddp.distributed.environment import refuse_launcher
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab import lessons
 from gpt2_ddp.lab.experiment import Experiment, Numbers
 from gpt2_ddp.output import markdown_table
-from gpt2_ddp.project import command_for
 
 EXPERIMENTS = {name: value for name, value in vars(lessons).items() if isinstance(value, Experiment)}
 
@@ -40,9 +38,7 @@ class Row(NamedTuple):
 def run_lab(config: LabConfig) -> int:
     """Runs experiments, then prints the table. Returns 0 if all claims hold, otherwise 1. Raises: UserError before any
     work."""
-    if world_size() > 1:
-        hint = f"the lab starts its own two processes: run `{command_for('ddp_lab')}` without a launcher"
-        raise UserError("processes", world_size(), hint)
+    refuse_launcher()
     for name in config.only:
         if name not in EXPERIMENTS:
             raise UserError("only", name, f"is not an experiment; choose from {', '.join(EXPERIMENTS)}")
@@ -69,8 +65,6 @@ def run_experiments(names: tuple[str, ...]) -> list[Row]:
 
 def measure(names: tuple[str, ...]) -> list[Numbers]:
     """On each rank: numbers of experiments."""
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]
     accelerator = build_accelerator("cpu", "no", timeout=BOUND)
     torch.set_num_threads(1)
     return [EXPERIMENTS[name].run(accelerator) for name in names]

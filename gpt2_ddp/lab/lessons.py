@@ -1,7 +1,7 @@
 """The lessons of the DDP lab, in the order of docs/ddp-lab.md."""
 
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -91,26 +91,16 @@ def unused_parameters(accelerator: Accelerator):
     claim="BatchNorm normalises by each rank's own rows, so that DDP is not the big batch any more",
     wrong="nn.BatchNorm1d in DDP",
     right="SyncBatchNorm on GPUs, or GroupNorm, which needs no other rows",
-    measured="off the big batch: {plain:.0%} BatchNorm, {group:.0e} GroupNorm; SyncBatchNorm on CPU: `{sync}`",
+    measured="off the big batch: {plain:.0%} BatchNorm, {group:.0e} GroupNorm",
     holds=lambda m: m.plain > 0.05 and m.group < 1e-5,
 )
 def batch_norm(accelerator: Accelerator):
     rows = make_rows(32)
-
-    def build(norm: nn.Module) -> nn.Sequential:
-        first, activation, last = make_model()
-        return nn.Sequential(first, norm, activation, last)
-
     for way, norm in (("plain", nn.BatchNorm1d), ("group", partial(nn.GroupNorm, 4))):
-        model, big = DDP(build(norm(16))), build(norm(16))
+        model, big = DDP(make_model().insert(1, norm(16))), make_model().insert(1, norm(16))
         mse(big, *rows).backward()
         mse(model, *share(rows, accelerator)).backward()
         yield {way: largest(distance(gradient(model), gradient(big)))}
-    try:
-        build(nn.SyncBatchNorm(16))(rows[0])
-        yield {"sync": "works"}
-    except ValueError as error:
-        yield {"sync": str(error)}
 
 
 def gap(model: nn.Module) -> float:
@@ -132,8 +122,8 @@ def gap(model: nn.Module) -> float:
 def called_module(accelerator: Accelerator):
     for way in ("module", "model"):
         model = DDP(make_model())
-        called = model.module if way == "module" else model
-        train(model, share(make_rows(32), accelerator), steps=10, lr=0.01, called=called)
+        called = model.module if way == "module" else model  # the same weights
+        train(called, share(make_rows(32), accelerator), steps=10, lr=0.01)
         yield {way: gap(model)}
 
 
@@ -162,11 +152,10 @@ def loaded_after_wrapping(accelerator: Accelerator):
     right="accelerator.unwrap_model(model).state_dict()",
     measured="loaded into the bare model: `{error}`; with strict=False {forced:.0f} of 4 tensors and no error; "
     "unwrapped {unwrapped:.0f}",
-    holds=lambda m: m.error != "no error" and m.forced == 0 and m.unwrapped == 4,
+    holds=lambda m: m.forced == 0 and m.unwrapped == 4,
 )
 def module_prefix(accelerator: Accelerator):
     trained = DDP(make_model())
-    yield {"error": "no error"}
     try:
         make_model(1).load_state_dict(trained.state_dict())
     except RuntimeError as error:
@@ -263,26 +252,26 @@ def sum_over_ranks(value: float, group: Any) -> float:
     wrong="if accelerator.is_main_process: print(accelerator.reduce(loss, 'mean'))",
     right="mean = accelerator.reduce(loss, 'mean') on all ranks, print it on one",
     measured="3 steps of 32 rows; reduced by rank 0 alone: mean loss {alone_mean:.3f}, rank 1 counts {alone_rows:.1f} "
-    "rows, and after {alone:.0f} step {waited:.1f} s until the timeout of {timeout:.0f} s (`{error}`); by all: "
-    "{all_mean:.3f}, {all_rows:.0f} rows, {all:.0f} steps",
+    "rows, and step {alone:.0f} is the last before the timeout; by all: {all_mean:.3f}, {all_rows:.0f} rows, {all:.0f} "
+    "steps",
     holds=lambda m: (
-        ((m.alone, m.all, m.all_rows) == (1, 3, 32) and m.alone_rows != 32 and m.waited > 0.8 * m.timeout)
-        and (abs(m.all_mean / m.true_mean - 1) < 1e-5 and m.alone_mean != m.all_mean)
+        (m.alone, m.all, m.all_rows) == (1, 3, 32)
+        and m.alone_rows != 32
+        and m.alone_mean != m.all_mean
+        and abs(m.all_mean / m.true_mean - 1) < 1e-5
     ),
 )
 def collective_on_one_rank(accelerator: Accelerator):
-    rows, model, timeout = make_rows(32), make_model(), 1.0
+    rows, model = make_rows(32), make_model()
     loss = mse(model, *share(rows, accelerator)).item()
-    yield {"timeout": timeout, "true_mean": mse(model, *rows).item(), "waited": 0.0, "error": "no error"}
+    yield {"true_mean": mse(model, *rows).item()}
     for way, logs in (("alone", accelerator.is_main_process), ("all", True)):
-        group, logged, counted, start = brief_group(timeout), [], [], time.perf_counter()
-        try:
+        group, logged, counted = brief_group(1.0), [], []
+        with suppress(RuntimeError):  # the timeout
             for _ in range(3):
                 counted.append(sum_over_ranks(len(rows[0]) / accelerator.num_processes, group))
                 if logs:
                     logged.append(sum_over_ranks(loss, group) / accelerator.num_processes)
-        except RuntimeError as error:
-            yield {"waited": time.perf_counter() - start, "error": str(error).partition("] ")[2]}
         rank_1s = gather_object(counted[1:2])[-1]
         yield {way: len(logged), f"{way}_mean": logged[0] if logged else 0.0, f"{way}_rows": rank_1s}
 

@@ -47,10 +47,6 @@ class Setting:
         """Bytes of a number that matrix products read or write."""
         return 4 if self.precision == "no" else 2
 
-    @property
-    def is_sharded(self) -> bool:
-        return self.config.parallel == "fsdp"
-
 
 def setting_of(config: TrainingConfig, model: GPT, kind: str, processes: int, precision: str) -> Setting:
     """Setting of a training on GPUs that evaluates and saves in the foreground, for a micro-batch of 1. The model may
@@ -81,16 +77,17 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     window = config.model.block_size
     weights = 4.0 * setting.parameters
     state = 4.0 * setting.state
-    shards = setting.processes // config.launch.replicas if setting.is_sharded else 1
+    is_sharded = config.parallel == "fsdp"
+    shards = setting.processes // config.launch.replicas if is_sharded else 1
     lasting = {"weights": weights / shards, "optimizer state": state / shards}
     if setting.background and setting.kind == "cpu":
         lasting["checkpoint's copy"] = (weights + state) / shards
     gradients = {"gradients": weights}
     # with DDP, gradients are views of its buckets, which stay; otherwise they are None between the steps
-    between = gradients if setting.processes > 1 and not setting.is_sharded else {}
+    between = gradients if setting.processes > 1 and not is_sharded else {}
     saving = lasting | between
     read = {"weights in half": 2.0 * setting.matrices} if setting.precision != "no" else {}
-    if setting.is_sharded:
+    if is_sharded:
         layers = config.model.n_layer
         root = setting.parameters - layers * setting.block
         at_once = 2 if setting.kind == "cuda" else 1
@@ -192,14 +189,13 @@ def pick_micro_batch(setting: Setting, room: float) -> int:
     """Estimate for `train.micro_batch_size: auto`: the largest that is expected to fit a GPU's memory, `room` bytes, or
     a CPU's caches."""
     config = setting.config
-    for size in micro_batches(config.global_batch_windows, setting.processes):
+
+    def fits(size: int) -> bool:
         if setting.kind == "cuda":
-            fits = peak_of(setting, size) <= ROOM * room
-        else:
-            fits = size * config.model.block_size <= CPU_TOKENS
-        if fits:
-            return size
-    return 1
+            return peak_of(setting, size) <= ROOM * room
+        return size * config.model.block_size <= CPU_TOKENS
+
+    return next(filter(fits, micro_batches(config.global_batch_windows, setting.processes)), 1)
 
 
 def estimated_micro_batch(config: TrainingConfig, model: GPT, accelerator: Accelerator) -> int:

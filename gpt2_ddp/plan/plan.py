@@ -26,8 +26,8 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError, is_main_process
-from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, peak_of, pick_micro_batch, setting_of
+from gpt2_ddp.model.gpt import without_init
+from gpt2_ddp.model.memory import Memory, estimate, micro_batches, peak_of, pick_micro_batch, setting_of
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining, missing_data
 from gpt2_ddp.training.meters import device_name
@@ -157,29 +157,12 @@ def assumed_vocabulary(config: TrainingConfig) -> int:
     return GPT2_IDS
 
 
-def spend(
-    config: TrainingConfig, steps: int, done: int, scored: int, speed: float, checkpoint: float
-) -> dict[str, float]:
-    """Seconds of the work after `done` of the steps, by kind, at a speed in tokens per second. First and last step are
-    evaluated. An evaluation has a third of a step's arithmetic per token."""
-
-    def times(every: int) -> int:
-        return steps // every - done // every + (steps % every > 0) if steps > done else 0
-
-    return {
-        "steps": max(steps - done, 0) * config.train.global_batch_tokens / speed,
-        "evaluations": (times(config.eval.every) + (done == 0)) * scored / (3 * speed),
-        "checkpoints": times(config.checkpoint.every) * checkpoint / DISK,
-    }
-
-
 def free_disk(config: TrainingConfig) -> int:
     """Bytes free for a run's checkpoints, which take the place of those that it has."""
     place = Path(config.output_dir).absolute()
-    while not place.is_dir():
-        place = place.parent
+    disk = shutil.disk_usage(next(filter(Path.is_dir, (place, *place.parents))))
     old = Path(config.output_dir, config.run_name).glob("checkpoints/step-*/*")
-    return shutil.disk_usage(place).free + sum(file.stat().st_size for file in old)
+    return disk.free + sum(file.stat().st_size for file in old)
 
 
 @dataclass(frozen=True)
@@ -206,11 +189,6 @@ class Plan:
         return ceil(self.config.global_batch_windows / (self.machine.processes * self.micro_batch))
 
     @property
-    def tokens(self) -> int | None:
-        """Tokens of the whole run."""
-        return self.corpus.steps and self.corpus.steps * self.config.train.global_batch_tokens
-
-    @property
     def fits(self) -> bool:
         fits_host = not self.machine.is_here or self.memory.host <= free_memory()
         return self.memory.peak <= self.machine.memory and fits_host
@@ -219,11 +197,6 @@ class Plan:
     def checkpoints(self) -> int:
         """Bytes of all checkpoints at a time: `keep_last`, the best, and the one that is being written."""
         return self.checkpoint * (self.config.checkpoint.keep_last + bool(self.corpus.scored) + 1)
-
-    @property
-    def suffices(self) -> bool:
-        """Whether memory and disk suffice."""
-        return self.fits and self.checkpoints <= self.free
 
     @property
     def speed(self) -> float | None:
@@ -236,11 +209,21 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall time of the remaining work, by kind; empty if unknown."""
-        if not self.corpus.steps or not self.speed:
+        """Wall time of the remaining work, by kind; empty if unknown. First and last step are evaluated. An evaluation
+        has a third of a step's arithmetic per token."""
+        config, steps, done, speed = self.config, self.corpus.steps, self.step, self.speed
+        if not steps or not speed:
             return {}
-        work = spend(self.config, self.corpus.steps, self.step, self.corpus.scored, self.speed, self.checkpoint)
-        return {"start": START[self.machine.kind]} | work
+
+        def times(every: int) -> int:
+            return steps // every - done // every + (steps % every > 0) if steps > done else 0
+
+        return {
+            "start": START[self.machine.kind],
+            "steps": max(steps - done, 0) * config.train.global_batch_tokens / speed,
+            "evaluations": (times(config.eval.every) + (done == 0)) * self.corpus.scored / (3 * speed),
+            "checkpoints": times(config.checkpoint.every) * self.checkpoint / DISK,
+        }
 
     @property
     def device_hours(self) -> float:
@@ -254,7 +237,7 @@ def show_plan(config: PlanConfig) -> int:
         print(*format_plan(plan), sep="\n", flush=True)
     if plan.refused:
         raise UserError.join(plan.refused)
-    return 0 if plan.suffices else 1
+    return 0 if plan.fits and plan.checkpoints <= plan.free else 1
 
 
 def make_plan(config: PlanConfig) -> Plan:
@@ -284,7 +267,13 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
     corpus = describe_corpus(config, seen.task)
     with torch.device("meta"), without_init():
         model = (seen.task or Pretraining(config)).make_model(corpus.vocab_size)
-    setting = make_setting(config, machine, precision, model, corpus)
+    setting = setting_of(config, model, machine.kind, machine.processes, precision)
+    checkpoint = 4 * (setting.parameters + setting.state)
+    background = config.checkpoint.background is not False  # elsewhere, machines with GPUs have cores and memory
+    if machine.is_here:
+        has_core = spare_core(machine.kind, torch.get_num_threads())
+        background = should_save_async(config.checkpoint.background, checkpoint, has_core)
+    setting = replace(setting, background=background, validates=corpus.scored > 0)
     if machine.kind == "cpu":
         setting = replace(setting, base=base)
     windows = config.global_batch_windows
@@ -306,21 +295,10 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
         padding_rows(windows, processes, batch),
         estimate(replace(setting, micro_batch=batch)),
         next((size for size in micro_batches(windows, processes) if peak_of(setting, size) <= machine.memory), 0),
-        4 * (setting.parameters + setting.state),
+        checkpoint,
         free_disk(config),
         seen.mistakes,
     )
-
-
-def make_setting(config: TrainingConfig, machine: Target, precision: str, model: GPT, corpus: Corpus) -> Setting:
-    """The setting of the memory estimate, for a micro-batch of 1."""
-    setting = setting_of(config, model, machine.kind, machine.processes, precision)
-    background = config.checkpoint.background is not False  # elsewhere, machines with GPUs have cores and memory
-    if machine.is_here:
-        has_core = spare_core(machine.kind, torch.get_num_threads())
-        size = 4 * (setting.parameters + setting.state)
-        background = should_save_async(config.checkpoint.background, size, has_core)
-    return replace(setting, background=background, validates=corpus.scored > 0)
 
 
 def format_plan(plan: Plan) -> Iterator[str]:
@@ -353,13 +331,14 @@ def format_plan(plan: Plan) -> Iterator[str]:
 
 
 def _training(plan: Plan) -> str:
-    if not plan.tokens:
+    steps, windows = plan.corpus.steps, plan.corpus.windows
+    if not steps:
         return "the number of steps depends on the data, which do not exist yet"
-    flops = plan.flops_per_token * plan.tokens
-    windows = plan.corpus.windows
-    epochs = f", {plan.tokens / (windows * plan.config.model.block_size):.2f} epochs" if windows else ""
+    tokens = steps * plan.config.train.global_batch_tokens
+    flops = plan.flops_per_token * tokens
+    epochs = f", {tokens / (windows * plan.config.model.block_size):.2f} epochs" if windows else ""
     done = f"; {plan.step:,} steps are done" if plan.step else ""
-    return f"{plan.corpus.steps:,} steps, {plan.tokens:,} tokens, {flops:.3g} FLOP{epochs}{done}"
+    return f"{steps:,} steps, {tokens:,} tokens, {flops:.3g} FLOP{epochs}{done}"
 
 
 def _gb(size: float) -> str:

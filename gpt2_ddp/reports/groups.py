@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import FIELDS, finite
+import numpy as np
+
+from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
-from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
+from gpt2_ddp.reports.runs import Row, RunRecord, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
-SCORES = {f"last_{name}": f"last {FIELDS[name].text.split()[0]}" for name in SCORED}
+SCORES = {"last_val_loss": "last val_loss", "last_val_bits_per_byte": "last bits/byte"}
 """Scores of a run, and their columns in the table."""
+CELLS = 1_000_000
+"""Cells of the sum in place of an integral."""
 VALUE, LINE = 60, 130
 """Most characters of a field's value in a heading, and of a line in a terminal."""
 
@@ -101,24 +105,13 @@ def compare(one: dict[str, float], two: dict[str, float], comparisons: int = 1) 
 
 
 def critical_value(level: float, freedom: int) -> float:
-    """The t with this probability between -t and t, of Student's distribution with so many degrees of freedom."""
-    low, high = 0.0, 1e6
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if probability_within(middle, freedom) < level else (low, middle)
-    return high
+    """The t with this probability between -t and t, of Student's distribution with so many degrees of freedom.
 
-
-def probability_within(t: float, freedom: int) -> float:
-    """Probability between -t and t, of Student's distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    is_odd = freedom % 2
-    angle = math.atan(t / math.sqrt(freedom))
-    term = math.sin(angle) * (math.cos(angle) if is_odd else 1.0)
-    total = 0.0
-    for number in range(1 + is_odd, freedom, 2):
-        total += term
-        term *= number / (number + 1) * math.cos(angle) ** 2
-    return 2 / math.pi * (angle + total) if is_odd else total
+    With t = sqrt(freedom) tan(angle), the angle's density is in proportion to cos(angle) ** (freedom - 1)."""
+    ends = np.linspace(0, math.pi / 2, CELLS + 1)
+    density = np.cos((ends[1:] + ends[:-1]) / 2) ** (freedom - 1)
+    within = np.cumsum(density) / density.sum()
+    return math.sqrt(freedom) * math.tan(np.interp(level, within, ends[1:]))
 
 
 def content(groups: Sequence[Group]) -> list[Row]:

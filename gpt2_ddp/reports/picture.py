@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, Formatter, LogFormatter, StrMethodFormatter
+from matplotlib.ticker import LogFormatter
 
 from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.errors import truncate
@@ -29,8 +29,8 @@ INK = STYLE["text.color"]
 POINTS = 600  # of a curve that are drawn; a page stays below 1 MB
 MARKED = 40  # most points of a curve with a marker
 NOT_FINITE = "not a finite number"
-EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
-"""Marks below the loss, by event; `not_finite`: losses since the last row that are excluded from the mean."""
+EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|")}
+"""Marks below the loss, by event."""
 PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
 """Titles of the panels beside the loss, by metric."""
 
@@ -53,7 +53,7 @@ class Curve(NamedTuple):
         steps = reduce(np.intersect1d, (steps for steps, _ in found))
         values = np.stack([values[np.isin(at, steps)] for at, values in found])
         with np.errstate(invalid="ignore"):  # infinite values
-            return steps, values.mean(0), values.std(0, ddof=1) if len(found) > 1 else np.zeros(len(steps))
+            return steps, values.mean(0), values.std(0, ddof=len(found) > 1)
 
 
 def draw(runs: Sequence[RunRecord]) -> Figure:
@@ -67,22 +67,17 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
     with matplotlib.rc_context(STYLE):
         rows = len(metrics) // 2 + 1
         figure = Figure(figsize=(11, 3.4 * rows), layout="constrained")
-        loss, *others = figure.subplots(rows, 2, sharex=True, squeeze=False).flat
+        loss, *others = (figure.add_subplot(rows, 2, number) for number in range(1, len(metrics) + 2))
         _draw_loss(loss, curves, along, unit)
-        for panel, metric in zip(others, metrics, strict=False):
+        for panel, metric in zip(others, metrics, strict=True):
             panel.set_title(PANELS[metric].format(unit=unit))
             _plot(panel, curves, metric, along, alpha=0.8)
             if metric == "grad_norm":
                 _make_logarithmic(panel)
             else:
-                panel.set_ylim(0, 1.08 * max(panel.dataLim.y1, 0) or None)
-                panel.yaxis.set_major_formatter(_plain(panel.dataLim.y1))
-        for panel in others[len(metrics) :]:
-            panel.remove()
+                panel.set_ylim(bottom=0)
         for panel in figure.axes:
             panel.set_xlabel(unit if by_tokens else "step")
-            panel.xaxis.set_major_formatter(_plain(loss.get_xlim()[1]))
-            panel.tick_params(labelbottom=True)
         if len(curves) > 1:
             handles = [
                 Line2D([], [], linewidth=3, linestyle=curve.style, color=curve.color, label=truncate(curve.name, 64))
@@ -121,26 +116,29 @@ def _draw_loss(panel: Axes, curves: Sequence[Curve], along: Along, unit: str) ->
     panel.plot([], [], color=ink, label="validation", **look)
     for curve in curves:
         for run in curve.runs:
-            happened = [row for row in run.events if row["step"] > run.rows[0]["step"]]
-            happened += [{"event": "not_finite", "step": row["step"]} for row in run.rows if row.get("not_finite")]
+            later = [row for row in run.events if row["step"] > run.rows[0]["step"]]
             for event, (label, marker) in EVENTS.items():
-                steps = np.array([row["step"] for row in happened if row["event"] == event])
+                steps = np.array([row["step"] for row in later if row["event"] == event])
                 _mark(panel, along(run, steps), label, color=curve.color, marker=marker)
+            steps, _ = run.series("not_finite")  # losses that a row's mean leaves out
+            _mark(panel, along(run, steps), NOT_FINITE, color=curve.color, marker="x")
     _make_logarithmic(panel)
     handles, labels = panel.get_legend_handles_labels()
     panel.legend(handles=dict(zip(labels, handles, strict=True)).values())
 
 
 def _plot(panel: Axes, curves: Sequence[Curve], metric: str, along: Along, **look: Any) -> None:
-    """Draws a metric of each curve, the longest at the bottom, with crosses for values that are not finite."""
-    for curve in sorted(curves, key=lambda curve: -curve.runs[0].rows[-1]["step"]):
+    """Draws a metric of each curve, with crosses for values that are not finite."""
+    look = {"marker": "."} | look
+    for curve in curves:
         steps, values, deviation = curve.series(metric)
         kept = thin(values, POINTS // 3)
         steps, values, deviation = steps[kept], values[kept], deviation[kept]
         x = np.mean([along(run, steps) for run in curve.runs], axis=0)
         finite = np.isfinite(values)
-        dots = {"marker": "." if len(steps) < MARKED else "", "markevery": len(steps) // MARKED + 1}
-        panel.plot(x, np.where(finite, values, np.nan), color=curve.color, linestyle=curve.style, **(dots | look))
+        every = len(steps) // MARKED + 1
+        shown = np.where(finite, values, np.nan)
+        panel.plot(x, shown, color=curve.color, linestyle=curve.style, markevery=every, **look)
         if len(curve.runs) > 1:
             low = values - np.where(deviation < values, deviation, 0)  # positive, for a logarithmic axis
             high = values + deviation
@@ -153,11 +151,6 @@ def _mark(panel: Axes, x: np.ndarray, label: str, **look: Any) -> None:
     if len(x):
         foot = np.full(len(x), 0.03)
         panel.plot(x, foot, transform=panel.get_xaxis_transform(), linestyle="", label=label, **look)
-
-
-def _plain(largest: float) -> Formatter:
-    """Writes 0.0005 and 12.5k."""
-    return EngFormatter(sep="") if largest >= 10_000 else StrMethodFormatter("{x:.4g}")
 
 
 def _make_logarithmic(panel: Axes) -> None:

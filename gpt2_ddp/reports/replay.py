@@ -5,9 +5,12 @@ processes gives the same bits; another number changes the order of sums.
 """
 
 import math
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,14 +21,12 @@ import torch
 from accelerate import Accelerator
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, list_checkpoints, steps_of, verify
-from gpt2_ddp.checkpoint.loading import Tensors
 from gpt2_ddp.checkpoint.run_files import (
     METRICS,
     SAMPLES,
     Outcome,
     field_of,
     head,
-    is_event,
     is_rollback,
     read_lines,
     valid_rows,
@@ -70,18 +71,12 @@ def plan(run: Path, steps: str) -> Span:
     """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which names the checkpoints."""
     start, stop = map(int, steps.split(":"))
     checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
-    last = 0
-    for row in _rows(run):
-        if is_rollback(row) or not is_event(row):
-            last = row["step"]
-    end = max([last, *checkpoints])
     near = (row for row in _rows(run) if is_rollback(row) or start < row["step"] <= stop)
-    own = {row["step"]: row for row in valid_rows(near)}
-    if start not in checkpoints or not start < stop <= end or not (own or stop in checkpoints):
+    rows = {row["step"]: row for row in valid_rows(near)}
+    if start not in checkpoints or not start < stop or stop not in {*rows, *checkpoints}:
         there = ", ".join(map(str, checkpoints)) or "none"
-        hint = f"begin at a checkpoint ({there}), and end at a later step up to {end} that has rows or a checkpoint"
-        raise UserError("replay", steps, hint)
-    return Span(start, stop, own)
+        raise UserError("replay", steps, f"begin at a checkpoint ({there}), and end at a later one or at a later row")
+    return Span(start, stop, rows)
 
 
 def replay(
@@ -93,18 +88,18 @@ def replay(
     command: VerifyConfig,
 ) -> Iterator[Finding]:
     """Trains the span again. Compares rows, and weights and optimizer state at the end of each stretch between two of
-    the `intact` checkpoints, since each stretch may have its own number of processes. `settings`: configuration after
-    the newest one. Yields for each stretch a text and its defects, None if it cannot be trained again. Raises:
-    UserError if the data are not those of the run, or this machine cannot train it; SystemExit 75 after a signal."""
+    the `intact` checkpoints (the oldest first), since each stretch may have its own number of processes. `settings`:
+    configuration after the newest one. Yields a text and the defects of each stretch. Raises: UserError if the data
+    are not those of the run, or this machine cannot train it; SystemExit 75 after a signal."""
     checkpoints = {checkpoint.step: checkpoint for checkpoint in intact}
     if span.start not in checkpoints:
         what = f"replay from step {span.start}"
         yield what, [f"{what}: its checkpoint is damaged, so it cannot be trained again"]
         return
-    ends = [step for step in sorted(checkpoints) if span.start < step < span.stop]
+    ends = [step for step in checkpoints if span.start < step < span.stop]
     for start, stop in pairwise([span.start, *ends, span.stop]):
         # the next checkpoint has the settings of this stretch, which may differ from those before a stop
-        maker = next((checkpoints[step] for step in sorted(checkpoints) if step >= stop), None)
+        maker = next((checkpoints[step] for step in checkpoints if step >= stop), None)
         back = next((row for row in reversed(rollbacks) if row["step"] <= start), {})
         skipped = back["skipped_range"] if back.get("step") == start else None
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
@@ -131,9 +126,7 @@ def _replay_stretch(
         processes, reasons = _how_exactly(config, state)
         again = Path(folder) / config.run_name
         copy = again / "checkpoints" / begin.path.name
-        copy.mkdir(parents=True)
-        for file in begin.path.iterdir():
-            (copy / file.name).symlink_to(file.resolve())
+        shutil.copytree(begin.path.resolve(), copy, copy_function=os.symlink)
         log = begin.state.log  # a resume expects the rows and samples before its checkpoint
         (again / METRICS).write_bytes(b"".join(head(run / METRICS, log.bytes)))
         (again / SAMPLES).write_bytes(b"".join(head(run / SAMPLES, log.samples_bytes)))
@@ -145,9 +138,8 @@ def _replay_stretch(
         if end and has_bits:
             ours = verify(again / "checkpoints" / end.path.name)
             for name in (MODEL, OPTIMIZER):
-                if wrong := _differing(end.tensors(name), ours.tensors(name)):
-                    place = (end.path / name).relative_to(run)
-                    defects.append(f"{place}: {len(wrong)} tensors, {wrong[0]} first, differ when trained again")
+                if end.sha256(name) != ours.sha256(name):
+                    defects.append(f"{(end.path / name).relative_to(run)}: has other bits when trained again")
     compared = f"rows: {len(span.rows)}{', and all tensors' * has_bits}"
     how = f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared" if reasons else "bit for bit"
     return f"{what}, processes: {processes}, {compared}, {how}", defects
@@ -171,13 +163,14 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
     return defects
 
 
+@dataclass
 class ReplayTask:
-    """A task whose run ends with the span, and logs and evaluates at the run's steps."""
+    """A task whose run ends with the span, and logs and evaluates at the run's steps. `_save`: a checkpoint at its end,
+    too."""
 
-    def __init__(self, task: Task, span: Span, save: bool):
-        self._task = task
-        self._span = span
-        self._save = save
+    _task: Task
+    _span: Span
+    _save: bool
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
@@ -192,8 +185,8 @@ class ReplayTask:
             self._task.feed.skip_range(*self._span.skipped)
 
     def due(self, step: int, last: bool) -> Due:
-        row = self._span.rows.get(step)
-        return Due(log=row is not None, evaluate=row is not None and "val_loss" in row, save=last and self._save)
+        row = self._span.rows.get(step, {})
+        return Due(log=bool(row), evaluate="val_loss" in row, save=last and self._save)
 
 
 def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None, code: Code | None) -> Outcome:
@@ -236,33 +229,17 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
 
 def _how_exactly(config: RunConfig, state: Record) -> tuple[int, list[str]]:
     """Number of processes for the replay of a stretch that ends with `state`, and reasons for different last digits."""
-    trained = processes = state["processes"]
-    version = state["versions"].get("torch", torch.__version__)
-    reasons = [] if version == torch.__version__ else [f"the run had torch {version}"]
     device = pick_device(config.train.device, "train.")
-    here = device_name(device)
-    there = state["device"]
-    if there != here:
-        reasons.append(f"the run was on {there}, this machine has {here}")
-    if device.type == "cuda":
-        processes = trained if trained <= torch.cuda.device_count() else 1
-        if not config.train.deterministic:
-            reasons.append("GPU results are repeatable only with train.deterministic")
-    if processes != trained:
-        reasons.append(f"the run had {trained} processes")
-    draws_others = processes != trained or (there != here and "cpu" in (there, here))
+    trained = state["processes"]
+    fits = device.type != "cuda" or trained <= torch.cuda.device_count()
+    here: Record = {"torch": torch.__version__, "device": device_name(device), "processes": trained if fits else 1}
+    there = here | state["versions"] | {"device": state["device"], "processes": trained}
+    reasons = [f"the run had {name} {there[name]}" for name in here if here[name] != there[name]]
+    if device.type == "cuda" and not config.train.deterministic:
+        reasons.append("GPU results are repeatable only with train.deterministic")
+    devices = {here["device"], there["device"]}
+    draws_others = not fits or (len(devices) > 1 and "cpu" in devices)
     if draws_others and config.model_dump()["model"].get("dropout"):
-        hint = f"its dropout depends on its {trained} processes and on {there}"
+        hint = f"its dropout depends on its {trained} processes and on {there['device']}"
         raise UserError("replay", config.kind, f"{hint}; replay it on the same number and kind of devices")
-    return processes, reasons
-
-
-def _differing(old: Tensors, new: Tensors) -> list[str]:
-    """Names of the tensors that have other bits in the other checkpoint."""
-    names = {*old} ^ {*new}
-    for name in {*old} & {*new}:
-        bits = [tensors[name].reshape(-1).view(torch.uint8) for tensors in (old, new)]
-        is_alike = (old.shapes[name], old.dtypes[name]) == (new.shapes[name], new.dtypes[name])
-        if not is_alike or not torch.equal(*bits):
-            names.add(name)
-    return sorted(names)
+    return here["processes"], reasons

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from gpt2_ddp.config.tools import ReportConfig
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
 from gpt2_ddp.reports.groups import content, describe, differing, group_runs
@@ -25,8 +25,6 @@ SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH = 12, 8, 3000
 
 def report(config: ReportConfig) -> int:
     """The command: writes the report and prints its path."""
-    if not config.runs:
-        raise UserError("runs", "[]", "name at least one run folder, like runs/stdlib")
     runs = [Path(run) for run in config.runs]
     name = "comparison" if len(runs) > 1 and not config.output else "report"  # a run keeps its own report
     print(write_report(runs, Path(config.output or runs[0]), name))
@@ -47,7 +45,7 @@ def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
         output, name = output.parent, output.stem
     make_output_folder(output)
     for kind, data in files.items():
-        write_atomically(output / f"{name}.{kind}", data)
+        write_atomically(output / f"{name}.{kind}", [data])
     return output / f"{name}.html"
 
 
@@ -63,7 +61,7 @@ def page(runs: Sequence[RunRecord], svg: str) -> str:
     body += ["<h2>Newest values and configuration</h2>", _by_run({run.name: _column(run, settings) for run in runs})]
     if notes := [f"<p>{escape(f'{run.name}: {note}')}</p>" for run in runs for note in run.notes]:
         body += ["<h2>Not in this report</h2>", *notes]
-    title = escape(f"Training report: {', '.join(run.name for run in runs[:3])}{' ...' if len(runs) > 3 else ''}")
+    title = escape(truncate(f"Training report: {', '.join(run.name for run in runs)}"))
     frame, style = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css"))
     return frame.format(title=title, style=style, body="\n".join(body))
 
@@ -71,7 +69,7 @@ def page(runs: Sequence[RunRecord], svg: str) -> str:
 def _column(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
     """A run's state, the `settings`, the newest value of each field of the rows, its newest start, all settings."""
     config = {name: _text(value) for name, value in run.config.items()}
-    reason, end, best = run.status.get("reason"), run.rows[-1]["step"], run.best("val_loss")
+    reason, end, best = run.status.get("reason"), run.rows[-1]["step"], run.best()
     cells = {"state": f"{run.state}: {reason}" if reason else run.state}
     cells |= {name: config[name] for name in settings if name in config}
     for name in run.fields:
@@ -90,8 +88,7 @@ def _samples(run: RunRecord, length: int) -> list[str]:
         parts.append(f"<details{'' if number else ' open'}><summary>step {step:,}</summary>")
         for row in rows[:SAMPLES]:
             text = row["text"][:length]
-            prompt = json.dumps(row["prompt"], ensure_ascii=False) if row.get("prompt") else ""
-            parts.append(f"<b>{escape(prompt)}</b><pre>{escape(text)}</pre>")
+            parts.append(f"<b>{escape(str(row.get('prompt', '')))}</b><pre>{escape(text)}</pre>")
         parts.append("</details>")
     return parts
 

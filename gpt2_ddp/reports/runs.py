@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -18,13 +18,12 @@ from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json
-from gpt2_ddp.reports.status import health, no_run
+from gpt2_ddp.reports.status import health
 
 SCORED = ("val_loss", "val_bits_per_byte")
 Row = dict[str, Any]
 Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
-LAST_STEP, LARGEST, SMALLEST = 2**53, 3.4e38, 1.2e-38  # limit of steps; largest and smallest normal number in fp32
-T = TypeVar("T")
+LARGEST = 3.4e38  # about the largest number in fp32
 
 
 class PackedRows(UserList[Any]):
@@ -72,24 +71,23 @@ class RunRecord:
         name = metric.replace("tokens", self.unit)
         return next((row for row in reversed(self.rows) if row.get(name) is not None), {})
 
-    def best(self, metric: str) -> Row:
-        """The row with the lowest `metric`, or an empty one. Losses over other tokens than the last do not compare."""
+    def best(self) -> Row:
+        """The row with the lowest val_loss, or an empty one. Losses over other tokens than the last do not compare."""
         scored = f"val_{self.unit}"
-        number = self.last(metric).get(scored)
-        alike = (row for row in self.rows if row.get(scored) == number and is_finite(row.get(metric)))
-        return min(alike, key=lambda row: row[metric], default={})
+        number = self.last("val_loss").get(scored)
+        alike = (row for row in self.rows if row.get(scored) == number and is_finite(row.get("val_loss")))
+        return min(alike, key=lambda row: row["val_loss"], default={})
 
     @cache  # noqa: B019, a report lives as long as its process
     def series(self, metric: str) -> Series:
-        """`metric` in the rows that hold a number, finite or not, by rising step. Outside fp32's range, it is infinite
-        or 0."""
+        """`metric` in the rows that hold a number, finite or not, by rising step. Above fp32's range, it is
+        infinite."""
         name = metric.replace("tokens", self.unit)
         pairs = ((row["step"], row[name]) for row in self.rows if _is_number(row.get(name)))
         steps, values = np.fromiter(pairs, np.dtype((np.float64, 2))).T
         steps, rows = np.unique(steps, return_index=True)
         values = values[rows]
         values[abs(values) > LARGEST] = np.inf
-        values[abs(values) < SMALLEST] = 0
         return steps, values
 
     @property
@@ -135,13 +133,13 @@ def share_tokens(runs: Iterable[RunRecord]) -> bool:
 
 def _read_run(folder: Path, name: str) -> RunRecord:
     if not os.path.isfile(folder / METRICS):
-        raise no_run(folder, METRICS)
+        raise UserError("runs", folder, f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib")
     notes: list[str] = []
     rows, events = _read_rows(folder / METRICS, notes)
     if not rows:
-        raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or name another run")
-    config = _read(folder / CONFIG, lambda file: read_yaml(str(file)), notes) or {}
-    status = _read(folder / STATUS, read_json, notes) or {}
+        raise UserError("runs", folder, "has no complete row in metrics.jsonl yet; wait for one, or name another run")
+    config = _read(folder / CONFIG, lambda file: read_yaml(str(file)), notes)
+    status = _read(folder / STATUS, read_json, notes)
     if status.get("state") == "running":  # it may have been killed since
         found = health(folder)
         status |= {"state": found.state, "reason": found.detail}
@@ -154,7 +152,8 @@ def _read_rows(file: Path, notes: list[str]) -> tuple[PackedRows, list[Row]]:
     rows, events, unreadable = PackedRows(), [], 0
     for line in read_lines(file):
         row = line.row or {}
-        if not (_is_number(row.get("step")) and 0 <= row["step"] < LAST_STEP and row["step"] % 1 == 0):
+        step = row.get("step")
+        if type(step) is not int or step < 0:
             unreadable += bool(line.text.strip())
             continue
         if is_event(row):
@@ -169,12 +168,12 @@ def _read_rows(file: Path, notes: list[str]) -> tuple[PackedRows, list[Row]]:
     return rows, events
 
 
-def _read(file: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
-    """The content of a file; None, with a note, for a missing or unreadable one."""
+def _read(file: Path, read: Callable[[Path], Row], notes: list[str]) -> Row:
+    """The content of a file; empty, with a note, for a missing or unreadable one."""
     with suppress(UserError, OSError, ValueError):
         return read(file)
     notes.append(f"{file.name}: {'unreadable' if os.path.lexists(file) else 'missing'}")
-    return None
+    return {}
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -33,7 +33,8 @@ def show_status(config: StatusConfig) -> int:
     folders = [Path(run) for run in config.runs] or sorted(Path("runs").glob("*"))
     runs = [folder for folder in folders if (folder / STATUS).is_file()]
     if not runs:
-        raise no_run(folders[0] if folders else Path("runs"), STATUS)
+        hint = f"is no run folder, as it has no {STATUS}; name one, like runs/stdlib"
+        raise UserError("runs", folders[0] if folders else "runs", hint)
     width = max(len(str(folder)) for folder in runs)
     for folder in runs:
         found = health(folder)
@@ -43,15 +44,10 @@ def show_status(config: StatusConfig) -> int:
     return 0
 
 
-def no_run(folder: Path, file: str) -> UserError:
-    """The error for a folder that lacks the `file` of all runs."""
-    return UserError("runs", folder, f"is no run folder, as it has no {file}; name one, like runs/stdlib")
-
-
-def health(folder: Path, now: float | None = None) -> Health:
-    """The state of the run in a folder with a status.json, at `now`, in seconds since 1970. For other processes: in the
-    trainer, this would unlock the folder."""
-    now = time.time() if now is None else now
+def health(folder: Path) -> Health:
+    """The state of the run in a folder with a status.json. For other processes: in the trainer, this would unlock the
+    folder."""
+    now = time.time()
     written = (folder / STATUS).stat().st_mtime
     try:
         status = read_json(folder / STATUS)
@@ -67,12 +63,10 @@ def health(folder: Path, now: float | None = None) -> Health:
         words = f"a trainer is starting; the run was {state}" if is_locked(folder) else reason.partition("\n")[0]
         return Health("starting" if is_locked(folder) else state, step, now - written, words)
     who = Process(**facts)
-    place, silence = f"pid {who.pid} on {who.host}", f"no heartbeat for {now - beat:.0f} s"
-    if who.is_gone:
-        return Health("dead", step, now - progress, f"{place} is gone, last seen {at}")
-    if not who.is_here and now - beat > SILENT:
-        return Health("dead", step, now - progress, f"{place}: {silence}, last seen {at}")
-    if now - progress > max(limit, SILENT) or now - beat > SILENT:
-        what = silence if now - beat > SILENT else f"no progress for {now - progress:.0f} s"
-        return Health("stalled", step, now - progress, f"{place}: {what}, {at}")
-    return Health("running", step, now - progress, f"{at}, {place}")
+    is_silent = now - beat > SILENT
+    if who.is_gone or (is_silent and not who.is_here):
+        state = "dead"
+    elif is_silent or now - progress > max(limit, SILENT):
+        state = "stalled"
+    words = f"{at}, pid {who.pid} on {who.host}, last heartbeat {now - beat:.0f} s ago"
+    return Health(state, step, now - progress, words)

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice, zip_longest
@@ -123,8 +124,7 @@ class Log:
     def _add(self, place: str, line: str, row: Record, chains: set[str]) -> None:
         text, chain = split_chain(line)
         if chain != next_chain(self.chain, text):
-            reason = "its chain is wrong: this row was changed, or a row before it is missing"
-            self.defects.append(f"{place}: {reason if chain else 'has no chain'}")
+            self.defects.append(f"{place}: its chain is wrong: this row was changed, or one before it is missing")
         self.chain = chain or self.chain
         try:
             Row.model_validate_json(line)
@@ -155,11 +155,15 @@ class Found:
 
     run: Path
     settings: Record  # config.yaml
-    status: Record | None  # None without a status.json; {} if it is no JSON
-    checkpoints: Checkpoints
+    status: Record  # empty without a readable status.json
+    checkpoints: Checkpoints  # the oldest first
     damaged: list[str]
     log: Log
     samples: list[str]  # SHA-256 of samples.jsonl up to each line
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        return next(reversed(self.checkpoints.values()), None)
 
     def events(self, name: str) -> list[Record]:
         return [row for row in self.log.events.values() if row["event"] == name]
@@ -206,15 +210,13 @@ def _read(run: Path, anchor: Anchor | None) -> Found:
     log = Log(run / METRICS, chains | {anchor.chain, anchor.newest or ""} if anchor else chains)
     if log.last.get("event") == "end":  # the samples are complete by now
         samples = _hash_samples(run)
-    status = _read_status(run) if status is None else status
-    return Found(run, settings, status, checkpoints, damaged, log, samples)
+    return Found(run, settings, status or _read_status(run), checkpoints, damaged, log, samples)
 
 
-def _read_status(run: Path) -> Record | None:
-    try:
-        return read_json(run / STATUS) if (run / STATUS).exists() else None
-    except (OSError, ValueError):
-        return {}
+def _read_status(run: Path) -> Record:
+    with suppress(OSError, ValueError):
+        return read_json(run / STATUS)
+    return {}
 
 
 def _hash_samples(run: Path) -> list[str]:
@@ -243,8 +245,8 @@ def _read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
 def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Anchor | None) -> Iterator[Finding]:
     log = found.log
     yield f"{METRICS}: {log.count} rows of steps, all rows chained by hashes up to {log.chain[:12]}", log.defects
-    pins = {place: [*_check_pin(checkpoint, log)] for place, checkpoint in found.checkpoints.items()}
-    wrong = [f"{place}: {defect}" for place, defects in pins.items() for defect in defects]
+    pins = {place: _pin_defect(checkpoint, log) for place, checkpoint in found.checkpoints.items()}
+    wrong = [f"{place}: {defect}" for place, defect in pins.items() if defect]
     wrong = [*found.damaged, *wrong, *_check_folder(found)]
     yield f"checkpoints: {len(found.checkpoints)}, all files unchanged, none missing", wrong
     if log.loose:
@@ -273,18 +275,15 @@ def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Ancho
         )
 
 
-def _check_pin(checkpoint: Checkpoint, log: Log) -> Iterator[str]:
-    """Whether a checkpoint is the one that a row recorded, and holds the chain of a row."""
+def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
+    """Why a checkpoint is not the one that a row recorded, or holds the chain of no row; empty if all is right."""
     chain = checkpoint.state.log.chain
     events = [*log.events.values()]
-    try:
+    is_lost = chain not in log.seen and (chain != FIRST_CHAIN or not events or checkpoint.step > events[0]["step"])
+    with suppress(FileNotFoundError):  # deleted meanwhile by a running training
         defect = record_defect(checkpoint, events, log.seen.get(chain, 0))
-    except FileNotFoundError:  # deleted meanwhile by a running training
-        return
-    if defect:
-        yield defect
-    elif chain not in log.seen and (chain != FIRST_CHAIN or not events or checkpoint.step > events[0]["step"]):
-        yield f"its chain is not in {METRICS}"
+        return defect or f"its chain is not in {METRICS}" * is_lost
+    return ""
 
 
 def _check_folder(found: Found) -> Iterator[str]:
@@ -311,9 +310,7 @@ def _kept(log: Log) -> list[int]:
 def _check_settings(found: Found) -> list[str]:
     """Fields of config.yaml that are not those of the newest start, which is written first."""
     starts = found.events("start")
-    if found.log.last in starts[-1:]:  # a kill may have come before its config.yaml
-        starts = [start for start in starts[-2:] if start["config"] == found.settings]
-    if not starts:
+    if not starts or found.log.last is starts[-1]:  # a kill may have come before its config.yaml
         return []
     now, right = flat(found.settings), flat(starts[-1]["config"])
     names = [name for name in right | now if now.get(name, ...) != right.get(name, ...)]
@@ -322,15 +319,14 @@ def _check_settings(found: Found) -> list[str]:
 
 def _check_status(found: Found) -> Iterator[str]:
     last = tuple(found.log.last.get(name) for name in ("event", "outcome", "step"))
-    if found.status is None:
-        if {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
-            yield f"{STATUS}: is missing"
-        return
     state, step = found.status.get("state"), found.status.get("step")
-    is_over = state in get_args(Outcome)
-    if is_over and last[0] != "start" and last != ("end", state, step):
-        yield f"{STATUS}: has {state} at step {step}, {METRICS} {last}"
-    elif not is_over and state not in ("running", "failed"):
+    if not found.status:
+        if {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
+            yield f"{STATUS}: is missing or damaged"
+    elif state in get_args(Outcome):
+        if last[0] != "start" and last != ("end", state, step):
+            yield f"{STATUS}: has {state} at step {step}, {METRICS} {last}"
+    elif state not in ("running", "failed"):
         yield f"{STATUS}: has state {state}"
 
 
@@ -395,9 +391,8 @@ def _task_class(found: Found, trust_code: bool) -> tuple[type[Pretraining], str]
     hashes = {(row.get("code") or {}).get("sha256") for row in found.events("start")}
     if hashes == {None}:
         return Pretraining, ""
-    newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.step, default=None)
     try:
-        code = trusted(newest, trust_code) if newest else None
+        code = trusted(found.newest, trust_code) if found.newest else None
         if code and hashes == {code.sha256}:
             return code.load(Pretraining), ""
     except UserError as error:
@@ -438,7 +433,7 @@ def _read_anchor(anchor: str) -> Anchor | None:
 
 def _write_anchor(file: Path, found: Found) -> str:
     """Writes an anchor of the newest checkpoint. Returns a line of output."""
-    newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.step, default=None)
+    newest = found.newest
     if newest is None or newest.state.log.chain == FIRST_CHAIN:
         return "note    no checkpoint holds a chain yet: no anchor is written"
     chain = newest.state.log.chain
