@@ -91,7 +91,10 @@ def make_folder(folder: Path) -> None:
 
 def check_can_make(folder: Path) -> None:
     """Raises the OSError that making this folder, or a file in it, would raise; makes nothing."""
-    place = next(filter(os.path.lexists, (folder.absolute(), *folder.absolute().parents)))
+    for place in (folder.absolute(), *folder.absolute().parents):
+        with suppress(FileNotFoundError):
+            place.lstat()
+            break
     if not place.is_dir():  # or it is a dangling link
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
     if not os.access(place, os.W_OK | os.X_OK):
