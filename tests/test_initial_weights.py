@@ -16,7 +16,7 @@ from close import assert_close, float64
 from commands import expect_error, expect_field, forked
 from models import edit_json, edit_weights, in_transformers, tiny
 from ranks import RankError, run_ranks
-from runs import change, train, training_config
+from runs import change, same, spoil, train, training_config
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from gpt2_ddp.training.initial_weights import find_model, load_initial_weights, 
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/golden"
+RUN = GOLDEN / "gpt2_run"
 TOKENIZER = load_tokenizer(str(GOLDEN / "corpus"))  # 300 ids, of 384 rows
 
 
@@ -160,11 +161,6 @@ def cut_short(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
 
 
-def without_a_file(folder: Path) -> None:
-    in_files(folder)
-    max(folder.glob("model-*.safetensors")).unlink()
-
-
 EARLY = r"""
 {"n_layer": 3} | {} | model.n_layer = 2: .* has 3; set it to 3
 {} | {"n_head": 4, "n_embd": 64} | model.n_head = 4: .* has 2; set it to 2 & model.n_embd = 64: .* has 32; set it to 32
@@ -206,28 +202,29 @@ def test_refused_by_its_small_files(tmp_path, case):
 
 
 HEAD = "lm_head.weight"
-LATE: list[tuple[Callable[[Path], object], dict[str, Any], str]] = [
-    (lambda folder: (folder / "model.safetensors").rename(folder / "x.bin"), {}, "no file named model.safetensors"),
-    (without_a_file, {}, "cannot read it .*safetensors"),
-    (cut_short("model.safetensors"), {}, "cannot read it .*SafetensorError"),
-    (drop("transformer.h.1.mlp.c_fc.weight"), {}, "h.1.mlp.c_fc.weight is missing"),
-    (drop(HEAD), SHAPES["llama"], f"{HEAD} is missing"),
-    (edit_weights(lambda of: {**of, "score.weight": torch.ones(2)}), {}, "score.weight is unknown"),
-    (tensor("h.0.ln_1.weight", lambda t: t[:-1]), {}, r"h.0.ln_1.weight has shape \[31\]"),
-    (tensor("h.1.ln_2.bias", lambda t: t / 0), {}, "h.1.ln_2.bias .* not finite"),
-    (lambda folder: None, {"bias": False}, "bias is not zero, and model.bias is false"),
-    (edit_weights(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), {}, f"{HEAD} differs from the embedding"),
-    (both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])), {}, "vocabulary of 299 ids, .* has 300"),
-    (another_tokenizer, {}, "its tokenizer differs"),
-    (other_blanks, {}, "its tokenizer.json cannot be read"),
-    (lambda folder: (folder / "tokenizer.json").unlink(), {}, "its tokenizer.json cannot be read"),
+LATE: list[tuple] = [
+    (lambda folder: (folder / "model.safetensors").rename(folder / "x.bin"), "no file named model.safetensors"),
+    (cut_short("model.safetensors"), "cannot read it .*SafetensorError"),
+    (drop("transformer.h.1.mlp.c_fc.weight"), "h.1.mlp.c_fc.weight is missing"),
+    (drop(HEAD), f"{HEAD} is missing", SHAPES["llama"]),
+    (edit_weights(lambda of: {**of, "score.weight": torch.ones(2)}), "score.weight is unknown"),
+    (tensor("h.0.ln_1.weight", lambda t: t[:-1]), r"h.0.ln_1.weight has shape \[31\]"),
+    (tensor("h.1.ln_2.bias", lambda t: t / 0), "h.1.ln_2.bias .* not finite"),
+    (lambda folder: None, "bias is not zero, and model.bias is false", {"bias": False}),
+    (edit_weights(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), f"{HEAD} differs from the embedding"),
+    (both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])), "vocabulary of 299 ids, .* has 300"),
+    (another_tokenizer, "its tokenizer differs"),
+    (other_blanks, "its tokenizer.json cannot be read"),
 ]
+"""A change of the folder, the error, and fields of the model section, if any."""
 
 
-@pytest.mark.parametrize(("damage", "model", "line"), LATE)
-def test_refused_by_its_weights_or_its_tokenizer(tmp_path, damage, model, line):
-    damage(saved(tmp_path, model.get("architecture", "gpt2")))
-    settings = config(tmp_path, **model)
+@pytest.mark.parametrize("case", LATE)
+def test_refused_by_its_weights_or_its_tokenizer(tmp_path, case):
+    damage, line, *model = case
+    own = dict(*model)
+    damage(saved(tmp_path, own.get("architecture", "gpt2")))
+    settings = config(tmp_path, **own)
     find_model(settings)
     ours = GPT(settings.model, TOKENIZER.vocab_size)
     expect_error(f"train.init_from = .*{line}", load_initial_weights, settings, ours, TOKENIZER)
@@ -245,27 +242,27 @@ def typed(folder: Path, *flags: str) -> TrainingConfig:
 @pytest.mark.parametrize("kind", [*SHAPES, "a run"])
 def test_a_shape_that_nobody_gives_is_the_models(kind, tmp_path):
     """Neither the default preset's nor the default, but its dropout is the preset's."""
-    folder, wanted = GOLDEN / "gpt2_run", {"n_layer": 1, "n_embd": 16, "block_size": 16, "n_inner": 64}
+    folder, wanted = RUN, {"n_layer": 1, "n_embd": 16, "block_size": 16, "n_inner": 64}
     if kind != "a run":
         folder, wanted = saved(tmp_path, kind), resolved(config("", **SHAPES[kind]).model)
     notes: list[str] = []
     settled = settle_model(typed(folder, "--model.n_head", "2"), None, notes.append)
     assert resolved(settled.model) == resolved(settled.model) | wanted | {"n_head": 2, "dropout": 0.1}
-    own = settled.model
-    shape = f"{own.n_layer} layers, 2 heads, {own.n_embd} wide, context {own.block_size}"
-    assert notes == [f"note: model from {folder}: {own.architecture}, {shape}"]
+    (note,) = notes
+    assert str(folder) in note
     start(settled)
     (tmp_path / "settled.yaml").write_text(dump(settled))
     again = load(TrainingConfig, ["--config", str(tmp_path / "settled.yaml")])
     assert again == settled
-    assert settle_model(again, None, notes.append) == settled
-    assert len(notes) == 1, "a configuration that gives all of it is not commented on"
+    assert settle_model(again, None, pytest.fail) == settled, "one that gives all of it is not commented on"
 
 
-def test_a_run_may_be_continued_with_a_shorter_context():
-    settled = settle_model(typed(GOLDEN / "gpt2_run", "--model.block_size", "8"), None, print)
-    theirs = load_file(find_checkpoint(GOLDEN / "gpt2_run").path / "model.safetensors")
-    assert torch.equal(start(settled).state_dict()["wpe.weight"], theirs["wpe.weight"][:8])
+def test_a_run_needs_no_transformers_and_may_have_a_shorter_context(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    settled = settle_model(typed(RUN, "--model.block_size", "8"), None, print)
+    theirs = load_file(find_checkpoint(RUN).path / "model.safetensors")
+    theirs["wpe.weight"] = theirs["wpe.weight"][:8]
+    assert same(start(settled).state_dict(), theirs)
 
 
 @pytest.mark.parametrize(("flags", "error"), [
@@ -274,12 +271,12 @@ def test_a_run_may_be_continued_with_a_shorter_context():
     ("--config configs/gpt2_small_corpus.yaml", "model.n_layer = 6: .* has 1"),
 ])  # fmt: skip
 def test_what_is_given_is_compared_and_the_rest_is_checked_once_settled(flags, error):
-    expect_error(error, settle_model, typed(GOLDEN / "gpt2_run", *flags.split()), None, print)
+    expect_error(error, settle_model, typed(RUN, *flags.split()), None, print)
 
 
 def test_a_resume_has_the_shape_of_its_checkpoint(tmp_path):
     """The folder may be gone."""
-    found = find_checkpoint(GOLDEN / "gpt2_run")
+    found = find_checkpoint(RUN)
     found.config["optim"] = typed(tmp_path).optim.model_dump(mode="json")
     found.config["train"]["global_batch_tokens"] = 4096
     check_resumable(typed(tmp_path), "gpt2", found.config, found.step)
@@ -291,7 +288,7 @@ def test_a_resume_has_the_shape_of_its_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_train_and_plan_take_the_shape(tmp_path):
     folder = tmp_path / "mine"
-    shutil.copytree(GOLDEN / "gpt2_run", folder)
+    shutil.copytree(RUN, folder)
     flags = words(folder, "--train.device", "cpu", "--train.steps", "2", "--output_dir", str(tmp_path / "runs"))
     run = ["scripts/train_gpt2.py", *flags]
     plan = forked(["scripts/plan.py", *flags], ROOT)
@@ -310,79 +307,48 @@ def test_train_and_plan_take_the_shape(tmp_path):
         assert "error: train.init_from = " in refused.stderr
 
 
-LAYERS, HEADS, WIDTH, CONTEXT, IDS = 3, 2, 16, 32, 300
-BLOCK: dict[str, tuple[int, ...]] = {  # in llm.c's order
-    "ln_1": (WIDTH,),
-    "attn.c_attn": (3 * WIDTH, WIDTH),
-    "attn.c_proj": (WIDTH, WIDTH),
-    "ln_2": (WIDTH,),
-    "mlp.c_fc": (4 * WIDTH, WIDTH),
-    "mlp.c_proj": (WIDTH, 4 * WIDTH),
-}
+LAYERS, IDS = 3, 300
 
 
-def their_weights(biased: bool) -> dict[str, Tensor]:
-    """Random weights of nanoGPT's names, which are llm.c's, too."""
-    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (IDS, WIDTH)}
-    shapes["transformer.wpe.weight"] = (CONTEXT, WIDTH)
-    blocks = {f"h.{layer}.{part}": shape for layer in range(LAYERS) for part, shape in BLOCK.items()}
-    for part, shape in (blocks | {"ln_f": (WIDTH,)}).items():
-        shapes[f"transformer.{part}.weight"] = shape
-        if biased:
-            shapes[f"transformer.{part}.bias"] = shape[:1]
-    torch.manual_seed(5)
-    return {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
-
-
-def write_nanogpt(weights: dict[str, Tensor], file: Path, prefix: str, bias: bool) -> None:
+def write_nanogpt(model: GPT, file: Path, prefix: str) -> None:
     """As its train.py does; the embedding and the head are one tensor."""
-    model = {f"{prefix}{name}": value for name, value in weights.items()}
-    model[f"{prefix}lm_head.weight"] = weights["transformer.wte.weight"]
-    args = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": CONTEXT, "bias": bias}
-    args |= {"vocab_size": IDS, "dropout": 0.2}
-    rest = {"optimizer": {}, "iter_num": 7, "best_val_loss": torch.tensor(3.0), "config": {"out_dir": "out"}}
-    torch.save({"model": model, "model_args": args, **rest}, file)
+    weights = {f"{prefix}transformer.{name}": value[:IDS] for name, value in model.state_dict().items()}
+    weights[f"{prefix}lm_head.weight"] = model.wte.weight[:IDS]
+    torch.save({"model": weights, "model_args": {**model.config.model_dump(), "vocab_size": IDS}}, file)
 
 
-def write_llm_c(weights: dict[str, Tensor], file: Path, version: int) -> None:
-    """As `write_model` of its train_gpt2.py does, and train_gpt2.cu."""
+def write_llm_c(model: GPT, file: Path, version: int) -> None:
+    """As `write_model` of its train_gpt2.py does, and train_gpt2.cu: one tensor of all layers after another."""
+    weights, own = model.state_dict(), model.config
     header = torch.zeros(256, dtype=torch.int32)
-    header[:8] = torch.tensor([20240326, version, CONTEXT, IDS, LAYERS, HEADS, WIDTH, 384])
-    padded = F.pad(weights["transformer.wte.weight"], (0, 0, 0, 84))
-    ordered = [padded, weights["transformer.wpe.weight"]]
-    for part in BLOCK:
-        for kind in ("weight", "bias"):
-            ordered += [weights[f"transformer.h.{layer}.{part}.{kind}"] for layer in range(LAYERS)]
-    ordered += [weights["transformer.ln_f.weight"], weights["transformer.ln_f.bias"]]
+    header[:8] = torch.tensor([20240326, version, own.block_size, IDS, LAYERS, own.n_head, own.n_embd, 384])
+    block = [name for name in weights if name.startswith("h.0.")]
+    names = [name.replace("0", str(layer)) for name in block for layer in range(LAYERS)]
     with file.open("wb") as stream:
         stream.write(header.numpy().tobytes())
-        for value in ordered:
-            exact = value if version == 3 else value.bfloat16().view(torch.int16)
+        for name in ("wte.weight", "wpe.weight", *names, "ln_f.weight", "ln_f.bias"):
+            exact = weights[name] if version == 3 else weights[name].bfloat16().view(torch.int16)
             stream.write(exact.numpy().tobytes())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "setting"), [
-    ("ckpt.pt", ("", True)), ("ckpt.pt", ("_orig_mod.", False)), ("model.bin", 3), ("model.bin", 5),
+    ("ckpt.pt", ""), ("ckpt.pt", "_orig_mod."), ("model.bin", 3), ("model.bin", 5),
 ])  # fmt: skip
 def test_what_the_page_converts_has_the_weights_of_its_source(file, setting, tmp_path):
     page = (ROOT / "docs/export.md").read_text()
     (program,) = re.findall(r"```python\n(\"\"\"python convert.py .*?)```", page, re.DOTALL)
     (tmp_path / "convert.py").write_text(program)
-    biased = setting != ("_orig_mod.", False)
-    weights = their_weights(biased)
-    if file == "ckpt.pt":
-        write_nanogpt(weights, tmp_path / file, *setting)
-    else:
-        write_llm_c(weights, tmp_path / file, setting)
+    model = tiny(IDS, n_layer=LAYERS, bias=setting != "_orig_mod.")
+    (write_nanogpt if file == "ckpt.pt" else write_llm_c)(model, tmp_path / file, setting)
     converted = forked(["convert.py", file, str(GOLDEN / "corpus/tokenizer.json"), "converted"], tmp_path)
     assert converted.returncode == 0, converted
-    settled = settle_model(typed(tmp_path / "converted", "--model.bias", str(biased).lower()), None, print)
-    assert (settled.model.n_layer, settled.model.n_head, settled.model.block_size) == (LAYERS, HEADS, CONTEXT)
+    settled = settle_model(typed(tmp_path / "converted", "--model.bias", str(model.config.bias)), None, print)
+    assert resolved(settled.model) == resolved(model.config) | {"dropout": 0.1}
     found = start(settled).state_dict()
-    for name, value in weights.items():
+    for name, value in model.state_dict().items():
         wanted = value.bfloat16().float() if setting == 5 else value
-        assert torch.equal(found[name.removeprefix("transformer.")][: len(value)], wanted), name
+        assert torch.equal(found[name][:IDS], wanted[:IDS]), name
 
 
 def test_without_transformers_a_line_names_the_package(theirs, monkeypatch):
@@ -406,27 +372,14 @@ def test_from_the_hub(theirs, monkeypatch):
     expect_field("train.init_from", "hub:nobody/none", find_model, config("hub:nobody/none"))
 
 
-def test_a_run_needs_no_transformers(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    checkpoint = find_checkpoint(GOLDEN / "gpt2_run")
-    settings = config(GOLDEN / "gpt2_run", **checkpoint.config["model"])
-    model = GPT(settings.model, checkpoint.state.task.vocab_size)
-    find_model(settings)
-    load_initial_weights(settings, model, TOKENIZER)
-    assert all(
-        torch.equal(v, model.state_dict()[n]) for n, v in load_file(checkpoint.path / "model.safetensors").items()
-    )
-
-
-@pytest.mark.parametrize("changes", [{"n_embd": 64}, {"n_layer": 3, "bias": False}, {"n_inner": 48}, {"n_head": 4},
-                                     {"block_size": 64}, {"architecture": "llama"}])  # fmt: skip
-def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_hashed(changes, tmp_path):
-    place = Path(shutil.copytree(find_checkpoint(GOLDEN / "gpt2_run").path, tmp_path / "step-00000010"))
-    weights = place / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4] + b"spam")
+def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_hashed(tmp_path):
+    place = Path(shutil.copytree(find_checkpoint(RUN).path, tmp_path / "step-00000010"))
+    spoil(place / "model.safetensors")
     own = find_checkpoint(place, weights=False).config["model"]
+    changes = {"architecture": "llama", "n_layer": 3, "n_head": 4, "n_embd": 64, "n_inner": 48}
+    changes |= {"block_size": 64, "bias": False}
     with pytest.raises(UserError) as error:
-        find_model(config(place, **{**own, **changes}))
+        find_model(config(place, **own | changes))
     assert [mistake.split(" = ")[0] for mistake in error.value.mistakes] == [f"model.{name}" for name in changes]
     another_tokenizer(tmp_path)
     model, other = GPT(config(place, **own).model, TOKENIZER.vocab_size), load_tokenizer(str(tmp_path))
