@@ -8,9 +8,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from commands import expect_error
 from ranks import in_turn, run_ranks, run_until_killed
 from runs import (
     checkpoint_at,
@@ -27,7 +27,7 @@ from runs import (
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint
-from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.hints import check_resumable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
@@ -37,11 +37,11 @@ from gpt2_ddp.state import LogEnd, Pending, Progress
 from gpt2_ddp.tasks.pretraining import Pretraining, resolve
 from gpt2_ddp.training.branch import BRANCHES, branch_off, find_parent, register_branch
 
-ALONE: Any = SimpleNamespace(num_processes=1, is_main_process=True)
+ALONE = SimpleNamespace(num_processes=1, is_main_process=True)
 """What a task asks of the accelerator before any long work."""
 
 
-def progress(run: Path, step: int) -> dict:
+def progress(run, step):
     return json.loads((checkpoint_at(run, step) / "state.json").read_text())["progress"]
 
 
@@ -49,11 +49,11 @@ def progress(run: Path, step: int) -> dict:
 def branching(trained, tmp_path):
     """Makes the configuration of a branch of the run `long`, a copy of the shared run, whose steps 6 to 10 were trained
     by two processes."""
-    long = Path(shutil.copytree(trained, tmp_path / "long"))
+    long = shutil.copytree(trained, tmp_path / "long")
 
-    def make(changes: dict[str, Any] | None = None, name: str = "branch", step: int = 5) -> TrainingConfig:
-        start = {"run_name": name, "train.branch_from": str(checkpoint_at(long, step)), "checkpoint.keep_last": 9}
-        return training_config(trained.parent / "data", tmp_path, start | (changes or {}))
+    def make(changes=(), name="branch"):
+        start = {"run_name": name, "train.branch_from": str(checkpoint_at(long, 5)), "checkpoint.keep_last": 9}
+        return training_config(trained.parent / "data", tmp_path, start | dict(changes))
 
     return make
 
@@ -64,15 +64,8 @@ def test_with_the_same_schedule_it_is_the_parent_that_goes_on(tmp_path, branchin
     whole, branch = (untimed(tmp_path / name) for name in ("long", "branch"))
     (event,) = events(tmp_path / "branch", "branch")
     assert branch[1:] == whole[6:]
-    assert branch[0].keys() == {
-        "step",
-        "epoch",
-        "tokens",
-        "order_digest",
-        "val_loss",
-        "val_tokens",
-        "val_bits_per_byte",
-    }
+    assert "loss" not in branch[0]
+    assert "val_loss" in branch[0]
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert same(*(load_file(checkpoint_at(tmp_path / name, 10) / file) for name in ("long", "branch")))
 
@@ -81,10 +74,10 @@ def test_with_the_same_schedule_it_is_the_parent_that_goes_on(tmp_path, branchin
     origin["checkpoint_sha256"] = sha256_file(begun / MANIFEST)
     stood = {"position": 60, "skipped_ranges": [], "order_digest": whole[5]["order_digest"]}
     assert event == {"event": "branch"} | origin | stood
-    assert progress(tmp_path / "branch", 10)["branched_from"] == origin
-    assert progress(tmp_path / "branch", 10)["run_id"] != origin["run_id"]
-    (line,) = (tmp_path / "long" / BRANCHES).read_text().splitlines()
-    assert json.loads(line)["run_id"] == progress(tmp_path / "branch", 10)["run_id"]
+    own = progress(tmp_path / "branch", 10)
+    assert own["branched_from"] == origin
+    line = json.loads((tmp_path / "long" / BRANCHES).read_text())
+    assert line["run_id"] == own["run_id"] != origin["run_id"]
     for name in ("long", "branch"):
         assert is_intact(tmp_path / name)
 
@@ -93,26 +86,25 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
     """The second begins at the newest checkpoint of the first; their rates are their own, the data go on."""
     own = {"optim.schedule": "wsd", "optim.lr": 1e-3, "optim.decay_fraction": 0.5}
     first = branching(own | {"train.steps": 8})
-    changes = {"train.branch_from": str(tmp_path / "branch"), "train.steps": 9, "optim.betas": [0.8, 0.9]}
+    changes = {"train.branch_from": f"{tmp_path}/branch", "train.steps": 9}
     second = branching(changes, "second")
     further = branching(own | {"train.steps": 9, "train.branch_from": "/gone"})
     calls = [(said, train, config) for config in (first, second, first, further)]
     *_, (_, again, _), (_, words, _) = run_ranks(in_turn, 1, *calls)[0]
-    assert "note: train.branch_from" not in again
-    assert "note: train.branch_from is ignored: this run has checkpoints already\n" in words
-    for name, config, begin, end in (("branch", first, 5, 8), ("second", second, 8, 9)):
-        begun = checkpoint_at(tmp_path / ("long" if begin == 5 else "branch"), begin)
+    assert "train.branch_from is ignored" not in again
+    assert "train.branch_from is ignored" in words
+    for parent, name, config, begin, end in (("long", "branch", first, 5, 8), ("branch", "second", second, 8, 9)):
+        begun = checkpoint_at(tmp_path / parent, begin)
         optim = config.optim.model_copy(update={"decay_steps": end})
-        found = untimed(tmp_path / name)[: end - begin + 1]
-        assert [row["step"] for row in found] == list(range(begin, end + 1))
-        assert [row["lr"] for row in found[1:]] == [lr_at(step, optim) for step in range(begin + 1, end + 1)]
+        found = [(row["step"], row.get("lr")) for row in untimed(tmp_path / name)[: end - begin + 1]]
+        assert found == [(begin, None), *((step, lr_at(step, optim)) for step in range(begin + 1, end + 1))]
         assert is_intact(tmp_path / name)
-        assert f"note    the parent checkpoint {begun} is unchanged: verify" in capsys.readouterr().out
-    assert progress(tmp_path / "second", 9)["branched_from"]["parent"] == str(checkpoint_at(tmp_path / "branch", 8))
+        assert f"{begun} is unchanged" in capsys.readouterr().out
+        assert events(tmp_path / name, "branch")[0]["parent"] == str(begun)
     assert untimed(tmp_path / "branch")[-1]["step"] == 9  # it goes on with its own checkpoints
-    (checkpoint_at(tmp_path / "branch", 8) / MANIFEST).write_text("{}")
+    (begun / MANIFEST).write_text("{}")
     assert is_intact(tmp_path / "second")
-    assert "step-00000008 is missing or changed: verify" in capsys.readouterr().out
+    assert f"{begun} is missing or changed" in capsys.readouterr().out
 
 
 def test_killed_before_its_first_own_checkpoint(tmp_path, branching):
@@ -129,7 +121,7 @@ def test_killed_before_its_first_own_checkpoint(tmp_path, branching):
 def test_a_branch_goes_back_to_its_beginning_and_is_branched_off_again(tmp_path, branching):
     """What it passed over enters the history of the second branch."""
     changes = {"guard": {"patience": 3}, "checkpoint.every": 2, "eval.every": 100}
-    second = branching(changes | {"train.branch_from": str(tmp_path / "branch"), "train.steps": 11}, "second")
+    second = branching(changes | {"train.branch_from": f"{tmp_path}/branch", "train.steps": 11}, "second")
     calls = [(train_with_faults, branching(changes), (60, 96)), (train, second)]
     assert run_ranks(in_turn, 1, *calls) == [["completed"] * 2]
     (event,) = events(tmp_path / "branch", "rollback")
@@ -144,27 +136,22 @@ def test_what_it_branches_off_may_lie_elsewhere_on_another_machine(branching):
     assert one.shared == other.shared != none.shared
 
 
-@pytest.mark.parametrize(("changes", "expected"), [
-    (
-        {"seed": 5, "model.n_layer": 3, "model.dropout": 0.1, "train.global_batch_tokens": 192, "optim.lr": 1.0},
-        ["seed = 5", "model.n_layer = 3", "model.dropout = 0.1", "train.global_batch_tokens = 192"],
-    ),
-    ({"optim.name": "muon"}, [r"optim.name = muon: .*step-00000005 was trained with adamw; .* with train.init_from"]),
-    ({"train.steps": 5}, [r"train.steps = 5: .*step-00000005 is at step 5, which counts"]),
-    ({"train.epochs": 0.01}, ["train.epochs = 0.01"]),
-])  # fmt: skip
-def test_mistakes(branching, changes, expected):
-    with pytest.raises(UserError) as raised:  # noqa: PT012
-        config = branching(changes)
+MISTAKES = {"seed": 5, "model.n_layer": 3, "model.dropout": 0.1, "train.global_batch_tokens": 192}
+
+
+@pytest.mark.parametrize("mistakes", [MISTAKES, {"optim.name": "muon"}, {"train.steps": 5}, {"train.epochs": 0.01}])
+def test_mistakes(branching, mistakes):
+    config = branching(mistakes | {"optim.lr": 1.0})
+    with pytest.raises(UserError) as raised:
         Pretraining(config, ALONE, branch_off(find_parent(config), config))
-    for mistake, pattern in zip(raised.value.mistakes, expected, strict=True):
-        assert re.match(pattern, mistake), mistake
+    for mistake, (field, value) in zip(raised.value.mistakes, mistakes.items(), strict=True):
+        assert mistake.startswith(f"{field} = {value}: ")
 
 
 def test_a_parent_that_cannot_be_written_is_told_by_a_warning(tmp_path, branching, capsys):
     (tmp_path / "long" / BRANCHES).mkdir()
     register_branch(find_parent(branching()), tmp_path / "branch", "abc")
-    assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/long/{BRANCHES} cannot be written (Is a directory)")
+    assert f"{tmp_path}/long/{BRANCHES} cannot be written" in capsys.readouterr().err
     copy = shutil.copytree(checkpoint_at(tmp_path / "long", 5), tmp_path / "aside/step-00000005")
     register_branch(find_parent(branching({"train.branch_from": str(copy)})), tmp_path / "branch", "abc")
     assert not (tmp_path / BRANCHES).exists()
@@ -179,7 +166,6 @@ def test_what_a_branch_begins_with(branching):
     origin = begun.progress.branched_from
     own = {"progress": Progress(step=5, branched_from=origin), "log": LogEnd()}
     assert begun == of_parent.model_copy(update=own)
-    assert origin
     assert origin.run_id == "abc"
 
 
@@ -216,16 +202,8 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(case):
     assert all(lr_at(past, started.optim) == lr_at(past, resumed.optim) for past in range(1, int(step) + 1))
 
 
-def test_a_run_shorter_than_its_warm_up_leaves_a_config_that_can_be_given_back(tiny_config, tmp_path):
-    started, _ = resolve(tiny_config({"train.steps": 1}), None, 1900)
-    (tmp_path / "config.yaml").write_text(dump(started))
-    again = load(TrainingConfig, ["--config", str(tmp_path / "config.yaml"), "--train.steps", "6"])
-    assert again.optim.decay_steps == 3, "one more than the warm-up"
-
-
 def test_an_end_that_steps_depend_on_cannot_be_moved(tiny_config):
     saved = tiny_config({"optim.decay_steps": 20}).model_dump(mode="json")
     config = tiny_config({"optim.decay_steps": 40})
     assert check_resumable(config, "gpt2", saved, 2) == []
-    with pytest.raises(UserError, match=r"optim.decay_steps = 40: the run was started with 20; .*branch_from"):
-        check_resumable(config, "gpt2", saved, 3)
+    expect_error("optim.decay_steps = 40: ", check_resumable, config, "gpt2", saved, 3)

@@ -1,18 +1,17 @@
 """Compiled training: one static graph for training, one for evaluation and one for tasks, whether the run is fresh or
 resumed; and of these one for all blocks and one for the head, where blocks are compiled by themselves."""
 
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 from hellaswag import items_file
 from ranks import run_ranks
-from runs import built, training_config
+from runs import built
 
-from gpt2_ddp.config.training import TrainingConfig
+SLOW = pytest.mark.slow
 
 
-def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tuple[bool, bool]]:
+def graphs_of_a_training(config, back=False):
     """Trains, or goes back and forth in a training; of each graph that Dynamo captured: whether it trains (needs
     gradients), and whether its shapes are symbols.
 
@@ -25,18 +24,17 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
 
     found = []
 
-    def keep(graph: Any, inputs: list[Any]) -> Any:
+    def keep(graph, inputs):
         symbols = any(isinstance(value, torch.SymInt) for value in inputs)
         found.append((torch.is_grad_enabled(), symbols))
         return graph.forward
 
     torch._dynamo.config.optimize_ddp = False  # which hands a graph to the backend in pieces
-    compile_with = torch.compile
-    torch.compile = lambda module, **settings: compile_with(module, backend=keep, **settings)
+    torch.compile = partial(torch.compile, backend=keep)
     torch._inductor.config.use_static_cuda_launcher = True
     if not back:
         train(config, Pretraining)
-        assert not torch._inductor.config.use_static_cuda_launcher, "the watchdog's threads would stop with the GPU"
+        assert not torch._inductor.config.use_static_cuda_launcher  # the watchdog's threads would stop with the GPU
         return found
     with built(config) as run:
         run.warm_up()
@@ -50,33 +48,29 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
 
 TASKS = {"eval.tasks": ["items"]}
 """`items` stands for a file of items."""
-LLAMA, NANOCHAT = (
-    {"model.architecture": "llama", "model.n_kv_head": 1},
-    {"model.architecture": "nanochat", "model.document_mask": True},
-)
+LLAMA = {"model.architecture": "llama", "model.n_kv_head": 1, "model.document_mask": True}
+NANOCHAT = {"model.architecture": "nanochat", "model.document_mask": True, "train.activation_checkpointing": True}
 CASES = [
     (1, "model", TASKS | {"model.n_layer": 1}),
-    pytest.param(1, "blocks", TASKS | {"tracking.sample_every": 2}, marks=pytest.mark.slow),
-    pytest.param(1, "model", LLAMA | TASKS | {"model.document_mask": True}, marks=pytest.mark.slow),
-    pytest.param(2, "blocks", NANOCHAT | {"train.activation_checkpointing": True}, marks=pytest.mark.slow),
+    pytest.param(1, "blocks", TASKS | {"tracking.sample_every": 2}, marks=SLOW),
+    pytest.param(1, "model", LLAMA | TASKS, marks=SLOW),
+    pytest.param(2, "blocks", NANOCHAT, marks=SLOW),
 ]
 
 
 @pytest.mark.parametrize(("world", "how", "more"), CASES)
-def test_one_static_graph_to_train_and_one_to_evaluate(
-    corpus: Path, tmp_path: Path, world: int, how: str, more: dict
-) -> None:
+def test_one_static_graph_to_train_and_one_to_evaluate(tiny_config, tmp_path, world, how, more):
     """Evaluations have another batch size than training, and come first in a fresh run."""
     changes = {"train.compile": how, "eval.every": 2, "checkpoint.every": 2} | more
     if "eval.tasks" in more:
         changes["eval.tasks"] = [items_file(tmp_path)]
     for steps in (2, 4):  # fresh, then resumed
-        config = training_config(corpus, tmp_path, changes | {"train.steps": steps, "optim.decay_steps": 4})
+        config = tiny_config(changes | {"train.steps": steps, "optim.decay_steps": 4})
         for graphs in run_ranks(graphs_of_a_training, world, config):
             evaluations = 1 + ("eval.tasks" in more) if how == "model" else 2  # of blocks, tasks have the same
             assert sorted(graphs) == [(False, False)] * evaluations + [(True, False)] * (1 + (how == "blocks"))
 
 
-def test_going_back_compiles_nothing_anew(corpus: Path, tmp_path: Path) -> None:
-    config = training_config(corpus, tmp_path, {"train.compile": "model"})
+def test_going_back_compiles_nothing_anew(tiny_config, tmp_path):
+    config = tiny_config({"train.compile": "model"})
     assert run_ranks(graphs_of_a_training, 1, config, True) == [[(True, False)]]

@@ -7,9 +7,6 @@ or joins. Order digest and losses are those of the run left alone.
 import json
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from close import assert_close
@@ -43,7 +40,7 @@ class Job:
         folder: on the shared disk.
     """
 
-    def __init__(self, machines: tuple[Machine, ...], folder: Path, corpus: Path):
+    def __init__(self, machines, folder, corpus):
         self.machines, self.run = machines, folder / "run"
         changes = {"train.steps": STEPS, "checkpoint.every": EVERY, "train.patience_seconds": 5, "eval.every": STEPS}
         (folder / "config.yaml").write_text(dump(training_config(corpus, folder, changes)))
@@ -51,21 +48,21 @@ class Job:
         launcher = COMMAND.partition("scripts/train_gpt2.py")[0].replace("10.0.0.1", machines[-1].address)
         self.command = f"{launcher} {folder / 'paced.py'} --config {folder / 'config.yaml'}"
 
-    def start(self, *machines: Machine) -> None:
+    def start(self, *machines):
         for machine in machines:
             machine.start(self.command)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self):
         file = self.run / "metrics.jsonl"
         return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.is_file() else []
 
-    def step(self) -> int:
+    def step(self):
         return max((row["step"] for row in self.rows() if "loss" in row), default=0)
 
-    def starts(self) -> list[dict[str, Any]]:
+    def starts(self):
         return [row for row in self.rows() if row.get("event") == "start"]
 
-    def goes_on(self, what: str, processes: int, fault: Callable[[], object]) -> int:
+    def goes_on(self, what, processes, fault):
         """Waits until it trains on so many processes after the fault; returns how many steps were lost."""
         before, starts = self.step(), len(self.starts())
         wait_until(lambda: self.step() > before + 5, 300)
@@ -77,7 +74,7 @@ class Job:
         print(f"\n{what}: next step after {time.monotonic() - begun:.0f} s, {lost} steps lost")
         return lost
 
-    def ends_as(self, alone: list[tuple[int, str, float]]) -> None:
+    def ends_as(self, alone):
         wait_until(lambda: '"completed"' in (self.run / "status.json").read_text(), 300)
         assert self.machines[-1].started[-1].wait(60) == 0
         mine = figures(self.rows())
@@ -85,7 +82,7 @@ class Job:
         assert_close([row[2] for row in mine], [row[2] for row in alone], 1e-4)
 
 
-def figures(rows: list[dict[str, Any]]) -> list[tuple[int, str, float]]:
+def figures(rows):
     return [(row["step"], row["order_digest"], row["loss"]) for row in rows if "loss" in row]
 
 
@@ -96,7 +93,7 @@ def machines(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(machines, corpus, tmp_path_factory) -> list[tuple[int, str, float]]:
+def alone(machines, corpus, tmp_path_factory):
     """Step, digest and loss of each step on one process."""
     job = Job(machines, tmp_path_factory.mktemp("alone"), corpus)
     command = f"python scripts/train_gpt2.py --config {job.run.parent / 'config.yaml'}"

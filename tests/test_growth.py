@@ -1,10 +1,10 @@
 """Long runs: memory and time of a resume, a report and a check of 300,000 rows."""
 
+import os
 import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -18,7 +18,6 @@ from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.files import sha256_file
@@ -37,7 +36,7 @@ finally:
 """
 
 
-def make_long_run(trained: Path, place: Path, steps: int) -> None:
+def make_long_run(trained, place, steps):
     """A stopped run of so many steps, each with a row, and a checkpoint at the last. All records agree."""
     rare = {"eval.every": 10**9, "checkpoint.every": 10**9}
     config = training_config(trained.parent / "data", place, {"train.steps": steps, "optim.decay_steps": 10, **rare})
@@ -48,24 +47,20 @@ def make_long_run(trained: Path, place: Path, steps: int) -> None:
     scores = {"val_loss": 5.5, "val_tokens": 512, "val_bits_per_byte": 3.0}
     log.append({"step": 0, "epoch": 0.0, "tokens": 0, **scores})
     feed = Feed(Permutation(config.seed, start["epoch_size"]), GlobalBatch(12, contiguous(1, 1)))
-    measured = {"tokens_per_second": 5000.5, "mfu": None, "data_share": 0.01}
     for step in range(1, steps + 1):
         feed.next_step()
         row = {"step": step, "epoch": round(feed.position / len(feed.order), 4), "tokens": step * 12 * 32}
         row |= {"loss": 5.0, "loss_mean": 5.0, "lr": lr_at(step, config.optim), "grad_norm": 1.0 + 1 / step}
-        row |= {"skipped": 0, **measured, "order_digest": feed.order_digest}
-        log.append(row | (scores if step == steps else {}))
+        row |= {"skipped": 0, "tokens_per_second": 5000.5, "mfu": None, "data_share": 0.01}
+        log.append(row | {"order_digest": feed.order_digest} | (scores if step == steps else {}))
     content = verify(checkpoint_at(trained, 10))
-    model, moments = ({**content.tensors(file)} for file in (MODEL, OPTIMIZER))
     best = Best(step=0, val_loss=5.5, tokens=512, since=1)
-    progress = content.state.progress.model_copy(
-        update={"step": steps, "scores": scores, "scored_at": steps, "best": best}
-    )
-    sections = {"progress": progress, "feed": feed.state_dict(), "log": log.end()}
-    sections["guard"] = content.state.guard.model_copy(update={"judged": steps - 2})
-    sections["setup"] = content.state.setup.model_copy(update={"processes": start["processes"]})
+    progress = {"step": steps, "scores": scores, "scored_at": steps, "best": best}
+    sections = {"guard": {"judged": steps - 2}, "setup": {"processes": start["processes"]}, "progress": progress}
+    own = {name: getattr(content.state, name).model_copy(update=changes) for name, changes in sections.items()}
+    state = content.state.model_copy(update={"feed": feed.state_dict(), "log": log.end()} | own)
+    model, moments = ({**content.tensors(file)} for file in (MODEL, OPTIMIZER))
     counts = {name: torch.tensor(float(steps)) for name in moments if name.startswith("step.")}
-    state = content.state.model_copy(update=sections)
     CheckpointStore(folder, log).save(Snapshot(state, dump(config), model, moments | counts))
     log.append({"event": "end", "step": steps, "outcome": "stopped", "kept": [steps]})
     log.write_config(config)
@@ -73,10 +68,10 @@ def make_long_run(trained: Path, place: Path, steps: int) -> None:
     folder.release()
 
 
-def measured(script: str, *args: object) -> tuple[float, float]:
+def measured(script, *args):
     """Peak memory of a script in GB, and its time in seconds."""
     begun = time.monotonic()
-    command = [sys.executable, "-c", MEASURED, str(PROJECT / f"scripts/{script}.py"), *map(str, args)]
+    command = [sys.executable, "-c", MEASURED, f"{PROJECT}/scripts/{script}.py", *map(str, args)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
     assert result.returncode == 0, result.stdout + result.stderr
     *_, peak = (line for line in result.stderr.splitlines() if line.startswith("VmHWM"))
@@ -90,11 +85,14 @@ def test_the_memory_of_300_000_rows(trained, tmp_path):
     for steps in (10_000, 300_000):
         folder = tmp_path / str(steps)
         make_long_run(trained, folder, steps)
-        found = {"verify_run": measured("verify_run", folder / "run"), "report": measured("report", folder / "run")}
         again = ("--config", folder / "run/config.yaml", "--train.steps", steps + 1)
-        found["train_gpt2"] = measured("train_gpt2", *again)
-        print(steps, {script: f"{peak:.3f} GB, {seconds:.1f} s" for script, (peak, seconds) in found.items()})
-        peaks.append([peak for peak, _ in found.values()])
+        found = (
+            measured("verify_run", folder / "run"),
+            measured("report", folder / "run"),
+            measured("train_gpt2", *again),
+        )
+        print(steps, *found, sep="\n")
+        peaks.append([peak for peak, _ in found])
     assert all(after - before < 0.12 for before, after in zip(*peaks, strict=True)), peaks
 
 
@@ -103,15 +101,12 @@ def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
     """A training over 300 MB of zeros holds what one over 10 MB holds, the hashes of all shards checked in both."""
     resident = {}
     for tokens in (5_000_000, 150_000_000):
-        folder = Path(shutil.copytree(corpus, tmp_path / str(tokens)))
+        folder = shutil.copytree(corpus, tmp_path / str(tokens))
         file = folder / "train_000000.bin"
-        with file.open("r+b") as shard:
-            header = np.frombuffer(shard.read(1024), "<i4").copy()
-            header[2] = tokens
-            shard.seek(0)
-            shard.write(header.tobytes())
-            shard.truncate(1024)
-            shard.truncate(1024 + 2 * tokens)  # sparse
+        header = np.fromfile(file, "<i4", 256)
+        header[2] = tokens
+        header.tofile(file)
+        os.truncate(file, 1024 + 2 * tokens)  # sparse
         shard = {"file": file.name, "tokens": tokens, "bytes": file.stat().st_size, "sha256": sha256_file(file)}
         edit_manifest(folder, splits={"train": [shard]})
         changes = {"run_name": str(tokens), "train.steps": 40, "train.global_batch_tokens": 64 * 32}
@@ -120,6 +115,6 @@ def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
     assert big < 1.05 * small, resident
 
 
-def resident_bytes(config: TrainingConfig) -> int:
+def resident_bytes(config):
     train(config)
     return psutil.Process().memory_info().rss

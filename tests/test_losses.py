@@ -2,17 +2,16 @@
 
 import math
 import random
-from pathlib import Path
 
 import torch
+from commands import snapshot
 from ranks import in_turn, run_ranks
-from runs import events, rows, said, saved_steps, state_of, status, train, train_with_faults, training_config, untimed
+from runs import events, rows, said, saved_steps, state_of, status, train, train_with_faults, untimed
 
 from gpt2_ddp.checkpoint.run_files import valid_rows
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.state import Best, Losses, LossSum
-from gpt2_ddp.training.meters import StepNumbers, StepSums
+from gpt2_ddp.training.meters import StepSums
 
 # Sums
 
@@ -34,7 +33,7 @@ def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
     assert math.isnan(LossSum().mean)
 
 
-def sums_of_a_rank() -> list[StepNumbers]:
+def sums_of_a_rank():
     """Of three steps: the second is not finite on rank 1, the third is skipped."""
     rank, sums, known = build_accelerator("cpu", "no").process_index, StepSums(), []
     for step, loss in enumerate((6.0, math.nan if rank else 4.0, 3.0), 1):
@@ -60,50 +59,45 @@ def test_the_numbers_of_steps_over_all_ranks():
     assert losses == Losses(epoch=(16, 6, 12), since_row=(22, 10, 12), skipped=1)
 
 
-def train_and_record(config: TrainingConfig, folder: Path) -> str:
+def train_and_record(config):
     """Trains. Step 3 has a loss that is not finite on the last rank, step 4 a large one, and steps 10 to 12 bad
-    gradients. Each rank records what its steps came to."""
+    gradients. Returns this rank's sum of losses of each step; the last one of a step stands."""
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training import loop
 
-    step, loss_of, now = loop.train_step, Pretraining.loss, [0]
+    step, loss_of, now, shares = loop.train_step, Pretraining.loss, [0], {}
 
     def loss(task, model, batch):
-        is_last = task.accelerator.process_index == task.accelerator.num_processes - 1
-        return loss_of(task, model, batch) * {3: math.nan if is_last else 1.0, 4: 1e6}.get(now[0], 1.0)
+        on_last = math.nan if task.accelerator.process_index == 1 else 1.0
+        return loss_of(task, model, batch) * {3: on_last, 4: 1e6}.get(now[0], 1.0)
 
     def train_step(run):
         now[0] = run.step + 1
         result = step(run)
-        with (folder / f"{run.accelerator.process_index}.txt").open("a") as file:
-            loss = result.losses["loss"].item()
-            file.write(f"{run.step} {loss!r}\n")
+        shares[run.step] = result.losses["loss"].item()
         return result
 
     loop.train_step, Pretraining.loss = train_step, loss
-    return train_with_faults(config, (12 * 9, 12 * 12))
+    assert train_with_faults(config, (12 * 9, 12 * 12)) == "completed"
+    return shares
 
 
-def test_the_mean_loss_of_the_steps_since_the_last_row(corpus, tmp_path):
+def test_the_mean_loss_of_the_steps_since_the_last_row(tiny_config, tmp_path):
     """Rows come every 4 steps and at evaluations; a rollback to step 5, between two rows, takes the sums back."""
     changes = {"guard": {"patience": 3}, "train.steps": 16, "tracking.log_every": 4, "eval.every": 7}
-    config = training_config(corpus, tmp_path, changes)
-    assert run_ranks(train_and_record, 2, config, tmp_path) == ["completed"] * 2
-    (event,) = events(tmp_path / "run", "rollback")
+    config = tiny_config(changes)
+    ranks = run_ranks(train_and_record, 2, config)
+    (event,) = events(tmp_path / "runs/run", "rollback")
     assert event["step"] == 5
-    shares = {}  # of each rank and step; the last one of a step stands
-    for rank in range(2):
-        for line in (tmp_path / f"{rank}.txt").read_text().splitlines():
-            shares[rank, int(line.split()[0])] = float(line.split()[1])
-    own, before, found = 12 * 32 // 2, 0, valid_rows(untimed(tmp_path / "run"))[1:]
+    own, before, found = 12 * 32 // 2, 0, valid_rows(untimed(tmp_path / "runs/run"))[1:]
     assert [row["step"] for row in found] == [4, 7, 8, 12, 14, 16]
     for row in found:
-        since = [shares[rank, step] for rank in range(2) for step in range(before + 1, row["step"] + 1)]
+        since = [shares[step] for shares in ranks for step in range(before + 1, row["step"] + 1)]
         finite = [share for share in since if math.isfinite(share)]
         assert row["loss_mean"] == math.fsum(finite) / (own * len(finite))
         assert row.get("not_finite", 0) == own * (len(since) - len(finite)) == (own if row["step"] == 4 else 0)
         before = row["step"]
-    assert found[0]["loss_mean"] > 1e4 * found[1]["loss_mean"], "the spike between two rows leaves a trace"
+    assert found[0]["loss_mean"] > 1e4 * found[1]["loss_mean"]  # the spike between two rows leaves a trace
 
 
 # The best evaluation
@@ -112,7 +106,7 @@ def test_the_mean_loss_of_the_steps_since_the_last_row(corpus, tmp_path):
 NONE = Best()
 
 
-def best_after(*losses: float, tokens: int = 100, best: Best = NONE) -> Best:
+def best_after(*losses, tokens=100, best=NONE):
     for step, loss in enumerate(losses, best.step + best.since + 1):
         best = best.after(step, {"val_loss": loss, "val_tokens": tokens})
     return best
@@ -126,21 +120,15 @@ def test_the_best_evaluation():
     assert NONE.after(1, {}) == NONE
     assert NONE.after(1, {"val_loss": 1.5, "val_accuracy": 0.5}) == Best(step=1, val_loss=1.5)
     others = best_after(9.0, tokens=50, best=best_after(1.0, 1.1))
-    assert others == Best(step=3, val_loss=9.0, tokens=50), "others do not compare"
+    assert others == Best(step=3, val_loss=9.0, tokens=50)  # others do not compare
 
 
 SCRIPT = {0: 4.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.25, 10: 2.75, 12: 1.5}
 """Step -> val_loss."""
-PATIENCE = {
-    "train.steps": 14,
-    "optim.decay_steps": 14,
-    "eval": {"every": 2, "patience": 2},
-    "checkpoint": {"every": 5, "keep_last": 1},
-    "tracking": {"log_every": 1, "sample_every": 99},
-}
+PATIENCE = {"eval.every": 2, "checkpoint.keep_last": 1, "train.steps": 14, "tracking.sample_every": 99}
 
 
-def train_by_script(config: TrainingConfig, scores: dict[int, float] = SCRIPT) -> str:
+def train_by_script(config, scores=SCRIPT):
     """Trains with the evaluations of a script; the outcome."""
     from gpt2_ddp.training.run import Trainer
 
@@ -150,39 +138,26 @@ def train_by_script(config: TrainingConfig, scores: dict[int, float] = SCRIPT) -
         run.task.evaluate = lambda *_: {"val_loss": scores[run.step], "val_tokens": 512, "val_bits_per_byte": 1.0}
         return evaluate(run, poll)
 
-    Trainer.evaluate = score
-    try:
+    with patch.object(Trainer, "evaluate", score):
         return train(config)
-    finally:
-        Trainer.evaluate = evaluate
 
 
-def modified(run: Path) -> dict[Path, int]:
-    return {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
-
-
-def test_patience_ends_a_run_early_and_keeps_the_best(corpus, tmp_path):
-    config = training_config(corpus, tmp_path, PATIENCE)
-    more, endless = (
-        config.model_copy(update={"eval": config.eval.model_copy(update={"patience": n})}) for n in (3, None)
-    )
-    run = tmp_path / "run"
-    ((outcome, out, errors),) = run_ranks(said, 1, train_by_script, config)
+def test_patience_ends_a_run_early_and_keeps_the_best(tiny_config, tmp_path):
+    config, more, endless = (tiny_config(PATIENCE | {"eval.patience": n}) for n in (2, 3, None))
+    run = tmp_path / "runs/run"
+    ((outcome, *words),) = run_ranks(said, 1, train_by_script, config)
     assert outcome == "completed"
+    assert f"lowest val_loss: 2.0000, in {run / 'checkpoints/step-00000004'}\n" in "".join(words)
     reason = "eval.patience = 2: no val_loss below 2.0000 since step 4"
-    assert f"run completed at step 8 ({reason})\n" in out + errors
-    assert f"lowest val_loss: 2.0000, in {run / 'checkpoints/step-00000004'}\n" in out + errors
     assert status(run) == {"state": "completed", "step": 8, "reason": reason}
-    assert saved_steps(run) == [4, 8], "the best and the newest"
+    assert saved_steps(run) == [4, 8]  # the best and the newest
     assert state_of(run)["progress"]["best"] == {"step": 4, "val_loss": 2.0, "tokens": 512, "since": 2}
     assert [row["step"] for row in rows(run)] == list(range(9))
-    assert [row["step"] for row in rows(run, "samples.jsonl")] == [8], "of the end"
+    assert [row["step"] for row in rows(run, "samples.jsonl")] == [8]  # of the end
 
-    calls = [(modified, run), (said, train_by_script, config), (modified, run), (train_by_script, more)]
+    calls = [(snapshot, run), (train_by_script, config), (snapshot, run), (train_by_script, more)]
     calls += [(rows, run), (said, train_by_script, endless, {**SCRIPT, 14: 1.75})]
-    before, (_, out, errors), after, again, further, (_, *last) = run_ranks(in_turn, 1, *calls)[0]
-    assert out + errors == f"run is complete at step 8; {reason}; raise it to train further\n"
+    before, _, after, again, further, (_, *words) = run_ranks(in_turn, 1, *calls)[0]
     assert before == after
-    assert (again, further[-1]["step"]) == ("completed", 10)
-    assert "run completed at step 14\n" in "".join(last)
-    assert "its lowest val_loss" not in "".join(last), "step 12 has no checkpoint"
+    assert (again, further[-1]["step"], rows(run)[-1]["step"]) == ("completed", 10, 14)
+    assert "lowest val_loss" not in "".join(words)  # step 12 has no checkpoint

@@ -2,23 +2,20 @@
 
 import json
 import math
-from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from close import assert_close, float64
+from commands import expect_error
 from runs import same
 from torch import nn
-from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.tensors import optimizer_state
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.distributed.launch import build_accelerator
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.memory import setting_of
@@ -32,7 +29,6 @@ from gpt2_ddp.model.optim import (
     muon_matrices,
     schedule_note,
 )
-from gpt2_ddp.model.roles import Role
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.optimizer import GuardedOptimizer, set_values
 from gpt2_ddp.training.strategy import Replicated
@@ -40,9 +36,9 @@ from gpt2_ddp.training.strategy import Replicated
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 
 
-def guarded(optimizer: Optimizer, scaler: Any = None, norm_sigmas: float | None = None) -> GuardedOptimizer:
+def guarded(optimizer, scaler=None, norm_sigmas=None):
     """A guarded optimizer of one process on the CPU, with this loss scaler."""
-    accelerator: Any = build_accelerator("cpu", "no")
+    accelerator = build_accelerator("cpu", "no")
     accelerator.scaler, accelerator.unscale_gradients = scaler, lambda prepared: scaler.unscale_(optimizer)
     prepared = AcceleratedOptimizer(optimizer, device_placement=False, scaler=scaler)
     return GuardedOptimizer(prepared, Replicated(accelerator), norm_sigmas)
@@ -98,16 +94,16 @@ def test_what_may_surprise_about_a_schedule_is_said(case):
 class Experts(nn.Module):
     """A model without blocks; `tied`: its head is its embedding."""
 
-    def __init__(self, tied: bool = False):
+    def __init__(self, tied=False):
         super().__init__()
-        self.tokens, self.first = nn.Embedding(100, 8), nn.Linear(8, 8)
-        self.experts, self.bias = nn.Parameter(torch.randn(4, 8, 6)), nn.Parameter(torch.zeros(4, 8))
+        self.tokens, self.first, self.head = nn.Embedding(100, 8), nn.Linear(8, 8), nn.Linear(8, 100)
         self.conv, self.norm = nn.Conv1d(8, 8, 3, groups=8), nn.LayerNorm(8)
-        self.positions, self.head = nn.Parameter(torch.zeros(5, 8)), nn.Linear(8, 100)
+        for name, shape in (("experts", (4, 8, 6)), ("bias", (4, 8)), ("positions", (5, 8))):
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
         if tied:
             self.head.weight = self.tokens.weight
 
-    def parameter_roles(self) -> dict[nn.Parameter, Role]:
+    def parameter_roles(self):
         return {self.positions: "embedding"}
 
 
@@ -132,32 +128,30 @@ def test_a_schedule_sets_the_groups_that_have_a_setting():
     config = OptimConfig(name="muon", lr=1e-3, muon_lr=0.02, embedding_lr=4e-3)
     groups = build_optimizer(Experts(False), config).param_groups
     set_values(groups, {"muon_lr": 0.5, "lr": 2e-3, "weight_decay": 0.3, "momentum": 0.8, "muon_weight_decay": 0.7})
-    found = {group["name"]: (group["lr"], group["weight_decay"], group.get("momentum")) for group in groups}
-    assert found == {
-        "decayed": (2e-3, 0.3, None),
-        "vector": (2e-3, 0.0, None),
-        "embedding": (8e-3, 0.3, None),
-        "muon": (0.5, 0.7, 0.8),
-    }
-    with pytest.raises(UserError, match="vector_momentum"):
-        set_values(groups, {"lr": 1e-3, "vector_momentum": 0.5})
+    found = [(group["name"], group["lr"], group["weight_decay"], group.get("momentum")) for group in groups]
+    assert found == [
+        ("decayed", 2e-3, 0.3, None),
+        ("vector", 2e-3, 0.0, None),
+        ("embedding", 8e-3, 0.3, None),
+        ("muon", 0.5, 0.7, 0.8),
+    ]
+    expect_error("vector_momentum", set_values, groups, {"lr": 1e-3, "vector_momentum": 0.5})
 
 
-@pytest.mark.parametrize("field", ["optim.name = muon", "optim.embedding_lr = 0.02"])
-def test_a_setting_of_a_group_that_no_parameter_is_in(field):
-    config = OptimConfig(name="muon") if "muon" in field else OptimConfig(embedding_lr=0.02)
-    with pytest.raises(UserError, match=field):
-        build_optimizer(nn.Linear(8, 8), config)
+@pytest.mark.parametrize(("field", "value"), [("name", "muon"), ("embedding_lr", 0.02)])
+def test_a_setting_of_a_group_that_no_parameter_is_in(field, value):
+    expect_error(f"optim.{field} = {value}", build_optimizer, nn.Linear(8, 8), OptimConfig(**{field: value}))
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (5, 12)])
 @float64(torch.bfloat16)
 def test_muon_steps_each_matrix_of_a_stack(shape):
     torch.manual_seed(0)
-    stack = nn.Parameter(torch.randn(2, 2, *shape))
-    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach().flatten(0, 1)]
-    stack.grad = torch.randn_like(stack)
-    for one, gradient in zip(alone, stack.grad.flatten(0, 1), strict=True):
+    values, gradients = torch.randn(2, 4, *shape)
+    alone = [*map(nn.Parameter, values)]
+    stack = nn.Parameter(values.unflatten(0, (2, 2)).clone())
+    stack.grad = gradients.view_as(stack)
+    for one, gradient in zip(alone, gradients, strict=True):
         one.grad = gradient
     for parameters in ([stack], alone):
         muon.MuonAdamW([{"params": parameters, "momentum": 0.9, "weight_decay": 0.1}], {"lr": 1.0}).step()
@@ -166,14 +160,14 @@ def test_muon_steps_each_matrix_of_a_stack(shape):
 
 @float64(torch.bfloat16)
 def test_a_plain_loop_with_torchs_muon_is_the_same():
-    """Twenty steps: every loss, and every weight in the end."""
+    """Twenty steps: every loss, and every weight in the end. Muon steps the largest matrix first, and no embedding."""
     config = OptimConfig(name="muon", lr=4e-3, muon_lr=0.02, weight_decay=0.2)
     torch.manual_seed(0)
-    ours, plain = GPT(TINY, 100), GPT(TINY, 100)
-    plain.load_state_dict(ours.state_dict())
+    ours = GPT(TINY, 100)
+    plain = deepcopy(ours)
     optimizer = guarded(build_optimizer(ours, config, bf16=True))
-    names = [f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
-    matrices = [plain.get_parameter(name) for name in names]
+    matrices = muon_matrices(plain)
+    assert [tuple(p.shape) for p in matrices] == [(32, 8), (8, 32), (24, 8), (8, 8)]
     embeddings = [plain.wte.weight, plain.wpe.weight]
     vectors = [p for p in plain.parameters() if p.dim() == 1]
     groups = [{"params": embeddings, "weight_decay": 0.2}, {"params": vectors, "weight_decay": 0.0}]
@@ -200,33 +194,27 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
 def test_the_fp32_iteration_rounds_less_than_sending_in_bf16_does(shape, decades):
     """Also where singular values span many decades, and squares of the least are lost."""
     torch.manual_seed(0)
-    u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
-    matrix = u @ torch.logspace(0, -decades, 48, dtype=torch.float64).diag() @ v
-    a, b, c = muon.COEFFICIENTS
-    exact = matrix / matrix.norm()
-    for _ in range(muon.STEPS):
-        gram = exact @ exact.T
-        exact = a * exact + (b * gram + c * gram @ gram) @ exact
-
-    def error(found: torch.Tensor) -> float:
-        return ((found.double() - exact).norm() / exact.norm()).item()
-
-    assert error(orthogonal(matrix.float()[None], torch.float32)[0]) < 5e-4 < error(exact.bfloat16())
+    u, _, v = torch.linalg.svd(torch.randn(shape).double(), full_matrices=False)
+    matrix = (u @ torch.logspace(0, -decades, 48).double().diag() @ v)[None]
+    exact = orthogonal(matrix, torch.float64)
+    error = lambda found: (found.double() - exact).norm() / exact.norm()  # noqa: E731
+    assert error(orthogonal(matrix.float(), torch.float32)) < 5e-4 < error(exact.bfloat16())
     assert not orthogonal(torch.zeros(2, *shape), torch.float32).any()
 
 
 def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch):
     monkeypatch.setattr(muon, "TOGETHER", 3 * 8)
-    matrices = [torch.zeros(shape) for shape in ((2, 4), (4, 2), (2, 4), (2, 4), (2, 4), (6, 6), (4, 2))]
+    wide, tall, square = torch.zeros(2, 4), torch.zeros(4, 2), torch.zeros(6, 6)
+    matrices = [wide, tall, wide, wide, wide, square, tall]
     assert [*muon.batches(matrices, range(7), torch.bfloat16)] == [[0, 2, 3], [4], [1, 6], [5]]
-    assert [*muon.batches(matrices, range(2, 6, 2), torch.float32)] == [[2], [4]], "of this rank, and alone"
+    assert [*muon.batches(matrices, range(2, 6, 2), torch.float32)] == [[2], [4]]  # of this rank, and alone
 
 
 @pytest.mark.parametrize(("has", "bf16"), [(True, True), (True, False), (False, True)])
 def test_muon_computes_and_sends_bf16_in_a_bf16_run(has, bf16, monkeypatch):
     """It computes in bf16 where the device has that. The step of a zero matrix is its update, which bf16 holds
     exactly."""
-    seen: set[torch.dtype] = set()
+    seen = set()
     monkeypatch.setattr(muon, "multiplies_bf16", lambda device: has)
     monkeypatch.setattr(muon, "orthogonal", lambda matrix, dtype: seen.add(dtype) or orthogonal(matrix, dtype))
     model = small_model()
@@ -241,12 +229,7 @@ def test_muon_computes_and_sends_bf16_in_a_bf16_run(has, bf16, monkeypatch):
     assert torch.equal(matrix, matrix.bfloat16().float()) == bf16
 
 
-def test_muon_steps_the_largest_first_and_no_embedding():
-    matrices = muon_matrices(GPT(TINY, 100))
-    assert [tuple(p.shape) for p in matrices] == [(32, 8), (8, 32), (24, 8), (8, 8)]
-
-
-BUILDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+BUILDERS = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), fused=True),
     "sgd": lambda model: build_job_optimizer(model, JobOptimConfig(momentum=0.9), 0.1),
     "plain adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=False),
@@ -257,21 +240,20 @@ BUILDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 """Optimizers that read `found_inf`, and some that do not."""
 
 
-def small_model() -> nn.Module:
+def small_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 8))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("bad", "first"), [(math.nan, True), (math.inf, False)])
 def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
     """Parameters, optimizer state and step counts are as before, after a first step too. Later steps are as if this
     one had never been."""
     spared, hit = small_model(), small_model()
     optimizers = {model: guarded(BUILDERS[name](model)) for model in (spared, hit)}
 
-    def step(model: nn.Module, number: int, poison: bool = False) -> float:
+    def step(model, number, poison=False):
         torch.manual_seed(number)
         optimizer = optimizers[model]
         optimizer.backward((model(torch.randn(4, 6)) ** 2).sum())
@@ -289,6 +271,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
     assert same(spared.state_dict(), hit.state_dict())
     states = [optimizer_state(model, optimizer.plain) for model, optimizer in optimizers.items()]
     assert same(*states)
+    assert optimizers[hit].norms.state_dict() == (0, 0, 0)  # norms are kept only where they have a limit
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "plain sgd"])
@@ -297,11 +280,10 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
     model = small_model()
     optimizer = guarded(BUILDERS[name](model), torch.amp.GradScaler("cpu", init_scale=1.0))
     waits = not getattr(optimizer.plain, "_step_supports_amp_scaling", False)
-    assert waits == (name == "plain sgd"), "a step would wait for the device"
+    assert waits == (name == "plain sgd")  # a step would wait for the device
 
-    def step(size: float) -> float:
+    def step(size):
         optimizer.backward((model(torch.ones(4, 6)) * size).sum())
-        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
         optimizer.unscale()
         return optimizer.step({"lr": 1e-3}, optimizer.clip(list(model.parameters()), 0.0)).item()
 
@@ -319,29 +301,17 @@ def test_the_search_for_a_scale_is_not_bad():
     layer = nn.Linear(2, 2)
     optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), scaler, norm_sigmas=3.0)
     optimizer.norms.load_state_dict((50.0, 1.0, 0.01))
-    for norm, scale, skipped, bad in (
-        (math.inf, 2.0**16, 1, 0),
-        (math.inf, 1.0, 1, 1),
-        (9.0, 2.0**16, 1, 1),
-        (1.0, 8.0, 0, 0),
-    ):
+    for norm, scale, skipped, bad in ((math.inf, 9.0, 1, 0), (math.inf, 1.0, 1, 1), (9.0, 9.0, 1, 1), (1.0, 9.0, 0, 0)):
         optimizer.backward(layer(torch.ones(1, 2)).sum())
         optimizer.unscale()
         scaler.update(scale)
-        assert optimizer.step({"lr": 1e-3}, torch.tensor(norm)).item() == skipped
-        assert optimizer.bad.item() == bad
+        assert (optimizer.step({"lr": 1e-3}, torch.tensor(norm)).item(), optimizer.bad.item()) == (skipped, bad)
     assert optimizer.norms.state_dict()[0] == 51
-
-
-def test_norms_are_kept_only_where_they_have_a_limit():
-    optimizer = guarded(build_optimizer(GPT(TINY, 100), OptimConfig()))
-    assert optimizer.step({"lr": 1e-3}, torch.tensor(1.0)).item() == 0
-    assert optimizer.norms.state_dict() == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_that_an_optimizer_keeps(name):
-    config, model = TrainingConfig.model_validate({"train": {"steps": 1}, "optim": {"name": name}}), GPT(TINY, 100)
+    config, model = TrainingConfig(train={"steps": 1}, optim={"name": name}), GPT(TINY, 100)
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
-from typing import Any
+from copy import deepcopy
 
 import pytest
 from golden_runs import GOLDEN
@@ -26,30 +25,30 @@ from gpt2_ddp.state import (
 GPT = state_of(GOLDEN / "gpt2_run")
 OWN = {"kind": "mine", "progress": {}, "feed": {}, "setup": {"epoch_size": 9}, "task": {"letters": ["a"]}}
 MISSING = object()
-ODD: tuple[Any, ...] = (None, True, -1, 1.5, 2**62, 10**30, 1e300, math.inf, math.nan, "x\n", [], [[5]], {}, {"a": 1})
+ODD = (None, True, -1, 1.5, 2**62, 10**30, 1e300, math.inf, math.nan, "x\n", [], [[5]], {}, {"a": 1})
 
 
-def changed(state: Any, name: str, value: Any) -> str:
+def changed(state, name, value):
     """The text of a state with another value of the field of this dotted name, or without it."""
-    state = json.loads(json.dumps(state))
+    place = state = deepcopy(state)
     *sections, last = name.split(".")
-    place = state
     for section in sections:
         place = place[section]
-    place.pop(last) if value is MISSING else place.update({last: value})
+    place[last] = value
+    if value is MISSING:
+        del place[last]
     return json.dumps(state)
 
 
 @pytest.mark.parametrize("run", ["gpt2_run", "regression_run"])
 def test_a_file_of_a_run_comes_back_as_it_was(run):
-    text = json.dumps(state_of(GOLDEN / run), indent=1)
-    state = State.parse(text)
+    written = state_of(GOLDEN / run)
+    state = State.parse(json.dumps(written))
     assert isinstance(state, GPTState if run == "gpt2_run" else JobState)
-    again, written = json.loads(state.to_json()), json.loads(text)
-    lacks = again["task"].keys() - written["task"].keys()  # fields that are newer than the file
-    assert {again["task"].pop(name) for name in lacks} <= {None}
+    again = json.loads(state.to_json())
+    lacks = dict.fromkeys(again["task"].keys() - written["task"].keys())  # fields that are newer than the file
     del written["guard"]["numbers"], again["guard"]["unjudged"]
-    assert again == written
+    assert again == written | {"task": written["task"] | lacks}
     assert State.parse(state.to_json()) == state
 
 
@@ -58,10 +57,10 @@ def test_a_kind_of_its_own_keeps_its_task_and_what_lacks_takes_its_default():
     assert state.task.model_dump() == {"letters": ["a"]}
     assert (state.step, state.feed.position, state.guard.first_bad, state.setup.processes) == (0, 0, None, 1)
     assert (state.log.chain, state.log.bytes) == (FIRST_CHAIN, 0)
-    assert State.of("mine", **{name: value for name, value in OWN.items() if name != "kind"}) == state
+    assert State.of(**OWN) == state
     job = JobData(global_batch_size=4, lr=0.5, data_hash="")
     read = State.parse(state.model_copy(update={"task": job}).to_json())
-    assert read.task.model_dump() == job.model_dump(), "a job of a new kind has fields that State does not know"
+    assert read.task.model_dump() == job.model_dump()  # a job of a new kind has fields that State does not know
 
 
 WRONG = """
@@ -93,7 +92,7 @@ def test_the_first_wrong_or_missing_field_is_named(case):
         State.parse(changed(GPT, name, json.loads(value) if value else MISSING))
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
+def places(value):
     """Each container within a JSON value, with each of its keys."""
     for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
         yield value, key
@@ -125,27 +124,26 @@ def test_what_is_no_state_is_a_value_error(text):
 
 
 def test_infinity_comes_back_where_json_has_null():
-    state = state_after(3, math.nan)
-    assert json.loads(state.to_json())["progress"]["best"]["val_loss"] is None
-    read = State.parse(state.to_json())
-    assert (read.progress.best, read.progress.val_loss) == (Best(), None)
-    assert read.progress.best.val_loss == math.inf
+    text = state_after(3, math.nan).to_json()
+    assert json.loads(text)["progress"]["best"]["val_loss"] is None
+    read = State.parse(text).progress
+    assert (read.best, read.best.val_loss, read.val_loss) == (Best(), math.inf, None)
 
 
 def test_what_is_derived_from_the_state():
     """Pending work is kept but for the save that keeps it; items of skipped ranges are not consumed."""
     state = state_after(3, pending=Pending(row={"step": 3}, sample=True, save=True))
     assert State.parse(state.to_json()).progress.pending == Pending(row={"step": 3}, sample=True)
-    assert not any(map(bool, (Pending(), Pending(save=True))))
-    assert all(map(bool, (Pending(evaluate=True), Pending(sample=True), Pending(row={"step": 3}))))
+    assert not any((Pending(), Pending(save=True)))
+    assert all((Pending(evaluate=True), Pending(sample=True), Pending(row={"step": 3})))
     assert FeedState(position=50, skipped_ranges=[(10, 20), (45, 70), (80, 90)]).consumed == 35
 
 
 def test_the_record_has_what_rows_have():
     record = state_after(3, 2.5, rollbacks=1).record
     assert json.loads(json.dumps(record)) == record
-    found = {name: record[name] for name in ("kind", "step", "val_loss", "rollbacks", "position", "epoch_size", "lr")}
-    assert [*found.values()] == ["regression", 3, 2.5, 1, 0, 101, 0.1]
+    wanted = {"kind": "regression", "step": 3, "val_loss": 2.5, "rollbacks": 1, "position": 0, "lr": 0.1}
+    assert wanted.items() < record.items()
     assert "classes" not in record
 
 
@@ -156,7 +154,7 @@ def test_numbers_come_back_as_they_were():
     state = State.parse(json.dumps(GPT)).model_copy(update={"guard": guard, "optimizer": optimizer})
     again = State.parse(state.to_json())
     assert again == state
-    assert list(map(type, again.optimizer.scaler.values())) == [float, int]
+    assert type(again.optimizer.scaler["growth_interval"]) is int
 
 
 def test_a_run_without_scores_has_evaluated_before_its_first_step_once():

@@ -1,48 +1,48 @@
 """The step's choices: a loss in chunks, micro-batches that are chosen, and what torch.compile is asked for."""
 
 import weakref
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from close import assert_close, float64
 from commands import expect_field
+from models import random_tokens
 from ranks import run_ranks
 from runs import same, state_of, train, training_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, compiled, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.memory import Setting, peak_of, pick_micro_batch, setting_of, tried_micro_batch
+from gpt2_ddp.model.memory import peak_of, pick_micro_batch, setting_of, tried_micro_batch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def gpt(vocab_size: int = 301, **changes) -> GPT:
+def gpt(vocab_size=301, **changes):
     torch.manual_seed(0)
     return GPT(ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, **changes), vocab_size)
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(301, (6, 17), generator=torch.Generator().manual_seed(1))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+def batch():
+    inputs, targets = random_tokens(301, 12).chunk(2)
     targets[0, :5] = -100
     return inputs, targets
 
 
-def loss_and_gradients(model: GPT, chunk: int | None, reduction: str, half: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_gradients(model, chunk, reduction, half):
     """The loss, and all gradients of 0.3 times it, of two micro-batches that are summed."""
     model.loss_chunk = chunk
     model.zero_grad()
-    loss = torch.empty(0)
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss = model(*batch(), reduction=reduction)
         (0.3 * loss.sum()).backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -65,9 +65,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.bytes = max(self.bytes, tensor.nbytes)
+        self.bytes = max(self.bytes, *(getattr(tensor, "nbytes", 0) for tensor in tree_leaves(result)), 0)
         return result
 
 
@@ -82,33 +80,30 @@ def test_logits_are_never_whole(trains):
                 loss.backward()
         sizes.append(largest.bytes)
     assert sizes[0] == 4 * 6 * 16 * 384
-    assert sizes[1] == max(4 * 384 * 32, 6 * 16 * 128 * 4), "the head's gradient, or an activation"
+    assert sizes[1] == max(4 * 384 * 32, 6 * 16 * 128 * 4)  # the head's gradient, or an activation
 
 
-def on(device: torch.device, processes: int = 1, precision: str = "no") -> Any:
+def on(device, processes=1, precision="no"):
     return SimpleNamespace(device=device, num_processes=processes, mixed_precision=precision)
 
 
 def test_what_is_compiled(monkeypatch):
     """auto: a GPT on GPUs, by blocks where there are several; on CPUs a long training in bf16; never a small job."""
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: None)
-    job, masked = torch.nn.Linear(1, 1), gpt(document_mask=True)
-    for how, model, place, flops, found in [
-        ("auto", gpt(), on(CUDA), 1.0, "model"),
-        ("auto", gpt(), on(CUDA, 2), 1.0, "blocks"),
-        ("auto", masked, on(CUDA, 2), 1.0, "model"),
-        ("auto", job, on(CUDA), 0.0, "off"),
-        ("auto", gpt(), on(CPU), 9 * WORTH_IT, "off"),
-        ("auto", gpt(), on(CPU, 1, "bf16"), 0.9 * WORTH_IT, "off"),
-        ("auto", gpt(), on(CPU, 1, "bf16"), WORTH_IT, "model"),
-        ("blocks", gpt(), on(CPU), 1.0, "blocks"),
-        ("off", gpt(), on(CUDA), 1.0, "off"),
-    ]:
-        assert resolve_compile(how, None, model, place, flops) == (found, None)
-    assert resolve_compile("auto", "blocks", gpt(), on(CPU), 1.0) == ("blocks", None), "a run keeps what it had"
+    model, many, half = gpt(), on(CUDA, 2), on(CPU, 1, "bf16")
+    auto = partial(resolve_compile, "auto", None)
+    assert auto(model, on(CUDA), 1.0) == ("model", None)
+    assert auto(model, many, 1.0) == ("blocks", None)
+    assert auto(gpt(document_mask=True), many, 1.0) == ("model", None)
+    assert auto(torch.nn.Linear(1, 1), on(CUDA), 0.0) == ("off", None)
+    assert auto(model, on(CPU), 9 * WORTH_IT) == ("off", None)
+    assert auto(model, half, 0.9 * WORTH_IT) == ("off", None)
+    assert auto(model, half, WORTH_IT) == ("model", None)
+    for how, before, found in (("blocks", None, "blocks"), ("off", None, "off"), ("auto", "blocks", "blocks")):
+        assert resolve_compile(how, before, model, on(CUDA), 1.0) == (found, None)
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "Triton")
-    assert resolve_compile("auto", None, gpt(), on(CUDA), 1.0) == ("off", "Triton")
-    assert resolve_compile("auto", None, gpt(), on(CPU), 1.0) == ("off", None)
+    assert auto(model, on(CUDA), 1.0) == ("off", "Triton")
+    assert auto(model, on(CPU), 1.0) == ("off", None)
 
 
 def test_ddp_cuts_no_compiled_block(monkeypatch):
@@ -130,23 +125,22 @@ def test_without_a_compiler(monkeypatch):
 
 
 def test_a_micro_batch_by_estimate():
-    def setting(kind: str, block_size: int, windows: int) -> Setting:
-        sections = {"model": {"block_size": block_size}, "train": {"steps": 1}}
-        sections["train"]["global_batch_tokens"] = windows * block_size
-        return setting_of(TrainingConfig.model_validate(sections), gpt(), kind, 1, "no")
+    def setting(kind, block_size, windows):
+        train = {"steps": 1, "global_batch_tokens": windows * block_size}
+        return setting_of(TrainingConfig(model={"block_size": block_size}, train=train), gpt(), kind, 1, "no")
 
     on_gpu = setting("cuda", 16, 12)
     picked = [pick_micro_batch(on_gpu, peak_of(on_gpu, size) / 0.9001) for size in (12, 6, 1)]
-    assert picked == [6, 4, 1], "a tenth of the memory is left"
+    assert picked == [6, 4, 1]  # a tenth of the memory is left
     assert [pick_micro_batch(setting("cpu", size, 24), 0.0) for size in (16, 128, 512, 2048)] == [24, 4, 1, 1]
 
 
 def test_a_micro_batch_is_tried(monkeypatch):
     """On running out of memory, also in the backward pass, the next divisor is tried. Graph and gradients are gone."""
-    model, tried, freed = gpt(), [], []
+    model, tried, made = gpt(), [], weakref.WeakSet()
     forward, zero_grad = model.forward, model.zero_grad
 
-    def run_out(_: object) -> None:
+    def run_out(_):
         raise torch.OutOfMemoryError
 
     def limited(tokens, targets, reduction):
@@ -154,13 +148,13 @@ def test_a_micro_batch_is_tried(monkeypatch):
         if len(tokens) > 4:
             run_out(None)
         loss = forward(tokens, targets, reduction)
-        freed.append(weakref.ref(loss))
+        made.add(loss)
         if len(tokens) > 3:
             loss.register_hook(run_out)
         return loss
 
-    def clear(set_to_none: bool) -> None:
-        assert not any(loss() is not None for loss in freed), "before the cache is emptied"
+    def clear(set_to_none):
+        assert not made  # before the cache is emptied
         zero_grad(set_to_none)
 
     monkeypatch.setattr(model, "forward", limited)
@@ -177,5 +171,5 @@ def test_a_resumed_run_keeps_its_chosen_micro_batch(corpus, tmp_path):
     changes = {"train.micro_batch_size": "auto", "train.loss_chunk": 20, "optim.decay_steps": 6}
     for name, steps in (("parts", 3), ("parts", 6), ("whole", 6)):
         run_ranks(train, 2, training_config(corpus, tmp_path / name, changes | {"train.steps": steps}))
-        assert state_of(tmp_path / name / "run")["task"]["micro_batch"] == 6, "its share of 12 windows of 32 tokens"
+        assert state_of(tmp_path / name / "run")["task"]["micro_batch"] == 6  # its share of 12 windows of 32 tokens
     assert same(weights(tmp_path / "parts/run"), weights(tmp_path / "whole/run"))

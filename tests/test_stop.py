@@ -3,9 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from ranks import in_turn, run_ranks
@@ -16,7 +14,7 @@ from gpt2_ddp.training.stop import Interrupted, StopRequest
 
 
 @contextmanager
-def stop_request(**options: Any) -> Iterator[StopRequest]:
+def stop_request(**options):
     stop = StopRequest(build_accelerator("cpu", "no"), time.monotonic(), **options)
     try:
         yield stop
@@ -27,17 +25,17 @@ def stop_request(**options: Any) -> Iterator[StopRequest]:
 def test_the_deadline_reserves_what_a_typical_step_and_save_take(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
     with stop_request(max_minutes=1) as stop:
-        stop.record_duration("step", 600)  # compiles
+        record = stop.record_duration
+        record("step", 600)  # compiles
         assert stop.reserve == 0
         for seconds in (3, 5, 600, 5):
-            stop.record_duration("step", seconds)
-        stop.record_duration("save", 2)  # of the weights alone
-        stop.record_duration("save", 30)
+            record("step", seconds)
+        record("save", 2)  # of the weights alone
+        record("save", 30)
+        record("write", 15)
         assert stop.reserve == 55
-        for seconds in (1, 15):
-            stop.record_duration("write", seconds)
         assert not stop.check()  # 55 of the 60 seconds
-        stop.record_duration("write", 17)
+        record("write", 17)
         assert stop.check()
         assert stop.reason == "train.max_minutes = 1"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 8))
@@ -47,10 +45,10 @@ def test_the_deadline_reserves_what_a_typical_step_and_save_take(monkeypatch):
             stop.record_duration("step", 5)
         with pytest.raises(Interrupted):
             stop.poll()
-        assert stop.reason == "the Slurm job's time limit"
+        assert "Slurm" in stop.reason
 
 
-def interrupted(first: int, echo_seconds: float) -> tuple[str, bool]:
+def interrupted(first, echo_seconds):
     """What a rank takes for the reason to stop that gets `first` and then SIGINT, and whether that one ended it."""
     signals.ECHO_SECONDS = echo_seconds
     with stop_request() as stop:
@@ -69,7 +67,7 @@ def test_a_signal_that_comes_twice_is_one_request():
     assert run_ranks(in_turn, 1, *calls) == [[("another rank", False), ("another rank", True)] * 2]
 
 
-def agreed(reasons: list[str], elastic: bool = True) -> tuple[bool, bool]:
+def agreed(reasons, elastic=True):
     """Whether the ranks stop, and whether this one's launcher has to start it again; `SIGTERM` is a signal."""
     with stop_request(by_machine=elastic) as stop:
         reason = reasons[int(os.environ["RANK"])]

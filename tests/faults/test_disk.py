@@ -5,19 +5,19 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from commands import run_script
 from disk import interpose, refuse
 from ranks import in_turn, run_ranks
-from runs import newest_checkpoint, saved_steps, status, train, training_config, untimed
+from runs import checkpoint_at, newest_checkpoint, saved_steps, status, train, training_config, untimed
 
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, verify
+from gpt2_ddp.checkpoint.checkpoint import verify
 from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.training import TrainingConfig
+
+SLOW = pytest.mark.slow
 
 FURTHER = {"train.steps": 7, "optim.decay_steps": 10, "eval.every": 100, "tracking.sample_every": 5}
 FURTHER |= {"checkpoint.every": 3, "checkpoint.keep_last": 1}
@@ -27,7 +27,7 @@ FAST += ("rename checkpoints/.step-N.tmp", "rename checkpoints/step-N")
 HARMLESS = ("mkdir checkpoints",)  # it is there already
 
 
-def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str, ...]) -> list[str]:
+def refused_everywhere(halfway, config, wanted):
     """Trains the second half once for every place where it writes, which is refused once; then once more.
 
     Returns:
@@ -35,10 +35,9 @@ def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str,
     """
     output = Path(config.output_dir)
     run = output / config.run_name
-    told: list[str] = []
-    failing = ""
+    told, failing = [], ""
 
-    def tell(operation: str, name: str) -> None:
+    def tell(operation, name):
         nonlocal failing
         told.append(f"{operation} {re.sub('step-[0-9]+', 'step-N', name)}")
         if told[-1] == failing:
@@ -47,27 +46,26 @@ def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str,
 
     interpose(run, tell)
 
-    def begin() -> None:
+    def trained(place=""):
+        nonlocal failing
         shutil.rmtree(output, ignore_errors=True)
         shutil.copytree(halfway, output)
+        told.clear()
+        failing = place
+        return in_turn((train, config))[0]
 
-    begin()
-    told.clear()
-    assert in_turn((train, config)) == ["completed"]
+    assert trained() == "completed"
     whole = ended(run)
     before = status(halfway / "run")
     places = [place for place in dict.fromkeys(told) if not wanted or place in wanted]
     for place in places:
-        begin()
-        failing = place
-        (said,) = in_turn((train, config))
+        said = trained(place)
         assert failing == "", f"{place} was not come to"
-        at = rf"(file|output_dir) = {re.escape(str(run))}.*: cannot be written \(No space left"
+        at = rf"(file|output_dir) = {run}.*: cannot be written \(No space left"
         is_harmless = place in HARMLESS or ".status.json" in place  # then the old file is overwritten
         assert re.match(at, said) or is_harmless, (place, said)
-        kept = list_checkpoints(run / "checkpoints")
-        assert kept, place
-        assert all(verify(one).step == int(one.name[5:]) for one in kept), place
+        kept = saved_steps(run)
+        assert [verify(checkpoint_at(run, step)).step for step in kept] == kept != [], place
         if not place.startswith(("unlink", "rmdir")):  # what could not be removed is there until the next start
             assert left_behind(run) == [], place
         now = status(run)
@@ -78,16 +76,16 @@ def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str,
     return places
 
 
-def left_behind(run: Path) -> list[str]:
+def left_behind(run):
     return [str(file) for file in run.rglob(".*") if file.name != ".lock"]
 
 
-def ended(run: Path) -> tuple[list[dict], bytes, list[int]]:
+def ended(run):
     """Rows without timings, weights, checkpoints."""
     return untimed(run), (newest_checkpoint(run) / MODEL).read_bytes(), saved_steps(run)
 
 
-@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("wanted", [FAST, pytest.param((), marks=pytest.mark.soak, id="all")])
 def test_a_full_disk_at_every_place_that_is_written(corpus, tmp_path, halfway, wanted, background):
     config = training_config(corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background})
@@ -96,12 +94,12 @@ def test_a_full_disk_at_every_place_that_is_written(corpus, tmp_path, halfway, w
     print(len(places), *places, sep="\n")
 
 
-def script_on_a_bad_disk(arguments: list[str], run: Path, number: int) -> tuple[int, str]:
+def script_on_a_bad_disk(arguments, run, number):
     """Runs the training script; exit code and stderr. EDQUOT: the main process's disk refuses one file. EROFS: from the
     first save on, nothing can be changed any more, as when Linux mounts a broken disk read-only."""
     dead = False
 
-    def tell(operation: str, name: str) -> None:
+    def tell(operation, name):
         nonlocal dead
         dead = dead or (operation == "open" and name.endswith(".safetensors"))
         one = operation == "write" and name.startswith("checkpoints/.step-00000006.tmp/optimizer")
@@ -113,14 +111,14 @@ def script_on_a_bad_disk(arguments: list[str], run: Path, number: int) -> tuple[
     return run_script("train_gpt2", arguments)
 
 
-def told(errors: str) -> str:
+def told(errors):
     """The only error."""
     (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
     assert "Traceback" not in errors
     return line
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=SLOW)])
 def test_all_ranks_end(corpus, tmp_path, halfway, parallel):
     """Where a checkpoint is saved, all ranks raise the same. Elsewhere, the others are ended by the watchdog."""
     shutil.copytree(halfway, tmp_path / "runs")
@@ -133,7 +131,7 @@ def test_all_ranks_end(corpus, tmp_path, halfway, parallel):
     assert saved_steps(tmp_path / "runs/run") == [5]
 
 
-@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=SLOW)])
 def test_a_disk_that_dies(corpus, tmp_path, halfway, background):
     """Then status.json cannot be written either; what is told is what came first. In the background a row may."""
     shutil.copytree(halfway, tmp_path / "runs")
@@ -145,13 +143,13 @@ def test_a_disk_that_dies(corpus, tmp_path, halfway, background):
     assert (run_ranks(train, 1, config), saved_steps(run)[-1], left_behind(run)) == (["completed"], 7, [])
 
 
-def write_config(folder: Path, config: TrainingConfig) -> list[str]:
+def write_config(folder, config):
     (folder / "config.yaml").write_text(dump(config))
-    return ["--config", str(folder / "config.yaml")]
+    return ["--config", f"{folder}/config.yaml"]
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A disk of 3 MB."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -173,7 +171,7 @@ def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk):
     assert code == 2, said
     assert str(run) in told(said)
     assert status(run)["state"] == "failed"
-    assert [verify(place).step for place in list_checkpoints(run / "checkpoints")] == [0, 5]
+    assert [verify(checkpoint_at(run, step)).step for step in saved_steps(run)] == [0, 5]
     assert left_behind(run) == []
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)

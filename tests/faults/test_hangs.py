@@ -4,24 +4,21 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from itertools import product
+from itertools import count, product
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from commands import ROOT, TORCHRUN, environment
-from ranks import results, start_ranks, wait_until
-from runs import before_each_step, job_config, status, train, training_config
+from commands import ROOT, TORCHRUN, launch
+from ranks import results, start_ranks, wait_until, write_to
+from runs import before_each_step, job_config, status, train
 
-from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.reports.status import health
+
+SOAK = pytest.mark.soak
 
 PATIENCE = 5.0
 """Of the runs here, in which nothing should take a second."""
@@ -32,28 +29,28 @@ STEP = 9 + 4
 HOST = socket.gethostname()
 
 
-def endless() -> None:
+def endless():
     while True:
         time.sleep(0.1)
 
 
-def slow() -> None:
+def slow():
     time.sleep(2)
 
 
-def stop() -> None:
+def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def kill() -> None:
+def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail() -> None:
+def fail():
     raise ValueError("a bad sector")
 
 
-def faulty(config: RunConfig, folder: Path, stage: str, victim: int, fault: Callable[[], None]) -> str:
+def faulty(config, folder, stage, victim, fault):
     """Trains; on rank `victim` the `fault` comes in the middle of `stage`, where the file `fault` is written first."""
     from gpt2_ddp.data.feed import Feed
     from gpt2_ddp.tasks.pretraining import Pretraining
@@ -61,25 +58,21 @@ def faulty(config: RunConfig, folder: Path, stage: str, victim: int, fault: Call
     from gpt2_ddp.training.run import Trainer
 
     task = Pretraining if isinstance(config, TrainingConfig) else Supervised
-    rank = int(os.environ.get("RANK", "0"))
-    file = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY)
-    os.dup2(file, 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)  # pytest's own does not survive here
+    rank = int(os.environ["RANK"])
+    write_to([f"{folder}/stdout-{rank}", f"{folder}/stderr-{rank}"])  # pytest's own do not survive here
     places = {
         "data": (Feed, "next_step", STEP),
-        "forward/backward": (task, "loss", STEP + (os.environ.get("WORLD_SIZE", "1") != "1")),  # settling is one
+        "forward/backward": (task, "loss", STEP + 1),  # settling is one
         "evaluate": (task, "evaluate", 2),
         "save": (Trainer, "snapshot", 2),
         "sample": (task, "sample", 1),
     }
     place, name, at = places[stage]
     sick = range(at, at + (5 if fault is slow else 1))
-    original, calls = getattr(place, name), 0
+    original, calls = getattr(place, name), count(1)
 
     def broken(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls in sick and rank == victim:
+        if next(calls) in sick and rank == victim:
             if fault in (stop, kill):
                 time.sleep(2)  # steps take milliseconds; by then the others have a heartbeat, which names the host
             (folder / "fault").touch()
@@ -90,19 +83,12 @@ def faulty(config: RunConfig, folder: Path, stage: str, victim: int, fault: Call
     return train(config)
 
 
-def job(folder: Path, **changes: object) -> JobConfig:
+def job(folder, **changes):
     return job_config("regression", folder, {"train.epochs": 3, "train.patience_seconds": PATIENCE} | changes)
 
 
-class Ended(NamedTuple):
-    """Exit codes, what each rank said, and status.json."""
-
-    codes: list[int | None]
-    said: list[str]
-    status: dict
-
-
-def scene(config: RunConfig, world: int, stage: str, victim: int, fault: Callable[[], None]) -> Ended:
+def scene(config, world, stage, victim, fault):
+    """The exit codes, and what the ranks said. The first error, and the reason in status.json, are of the victim."""
     folder = Path(config.output_dir)
     started = start_ranks(faulty, world, config, folder, stage, victim, fault)
     files = [folder / f"stderr-{rank}" for rank in range(world)]
@@ -110,16 +96,20 @@ def scene(config: RunConfig, world: int, stage: str, victim: int, fault: Callabl
         begun = wait_until(lambda: (folder / "fault").exists(), 120)
         spoke = wait_until(lambda: any(re.search("error: |Traceback", file.read_text()) for file in files))
         gone = wait_until(lambda: not any(process.is_alive() for process, _ in started))
-    except AssertionError:
-        print(*(file.read_text() for file in files), sep="\n")
-        raise
     finally:
         for process, _ in started:
             process.kill()
             process.join()
     print(f"{stage} {fault.__name__} of {victim}/{world}: verdict {spoke - begun:.1f} s, gone {gone - begun:.1f} s")
-    codes, said = [process.exitcode for process, _ in started], [file.read_text() for file in files]
-    return Ended(codes, said, status(folder / "run"))
+    said, ended = "\n".join(file.read_text() for file in files), status(folder / "run")
+    first = re.findall("^error: (rank.*)", said, re.MULTILINE)[0]
+    assert re.match(f"rank {victim} on {HOST}: {MESSAGES[fault].format(stage)}", first), first
+    assert fault is fail or "Traceback" not in said
+    assert "gloo" not in said
+    if victim or fault in (endless, fail):
+        assert ended["state"] == "failed"
+        assert first in ended["reason"] or fault is fail
+    return [process.exitcode for process, _ in started], said
 
 
 MESSAGES = {
@@ -133,42 +123,29 @@ QUICK = {("data", endless, 1), ("forward/backward", stop, 0), ("forward/backward
 CASES = [*product(("data", "forward/backward", "evaluate", "save"), MESSAGES, (0, 1))]
 
 
-def expect_named(found: Ended, stage: str, fault: Callable[[], None], victim: int) -> None:
-    """The first error, and the reason in status.json, are of the victim."""
-    said = "\n".join(found.said)
-    first = re.findall("^error: (rank.*)", said, re.MULTILINE)[0]
-    assert re.match(f"rank {victim} on {HOST}: {MESSAGES[fault].format(stage)}", first), first
-    assert fault is fail or "Traceback" not in said
-    assert "gloo" not in said
-    if victim or fault in (endless, fail):
-        assert found.status["state"] == "failed"
-        assert first in found.status["reason"] or fault is fail
-
-
 @pytest.mark.parametrize(
     ("stage", "fault", "victim"),
-    [pytest.param(*case, marks=pytest.mark.slow if case in QUICK else pytest.mark.soak) for case in CASES],
+    [pytest.param(*case, marks=pytest.mark.slow if case in QUICK else SOAK) for case in CASES],
 )
 def test_a_sick_rank_is_named(tmp_path, stage, fault, victim):
-    found = scene(job(tmp_path), 2 if fault in (stop, endless) else 3, stage, victim, fault)
-    expect_named(found, stage, fault, victim)
+    codes, said = scene(job(tmp_path), 2 if fault in (stop, endless) else 3, stage, victim, fault)
     if fault in (stop, endless):
         step = {"evaluate": 9, "save": 18}.get(stage, STEP)
-        assert re.search(f"^error: .* {stage}, step {step}$", "\n".join(found.said), re.MULTILINE)
-        assert found.codes[1 - victim] == 1
-        assert found.codes[victim] == (1 if fault is endless else -signal.SIGKILL)
+        assert re.search(f"^error: .* {stage}, step {step}$", said, re.MULTILINE)
+        assert codes[1 - victim] == 1
+        assert codes[victim] == (1 if fault is endless else -signal.SIGKILL)
     elif fault is kill and victim == 0:
         assert health(tmp_path / "run").state == "dead"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "fault"), [("forward/backward", kill), ("save", endless), ("sample", fail)])
-def test_of_ranks_that_share_a_model_one_is_named(corpus, tmp_path, stage, fault):
+def test_of_ranks_that_share_a_model_one_is_named(tiny_config, tmp_path, stage, fault):
     changes = {"launch.parallel": "fsdp", "train.patience_seconds": PATIENCE, "tracking.sample_every": 5}
-    expect_named(scene(training_config(corpus, tmp_path, changes), 3, stage, 1, fault), stage, fault, 1)
+    scene(tiny_config(changes), 3, stage, 1, fault)
 
 
-@pytest.mark.soak
+@SOAK
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_slow_rank_is_not_accused(tmp_path, victim):
     """Steps of milliseconds, and then some of two seconds, of which one rank alone needs nearly all."""
@@ -176,7 +153,7 @@ def test_a_slow_rank_is_not_accused(tmp_path, victim):
     assert results(started, timeout=180) == ["completed"] * 2
 
 
-def endless_steps(config: JobConfig, folder: Path) -> str:
+def endless_steps(config, folder):
     """Trains in steps of a tenth of a second, until the file `enough` is there."""
 
     def wait(run):
@@ -190,7 +167,7 @@ def endless_steps(config: JobConfig, folder: Path) -> str:
     return train(config)
 
 
-@pytest.mark.soak
+@SOAK
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_all_ranks_suspended_and_woken_in_any_order_go_on(tmp_path, order):
     config = job_config("regression", tmp_path, {"train.patience_seconds": PATIENCE})
@@ -205,22 +182,15 @@ def test_all_ranks_suspended_and_woken_in_any_order_go_on(tmp_path, order):
     assert results(started, timeout=180) == ["completed"] * 2
 
 
-@pytest.mark.soak
+@SOAK
 @pytest.mark.parametrize(("fault", "victim"), [(stop, 0), (stop, 1), (endless, 0), (kill, 1), (fail, 1)])
 def test_under_torchrun(tmp_path, fault, victim):
     flags = ["--nproc_per_node", "2", "--master_port", str(reserve_port())]
-    env = environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     command = [*TORCHRUN, *flags, __file__, str(tmp_path), "data", str(victim), fault.__name__]
-    with subprocess.Popen(command, env=env, start_new_session=True) as launched:
-        try:
-            wait_until(lambda: (tmp_path / "fault").exists(), 120)
-            assert launched.wait(PATIENCE + 15 + 35) == 1
-        finally:
-            if launched.poll() is None:
-                os.killpg(launched.pid, signal.SIGKILL)
-    said = [(tmp_path / f"stderr-{rank}").read_text() for rank in range(2)]
-    assert f"error: rank {victim} on {HOST}: " in "".join(said)
-    assert f"rank {victim} on {HOST}: " in status(tmp_path / "run")["reason"] or (fault, victim) == (stop, 0)
+    assert launch(command, PYTHONPATH=f"{ROOT}:{ROOT}/tests", OMP_NUM_THREADS="1").returncode == 1
+    named = f"rank {victim} on {HOST}: "
+    assert any(f"error: {named}" in file.read_text() for file in tmp_path.glob("stderr-*"))
+    assert named in status(tmp_path / "run")["reason"] or (fault, victim) == (stop, 0)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,17 @@ import torch
 from disk import interpose, refuse
 from faults.mutations import flip
 from ranks import start_ranks
-from runs import before_each_step, same, state_of, status, train_with_faults, training_config, weights
-
-from gpt2_ddp.config.training import TrainingConfig
+from runs import (
+    before_each_step,
+    newest_checkpoint,
+    same,
+    saved_steps,
+    state_of,
+    status,
+    train_with_faults,
+    training_config,
+    weights,
+)
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "1800"))
 SEED = int(os.environ.get("SOAK_SEED", "1337"))
@@ -37,26 +45,25 @@ OUTSIDE = ("kill", "kill all", "term", "int", "usr1", "suspend")
 BETWEEN = ("nothing", "nothing", "flip a file", "torn rows", "no status")
 
 
-def trains(config: TrainingConfig, fault: str, rank: int, after: int, number: int) -> str:
+def trains(config, fault, rank, after, number):
     """Trains; `fault` happens on that rank when this process has taken `after` steps."""
     taken = itertools.count(1)
 
     def happen(run):
-        here = run.accelerator.process_index == rank
-        if next(taken) != after or not here:
+        if next(taken) != after or run.accelerator.process_index != rank:
             return
         if fault == "raise":
             raise ZeroDivisionError("a rank of the soak raises")
         if fault == "hang":
             time.sleep(10**6)
         if fault == "flip":
-            parameter = random.choice(list(run.task.model.parameters()))
+            parameter = random.choice(run.parameters)
             parameter.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << (number % 31))
 
     if fault == "full disk":
         written = itertools.count(1)
 
-        def tell(operation: str, name: str) -> None:
+        def tell(operation, name):
             if next(written) > number % 200 + 20:
                 refuse()
 
@@ -65,16 +72,14 @@ def trains(config: TrainingConfig, fault: str, rank: int, after: int, number: in
     return train_with_faults(config, POISON)
 
 
-def settings(corpus: Path, folder: Path, steps: int) -> TrainingConfig:
-    train = {"steps": steps, "global_batch_tokens": 24 * 32, "micro_batch_size": 4, "device": "cpu"}
-    train["patience_seconds"] = PATIENCE
-    changes = {"train": train, "eval": {"every": 150, "tokens": 4000}}
-    changes |= {"guard": {"patience": 3}, "checkpoint": {"every": 25, "keep_last": 2}}
-    changes |= {"model.dropout": 0.1, "optim.decay_steps": 100_000}
-    return training_config(corpus, folder, changes)
+def settings(corpus, folder, steps):
+    changes = {"train.steps": steps, "train.global_batch_tokens": 24 * 32, "train.micro_batch_size": 4}
+    changes |= {"train.patience_seconds": PATIENCE, "eval": {"every": 150, "tokens": 4000}}
+    changes |= {"guard.patience": 3, "checkpoint": {"every": 25, "keep_last": 2}}
+    return training_config(corpus, folder, changes | {"model.dropout": 0.1, "optim.decay_steps": 100_000})
 
 
-def ended(started, seconds: float) -> bool:
+def ended(started, seconds):
     """Whether all ranks end within that time; those that do not are killed."""
     deadline = time.monotonic() + seconds
     for process, _ in started:
@@ -86,10 +91,9 @@ def ended(started, seconds: float) -> bool:
     return not alive
 
 
-def damage(run: Path, what: str, rng: random.Random) -> None:
-    checkpoints = sorted((run / "checkpoints").glob("step-*"))
-    if what == "flip a file" and len(checkpoints) > 1:
-        file = rng.choice([file for file in checkpoints[-1].iterdir() if file.stat().st_size])
+def damage(run, what, rng):
+    if what == "flip a file" and len(saved_steps(run)) > 1:
+        file = rng.choice([*newest_checkpoint(run).iterdir()])
         file.write_bytes(flip(file.read_bytes(), rng))
     if what == "torn rows" and (run / "metrics.jsonl").is_file():
         with (run / "metrics.jsonl").open("a") as rows:
@@ -105,21 +109,20 @@ def test_soak(corpus, tmp_path):
 
     steps = max(int(SECONDS * 2), 600)
     alone = settings(corpus, tmp_path / "alone", steps)
-    started, memory, files = start_ranks(trains, 2, alone, "", 0, 0, 0), list[int](), list[int]()
+    started, memory, files = start_ranks(trains, 2, alone, "", 0, 0, 0), [], []
+    processes = [psutil.Process(process.pid) for process, _ in started]
     while started[0][0].is_alive():
         time.sleep(1)
         with suppress(psutil.Error):  # they end
-            processes = [psutil.Process(process.pid) for process, _ in started]
             memory.append(sum(process.memory_info().rss for process in processes))
             files.append(sum(process.num_fds() for process in processes))
     assert ended(started, 60)
     assert status(tmp_path / "alone/run")["state"] == "completed"
     part = len(files) // 4
-    early, late = slice(part, 2 * part), slice(-part, None)
-    print(f"left alone: {steps} steps, memory {median(memory[early]) / 1e6:.1f} -> {median(memory[late]) / 1e6:.1f} MB")
-    print(f"open files {min(files[early])} -> {min(files[late])}")
-    assert median(memory[late]) < 1.02 * median(memory[early])
-    assert min(files[late]) <= min(files[early]), "a save opens files for a moment"
+    early, late = ((median(memory[of]), min(files[of])) for of in (slice(part, 2 * part), slice(-part, None)))
+    print(f"left alone: {steps} steps; bytes of memory and open files {early} -> {late}")
+    assert late[0] < 1.02 * early[0]
+    assert late[1] <= early[1]  # a save opens files for a moment
 
     config, run, counts, rounds = settings(corpus, tmp_path / "soaked", steps), tmp_path / "soaked/run", {}, 0
     while time.monotonic() - begun < SECONDS - 30 and status(run).get("state") != "completed":
@@ -142,7 +145,6 @@ def test_soak(corpus, tmp_path):
     assert ended(last, SECONDS)
     print(f"{rounds} rounds: {counts}")
     assert status(run)["state"] == "completed", status(run)
-    ours, theirs = (state_of(place)["feed"] for place in (run, tmp_path / "alone/run"))
-    assert ours == theirs
+    assert state_of(run)["feed"] == state_of(tmp_path / "alone/run")["feed"]
     assert same(weights(run), weights(tmp_path / "alone/run"))
     shutil.rmtree(run)

@@ -11,8 +11,9 @@ import time
 import uuid
 from contextlib import suppress
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -24,14 +25,14 @@ from runs import assert_same, job_config, rows, saved_steps, status, train, trai
 from test_feed import Numbers
 
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import on_every_rank
 from gpt2_ddp.distributed.signals import exit_on_signal
-from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.tasks.supervised import Supervised
+
+SLOW = pytest.mark.slow
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -39,37 +40,34 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class Stuck(Numbers):
     """Numbers of which a worker never reads some."""
 
-    def __init__(self, n: int, stuck: list[int]):
+    def __init__(self, n, stuck):
         super().__init__(n)
         self.stuck, self.reader = stuck, os.getpid()
 
-    def read(self, items: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, items):
         if os.getpid() != self.reader and set(items.tolist()) & set(self.stuck):
             time.sleep(600)
         return super().read(items)
 
 
-def load_under_signals() -> int:
+def load_under_signals():
     """Loads with three workers that are signalled from their first moment on; returns how many signals they got."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator, sent, over = build_accelerator("cpu", "no"), 0, threading.Event()
 
-    def flood() -> None:
+    def flood():
         nonlocal sent
         while not over.is_set():
-            for worker in multiprocessing.active_children():
-                assert worker.pid
-                for number in SIGNALS:
-                    os.kill(worker.pid, number)
-                    sent += 1
+            for worker, number in product(multiprocessing.active_children(), SIGNALS):
+                os.kill(worker.pid, number)
+                sent += 1
 
     threading.Thread(target=flood, daemon=True).start()
     feed = Feed(Permutation(1, 1000), GlobalBatch(6, interleaved(1, 2)), Numbers(1000), accelerator, workers=3)
     for _ in range(20):
         step = feed.next_step()
-        delivered = [batch.rows[0] for batch in step.micro_batches]
-        assert torch.cat(delivered).tolist() == step.items.tolist()
+        assert torch.cat([batch.rows[0] for batch in step.micro_batches]).tolist() == step.items.tolist()
         time.sleep(0.01)
     over.set()
     return sent
@@ -79,39 +77,34 @@ def test_loader_workers_outlive_signals_to_their_group():
     assert run_ranks(load_under_signals, 1)[0] > 50
 
 
-def leave_stuck_workers() -> tuple[float, int]:
-    """Seconds that it takes to leave four workers of which three never answer, and how many are there after that."""
+def leave_stuck_workers():
+    """Leaves four workers of which three never answer. Returns how many are there before and after that."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
-    accelerator, later = build_accelerator("cpu", "no"), Permutation(1, 1000).items_at(np.arange(5, 40)).tolist()
-    source, batch = Stuck(1000, later), GlobalBatch(1, interleaved(1, 1))
-    feed = Feed(Permutation(1, 1000), batch, source, accelerator, workers=4)
+    order, batch = Permutation(1, 1000), GlobalBatch(1, interleaved(1, 1))
+    source = Stuck(1000, order.items_at(np.arange(5, 40)).tolist())
+    feed = Feed(order, batch, source, build_accelerator("cpu", "no"), workers=4)
     list(feed.next_step().micro_batches)
     workers = [psutil.Process(worker.pid) for worker in multiprocessing.active_children()]
-    begun = time.monotonic()
     feed.seek(500, feed.order_digest, [])
-    seconds = time.monotonic() - begun
-    assert len(workers) == 4
-    return seconds, len(psutil.wait_procs(workers, timeout=5)[1])
+    return len(workers), len(psutil.wait_procs(workers, timeout=5)[1])
 
 
-@pytest.mark.slow
+@SLOW
 def test_stuck_workers_hold_nothing_up():
-    seconds, alive = run_ranks(leave_stuck_workers, 1)[0]
-    assert seconds < 30
-    assert not alive
+    assert run_ranks(leave_stuck_workers, 1, timeout=60) == [(4, 0)]
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(("number", "stage"), [(signal.SIGTERM, "encoding"), (signal.SIGINT, "merging")])
 def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
-    flags = ["--tokenizer", "gpt2", "--workers", "2", "--shard_tokens", "20000"]
+    flags = "--tokenizer gpt2 --workers 2 --shard_tokens 20000"
     if stage == "merging":  # words that no other resembles take long to merge
         letters = np.random.default_rng(0).integers(97, 123, (100_000, 12), np.uint8)
         (tmp_path / "words.txt").write_bytes(b" ".join(map(bytes, letters)))
-        flags = ["--source", str(tmp_path / "words.txt"), "--vocab_size", "100000"]
+        flags = f"--source {tmp_path}/words.txt --vocab_size 100000"
+    command = [sys.executable, *f"{ROOT}/scripts/prepare_data.py {flags} --output {tmp_path}/new/data".split()]
     with (tmp_path / "said").open("w") as said:
-        command = [sys.executable, str(ROOT / "scripts/prepare_data.py"), *flags, "--output", f"{tmp_path}/new/data"]
         pipes = {"stdout": said, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
     shards = lambda: list(tmp_path.glob("new/.data.tmp/train_*.bin"))  # noqa: E731
@@ -120,25 +113,26 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75
-    last = f"stopped by {signal.Signals(number).name}; nothing was lost: run the same command again"
-    assert [line for line in errors.splitlines() if not line.endswith("received: stopping")] == [last]
+    (last,) = [line for line in errors.splitlines() if not line.endswith("received: stopping")]
+    assert last.startswith(f"stopped by {signal.Signals(number).name}")
     assert not (tmp_path / "new").exists()
     assert len(workers) >= 2
     assert not psutil.wait_procs(workers, timeout=5)[1]
 
 
-def train_after_long_preparation(config: JobConfig, folder: Path) -> None:
+def train_after_long_preparation(config, folder):
     """Trains, once the main process has prepared data for minutes."""
     rank = os.environ["RANK"]
     write_to([f"{folder}/out-{rank}", f"{folder}/err-{rank}"])
-    load, begun = Supervised.load, time.monotonic()
+    load = Supervised.load
 
-    def prepare() -> None:
+    def prepare():
         (folder / f"prepares-{rank}").touch()
-        while rank == "0" and time.monotonic() < begun + 100:
-            time.sleep(0.1)
+        if rank == "0":
+            for _ in range(1000):
+                time.sleep(0.1)
 
-    def prepare_and_load(self: Supervised, watchdog: Watchdog, *more: Any) -> None:
+    def prepare_and_load(self, watchdog, *more):
         watchdog.heartbeat("preparing data", timeout=LONGEST.total_seconds())
         on_every_rank(prepare)
         load(self, watchdog, *more)
@@ -148,7 +142,7 @@ def train_after_long_preparation(config: JobConfig, folder: Path) -> None:
         train(config)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_while_rank_0_prepares_data_stops_both(tmp_path, rank):
     """Each says so in two lines, without a C++ stack of the lost store."""
@@ -160,11 +154,9 @@ def test_a_signal_to_one_rank_while_rank_0_prepares_data_stops_both(tmp_path, ra
         process.join(60)
         process.kill()
     assert [process.exitcode for process, _ in started] == [75, 75]
-    last = "stopped by SIGTERM; nothing was lost: run the same command again"
     for file in tmp_path.glob("err-*"):
-        lines = file.read_text().splitlines()
-        assert set(lines) <= {"SIGTERM received: stopping", last}, file.read_text()
-        assert lines[-1] == last
+        said = file.read_text()
+        assert re.fullmatch("(SIGTERM received: .*\n)?stopped by SIGTERM; .*\n", said), said
     assert not (tmp_path / "runs/run").exists()
 
 
@@ -193,33 +185,32 @@ class Cell(NamedTuple):
     signal: str
     stage: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return "-".join(map(str, self))
 
 
-def command(cell: Cell, folder: Path, corpus: Path) -> list[str]:
+def command(cell, folder, corpus):
     """What a user types."""
     if cell.launcher == "processes":
-        script = [str(ROOT / "scripts/train_regression.py"), "--launch.processes", "2", "--output_dir", str(folder)]
-        script += ["--run_name", "run", "--train.device", "cpu", "--train.epochs", "40", "--tracking.log_every", "1"]
+        script, flags = "train_regression", f"--launch.processes 2 --output_dir {folder} --run_name run "
+        flags += "--train.device cpu --train.epochs 40 --tracking.log_every 1"
     else:
         values = {"train.steps": 150, "train.global_batch_tokens": 8 * 32}
         values |= {"eval.every": 10**6, "checkpoint.every": 10**6}
         (folder / "config.yaml").write_text(dump(training_config(corpus, folder, values)))
-        script = [str(ROOT / "scripts/train_gpt2.py"), "--config", str(folder / "config.yaml")]
-    return LAUNCHERS[cell.launcher] + script
+        script, flags = "train_gpt2", f"--config {folder}/config.yaml"
+    return [*LAUNCHERS[cell.launcher], f"{ROOT}/scripts/{script}.py", *flags.split()]
 
 
-def finish(cell: Cell, folder: Path, corpus: Path) -> Path:
+def finish(cell, folder, corpus):
     """Gives the cell's command until it is complete; returns the run's folder."""
     words, env = command(cell, folder, corpus), environment(OMP_NUM_THREADS="1")
-    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    subprocess.run(words, env=env, cwd=ROOT, timeout=240, check=True)
     assert status(folder / "run")["state"] == "completed"
     return folder / "run"
 
 
-def check(cell: Cell, folder: Path, corpus: Path) -> None:
+def check(cell, folder, corpus):
     """Stops the cell's command: what was trained is saved in time, and nothing and nobody else is left."""
     words, mark, log, run = command(cell, folder, corpus), uuid.uuid4().hex, folder / "stderr", folder / "run"
     with log.open("w") as errors:
@@ -228,14 +219,10 @@ def check(cell: Cell, folder: Path, corpus: Path) -> None:
     said_so = False
     try:
         await_stage(cell, folder, process, mark)
-        targets = {
-            "launcher": lambda: [process.pid],
-            "rank": lambda: [ranks(mark)[-1].pid],
-            "group": lambda: [found.pid for found in family(mark)],
-        }[cell.target]()
-        for pid in targets:
+        targets = {"launcher": [process], "rank": ranks(mark)[-1:], "group": family(mark)}
+        for target in targets[cell.target]:
             with suppress(ProcessLookupError):  # the parent forwards the signal, and a rank may end before its turn
-                os.kill(pid, signal.Signals[f"SIG{cell.signal}"])
+                os.kill(target.pid, signal.Signals[f"SIG{cell.signal}"])
         deadline = time.monotonic() + 30
         while (left := family(mark)) and time.monotonic() < deadline:
             said_so = said_so or status(run).get("state") == "stopped"
@@ -249,15 +236,12 @@ def check(cell: Cell, folder: Path, corpus: Path) -> None:
     assert not left
     assert exit_code == expected_code(cell), errors
     assert not re.search(r'File ".*/(gpt2_ddp|scripts)/|Exception ignored', errors), errors
-    if cell.stage == "imports":
-        assert not run.exists()
-    else:
-        assert status(run)["state"] == "stopped", errors
+    assert said_so == run.exists() == (cell.stage == "training")  # before all had ended
+    if said_so:
         assert saved_steps(run)[-1] == status(run)["step"]
-        assert said_so, "before all had ended"
 
 
-def expected_code(cell: Cell) -> int:
+def expected_code(cell):
     """What the started process ends with: launchers end as they like when the signal is theirs."""
     number = signal.Signals[f"SIG{cell.signal}"]
     if cell.launcher in ("python", "processes"):
@@ -269,10 +253,10 @@ def expected_code(cell: Cell) -> int:
     return -number if cell.signal == "USR1" else 1  # torchrun does not know USR1
 
 
-def await_stage(cell: Cell, folder: Path, process: subprocess.Popen, mark: str) -> None:
+def await_stage(cell, folder, process, mark):
     metrics, world = folder / "run/metrics.jsonl", 2 if cell.launcher in ("torchrun", "processes") else 1
 
-    def trains() -> bool:
+    def trains():
         is_whole = metrics.exists() and metrics.read_text().endswith("\n")
         return is_whole and any(row["step"] >= 3 for row in rows(metrics.parent))
 
@@ -283,19 +267,19 @@ def await_stage(cell: Cell, folder: Path, process: subprocess.Popen, mark: str) 
         wait_until(trains, process=process)
 
 
-def family(mark: str) -> list[psutil.Process]:
+def family(mark):
     """Every process, dead ones apart, that was started by the command with this mark, the oldest first."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append((process.create_time(), process.pid, process))
-    return [process for *_, process in sorted(found, key=lambda item: item[:2])]
+                found.append(process)
+    return sorted(found, key=lambda process: (process.create_time(), process.pid))
 
 
-def ranks(mark: str) -> list[psutil.Process]:
+def ranks(mark):
     """The processes that train, in the order of their ranks: not the launcher, nor the loader's workers."""
-    found: dict[int, psutil.Process] = {}
+    found = {}
     for process in family(mark):
         with suppress(psutil.Error):
             words, rank = process.cmdline(), process.environ().get("RANK")
@@ -308,7 +292,7 @@ def ranks(mark: str) -> list[psutil.Process]:
     return [found[rank] for rank in sorted(found)]
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(
     "cell",
     [
@@ -324,12 +308,11 @@ def test_a_few_stops(cell, corpus, tmp_path):
 
 
 MATRIX = [
-    Cell(launcher, target, name, stage)
-    for launcher in LAUNCHERS
-    for stage in ("imports", "training")
-    for target in ("launcher", "rank", "group")
-    for name in ("TERM", "INT", "USR1")
-    if (launcher, target) != ("python", "rank")  # its launcher is its rank
+    Cell(launcher, *cell)
+    for launcher, cell in product(
+        LAUNCHERS, product(("launcher", "rank", "group"), ("TERM", "INT", "USR1"), ("imports", "training"))
+    )
+    if (launcher, cell[0]) != ("python", "rank")  # its launcher is its rank
 ]
 
 
