@@ -91,14 +91,19 @@ def make_folder(folder: Path) -> None:
 
 def check_can_make(folder: Path) -> None:
     """Raises the OSError that making this folder, or a file in it, would raise; makes nothing."""
-    for place in (folder.absolute(), *folder.absolute().parents):
-        with suppress(FileNotFoundError):
-            place.lstat()
-            break
+    place = folder.absolute()
+    while not _is_there(place):
+        place = place.parent
     if not place.is_dir():  # or it is a dangling link
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
     if not os.access(place, os.W_OK | os.X_OK):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _is_there(path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return bool(path.lstat())
+    return False
 
 
 def fsync_path(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from unittest.mock import patch
 
 import torch
 from commands import snapshot
