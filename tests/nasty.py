@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -53,29 +52,29 @@ CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|
 CL100K_PATTERN += r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 
 
-def config(source: Path, **changes) -> PrepareConfig:
+def config(source, **changes) -> PrepareConfig:
     return PrepareConfig.model_validate({"source": str(source)} | changes)
 
 
-def pieces(source: Path, **changes) -> Iterator[DocumentChunk]:
+def pieces(source, **changes) -> Iterator[DocumentChunk]:
     asked = config(source, **changes)
     return read_pieces(asked, scan(asked).parts, Counter())
 
 
-def texts(source: Path, **changes) -> list[str]:
+def texts(source, **changes) -> list[str]:
     """The documents, each whole."""
-    documents: list[str] = []
+    documents = []
     for text, first, _ in pieces(source, **changes):
         documents[-1:] = [*documents[-1:], text] if first else [documents[-1] + text]
     return documents
 
 
-def write_decodable(folder: Path) -> Path:
+def write_decodable(folder):
     """Text that is read as it is, byte for byte."""
     return _write(folder, {name: data for name, (data, _) in DECODABLE.items()})
 
 
-def write_nasty(folder: Path) -> Path:
+def write_nasty(folder):
     """All kinds of files; `cp1252` is the encoding of two of them."""
     write_decodable(folder)
     rows = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -86,14 +85,14 @@ def write_nasty(folder: Path) -> Path:
     return _write(folder, NOT_TEXT | LATIN | more)
 
 
-def write_nested(folder: Path) -> Path:
+def write_nested(folder):
     """Rows whose text is inside a column."""
     folder.mkdir(parents=True, exist_ok=True)
     pa.parquet.write_table(pa.Table.from_pylist(NESTED), folder / "b.parquet")
     return _write(folder, {"a.jsonl": "".join(json.dumps(row) + "\n" for row in NESTED).encode()})
 
 
-def _write(folder: Path, files: dict[str, bytes]) -> Path:
+def _write(folder, files):
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -108,7 +107,7 @@ def difficult_texts() -> list[str]:
     return [*texts, "", " " * 1000, "\n" * 1000, "x" + " " * 1000 + "y", "a" * 5000]
 
 
-def library_texts(count: int) -> list[str]:
+def library_texts(count) -> list[str]:
     """The first files of Python's standard library, as a preparation reads them; empty ones are left out."""
     texts = (path.read_bytes().decode("utf-8", "replace") for path in library_files())
     return list(islice((text for text in texts if text), count))

@@ -1,6 +1,5 @@
 """The contenders of `step` do the same work: from equal weights and equal tokens comes an equal loss."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from close import assert_close
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import step
 from benchmarks.config import BenchmarkConfig
@@ -19,11 +18,11 @@ from gpt2_ddp.model.transformers_layout import HEAD, to_transformers
 IDS, CPU = 257, torch.device("cpu")
 
 
-def end() -> None:
+def end():
     raise SystemExit
 
 
-def a_run_of_one_window(folder: Path) -> tuple[TrainingConfig, GPT]:
+def a_run_of_one_window(folder) -> tuple[TrainingConfig, GPT]:
     """The shard has one window, so all contenders read the same; large weights make the loss depend on all of them."""
     run = step.short_run(BenchmarkConfig(device="cpu"), folder, 1, "no", "off", step.TINY)
     step.random_tokens(Path(run.data.paths[0]), "bytes", run.model.block_size + 1)
@@ -35,13 +34,11 @@ def a_run_of_one_window(folder: Path) -> tuple[TrainingConfig, GPT]:
     return run, model
 
 
-def first_step(
-    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], weights: dict[str, Tensor], contender: Callable, *args
-) -> tuple[Tensor, Any]:
+def first_step(monkeypatch, kind, weights, contender, *args) -> tuple[Tensor, Any]:
     """The tokens that a contender's model is given first, and what it makes of them with these weights."""
     seen, forward = [], kind.forward
 
-    def noted(model: nn.Module, *args: Any, **options: Any) -> Any:
+    def noted(model, *args, **options):
         left = model.load_state_dict(weights, strict=False)
         assert not left.unexpected_keys
         assert {*left.missing_keys} <= {HEAD}, "tied"

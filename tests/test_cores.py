@@ -20,7 +20,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 16 if logical else 8)
 
-    def write(file: str, text: str) -> None:
+    def write(file, text):
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")

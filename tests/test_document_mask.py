@@ -1,8 +1,5 @@
 """Documents of a window do not see each other: gradients, documents run alone, generation, and whole trainings."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -31,14 +28,14 @@ WINDOWS = {
 }
 
 
-KINDS: dict[str, dict[str, Any]] = {"gpt2": {}, "nanochat": {"architecture": "nanochat", "n_kv_head": 1}}
+KINDS = {"gpt2": {}, "nanochat": {"architecture": "nanochat", "n_kv_head": 1}}
 
 
-def masked(document_mask: bool = True, kind: str = "gpt2", **changes: Any) -> GPT:
+def masked(document_mask=True, kind="gpt2", **changes) -> GPT:
     return tiny(VOCAB, EOT, document_mask=document_mask, **KINDS[kind], **changes)
 
 
-def pieces(window: list[int], eot: int = EOT) -> list[list[int]]:
+def pieces(window, eot=EOT) -> list[list[int]]:
     """The documents of a window, the first of which may be the rest of one."""
     begins = sorted({0} | {place for place, token in enumerate(window) if token == eot})
     return [window[a:b] for a, b in zip(begins, [*begins[1:], len(window)], strict=True)]
@@ -103,7 +100,7 @@ def test_generation_sees_what_the_plain_forward_sees():
 
 
 @torch.no_grad()
-def loss_of_documents_alone(run: Path, data: Path) -> float:
+def loss_of_documents_alone(run, data):
     """The mean over the validation split's windows, each document of which is run alone, without a mask."""
     trained, tokenizer = load_model(find_checkpoint(run))
     model = GPT(trained.config.model_copy(update={"document_mask": False}), trained.vocab_size)
@@ -119,7 +116,7 @@ def loss_of_documents_alone(run: Path, data: Path) -> float:
 
 def test_trained_and_evaluated(short_documents, tmp_path):
     """The recorded val_loss is that of documents run alone. Another run may begin with its weights, without a mask."""
-    changes: dict[str, Any] = {"model.document_mask": True, "eval.tokens": None, "train.steps": 3}
+    changes = {"model.document_mask": True, "eval.tokens": None, "train.steps": 3}
     changes |= {"model.n_layer": 1, "eval.every": 5}
     run_ranks(train, 1, training_config(short_documents, tmp_path, changes))
     begun = {"model.document_mask": False, "train.init_from": str(tmp_path / "run")}

@@ -27,7 +27,7 @@ def model() -> GPT:
     return GPT(SHAPE, 512)
 
 
-def score(corpus, cases: list[tuple[int, int | None, int | None]]) -> list[tuple[float, int, int]]:
+def score(corpus, cases) -> list[tuple[float, int, int]]:
     """Evaluates on this rank by each batch size, number of tokens, and limit, which cuts the stream's length: for
     splits with fewer batches than ranks."""
     from gpt2_ddp.distributed.launch import build_accelerator
@@ -35,7 +35,7 @@ def score(corpus, cases: list[tuple[int, int | None, int | None]]) -> list[tuple
     class Cut(TokenStream):
         limit = None
 
-        def __len__(self) -> int:
+        def __len__(self):
             return self.limit or super().__len__()
 
     accelerator, found = build_accelerator("cpu", "no"), []
@@ -102,7 +102,7 @@ def test_evaluations_take_a_twentieth_of_a_shipped_run_at_most(config):
     assert evaluations * tokens / 3 <= 0.05 * steps * config.train.global_batch_tokens
 
 
-def settled(config: TrainingConfig, recorded: object = "new") -> tuple[object, list[str]]:
+def settled(config, recorded="new") -> tuple[object, list[str]]:
     """`eval.tokens` that a run takes, a new one or one whose config.yaml holds `recorded`; and the notes."""
     saved = Checkpoint(Path("saved"), gpt_state(5), {"eval": {"tokens": recorded}})
     resolved, notes = resolve(config, None if recorded == "new" else saved, 1000)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,18 +27,18 @@ from gpt2_ddp.export.formats import tokenizer_json
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import write_characters
-from gpt2_ddp.state import FeedState, Progress, Scores
+from gpt2_ddp.state import FeedState, Progress
 from gpt2_ddp.tasks.trained_model import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: Path) -> Path:
+def checkpoint_of(model, tokenizer, file, folder):
     """A checkpoint of the model; of a run of which nothing else is left."""
     changes = {"model": model.config.model_dump(), "train.global_batch_tokens": model.config.block_size}
     config = training_config(folder / "no_data", folder, changes)
     task = {"tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
-    scores: Scores = {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None}
+    scores = {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None}
     progress, feed = Progress(step=7, scores=scores), FeedState(position=30, order_digest="0f" * 32)
     state = gpt_state(epoch_size=12, progress=progress, feed=feed)
     state.task = state.task.model_copy(update=task | {"data_manifest": "ab" * 32})
@@ -52,22 +51,22 @@ def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: P
 
 
 @pytest.fixture
-def checkpoint(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> Path:
+def checkpoint(request, corpus, tmp_path):
     """A checkpoint of a model without biases, with a BPE of 512 ids; a GPT-2, or of the architecture asked for."""
     file, changes = corpus / "tokenizer.json", SHAPES[request.param] if hasattr(request, "param") else {}
     return checkpoint_of(tiny(512, bias=False, **changes), load_tokenizer(str(file)), file, tmp_path)
 
 
 @pytest.fixture
-def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def little_text(monkeypatch):
     monkeypatch.setattr(check, "library_files", lambda: [Path(heapq.__file__)])
 
 
-def exported(checkpoint: Path, output: Path, *flags: str) -> int:
+def exported(checkpoint, output, *flags):
     return export_hf(load(ExportConfig, [str(checkpoint), "--output", str(output), *flags]))
 
 
-def tokenizer_of(name: str, corpus: Path, tmp_path: Path) -> tuple[Tokenizer, Path | None]:
+def tokenizer_of(name, corpus, tmp_path) -> tuple[Tokenizer, Path | None]:
     if name == "bpe":
         return load_tokenizer(str(corpus)), corpus / "tokenizer.json"
     if name == "chars":
@@ -135,7 +134,7 @@ def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(tmp_path, litt
     assert (other / "model.gguf").is_file()
 
 
-def swap_merges(folder: Path) -> None:
+def swap_merges(folder):
     """Two merges that compete for the same letters, in the other order."""
     definition = json.loads((folder / "tokenizer.json").read_text())
     merges = definition["model"]["merges"]
@@ -165,7 +164,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)
 def test_what_differs_is_rejected_and_removed(change, words, checkpoint, tmp_path, little_text, monkeypatch, capsys):
-    def tampered(folder: Path, *args: Any) -> str:
+    def tampered(folder, *args):
         change(folder)
         return check.check_export(folder, *args)
 
@@ -176,7 +175,7 @@ def test_what_differs_is_rejected_and_removed(change, words, checkpoint, tmp_pat
 
 
 def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, monkeypatch):
-    def load_broken(found: Any, trust_code: bool) -> tuple[GPT, Tokenizer]:
+    def load_broken(found, trust_code) -> tuple[GPT, Tokenizer]:
         model, tokenizer = load_model(found, trust_code)
         model.ln_f.weight.data[3] = torch.nan
         return model, tokenizer
@@ -224,14 +223,14 @@ def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
     tables |= {"pat_str": CL100K_PATTERN, "special_tokens": {"<|endoftext|>": 50256, "<|other|>": 50258}}
     other = Tokenizer("other", tiktoken.Encoding("other", **tables))
     definition = tokenizer_json(other)
-    theirs: Any = tokenizers.Tokenizer.from_str(json.dumps(definition))
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(definition))
     theirs.encode_special_tokens = True
     text = Path(heapq.__file__).read_text()
     assert theirs.encode(text).ids == other.encode(text).tolist()
     assert theirs.encode(text).ids != gpt2.encode(text).tolist()
 
 
-def make(output: Path) -> None:
+def make(output):
     with atomic_directory(output) as folder:
         (folder / "a").write_text("one")
 

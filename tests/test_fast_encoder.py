@@ -2,9 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,25 +17,25 @@ from gpt2_ddp.preparation.prepare import prepare, train_bpe
 LIE = "xylophone"
 
 
-def first_id(tokenizer: Tokenizer) -> int:
+def first_id(tokenizer: Tokenizer):
     return min(tokenizer.encoding._mergeable_ranks.values())
 
 
 class StandIn:
     """As much of gigatoken's encoder as is used: ids from 0 on, uint32, of UTF-8. It may lie about one word."""
 
-    def __init__(self, tokenizer: Tokenizer, lies: bool = False):
+    def __init__(self, tokenizer, lies=False):
         self.tokenizer, self.lies, self.calls = tokenizer, lies, 0
 
-    def encode(self, data: bytes) -> np.ndarray:
+    def encode(self, data) -> np.ndarray:
         self.calls += 1
         text = data.decode()
         text = text.replace(LIE, "") if self.lies else text
         return self.tokenizer.encode(text).astype(np.uint32) - np.uint32(first_id(self.tokenizer))
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, lies: bool) -> list[StandIn]:
-    made: list[StandIn] = []
+def stand_in(monkeypatch, lies) -> list[StandIn]:
+    made = []
 
     def make(tokenizer: Tokenizer) -> FastEncoder:
         made.append(StandIn(tokenizer, lies))
@@ -57,7 +54,7 @@ def _forget():
 
 
 @pytest.fixture
-def rows(tmp_path) -> Path:
+def rows(tmp_path):
     """300 documents in JSON lines, as many as the splits need; the later ones have the word that a liar lies about."""
     draw = random.Random(0)
     words = ["one ", "two\n", "é", " 漢字", "<|endoftext|>", "\ud800", "'s ", "    "]
@@ -68,7 +65,7 @@ def rows(tmp_path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
-def prepared(rows: Path, name: str, **changes: object) -> dict[str, bytes]:
+def prepared(rows, name, **changes) -> dict[str, bytes]:
     values = {"source": str(rows), "output": str(rows.with_name(name)), "tokenizer": "gpt2", "workers": 1}
     prepare(PrepareConfig.model_validate(values | {"shard_tokens": 20_000, "val_fraction": 0.2} | changes))
     return {path.name: path.read_bytes() for path in rows.with_name(name).iterdir()}
@@ -140,7 +137,7 @@ def test_a_panic_of_rust_is_no_crash(rows, slow, monkeypatch, capfd):
     stand_in(monkeypatch, lies=False)
     honest = StandIn.encode
 
-    def panics(self: StandIn, data: bytes) -> np.ndarray:
+    def panics(self: StandIn, data) -> np.ndarray:
         if self.calls > 200:
             raise PanicException("index out of bounds")
         return honest(self, data)
@@ -157,7 +154,7 @@ def test_a_panic_of_rust_is_no_crash(rows, slow, monkeypatch, capfd):
 def test_only_a_few_items_are_under_way(workers):
     given, taken, most = 0, 0, 0
 
-    def items() -> Iterator[Any]:
+    def items():
         nonlocal given, most
         for given in range(1, 51):
             most = max(most, given - taken)
@@ -171,7 +168,7 @@ def test_only_a_few_items_are_under_way(workers):
 
 
 def test_samples_are_taken_all_over(rows, monkeypatch):
-    checked: list[str] = []
+    checked = []
     stand_in(monkeypatch, lies=False)
     monkeypatch.setattr(FastEncoder, "check", lambda self, text, ids: checked.append(text))
     prepared(rows, "out")

@@ -16,7 +16,7 @@ from gpt2_ddp.preparation.source_files import RECORD
 
 
 @pytest.fixture
-def texts(tmp_path, monkeypatch) -> Path:
+def texts(tmp_path, monkeypatch):
     """A folder of six small files, named as in the working directory."""
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "c", "d/e", "d/f", "ü\n"):
@@ -26,12 +26,12 @@ def texts(tmp_path, monkeypatch) -> Path:
     return Path("texts")
 
 
-def config(source: str = "texts", **changes) -> PrepareConfig:
+def config(source="texts", **changes) -> PrepareConfig:
     values = {"source": source, "output": "out", "tokenizer": "bytes", "val_fraction": 0, "workers": 1}
     return PrepareConfig.model_validate(values | changes)
 
 
-def rewrite(path: Path, text: str) -> None:
+def rewrite(path, text):
     """Other content of the same size and time as a careless copy would leave it, but for the nanoseconds."""
     before = path.stat()
     path.write_text(text)

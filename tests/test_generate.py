@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import models
 import numpy as np
@@ -28,12 +27,12 @@ EOT = 0
 PROMPTS = [[5, 9, 3], [11], [EOT], [7, 7, 2, 30, 41, 8, 19, 64, 23]]
 
 
-def tiny(vocab_size: int = 65, **changes) -> GPT:
+def tiny(vocab_size=65, **changes) -> GPT:
     return models.tiny(vocab_size, **{"block_size": 64, **changes}).eval()
 
 
 @torch.no_grad()
-def plain_greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
+def plain_greedy(model, prompt, count) -> list[int]:
     """What greedy decoding should yield, from whole forward passes."""
     window, result = prompt, []
     for _ in range(count):
@@ -116,7 +115,7 @@ def test_global_generators_and_the_training_mode_are_left_alone():
     assert not model.training
 
 
-def draw(logits: list[float], count: int = 40_000, **options) -> torch.Tensor:
+def draw(logits, count=40_000, **options) -> torch.Tensor:
     """Shares of each token in `count` samples."""
     uniform = torch.from_numpy(np.random.default_rng(7).random(count, np.float32))
     settings = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | options
@@ -252,7 +251,7 @@ def test_a_stop_leaves_what_was_written(checkpoint, monkeypatch, capsys, samples
     whole = capsys.readouterr().out
     draws = count()
 
-    def stop_after_five(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def stop_after_five(*args, **kwargs) -> torch.Tensor:
         if next(draws) == 5:
             raise KeyboardInterrupt
         return sample(*args, **kwargs)

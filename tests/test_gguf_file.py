@@ -68,7 +68,7 @@ def expected_llama(model: GPT) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": weight for name, weight in wanted.items()}
 
 
-def fields(file: Path) -> dict[str, Any]:
+def fields(file) -> dict[str, Any]:
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 

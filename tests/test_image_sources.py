@@ -4,8 +4,6 @@ import pickle
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ WORDS = ("train", "test", "val", "eval", "dev", "bullet_train", "test_tube", "va
 """Names of classes by which others guess splits."""
 
 
-def read(folder: Path, name: str = "images", seed: int = 0, **fields) -> Any:
+def read(folder, name="images", seed=0, **fields):
     return read_images(ClassifierDataConfig(name=name, path=str(folder), **fields), seed)
 
 
@@ -30,25 +28,25 @@ def counts(samples: StoredImages) -> list[int]:
     return torch.bincount(samples.targets, minlength=len(WORDS)).tolist()
 
 
-def write_rows(folder: Path, name: str, **columns: list[Any]) -> None:
+def write_rows(folder, name, **columns):
     import pyarrow as pa
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(pa.table(columns), folder / f"{name}.parquet", row_group_size=7)
 
 
-def write_two_files(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
+def write_two_files(folder, split, images, labels):
     """Columns of any name, one of which only the first file has."""
     files, numbers = [png(image) for image in images], labels.tolist()
     write_rows(folder, f"{split}-0", photo=files[:4], kind=numbers[:4], only_here=[0] * 4)
     write_rows(folder, f"{split}-1", photo=files[4:], kind=numbers[4:])
 
 
-def write_saved(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
+def write_saved(folder, split, images, labels):
     """As `save_to_disk` does. Each split numbers its classes in its own way; those of `test` are unknown."""
     import datasets
 
-    def write(split: str, names: str, numbers: np.ndarray) -> None:
+    def write(split, names, numbers):
         features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=[*names])})
         rows = {"image": [*map(Image.fromarray, images)], "label": numbers}
         datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder / split)
@@ -61,16 +59,16 @@ def write_saved(folder: Path, split: str, images: np.ndarray, labels: np.ndarray
     (folder / "dataset_dict.json").write_text('{"splits": ["train", "validation", "test"]}')
 
 
-def of_archive(kind: str) -> Callable:
+def of_archive(kind):
     return lambda folder, *split: write_archive(folder, kind, *split)
 
 
-def of_mnist(compressed: bool) -> Callable[..., None]:
+def of_mnist(compressed):
     words = {"train": "train", "test": "t10k"}
     return lambda folder, split, images, labels: write_idx(folder, words[split], images[..., 0], labels, compressed)
 
 
-SOURCES: dict[str, tuple[Callable, dict[str, Any]]] = {
+SOURCES = {
     "class folders": (lambda folder, split, *of: write_folders(folder / split.replace("test", "Val"), *of), {}),
     "parquet, as the Hub's": (write_parquet, {"name": "cifar100"}),
     "parquet, own columns": (write_two_files, {"image_column": "photo", "label_column": "kind"}),
@@ -145,7 +143,7 @@ def test_without_network_and_data_one_line_says_how_to_get_them(monkeypatch):
     expect_field("data.name", "cifar100", read_images, ClassifierDataConfig(name="cifar100"))
 
 
-def one_image(folder: Path, image: Image.Image, suffix: str = "png", **options) -> Path:
+def one_image(folder, image, suffix="png", **options):
     """Class folders of which the first image is this one."""
     for seed, split in enumerate(("train", "test")):
         write_images(folder / split, {"a": 1, "b": 1}, seed, size=8)
@@ -192,8 +190,8 @@ class Boom:
 IMAGE = png(np.zeros((4, 4, 3), np.uint8))
 
 
-def layout(*files: str) -> Callable[[Path], object]:
-    def build(folder: Path) -> None:
+def layout(*files):
+    def build(folder):
         for file in files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_bytes(IMAGE)
@@ -201,10 +199,10 @@ def layout(*files: str) -> Callable[[Path], object]:
     return build
 
 
-def source(kind: str, file: str, content: bytes | int | None = None) -> Callable[[Path], object]:
+def source(kind, file, content=None):
     """One of SOURCES; a file of it with other content, cut off, or missing."""
 
-    def build(folder: Path) -> None:
+    def build(folder):
         for split, n in (("train", 30), ("test", 11)):
             SOURCES[kind][0](folder, split, *pictures(n, 10))
         before = (folder / file).read_bytes()
@@ -215,19 +213,19 @@ def source(kind: str, file: str, content: bytes | int | None = None) -> Callable
     return build
 
 
-def parquet(images: list[Any], labels: list[Any]) -> Callable[[Path], object]:
+def parquet(images: list[Any], labels: list[Any]):
     return lambda folder: write_rows(folder, "train", image=images, label=labels)
 
 
-def other_test_images(size: int, label: int) -> Callable[[Path], object]:
-    def build(folder: Path) -> None:
+def other_test_images(size, label):
+    def build(folder):
         write_cifar(folder, 30, 11)
         write_parquet(folder, "test", pictures(11, size=size)[0], np.full(11, label))
 
     return build
 
 
-def first(values: np.ndarray, suffix: str) -> Callable[[Path], object]:
+def first(values, suffix):
     return lambda folder: one_image(folder, Image.fromarray(values), suffix)
 
 

@@ -24,7 +24,7 @@ SWAG |= {"endings": ["a", " b"]}
 MARKED = {**SWAG, "ctx_a": "Do [header] it. [title] Now", "ctx_b": "", "endings": ["[step] Go [x]on", "b"]}
 
 
-def item(context: str, *choices: str, label: int = 0) -> Item:
+def item(context, *choices, label=0) -> Item:
     return Item(context=context, choices=choices, label=label)
 
 
@@ -133,7 +133,7 @@ def model() -> GPT:
     return GPT(SHAPE, 500)  # 512 rows, of which 12 are padding
 
 
-def made_requests(count: int) -> list[Request]:
+def made_requests(count) -> list[Request]:
     """Of many lengths, the longest of T + 1 tokens; the last is a copy of the first."""
     draw = np.random.default_rng(3)
     lengths = [49, *draw.integers(2, 50, count - 1).tolist()]

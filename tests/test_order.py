@@ -63,7 +63,7 @@ def test_the_order_is_what_it_always_was(seed, n_items, start, items):
 def test_a_step_costs_the_same_wherever_it_is(mixed, most, monkeypatch):
     """Values that go through the permutation: the positions themselves, which are made ahead for small steps, a few
     again, and in a mixture the blocks that they are of."""
-    sizes: list[int] = []
+    sizes = []
     permute = Permutation._feistel
     monkeypatch.setattr(Permutation, "_feistel", lambda self, v, k: sizes.append(len(v)) or permute(self, v, k))
     n = 10**9 + 7

@@ -25,7 +25,7 @@ NAMES = ["cat", "dog", "owl"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     """`scaled/run`, of images scaled to 20 x 20; `kept/run`, of 16 x 16; of points `clusters/run`, `line/run`."""
     folder = tmp_path_factory.mktemp("predict")
     write_images(folder / "images/train", {"cat": 4, "dog": 3, "owl": 3}, 1)
@@ -41,12 +41,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(run: Path, *images: Path, **fields) -> None:
+def evaluate(run, *images, **fields):
     fields |= {"images": [*map(str, images)], "device": "cpu", "mixed_precision": "no"}
     assert evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), **fields)) == 0
 
 
-def predictions_in(folder: Path) -> list[dict]:
+def predictions_in(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
 
 

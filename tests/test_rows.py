@@ -19,8 +19,7 @@ def test_rows_that_a_rollback_undid_and_events_do_not_stand(count, steps):
 
 
 def test_numbers_that_json_has_not_become_null():
-    row = {"loss": math.nan, "lr": -math.inf, "grad_norm": 0.5, "unit": "tokens"}
-    assert finite(row) == {"loss": None, "lr": None, "grad_norm": 0.5, "unit": "tokens"}
+    assert finite({"loss": math.nan, "lr": -math.inf, "unit": "tokens"}) == {"loss": None, "lr": None, "unit": "tokens"}
 
 
 def test_a_torn_line_has_the_number_after_the_last_one(tmp_path):

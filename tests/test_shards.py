@@ -4,10 +4,8 @@ import dataclasses
 import json
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +22,7 @@ from gpt2_ddp.tasks.pretraining import Pretraining, little_text_notes
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def write(folder: Path, tokens: np.ndarray, shard_tokens: int = 1000, vocab_size: int = 50_257, **changes) -> Manifest:
+def write(folder, tokens, shard_tokens=1000, vocab_size=50_257, **changes) -> Manifest:
     folder.mkdir(exist_ok=True)
     writer = ShardWriter(folder, "train", shard_tokens, vocab_size)
     for part in np.array_split(tokens, 7):  # parts and shards end in different places
@@ -35,7 +33,7 @@ def write(folder: Path, tokens: np.ndarray, shard_tokens: int = 1000, vocab_size
     return manifest
 
 
-def random_tokens(number: int, vocab_size: int = 50_257) -> np.ndarray:
+def random_tokens(number, vocab_size=50_257) -> np.ndarray:
     return np.random.default_rng(number).integers(0, vocab_size, number)
 
 
@@ -88,15 +86,15 @@ def test_a_process_keeps_some_shards_open_and_streams_can_be_pickled(tmp_path, m
     shards._opener.cache_clear()
 
 
-def open_data(local_main: bool, **changes: Any) -> None:
-    place: Any = SimpleNamespace(
+def open_data(local_main, **changes):
+    place = SimpleNamespace(
         num_processes=1, process_index=0, is_local_main_process=local_main, device=torch.device("cpu")
     )
     Pretraining(training_config(GOLDEN / "corpus", Path("/nowhere"), changes), place, None).open_data()
 
 
 def test_one_process_of_a_machine_reads_the_headers(monkeypatch):
-    read: list[Path] = []
+    read = []
     real = shards.read_header
     monkeypatch.setattr(shards, "read_header", lambda path, dtype: (read.append(path), real(path, dtype))[1])
     for local_main, opened in ((True, 3), (False, 0)):
@@ -115,12 +113,12 @@ def test_too_little_text_has_a_note_before_the_training(capsys):
     assert "the validation split has 64 tokens" in next(little_text_notes(1, 64))
 
 
-def other_header(index: int, value: int) -> Callable[[bytes], bytes]:
+def other_header(index, value):
     """Replaces a number of the header: magic, version or tokens."""
     return lambda data: data[: 4 * index] + np.int32(value).tobytes() + data[4 * index + 4 :]
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+DAMAGES = {
     "empty": lambda data: b"",
     "cut in the header": lambda data: data[:1000],
     "cut in the tokens": lambda data: data[:-1],
@@ -184,7 +182,7 @@ def test_manifest_hash_is_of_the_data_alone(tmp_path):
         assert [name for name in first.parts if other.parts[name] != first.parts[name]] == [part]
 
 
-BROKEN: list[dict[str, Any]] = [
+BROKEN = [
     {"version": 3},
     {"eot": "0"},
     {"eot": 50_257},

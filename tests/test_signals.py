@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from commands import environment
@@ -98,12 +97,12 @@ LOSES_A_PEER = """
 """
 
 
-def start(folder: Path, body: str, *arguments: str, **env: str) -> subprocess.Popen:
+def start(folder, body, *arguments, **env):
     """A process that has come to `ready`, if its body says so."""
     return run(folder, textwrap.dedent(SCRIPT).replace("{body}", body), *arguments, **env)
 
 
-def run(folder: Path, code: str, *arguments: str, **env: str) -> subprocess.Popen:
+def run(folder, code, *arguments, **env):
     """A process with this code."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(code))
@@ -111,7 +110,7 @@ def run(folder: Path, code: str, *arguments: str, **env: str) -> subprocess.Pope
     return subprocess.Popen([sys.executable, str(file), *arguments], env=environment(**env), text=True, **pipes)
 
 
-def signalled(process: subprocess.Popen, number: int) -> tuple[int, str, str]:
+def signalled(process, number) -> tuple[int, str, str]:
     """(exit code, output, errors) after the process came to `ready` and got the signal."""
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -120,7 +119,7 @@ def signalled(process: subprocess.Popen, number: int) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-def heard(process: subprocess.Popen, name: str) -> subprocess.Popen:
+def heard(process, name):
     """The process, after it came to `ready`, got the signal and said so."""
     assert process.stdout is not None
     assert process.stderr is not None
@@ -130,7 +129,7 @@ def heard(process: subprocess.Popen, name: str) -> subprocess.Popen:
     return process
 
 
-def last_words(name: str) -> str:
+def last_words(name):
     return f"stopped by {name}; nothing was lost: run the same command again\n"
 
 

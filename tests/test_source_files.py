@@ -51,7 +51,7 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch
     (tmp_path / "b").touch()
     real = Path.iterdir
 
-    def iterdir(folder: Path):
+    def iterdir(folder):
         if folder.name == "a":
             raise PermissionError(13, "Permission denied", str(folder))
         return real(folder)

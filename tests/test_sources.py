@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -112,7 +111,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     pa.parquet.write_table(pa.table({"body": texts}), buffer)
     data = buffer.getvalue()
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         path, _, query = self.path.partition("?")
         commit = "a" * 40
         entry = {"type": "file", "path": self.file, "size": len(self.data), "oid": "b" * 40}
@@ -129,7 +128,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def answer(self, body: str | bytes, code: int = 200, headers: dict[str, str] | None = None) -> None:
+    def answer(self, body, code=200, headers=None):
         body = body.encode() if isinstance(body, str) else body
         self.send_response(code)
         for name, value in {"Content-Length": str(len(body)), "X-Repo-Commit": "a" * 40, **(headers or {})}.items():
@@ -137,18 +136,18 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else body)
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments):
         pass
 
 
-def prepare_with_hub(endpoint: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def prepare_with_hub(endpoint, folder, *arguments):
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "home")}
     arguments = ("--source", "hub:owner/name", "--tokenizer", "gpt2", "--output", str(folder / "out"), *arguments)
     return subprocess.run([*PREPARE_DATA, *arguments], env=environment, capture_output=True, text=True)
 
 
 @contextmanager
-def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+def served(handler: type[http.server.BaseHTTPRequestHandler]):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -156,7 +155,7 @@ def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 @pytest.fixture
-def hub() -> Iterator[str]:
+def hub():
     with served(Hub) as endpoint:
         yield endpoint
 
@@ -182,7 +181,7 @@ class BusyHub(http.server.BaseHTTPRequestHandler):
 
     asked: ClassVar[list[str]] = []
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.asked.append(self.path)
         self.send_error(503)
 

@@ -2,9 +2,7 @@
 
 import shutil
 import signal
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +29,7 @@ from gpt2_ddp.tasks.jobs import LeNet, make_job
 from gpt2_ddp.tasks.supervised import Samples, Supervised, job_schedule, score_each
 
 
-def assert_by_hand(folder: Path, config) -> list[float]:
+def assert_by_hand(folder, config) -> list[float]:
     """Linear regression in plain PyTorch: no Accelerate, no module of ours but the order of the samples. Compares the
     weights of the run in `folder`; returns the losses."""
     generator = torch.Generator().manual_seed(config.seed)
@@ -105,11 +103,11 @@ SETS = ((1, 4), (2, 1), (5, 4), (7, 2), (37, 8), (48, 8))
 """Samples and batch size: what no number of processes and no batch divides, and less than a batch."""
 
 
-def sample_set(n: int) -> Samples:
+def sample_set(n) -> Samples:
     return Samples(torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.arange(n) % 3)
 
 
-def scores_of(model, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+def scores_of(model, inputs, targets) -> dict[str, torch.Tensor]:
     return {"accuracy": model(inputs).argmax(1) == targets, "weighted": targets * inputs[:, 0]}
 
 
@@ -174,8 +172,8 @@ def test_scale_with_processes(tmp_path):
 ])  # fmt: skip
 def test_another_number_of_processes(tmp_path, changes, processes, message):
     task = JobData(global_batch_size=24, lr=0.02, data_hash="")
-    saved: Any = SimpleNamespace(state=SimpleNamespace(task=task))
-    accelerator: Any = SimpleNamespace(num_processes=processes)
+    saved = SimpleNamespace(state=SimpleNamespace(task=task))
+    accelerator = SimpleNamespace(num_processes=processes)
     expect_error(message, Supervised, make_job, job_config("regression", tmp_path, changes), accelerator, saved)
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from close import assert_close
@@ -37,7 +36,7 @@ def evaluate(configs: list[dict]) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tmp_path_factory):
     """A recorded run folder."""
     return shutil.copytree(GOLDEN / "gpt2_run", tmp_path_factory.mktemp("runs") / "gpt2_run")
 
@@ -85,7 +84,7 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
         assert words in refusal
 
 
-def verify_again(run: Path) -> tuple[int, str]:
+def verify_again(run) -> tuple[int, str]:
     code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="10:11"))
     return code, text
 

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ def library() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(library, tmp_path_factory) -> Path:
+def trained(library, tmp_path_factory):
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     train_bpe(library, 2000, path)
     return path
@@ -123,7 +122,7 @@ CHARACTERS = ["春眠不覺曉，處處聞啼鳥。\n", "👩‍👩‍👧 🏳
 
 
 @pytest.fixture(scope="module")
-def characters(tmp_path_factory) -> Path:
+def characters(tmp_path_factory):
     path = tmp_path_factory.mktemp("characters") / "tokenizer.json"
     write_characters(CHARACTERS, path)
     return path
@@ -167,23 +166,23 @@ def test_download_that_is_impossible(monkeypatch, tmp_path):
     expect_error("tokenizer = cl100k_base: cannot be downloaded; gpt2", load_tokenizer, "cl100k_base")
 
 
-def words_of(vocab: dict[str, int], pattern: str) -> dict:
+def words_of(vocab, pattern):
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return {"model": {"type": "WordLevel", "vocab": vocab}, "pre_tokenizer": split}
 
 
-def with_id(index: object, of: int = 1999) -> Callable[[dict], object]:
+def with_id(index, of=1999):
     """Changes the id of the token `of`."""
     return lambda given: given["model"].update(
         vocab={token: index if known == of else known for token, known in given["model"]["vocab"].items()}
     )
 
 
-def with_added(text: object, index: int = 2000) -> Callable[[dict], object]:
+def with_added(text, index=2000):
     return lambda given: given["added_tokens"].append({"content": text, "id": index})
 
 
-BROKEN: dict[str, Callable[[dict], object]] = {
+BROKEN = {
     "word level": lambda given: given.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
     "no pre-tokenizer": lambda given: given.update(pre_tokenizer=None),
     "prefix": lambda given: given["pre_tokenizer"].update(add_prefix_space=True),
