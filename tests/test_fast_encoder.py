@@ -78,24 +78,18 @@ def test_gigatoken_gives_the_same_ids(tokenizer, tmp_path):
         train_bpe(difficult_texts()[:500], 400, tmp_path / "tokenizer.json")
     exact = load_tokenizer(str(tmp_path) if tokenizer == "bpe" else tokenizer)
     fast = fast_encoder(exact)
-    assert fast is not None
+    assert fast_encoder(load_tokenizer("bytes")) is None
     for text in [*difficult_texts(), "a<|endoftext|>b", "x" + " " * 1_500_000 + "y"]:
         ids = fast.encode(text)
         assert ids.dtype == exact.encode("").dtype
         np.testing.assert_array_equal(ids, exact.encode(text), repr(text[:80]))
 
 
-def test_only_gpt2s_pattern_and_ids_without_a_gap():
-    assert fast_encoder(load_tokenizer("bytes")) is None
-
-
 @pytest.fixture
-def slow(rows, monkeypatch, capfd) -> dict[str, bytes]:
+def slow(rows, monkeypatch) -> dict[str, bytes]:
     """The files that tiktoken alone prepares."""
     monkeypatch.setattr(encode, "fast_encoder", lambda tokenizer: None)
-    files = prepared(rows, "slow")
-    assert "gigatoken" not in capfd.readouterr().out
-    return files
+    return prepared(rows, "slow")
 
 
 def test_the_fast_encoder_changes_neither_bytes_nor_manifest(rows, slow, monkeypatch):
@@ -109,9 +103,7 @@ def test_one_that_lies_is_found_out_and_everything_is_encoded_again(rows, slow, 
     made = stand_in(monkeypatch, lies=True)
     fast = prepared(rows, "fast")
     assert made[0].calls > 200  # it had encoded most, before it was asked for what it lies about
-    said = capfd.readouterr().out
-    assert said.count("note: gigatoken and tiktoken encode") == 1
-    assert "differently; tiktoken encodes the whole text" in said
+    assert capfd.readouterr().out.count("note: gigatoken") == 1
     assert fast == slow, "and no temporary file is left"
 
 
@@ -144,7 +136,7 @@ def test_a_panic_of_rust_is_no_crash(rows, slow, monkeypatch, capfd):
 
     monkeypatch.setattr(StandIn, "encode", panics)
     assert prepared(rows, "fast") == slow
-    assert "note: gigatoken panicked (index out of bounds) at " in capfd.readouterr().out
+    assert "note: gigatoken panicked" in capfd.readouterr().out
     monkeypatch.setattr(StandIn, "encode", lambda self, data: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         prepared(rows, "stopped")

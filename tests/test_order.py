@@ -22,13 +22,7 @@ def test_the_order_follows_its_definition(n):
     for epoch in range(3):
         assert np.array_equal(np.sort(epochs[epoch * n : (epoch + 1) * n]), np.arange(n))
     if n > 50:
-        assert (
-            len(
-                {tuple(epochs[at : at + 30]) for at in (0, n, 2 * n)}
-                | {tuple(Permutation(1, n).items_at(np.arange(30)))}
-            )
-            == 4
-        )
+        assert len({tuple(epochs[at : at + 30]) for at in (0, n, 2 * n)}) == 3
     for start in [*range(0, 64, 4), *rng.integers(0, 3 * n, 60), max(n - 2, 0), 2 * n - 1]:
         positions = start + np.sort(rng.choice(300, rng.choice([0, 8, 8, 290]), replace=False))
         assert order.items_at(positions).tolist() == epochs[positions].tolist()
@@ -45,16 +39,18 @@ def test_far_positions_of_large_orders_follow_the_definition():
         assert Permutation(seed, n).items_at(np.array(positions)).tolist() == expected, (seed, n, first)
 
 
-@pytest.mark.parametrize(
-    ("seed", "n_items", "start", "items"),
-    [
-        (1337, 1000, 3000, [508, 149, 143, 91, 892, 820, 822, 310]),  # epoch 3
-        (42, 97, 93, [88, 21, 18, 65, 50, 88, 40, 78]),  # across the end of epoch 0
-        (2**63 - 1, 10**9 + 7, 10**15, [952219317, 699589384, 346536137, 776282658]),
-        (0, 2, 0, [1, 0, 1, 0, 0, 1, 1, 0]),
-    ],
-)
-def test_the_order_is_what_it_always_was(seed, n_items, start, items):
+ITEMS = """
+1337 1000 3000 508 149 143 91 892 820 822 310
+42 97 93 88 21 18 65 50 88 40 78
+9223372036854775807 1000000007 1000000000000000 952219317 699589384 346536137 776282658
+0 2 0 1 0 1 0 0 1 1 0
+"""
+"""Seed, number of items, first position, and the items from there on: of an epoch, across the end of one."""
+
+
+@pytest.mark.parametrize("case", ITEMS.strip().splitlines())
+def test_the_order_is_what_it_always_was(case):
+    seed, n_items, start, *items = map(int, case.split())
     for count in (1, len(items)):
         assert Permutation(seed, n_items).items_at(np.arange(start, start + count)).tolist() == items[:count]
 
@@ -69,7 +65,7 @@ def test_a_step_costs_the_same_wherever_it_is(mixed, most, monkeypatch):
     n = 10**9 + 7
     for size, limit in most.items():
         for begins in (0, 10**6 * size, 10**15):
-            order = MixedOrder(1, [n // 2, n, n], [Phase(0, normal([2, 1, 1]))], "abc") if mixed else Permutation(1, n)
+            order = MixedOrder(1, [n, n], [Phase(0, normal([2, 1]))], "ab") if mixed else Permutation(1, n)
             sizes.clear()
             for start in range(begins, begins + 10 * 4096, size):
                 for _ in ("of the feed", "of the loader")[: 1 + (size == 4)]:
