@@ -63,40 +63,33 @@ def write_images(folder, classes, seed, size=16):
 def write_idx(folder, split, images, labels, compressed):
     """`train-images-idx3-ubyte` and its labels, of images uint8 [N, H, W], as MNIST's archive has them."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, values in ((f"{split}-images-idx3-ubyte", images), (f"{split}-labels-idx1-ubyte", labels)):
-        content = (
-            struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.astype(np.uint8).tobytes()
-        )
-        (folder / f"{name}{'.gz' * compressed}").write_bytes(gzip.compress(content) if compressed else content)
+    for name, values in (("images-idx3", images), ("labels-idx1", labels)):
+        header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+        content = header + values.astype(np.uint8).tobytes()
+        file = folder / f"{split}-{name}-ubyte{'.gz' * compressed}"
+        file.write_bytes(gzip.compress(content) if compressed else content)
 
 
 def write_archive(folder, kind, split, images, labels):
     """A split of cifar-10-batches-py or cifar-100-python, and the names of the classes."""
-    files = [split]
+    names = [f"class {number}" for number in range(100)]
+    files, contents = [split], {"meta": {"fine_label_names": names, "coarse_label_names": names[:20]}}
     if kind == "cifar10":
         files = [f"data_batch_{number}" for number in range(1, 6)] if split == "train" else ["test_batch"]
-
-    def dump(name, content):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-
+        contents = {"batches.meta": {"label_names": names[:10]}}
     for name, part in zip(files, np.array_split(np.arange(len(labels)), len(files)), strict=True):
-        rows, fine = images[part].transpose(0, 3, 1, 2).reshape(len(part), -1), labels[part].tolist()
-        coarse = [label // 5 for label in fine]
-        columns = {"labels": fine} if kind == "cifar10" else {"fine_labels": fine, "coarse_labels": coarse}
-        dump(name, {"data": rows, **columns})
-    names = [f"class {number}" for number in range(100)]
-    if kind == "cifar10":
-        dump("batches.meta", {"label_names": names[:10]})
-    else:
-        dump("meta", {"fine_label_names": names, "coarse_label_names": names[:20]})
+        rows, fine = images[part].transpose(0, 3, 1, 2).reshape(len(part), -1), labels[part]
+        columns = {"fine_labels": fine.tolist(), "coarse_labels": (fine // 5).tolist()}
+        columns = {"labels": fine.tolist()} if kind == "cifar10" else columns
+        contents[name] = {"data": rows, **columns}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
 
 
 def write_sets_of_images(folder):
-    pixels, labels = pictures(83, 10, 1, size=28)
-    write_idx(folder / "digits", "train", pixels[:60, :, :, 0], labels[:60], compressed=True)
-    write_idx(folder / "digits", "t10k", pixels[60:, :, :, 0], labels[60:], compressed=True)
-    for split, n in (("train", 41), ("val", 13)):
-        images, labels = pictures(n, 3, n, size=64)
-        write_folders(folder / "photos" / split, images, [f"class_{label:02d}" for label in labels])
-        write_parquet(folder / "tables", split, *pictures(n, 7, n, size=24), names=("photo", "kind"))
+    for split, digits, n in (("train", "train", 41), ("val", "t10k", 13)):
+        images, labels = pictures(n, 10, n, size=28)
+        write_idx(folder / "digits", digits, images[..., 0], labels, compressed=True)
+        write_folders(folder / "photos" / split, *pictures(n, 3, n, size=64))
+        write_parquet(folder / "tables", split, images, labels, ("photo", "kind"))
