@@ -1,9 +1,9 @@
 """Generation: the KV cache against the plain forward pass, independence of rows, sampling, and the script."""
 
 import json
+import re
 import sys
 from dataclasses import replace
-from itertools import count
 
 import models
 import numpy as np
@@ -156,8 +156,8 @@ def test_sampling_distribution(case):
 
 def test_the_edges_of_sampling():
     """Tokens without probability are never drawn; the least options draw the likeliest token."""
-    logits, uniform = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]), torch.tensor([0.0, 0.5, 1 - 2**-24])
-    assert {*sample(logits.expand(3, -1), uniform, Sampling(temperature=1.0, top_k=None)).tolist()} <= {1, 2}
+    logits, uniform = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]), torch.tensor([0.0, 1 - 2**-24])
+    assert sample(logits.expand(2, -1), uniform, Sampling(temperature=1.0, top_k=None)).tolist() == [2, 1]
     logits = torch.tensor([[1.0, 3.0, 2.0], [-1e5, -3e5, -2e5]])
     for options in ({"temperature": 1e-300}, {"temperature": 1e-45}, {"top_p": 1e-320}):
         assert sample(logits, torch.tensor([0.9, 0.5]), Sampling(top_k=None, **options)).tolist() == [1, 0], options
@@ -171,7 +171,7 @@ def test_a_stream_writes_no_half_of_a_character():
     for token in ids[:-2]:
         stream.add(token)
         assert text.startswith("".join(pieces)), "nothing that is written is taken back"
-    for token in [*ids[-2:], *tokenizer.encode("🙂").tolist()[:1]]:  # cut off in the middle of a character
+    for token in [*ids[-2:], tokenizer.encode("🙂")[0]]:  # cut off in the middle of a character
         stream.add(token)
     assert "".join(pieces) == text
     stream.end()
@@ -198,15 +198,14 @@ def checkpoint(tmp_path_factory):
 
 def test_a_checkpoint_with_what_no_training_writes(checkpoint, tmp_path):
     found = find_checkpoint(checkpoint, kind="gpt2")
-    for model in ({"block_size": None}, {"n_layer": "x"}, {"n_layer": 0}):
+    for model in ({"block_size": None}, {"n_layer": 0}):
         strange = replace(found, config=found.config | {"model": found.config["model"] | model})
-        expect_error(r"config.yaml: model\.\w+ = .*; restore the run's original file", load_model, strange)
+        expect_error(r"config.yaml: model\.\w+ = ", load_model, strange)
     task = found.state.task.model_copy(update={"tokenizer_sha256": "0" * 64})
     other = replace(found, state=found.state.model_copy(update={"task": task}))
-    expect_error(r"checkpoint = .*tokenizer.json: is not the tokenizer of the run", load_model, other)
+    expect_error("^checkpoint = .*tokenizer.json: ", load_model, other)
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
-    other = replace(found, path=tmp_path)
-    expect_error("checkpoint = .*: is not of a training .*; name another", load_weights, other, tiny())
+    expect_error("^checkpoint = ", load_weights, replace(found, path=tmp_path), tiny())
 
 
 def test_run_prints_every_sample(checkpoint, capsys):
@@ -215,48 +214,39 @@ def test_run_prints_every_sample(checkpoint, capsys):
     assert generate_text(config) == 0
     first = capsys.readouterr()
     samples = first.out.split("-" * 80 + "\n")
-    assert [sample.split()[0][:3] for sample in samples] == ["def", "def", "ret", "ret"]
+    assert [sample[:3] for sample in samples] == ["def", "def", "ret", "ret"]
     assert len(set(samples)) == 4
-    best, newest = (checkpoint / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
-    assert f"note: using {newest}, the newest; the one with the lowest val_loss, 2.5000, is {best}\n" in first.err
+    best, newest = (checkpoint / f"checkpoints/step-0000000{step}" for step in (1, 2))
+    assert re.search(f"note: using {newest}, .* 2.5000, is {best}\n", first.err)
     generate_text(config)
     assert capsys.readouterr().out == first.out
-    generate_text(config.model_copy(update={"seed": 1}))
-    assert capsys.readouterr().out != first.out
-    generate_text(config.model_copy(update={"checkpoint": str(newest)}))
-    assert "note" not in capsys.readouterr().err
+    generate_text(config.model_copy(update={"seed": 1, "checkpoint": str(newest)}))
+    other = capsys.readouterr()
+    assert other.out != first.out
+    assert "note" not in other.err
 
 
 def test_prompts_come_from_a_file(checkpoint, tmp_path, capsys, monkeypatch):
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffdef main\r\n\n  return\n".encode())
-    config = GenerateConfig(checkpoint=str(checkpoint), max_new_tokens=4, device="cpu")
-    generate_text(config.model_copy(update={"prompts_file": str(file)}))
-    from_file = capsys.readouterr().out
-    generate_text(config.model_copy(update={"prompts": ("def main", "  return")}))
-    assert capsys.readouterr().out == from_file
+    config, found = GenerateConfig(checkpoint=str(checkpoint), max_new_tokens=4, device="cpu"), set()
     with file.open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        generate_text(config.model_copy(update={"prompts_file": "-"}))
-    assert capsys.readouterr().out == from_file
-    for content, said in ((b"\n\r\n", "is empty"), (b"caf\xe9", "is not UTF-8"), (None, "cannot be read")):
+        for prompts in ({"prompts": ("def main", "  return")}, {"prompts_file": str(file)}, {"prompts_file": "-"}):
+            generate_text(config.model_copy(update=prompts))
+            found.add(capsys.readouterr().out)
+    assert len(found) == 1
+    for content in (b"\n\r\n", b"caf\xe9", None):
         file.unlink() if content is None else file.write_bytes(content)
-        expect_error(f"prompts_file = .*{said}", generate_text, config.model_copy(update={"prompts_file": str(file)}))
+        expect_error("^prompts_file = ", generate_text, config.model_copy(update={"prompts_file": str(file)}))
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_a_stop_leaves_what_was_written(checkpoint, monkeypatch, capsys, samples):
     config = GenerateConfig(checkpoint=str(checkpoint), prompts=("def",), num_samples=samples, device="cpu")
     generate_text(config.model_copy(update={"max_new_tokens": 5}))
-    whole = capsys.readouterr().out
-    draws = count()
-
-    def stop_after_five(*args, **kwargs) -> torch.Tensor:
-        if next(draws) == 5:
-            raise KeyboardInterrupt
-        return sample(*args, **kwargs)
-
-    monkeypatch.setattr("gpt2_ddp.model.generate.sample", stop_after_five)
-    with pytest.raises(KeyboardInterrupt):
+    whole, left = capsys.readouterr().out, [*range(5)]
+    monkeypatch.setattr("gpt2_ddp.model.generate.sample", lambda *args: (left.pop(), sample(*args))[1])
+    with pytest.raises(IndexError):
         generate_text(config.model_copy(update={"max_new_tokens": 50}))
     assert capsys.readouterr().out == whole
