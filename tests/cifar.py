@@ -8,7 +8,7 @@ import struct
 import numpy as np
 
 
-def pictures(n, classes=100, seed=0, size=32) -> tuple[np.ndarray, np.ndarray]:
+def pictures(n, classes=100, seed=0, size=32):
     """(images uint8 [n, size, size, 3], labels int64 [n]); a class is a pattern of its own under noise."""
     patterns = np.random.default_rng(0).integers(0, 2, (classes, 4, 4, 3)) * 128
     rng = np.random.default_rng(seed)
@@ -17,7 +17,7 @@ def pictures(n, classes=100, seed=0, size=32) -> tuple[np.ndarray, np.ndarray]:
     return (coarse + rng.integers(0, 128, coarse.shape)).astype(np.uint8), labels
 
 
-def png(image: np.ndarray):
+def png(image):
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -2,16 +2,13 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from close import assert_close
-from torch import Tensor
 
 from benchmarks import step
 from benchmarks.config import BenchmarkConfig
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import HEAD, to_transformers
 
@@ -22,7 +19,7 @@ def end():
     raise SystemExit
 
 
-def a_run_of_one_window(folder) -> tuple[TrainingConfig, GPT]:
+def a_run_of_one_window(folder):
     """The shard has one window, so all contenders read the same; large weights make the loss depend on all of them."""
     run = step.short_run(BenchmarkConfig(device="cpu"), folder, 1, "no", "off", step.TINY)
     step.random_tokens(Path(run.data.paths[0]), "bytes", run.model.block_size + 1)
@@ -34,7 +31,7 @@ def a_run_of_one_window(folder) -> tuple[TrainingConfig, GPT]:
     return run, model
 
 
-def first_step(monkeypatch, kind, weights, contender, *args) -> tuple[Tensor, Any]:
+def first_step(monkeypatch, kind, weights, contender, *args):
     """The tokens that a contender's model is given first, and what it makes of them with these weights."""
     seen, forward = [], kind.forward
 

@@ -31,11 +31,11 @@ WINDOWS = {
 KINDS = {"gpt2": {}, "nanochat": {"architecture": "nanochat", "n_kv_head": 1}}
 
 
-def masked(document_mask=True, kind="gpt2", **changes) -> GPT:
+def masked(document_mask=True, kind="gpt2", **changes):
     return tiny(VOCAB, EOT, document_mask=document_mask, **KINDS[kind], **changes)
 
 
-def pieces(window, eot=EOT) -> list[list[int]]:
+def pieces(window, eot=EOT):
     """The documents of a window, the first of which may be the rest of one."""
     begins = sorted({0} | {place for place, token in enumerate(window) if token == eot})
     return [window[a:b] for a, b in zip(begins, [*begins[1:], len(window)], strict=True)]

@@ -22,12 +22,12 @@ from gpt2_ddp.tasks.pretraining import resolve
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)
 
 
-def model() -> GPT:
+def model():
     torch.manual_seed(0)
     return GPT(SHAPE, 512)
 
 
-def score(corpus, cases) -> list[tuple[float, int, int]]:
+def score(corpus, cases):
     """Evaluates on this rank by each batch size, number of tokens, and limit, which cuts the stream's length: for
     splits with fewer batches than ranks."""
     from gpt2_ddp.distributed.launch import build_accelerator
@@ -47,7 +47,7 @@ def score(corpus, cases) -> list[tuple[float, int, int]]:
     return found
 
 
-def by_hand(corpus) -> tuple[float, int, int]:
+def by_hand(corpus):
     """One sequence at a time, in fp64 sums; the tail alone."""
     stream = TokenStream(corpus, read_manifest(corpus), "val")
     tokens = torch.from_numpy(stream.read(np.array([0]), len(stream))[0].astype(np.int64))

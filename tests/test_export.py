@@ -62,7 +62,7 @@ def exported(checkpoint, output, *flags):
     return export_hf(load(ExportConfig, [str(checkpoint), "--output", str(output), *flags]))
 
 
-def tokenizer_of(name, corpus, tmp_path) -> tuple[Tokenizer, Path | None]:
+def tokenizer_of(name, corpus, tmp_path):
     if name == "bpe":
         return load_tokenizer(str(corpus)), corpus / "tokenizer.json"
     if name == "chars":
@@ -136,7 +136,7 @@ def swap_merges(folder):
     (folder / "tokenizer.json").write_text(json.dumps(definition))
 
 
-def flip(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def flip(tensors):
     tensors[FC].view(torch.int32)[3, 5].bitwise_xor_(1)
     return tensors
 

@@ -8,7 +8,7 @@ import pytest
 from nasty import difficult_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.workers import AHEAD, InlineExecutor, in_order
 from gpt2_ddp.preparation import encode
 from gpt2_ddp.preparation.encode import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder
@@ -17,7 +17,7 @@ from gpt2_ddp.preparation.prepare import prepare, train_bpe
 LIE = "xylophone"
 
 
-def first_id(tokenizer: Tokenizer):
+def first_id(tokenizer):
     return min(tokenizer.encoding._mergeable_ranks.values())
 
 
@@ -27,17 +27,17 @@ class StandIn:
     def __init__(self, tokenizer, lies=False):
         self.tokenizer, self.lies, self.calls = tokenizer, lies, 0
 
-    def encode(self, data) -> np.ndarray:
+    def encode(self, data):
         self.calls += 1
         text = data.decode()
         text = text.replace(LIE, "") if self.lies else text
         return self.tokenizer.encode(text).astype(np.uint32) - np.uint32(first_id(self.tokenizer))
 
 
-def stand_in(monkeypatch, lies) -> list[StandIn]:
+def stand_in(monkeypatch, lies):
     made = []
 
-    def make(tokenizer: Tokenizer) -> FastEncoder:
+    def make(tokenizer):
         made.append(StandIn(tokenizer, lies))
         return FastEncoder(tokenizer, made[-1], first_id(tokenizer))
 
@@ -65,7 +65,7 @@ def rows(tmp_path):
     return tmp_path / "rows.jsonl"
 
 
-def prepared(rows, name, **changes) -> dict[str, bytes]:
+def prepared(rows, name, **changes):
     values = {"source": str(rows), "output": str(rows.with_name(name)), "tokenizer": "gpt2", "workers": 1}
     prepare(PrepareConfig.model_validate(values | {"shard_tokens": 20_000, "val_fraction": 0.2} | changes))
     return {path.name: path.read_bytes() for path in rows.with_name(name).iterdir()}
@@ -86,7 +86,7 @@ def test_gigatoken_gives_the_same_ids(tokenizer, tmp_path):
 
 
 @pytest.fixture
-def slow(rows, monkeypatch) -> dict[str, bytes]:
+def slow(rows, monkeypatch):
     """The files that tiktoken alone prepares."""
     monkeypatch.setattr(encode, "fast_encoder", lambda tokenizer: None)
     return prepared(rows, "slow")
@@ -129,7 +129,7 @@ def test_a_panic_of_rust_is_no_crash(rows, slow, monkeypatch, capfd):
     stand_in(monkeypatch, lies=False)
     honest = StandIn.encode
 
-    def panics(self: StandIn, data) -> np.ndarray:
+    def panics(self, data):
         if self.calls > 200:
             raise PanicException("index out of bounds")
         return honest(self, data)

@@ -77,7 +77,7 @@ def test_shares_are_a_partition_of_a_step():
         assert max(totals) - min(totals) <= 1
 
 
-def step_by_definition(n, size, by_epoch, passed, position) -> list[int]:
+def step_by_definition(n, size, by_epoch, passed, position):
     """The positions of a step, one at a time."""
     step = []
     while len(step) < size:
@@ -172,7 +172,7 @@ class Vanished(Numbers):
 
     workers = 1
 
-    def read(self, items: np.ndarray):
+    def read(self, items):
         raise UserError("data.path", "photos/1.png", "is not an image")
 
 

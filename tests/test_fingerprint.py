@@ -26,7 +26,7 @@ def texts(tmp_path, monkeypatch):
     return Path("texts")
 
 
-def config(source="texts", **changes) -> PrepareConfig:
+def config(source="texts", **changes):
     values = {"source": source, "output": "out", "tokenizer": "bytes", "val_fraction": 0, "workers": 1}
     return PrepareConfig.model_validate(values | changes)
 

@@ -19,7 +19,6 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.architecture import Attention, Context
 from gpt2_ddp.model.generate import BATCH_ROWS, Sampling, generate, sample
-from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.tasks.trained_model import TextStream, generate_text, load_model, load_weights
 
@@ -27,12 +26,12 @@ EOT = 0
 PROMPTS = [[5, 9, 3], [11], [EOT], [7, 7, 2, 30, 41, 8, 19, 64, 23]]
 
 
-def tiny(vocab_size=65, **changes) -> GPT:
+def tiny(vocab_size=65, **changes):
     return models.tiny(vocab_size, **{"block_size": 64, **changes}).eval()
 
 
 @torch.no_grad()
-def plain_greedy(model, prompt, count) -> list[int]:
+def plain_greedy(model, prompt, count):
     """What greedy decoding should yield, from whole forward passes."""
     window, result = prompt, []
     for _ in range(count):
@@ -56,7 +55,7 @@ def test_attention_without_a_cache_is_encoded_anew(monkeypatch, layers):
     """That of a model of one's own may ignore the cache, in one layer or all."""
     attend = Attention.forward
 
-    def forward(self: Attention, x: torch.Tensor, context: Context = Context()) -> torch.Tensor:  # noqa: B008
+    def forward(self, x, context=Context()):  # noqa: B008
         return attend(self, x, context._replace(cache=None) if self.layer in layers else context)
 
     monkeypatch.setattr(Attention, "forward", forward)
@@ -115,7 +114,7 @@ def test_global_generators_and_the_training_mode_are_left_alone():
     assert not model.training
 
 
-def draw(logits, count=40_000, **options) -> torch.Tensor:
+def draw(logits, count=40_000, **options):
     """Shares of each token in `count` samples."""
     uniform = torch.from_numpy(np.random.default_rng(7).random(count, np.float32))
     settings = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | options

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import gguf
 import models
@@ -15,7 +14,6 @@ from models import tiny
 
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
-from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.preparation.prepare import write_characters
 
@@ -37,7 +35,7 @@ SHAPES = {kind: models.SHAPES[kind] | {"n_head": 4, "n_kv_head": 2} for kind in 
 SHAPES["gpt2"] = models.SHAPES["gpt2"] | {"n_head": 4}
 
 
-def expected(model: GPT) -> dict[str, torch.Tensor]:
+def expected(model):
     """The tensors by llama.cpp's own names, in its orientation, [out, in]."""
     if model.lm_head is not None:
         return expected_llama(model)
@@ -56,7 +54,7 @@ def linear(block):
     return {name: block.get_submodule(ours) for name, ours in map(str.split, LINEAR.strip().splitlines())}
 
 
-def expected_llama(model: GPT) -> dict[str, torch.Tensor]:
+def expected_llama(model):
     """The same of a Llama or a Qwen3 with four heads of eight features, and two of keys."""
     tables = {"token_embd": model.wte, "output": model.lm_head}
     wanted = {name: table.weight[: model.vocab_size] for name, table in tables.items()}
@@ -76,11 +74,11 @@ def expected_llama(model: GPT) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": weight for name, weight in wanted.items()}
 
 
-def fields(file) -> dict[str, Any]:
+def fields(file):
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
-def encoded(tokens: list[str], merges: list[str]) -> list[int]:
+def encoded(tokens, merges):
     vocab = {token: rank for rank, token in enumerate(tokens)}
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

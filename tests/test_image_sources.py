@@ -13,7 +13,7 @@ from commands import expect_field
 from PIL import Image
 
 from gpt2_ddp.config.jobs import ClassifierDataConfig
-from gpt2_ddp.tasks.images import StoredImages, read_images
+from gpt2_ddp.tasks.images import read_images
 
 WORDS = ("train", "test", "val", "eval", "dev", "bullet_train", "test_tube", "validation", "training")
 """Names of classes by which others guess splits."""
@@ -23,7 +23,7 @@ def read(folder, name="images", seed=0, **fields):
     return read_images(ClassifierDataConfig(name=name, path=str(folder), **fields), seed)
 
 
-def counts(samples: StoredImages) -> list[int]:
+def counts(samples):
     return torch.bincount(samples.targets, minlength=len(WORDS)).tolist()
 
 
@@ -79,7 +79,7 @@ SOURCES = {
 """How a split is written, and fields of the configuration."""
 
 
-def content(samples: StoredImages, classes: list[str]) -> Counter[tuple[bytes, int]]:
+def content(samples, classes):
     images, targets = samples.read(np.random.default_rng(0).permutation(len(samples)))
     numbers = [int(re.sub("[^0-9]", "", classes[target])) for target in targets]
     return Counter(zip((image.numpy().tobytes() for image in images.permute(0, 2, 3, 1)), numbers, strict=True))

@@ -24,7 +24,7 @@ SWAG |= {"endings": ["a", " b"]}
 MARKED = {**SWAG, "ctx_a": "Do [header] it. [title] Now", "ctx_b": "", "endings": ["[step] Go [x]on", "b"]}
 
 
-def item(context, *choices, label=0) -> Item:
+def item(context, *choices, label=0):
     return Item(context=context, choices=choices, label=label)
 
 
@@ -135,12 +135,12 @@ def test_accuracies_standard_errors_and_what_is_saved(tmp_path):
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)
 
 
-def model() -> GPT:
+def model():
     torch.manual_seed(0)
     return GPT(SHAPE, 500)  # 512 rows, of which 12 are padding
 
 
-def made_requests(count) -> list[Request]:
+def made_requests(count):
     """Of many lengths, the longest of T + 1 tokens; the last is a copy of the first."""
     draw = np.random.default_rng(3)
     lengths = [49, *draw.integers(2, 50, count - 1).tolist()]
@@ -152,7 +152,7 @@ CASES = [(37, 4, None), (37, 5, None), (37, 4, SHAPE.block_size), (1, 2, None)]
 """Requests, batch size, length. 37 requests divide by nothing here; one leaves other ranks without any."""
 
 
-def score() -> list[tuple[np.ndarray, list[int]]]:
+def score():
     """For each of CASES: answers on this rank, and the rows of each forward pass."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
@@ -168,7 +168,7 @@ def score() -> list[tuple[np.ndarray, list[int]]]:
     return found
 
 
-def by_hand(requests: list[Request]) -> list[float]:
+def by_hand(requests):
     """One at a time, unpadded, the softmax in fp64 over the real ids."""
     scorer = model().eval()
     nats = []

@@ -53,7 +53,7 @@ def local_tasks(folder, page):
 NAMES = ("hellaswag", "items")
 
 
-def lm_eval_of(exported, page, folder) -> dict[str, dict[str, float]]:
+def lm_eval_of(exported, page, folder):
     """The results of the page's command for each of the local tasks; samples are in `folder`."""
     command = next(line for line in page.splitlines() if line.startswith("lm_eval ") and "--include_path" in line)
     words = command.replace("EXPORT", str(exported)).split()

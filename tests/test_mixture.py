@@ -43,11 +43,11 @@ WINDOWS = [997, 300, 50]
 PHASES = [Phase(0, normal([0.7, 0.2, 0.1])), Phase(3000, normal([0, 0.5, 0.5])), Phase(5000, normal([0.3, 1, 1e-4]))]
 
 
-def mixture(windows=WINDOWS, phases=PHASES, seed=1337) -> MixedOrder:
+def mixture(windows=WINDOWS, phases=PHASES, seed=1337):
     return MixedOrder(seed, windows, phases, [f"s{i}" for i in range(len(windows))])
 
 
-def uses_by_definition(phases, block) -> list[int]:
+def uses_by_definition(phases, block):
     """Of each source before a block, from docs/verify.md."""
     totals = [0] * len(phases[0].weights)
     for number, (begins, weights) in enumerate(phases):
@@ -126,7 +126,7 @@ def test_weights_are_what_is_written():
 
 
 @pytest.fixture(scope="module")
-def sources(corpus, tmp_path_factory) -> list[str]:
+def sources(corpus, tmp_path_factory):
     """Three folders of one tokenizer, the last without a validation split."""
     place = tmp_path_factory.mktemp("sources")
     shutil.copytree(corpus, place / "web")
@@ -144,12 +144,12 @@ CHANGES = {
 }  # fmt: skip
 
 
-def config_of(sources, output, **changes) -> TrainingConfig:
+def config_of(sources, output, **changes):
     changed = {name.replace("__", "."): value for name, value in changes.items()}
     return training_config("", output, CHANGES | {"data.path": sources} | changed)
 
 
-def windows_of(sources: list[str]) -> list[Windows]:
+def windows_of(sources):
     return [Windows(TokenStream(Path(path), read_manifest(Path(path)), "train"), 8) for path in sources]
 
 

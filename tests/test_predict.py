@@ -48,7 +48,7 @@ def evaluate(run, *images, **fields):
     assert evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), **fields)) == 0
 
 
-def predictions_in(folder) -> list[dict]:
+def predictions_in(folder):
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
 
 

@@ -43,7 +43,7 @@ def helperless(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def library() -> list[str]:
+def library():
     return library_texts(300)
 
 
@@ -57,17 +57,17 @@ def texts(tmp_path, library):
     return folder
 
 
-def config(source, output, **changes) -> PrepareConfig:
+def config(source, output, **changes):
     values = {"source": str(source), "output": str(output), "tokenizer": "bytes", "workers": 1} | changes
     return PrepareConfig.model_validate(values)
 
 
-def tokens_of(folder, split) -> np.ndarray:
+def tokens_of(folder, split):
     stream = TokenStream(folder, read_manifest(folder), split)
     return stream.read(np.array([0]), len(stream))[0]
 
 
-def documents_of(folder, split) -> list[str]:
+def documents_of(folder, split):
     manifest = read_manifest(folder)
     own = folder / manifest.tokenizer
     tokenizer = load_tokenizer(str(own) if own.exists() else manifest.tokenizer)
@@ -91,7 +91,7 @@ IN_PARTS = {"a.jsonl", "g.parquet", "lines.txt", "paragraphs.txt", "stories.txt"
 ALONE = {"blank.txt": "\n\n\n", "lines.txt": "\r\n", "paragraphs.txt": "\n\r\n", "stories.txt": "\n<|end|>\r\n"}
 
 
-def documents_for(kind) -> list[str]:
+def documents_for(kind):
     """Random documents that a file of this kind can hold. One is longer than a block."""
     draw, words = (
         random.Random(0),

@@ -23,7 +23,7 @@ from gpt2_ddp.tasks.pretraining import Pretraining, little_text_notes
 GOLDEN, CPU = Path(__file__).parent / "golden", torch.device("cpu")
 
 
-def write(folder, tokens, shard_tokens=1000, vocab_size=50_257, **changes) -> Manifest:
+def write(folder, tokens, shard_tokens=1000, vocab_size=50_257, **changes):
     folder.mkdir(exist_ok=True)
     writer = ShardWriter(folder, "train", shard_tokens, vocab_size)
     for part in np.array_split(tokens, 7):  # parts and shards end in different places
@@ -34,7 +34,7 @@ def write(folder, tokens, shard_tokens=1000, vocab_size=50_257, **changes) -> Ma
     return manifest
 
 
-def random_tokens(number, vocab_size=50_257) -> np.ndarray:
+def random_tokens(number, vocab_size=50_257):
     return np.random.default_rng(number).integers(0, vocab_size, number)
 
 

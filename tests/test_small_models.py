@@ -17,7 +17,7 @@ from gpt2_ddp.tasks.jobs import (
 )
 
 
-def transformer() -> TransformerLM:
+def transformer():
     torch.manual_seed(0)
     return TransformerLM(TransformerConfig())
 

@@ -140,7 +140,7 @@ def prepare_with_hub(endpoint, folder, *arguments):
 
 
 @contextmanager
-def served(handler: type[http.server.BaseHTTPRequestHandler]):
+def served(handler):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"

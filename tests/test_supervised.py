@@ -30,7 +30,7 @@ from gpt2_ddp.tasks.jobs import LeNet, make_job
 from gpt2_ddp.tasks.supervised import Samples, Supervised, job_schedule, score_each
 
 
-def assert_by_hand(folder, config) -> list[float]:
+def assert_by_hand(folder, config):
     """Linear regression in plain PyTorch: no Accelerate, no module of ours but the order of the samples. Compares the
     weights of the run in `folder`; returns the losses."""
     generator = torch.Generator().manual_seed(config.seed)
@@ -103,11 +103,11 @@ SETS = ((1, 4), (2, 1), (37, 8), (48, 8))
 IDENTITY = torch.nn.Identity()
 
 
-def sample_set(n) -> Samples:
+def sample_set(n):
     return Samples(torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.arange(n) % 3)
 
 
-def scores_of(model, inputs, targets) -> dict[str, torch.Tensor]:
+def scores_of(model, inputs, targets):
     return {"accuracy": model(inputs).argmax(1) == targets, "weighted": targets * inputs[:, 0]}
 
 

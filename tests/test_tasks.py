@@ -19,7 +19,7 @@ from gpt2_ddp.scoring import read_items
 SETTINGS = {"device": "cpu", "mixed_precision": "no", "data": [str(CORPUS)]}
 
 
-def evaluate(configs: list[dict]) -> list[tuple[str, str]]:
+def evaluate(configs):
     """What evaluate.py says on this rank, on stdout and stderr, or its refusal."""
     from gpt2_ddp.errors import UserError
     from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint

