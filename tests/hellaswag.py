@@ -24,10 +24,9 @@ def made_items(count):
         others = [" ".join(SENTENCES[place + 2 + other].split()[4:]) for other in range(3)]
         label = index % 4
         first, second = SENTENCES[place] + mark + accent, " ".join(words[:4]) if index % 7 else ""
-        texts = {"ctx_a": first, "ctx_b": second, "ctx": f"{first} {second}"}
-        endings = [*others[:label], right, *others[label:]]
-        of_all = {"ind": index, "activity_label": "Reading a manual", "split": "val", "label": label}
-        rows.append({**of_all, **texts, "endings": endings})
+        row = {"ind": index, "activity_label": "Reading a manual", "split": "val", "label": label}
+        row |= {"ctx_a": first, "ctx_b": second, "ctx": f"{first} {second}"}
+        rows.append({**row, "endings": [*others[:label], right, *others[label:]]})
     return rows
 
 
