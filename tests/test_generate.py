@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 
@@ -10,16 +11,14 @@ import numpy as np
 import pytest
 import torch
 from commands import expect_error
-from runs import gpt_state, open_store
+from golden_runs import GOLDEN
+from runs import change, checkpoint_at, forge, reseal
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot, find_checkpoint
-from gpt2_ddp.config.cli import dump
+from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.tools import GenerateConfig
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.architecture import Attention, Context
 from gpt2_ddp.model.generate import BATCH_ROWS, Sampling, generate, sample
-from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.tasks.trained_model import TextStream, generate_text, load_model, load_weights
 
 EOT = 0
@@ -180,19 +179,13 @@ def test_a_stream_writes_no_half_of_a_character():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A run folder with two checkpoints of an untrained model, of which the first is the better one."""
-    folder = tmp_path_factory.mktemp("run")
-    file = folder / "tokenizer.json"
-    train_bpe(["def main(argument):\n    return argument + 1\n"] * 10, 300, file)
-    tokenizer = load_tokenizer(str(file))
-    model = tiny(tokenizer.vocab_size)
-    config = TrainingConfig.model_validate({"model": model.config.model_dump(), "train": {"steps": 1}})
-    task = {"tokenizer": file.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
-    for step in (1, 2):
-        state = gpt_state(progress={"step": step, "best": {"step": 1, "val_loss": 2.5, "tokens": 100, "since": 1}})
-        state.task = state.task.model_copy(update=task)
-        open_store(folder).save(Snapshot(state, dump(config), model.state_dict(), {}, {file.name: file.read_bytes()}))
-    return folder
+    """A recorded run folder, of which the first checkpoint is the better one."""
+    run = shutil.copytree(GOLDEN / "gpt2_run", tmp_path_factory.mktemp("run") / "run")
+    state = run / "checkpoints/step-00000010/state.json"
+    change(state, '"best": {\n   "step": 10', '"best": {\n   "step": 5')
+    reseal(state)
+    forge(run)
+    return run
 
 
 def test_a_checkpoint_with_what_no_training_writes(checkpoint, tmp_path):
@@ -215,8 +208,8 @@ def test_run_prints_every_sample(checkpoint, capsys):
     samples = first.out.split("-" * 80 + "\n")
     assert [sample[:3] for sample in samples] == ["def", "def", "ret", "ret"]
     assert len(set(samples)) == 4
-    best, newest = (checkpoint / f"checkpoints/step-0000000{step}" for step in (1, 2))
-    assert re.search(f"note: using {newest}, .* 2.5000, is {best}\n", first.err)
+    best, newest = (checkpoint_at(checkpoint, step) for step in (5, 10))
+    assert re.search(f"note: using {newest}, .*, is {best}\n", first.err)
     generate_text(config)
     assert capsys.readouterr().out == first.out
     generate_text(config.model_copy(update={"seed": 1, "checkpoint": str(newest)}))
