@@ -28,16 +28,11 @@ def png(image):
 def write_parquet(folder, split, images, labels, names=("img", "fine_label")):
     """`folder/<split>-00000-of-00001.parquet` with the columns and the metadata of uoft-cs/cifar100."""
     import datasets
-    import pyarrow as pa
-    import pyarrow.parquet
 
     features = datasets.Features({names[0]: datasets.Image(), names[1]: datasets.Value("int64")})
-    stored = pa.array([{"bytes": png(image), "path": None} for image in images], features.arrow_schema.field(0).type)
-    table = pa.table({names[0]: stored, names[1]: pa.array(labels, pa.int64())})
+    rows = {names[0]: [{"bytes": png(image), "path": None} for image in images], names[1]: labels}
     folder.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(
-        table.replace_schema_metadata(features.arrow_schema.metadata), folder / f"{split}-00000-of-00001.parquet"
-    )
+    datasets.Dataset.from_dict(rows, features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
 
 
 def write_folders(folder, images, names):

@@ -91,13 +91,12 @@ def open_data(local_main, **changes):
 
 
 def test_one_process_of_a_machine_reads_the_headers(monkeypatch):
-    read = []
-    real = shards.read_header
-    monkeypatch.setattr(shards, "read_header", lambda path, dtype: (read.append(path), real(path, dtype))[1])
-    for local_main, opened in ((True, 3), (False, 0)):
-        read.clear()
-        open_data(local_main)
-        assert len(read) == opened
+    read, real = [], shards.read_header
+    monkeypatch.setattr(shards, "read_header", lambda *given: (read.append(given), real(*given))[1])
+    open_data(False)
+    assert read == []
+    open_data(True)
+    assert len(read) == 3
 
 
 def test_too_little_text_has_a_note_before_the_training(capsys):
@@ -213,8 +212,8 @@ def test_broken_manifests(tmp_path, changes):
 
 
 def test_folders_without_manifest_or_split(tmp_path):
-    expect_error("no such folder", read_manifest, tmp_path / "absent")
-    expect_error(r"has no manifest\.json", read_manifest, tmp_path)
+    expect_error("^data = .*absent: ", read_manifest, tmp_path / "absent")
+    expect_error("^data = ", read_manifest, tmp_path)
     manifest = write(tmp_path, random_tokens(10))
     expect_error(r"val: .* only train", TokenStream, tmp_path, manifest, "val")
     expect_error("splits", write_manifest, tmp_path, dataclasses.replace(manifest, splits={}))

@@ -102,14 +102,6 @@ def test_lone_surrogates_and_endless_blanks():
     assert tokenizer.decode(tokenizer.encode("ab" * 500_000)) == "ab" * 500_000  # hours, were it quadratic
 
 
-def test_token_bytes(trained, library):
-    tokenizer = load_tokenizer(str(trained))
-    lengths = tokenizer.token_bytes()
-    assert (lengths.dtype, lengths.shape, lengths[tokenizer.eot]) == (np.int32, (2000,), 0)
-    for text in [*library[:5], "é漢😀"]:
-        assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
-
-
 def test_bytes():
     tokenizer = load_tokenizer("bytes")
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("bytes", 257, 256)
