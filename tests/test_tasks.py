@@ -20,18 +20,18 @@ SETTINGS = {"device": "cpu", "mixed_precision": "no", "data": [str(CORPUS)]}
 
 
 def evaluate(configs):
-    """What evaluate.py says on this rank, on stdout and stderr, or its refusal."""
+    """What evaluate.py says on this rank, on stderr, or its refusal."""
     from gpt2_ddp.errors import UserError
     from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
     found = []
     for config in configs:
         try:
-            code, out, errors = said(evaluate_checkpoint, EvaluateConfig(**config))
+            code, _, errors = said(evaluate_checkpoint, EvaluateConfig(**config))
             assert code == 0
         except UserError as error:
-            out, errors = "", str(error)
-        found.append((out, errors))
+            errors = str(error)
+        found.append(errors)
     return found
 
 
@@ -58,10 +58,9 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
         {**SETTINGS, "data": [], "checkpoint": str(GOLDEN / "regression_run"), "tasks": other},
     ]
     found_by_two, elsewhere = run_ranks(evaluate, 2, configs[:1])
-    assert elsewhere == [("", "")]
+    assert elsewhere == [""]
     results = found_by_two + run_ranks(evaluate, 1, configs[1:])[0]
     found = run / "evaluations/step-00000010"
-    _, notes = results[0]
     told = {name: json.loads((found / f"{name}.json").read_text()) for name in ("items", "my_items")}
     for name, summary in told.items():
         kept = read_items(found / f"{name}.jsonl")
@@ -71,12 +70,12 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
         assert_close(summary["acc"], sum(row["pick"] == row["label"] for row in scores) / len(scores))
         assert summary["step"] == 10
     assert_close([told[name]["chance"] for name in told], [1 / 2, 1 / 3])
-    assert re.search(r"my_items: \d+ of 21 texts are longer than the model's 16 tokens", notes)
+    assert re.search(r"my_items: \d+ of 21 texts are longer than the model's 16 tokens", results[0])
     assert sorted(file.name for file in (tmp_path / "other").iterdir()) == ["my_items-3.json", "my_items-3.jsonl"]
     assert read_items(tmp_path / "other/my_items-3.jsonl") == read_items(items)[:6:2]
     assert not (found / "broken.json").exists()
     expected = ("broken.jsonl: line 8", "longer.jsonl: choice", f"output = {items}", "tasks = ")
-    for (_, refusal), words in zip(results[2:], expected, strict=True):
+    for refusal, words in zip(results[2:], expected, strict=True):
         assert words in refusal
 
 
