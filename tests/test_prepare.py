@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import datasets
+import nasty
 import numpy as np
 import psutil
 import pyarrow.parquet
@@ -36,12 +37,6 @@ PROJECT = Path(__file__).parents[1]
 SCRIPT = [sys.executable, str(PROJECT / "scripts/prepare_data.py")]
 
 
-@pytest.fixture
-def helperless(monkeypatch):
-    """A BPE is trained in this process: a fresh interpreter takes a second."""
-    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *arguments: function(*arguments))
-
-
 @pytest.fixture(scope="module")
 def library():
     return library_texts(300)
@@ -58,8 +53,7 @@ def texts(tmp_path, library):
 
 
 def config(source, output, **changes):
-    values = {"source": str(source), "output": str(output), "tokenizer": "bytes", "workers": 1} | changes
-    return PrepareConfig.model_validate(values)
+    return nasty.config(source, **{"output": str(output), "tokenizer": "bytes", "workers": 1} | changes)
 
 
 def tokens_of(folder, split):
@@ -93,10 +87,8 @@ ALONE = {"blank.txt": "\n\n\n", "lines.txt": "\r\n", "paragraphs.txt": "\n\r\n",
 
 def documents_for(kind):
     """Random documents that a file of this kind can hold. One is longer than a block."""
-    draw, words = (
-        random.Random(0),
-        ["one", " two", "é", " 漢字", "😀👩\u200d👧", "\t", "'s", ", ", "<|endoftext|>", "\x85"],
-    )
+    draw = random.Random(0)
+    words = ["one", " two", "é", " 漢字", "😀👩\u200d👧", "\t", "'s", ", ", "<|endoftext|>", "\x85"]
     words += [] if kind == "lines.txt" else ["\nx"] if kind in ALONE else ["\n", "\r\n", "\n\n", "\u2028"]
     documents = ["".join(draw.choices(words, k=draw.choice([0, 9, 60]))) for _ in range(150)]
     documents[70] = "".join(draw.choices(words, k=3000))
@@ -169,9 +161,9 @@ PARTED = [(module, "BLOCK", 1000) for module in (encode, source_files, sources)]
 PARTED += [(module, "LARGEST", 4000) for module in (encode, source_files)]
 
 
-@pytest.mark.usefixtures("helperless")
 def test_a_bpe_is_trained_and_another_folder_s_is_copied(texts, tmp_path, monkeypatch):
     """Without `vocab_size` the text decides its size, and any that is there will do."""
+    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))  # in a second less
     first = prepare(config(texts, tmp_path / "first", tokenizer="bpe", vocab_size=300))
     assert first.vocab_size == 300
     monkeypatch.chdir(tmp_path / "first")
@@ -196,9 +188,9 @@ def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
     manifest = prepare(config(tmp_path / "few", tmp_path / "out", **changes))
     total = manifest.tokens("train") + manifest.tokens("val")
     assert manifest.tokens("val") == round(0.1 * total)
-    joined = np.concatenate([tokens_of(tmp_path / "out", "train"), tokens_of(tmp_path / "out", "val")])
+    joined = [*tokens_of(tmp_path / "out", "train"), *tokens_of(tmp_path / "out", "val")]
     tokenizer = load_tokenizer("gpt2")
-    np.testing.assert_array_equal(joined, [tokenizer.eot, *tokenizer.encode(text)])
+    assert joined == [tokenizer.eot, *tokenizer.encode(text)]
     expect_error("source = .*few", prepare, config(tmp_path / "few", tmp_path / "less", val_fraction=1e-9))
 
 
@@ -264,16 +256,16 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path, source, tokenizer, field
     assert [*(tmp_path / "one").rglob("*")] == [tmp_path / "one/mine"]
 
 
-@pytest.mark.parametrize("kind", ["files", "link", "disk"])
-def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, kind):
-    """It has files of others, is behind a link, or is the root of a disk, where no folder beside it is on that disk."""
-    folder = output = tmp_path / "place/out"
+@pytest.mark.parametrize("is_disk", [False, True])
+def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, is_disk):
+    """It has files of others, and is behind a link, or the root of a disk, where no folder beside it is on that
+    disk."""
+    folder, output = tmp_path / "place/out", tmp_path / "link"
     folder.mkdir(parents=True)
     (folder / ".train-000000001.tmp").write_text("precious")
-    if kind == "link":
-        output = tmp_path / "link"
-        output.symlink_to(folder)
-    elif kind == "disk":
+    output.symlink_to(folder)
+    if is_disk:
+        output = folder
         monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
     made = prepare(config(texts, output))
     verify_shards(output, read_manifest(output), record=False)
@@ -329,8 +321,8 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
 
 def test_an_output_within_the_source(texts):
     expect_error("source = ", prepare, config(texts, texts))
-    made = prepare(config(texts, texts / "out"))
-    assert prepare(config(texts, texts / "out")) == made
+    made = prepare(asked := config(texts, texts / "out"))
+    assert prepare(asked) == made
 
 
 def test_the_account_counts_and_lists_what_is_left_out(tmp_path):
