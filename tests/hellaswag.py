@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from pydoc_data.topics import topics
 
 SENTENCES = [
@@ -13,7 +12,7 @@ SENTENCES = [
 ]
 
 
-def made_items(count: int) -> list[dict]:
+def made_items(count):
     """Rows like those of hellaswag_val.jsonl: marks of WikiHow in every third, other scripts in every fourth."""
     rows, step = [], len(SENTENCES) // (count + 1)
     for index in range(count):
@@ -25,20 +24,19 @@ def made_items(count: int) -> list[dict]:
         others = [" ".join(SENTENCES[place + 2 + other].split()[4:]) for other in range(3)]
         label = index % 4
         first, second = SENTENCES[place] + mark + accent, " ".join(words[:4]) if index % 7 else ""
-        texts = {"ctx_a": first, "ctx_b": second, "ctx": f"{first} {second}"}
-        endings = [*others[:label], right, *others[label:]]
-        of_all = {"ind": index, "activity_label": "Reading a manual", "split": "val", "label": label}
-        rows.append({**of_all, **texts, "endings": endings})
+        row = {"ind": index, "activity_label": "Reading a manual", "split": "val", "label": label}
+        row |= {"ctx_a": first, "ctx_b": second, "ctx": f"{first} {second}"}
+        rows.append({**row, "endings": [*others[:label], right, *others[label:]]})
     return rows
 
 
-def items_file(folder: Path, count: int = 15) -> str:
+def items_file(folder, count=15):
     """A file of items, short enough for models of 16 tokens; its task is `items`."""
     choices = ["(self):", "import"]
     rows = [{"context": f"def {'a ' * number}", "choices": choices, "label": number % 2} for number in range(count)]
     return str(write(folder / "items.jsonl", rows))
 
 
-def write(path: Path, rows: list[dict]) -> Path:
+def write(path, rows):
     path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
     return path

@@ -4,25 +4,30 @@ import gzip
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.preparation.source_files import library_files
-from gpt2_ddp.preparation.sources import DocumentChunk, read_pieces, scan
+from gpt2_ddp.preparation.sources import read_pieces, scan
 
-ALPHABET = ["a", "Z", " ", "  ", "\n", "\t", "\r\n", "'s", "'", "é", "漢", "\u00a0", "\u3000", "1", "!", "😀"]
-ALPHABET += ["\u200b", "\0", "\x1c", "\x85", "e\u0301", "ß", "_", "\u2028"]
+ALPHABET = [*"aZ \n\t'é漢\u00a0\u30001!😀\u200b\0\x1c\x85ß_\u2028", "  ", "\r\n", "'s", "e\u0301"]
 PROSE = "Le café de la gare était fermé à dix heures. Où aller ?\n" * 20
 RUSSIAN = "Съешь ещё этих мягких французских булок, да выпей чаю.\n" * 20
 EMOJI = "👩‍👩‍👧 e\u0301 漢字 \U0001f600\u2028\x0c end"
 LONG_LINE = "a long line of words " * 60_000
-ROWS = [{"text": "row one"}, {"text": None}, {"other": 1}, {"text": ""}, {"text": "row five"}]
-NESTED = [{"id": 1, "meta": {"text": "inside one"}}, {"id": 2, "meta": None}, {"id": 3, "meta": {"text": "inside"}}]
+ROWS = b"""{"text": "row one"}
+{"text": null}
+{"other": 1}
+{"text": ""}
+{"text": "row five"}
+"""
+NESTED = """{"id": 1, "meta": {"text": "inside one"}}
+{"id": 2, "meta": null}
+{"id": 3, "meta": {"text": "inside"}}
+"""
 NOISE = random.Random(0).randbytes(20_000)
 DECODABLE = {
     "utf8.txt": (PROSE.encode(), PROSE),
@@ -53,54 +58,41 @@ CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|
 CL100K_PATTERN += r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 
 
-def config(source: Path, **changes) -> PrepareConfig:
+def config(source, **changes):
     return PrepareConfig.model_validate({"source": str(source)} | changes)
 
 
-def pieces(source: Path, **changes) -> Iterator[DocumentChunk]:
+def pieces(source, **changes):
     asked = config(source, **changes)
     return read_pieces(asked, scan(asked).parts, Counter())
 
 
-def texts(source: Path, **changes) -> list[str]:
+def texts(source, **changes):
     """The documents, each whole."""
-    documents: list[str] = []
+    documents = []
     for text, first, _ in pieces(source, **changes):
         documents[-1:] = [*documents[-1:], text] if first else [documents[-1] + text]
     return documents
 
 
-def write_decodable(folder: Path) -> Path:
-    """Text that is read as it is, byte for byte."""
-    return _write(folder, {name: data for name, (data, _) in DECODABLE.items()})
-
-
-def write_nasty(folder: Path) -> Path:
+def write_nasty(folder):
     """All kinds of files; `cp1252` is the encoding of two of them."""
-    write_decodable(folder)
-    rows = "".join(json.dumps(row) + "\n" for row in ROWS)
-    pa.parquet.write_table(
-        pa.Table.from_pylist([{"text": "a"}, {"text": None}, {"text": "b"}]), folder / "rows.parquet"
-    )
-    more = {"empty.txt": b"", "rows.jsonl": rows.encode("utf-8-sig"), "rows.jsonl.gz": gzip.compress(rows.encode())}
-    return _write(folder, NOT_TEXT | LATIN | more)
-
-
-def write_nested(folder: Path) -> Path:
-    """Rows whose text is inside a column."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pa.parquet.write_table(pa.Table.from_pylist(NESTED), folder / "b.parquet")
-    return _write(folder, {"a.jsonl": "".join(json.dumps(row) + "\n" for row in NESTED).encode()})
-
-
-def _write(folder: Path, files: dict[str, bytes]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
+    files = {name: data for name, (data, _) in DECODABLE.items()} | NOT_TEXT | LATIN
+    files |= {"empty.txt": b"", "rows.jsonl": b"\xef\xbb\xbf" + ROWS, "rows.jsonl.gz": gzip.compress(ROWS)}
     for name, data in files.items():
         (folder / name).write_bytes(data)
+    pa.parquet.write_table(pa.table({"text": ["a", None, "b"]}), folder / "rows.parquet")
     return folder
 
 
-def difficult_texts() -> list[str]:
+def write_nested(folder):
+    """Rows whose text is inside a column."""
+    (folder / "a.jsonl").write_text(NESTED)
+    pa.parquet.write_table(pa.Table.from_pylist([*map(json.loads, NESTED.splitlines())]), folder / "b.parquet")
+
+
+def difficult_texts():
     rng = random.Random(0)
     texts = ["".join(rng.choices(ALPHABET, k=rng.randint(0, 40))) for _ in range(3000)]
     texts += [rng.randbytes(rng.randint(0, 200)).decode("utf-8", "replace") for _ in range(500)]
@@ -108,7 +100,7 @@ def difficult_texts() -> list[str]:
     return [*texts, "", " " * 1000, "\n" * 1000, "x" + " " * 1000 + "y", "a" * 5000]
 
 
-def library_texts(count: int) -> list[str]:
+def library_texts(count):
     """The first files of Python's standard library, as a preparation reads them; empty ones are left out."""
     texts = (path.read_bytes().decode("utf-8", "replace") for path in library_files())
     return list(islice((text for text in texts if text), count))

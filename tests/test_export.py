@@ -2,10 +2,8 @@
 
 import heapq
 import json
-import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from commands import expect_error
 from models import SHAPES, edit_json, edit_weights, tiny
 from nasty import CL100K_PATTERN
 from runs import gpt_state, training_config
-from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, find_checkpoint, write_manifest, write_part
 from gpt2_ddp.config.cli import load
@@ -26,20 +23,19 @@ from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.export import atomic_directory, export_hf
 from gpt2_ddp.export.formats import tokenizer_json
 from gpt2_ddp.model.generate import Sampling, generate
-from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import write_characters
-from gpt2_ddp.state import FeedState, Progress, Scores
+from gpt2_ddp.state import FeedState, Progress
 from gpt2_ddp.tasks.trained_model import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: Path) -> Path:
+def checkpoint_of(model, tokenizer, file, folder):
     """A checkpoint of the model; of a run of which nothing else is left."""
     changes = {"model": model.config.model_dump(), "train.global_batch_tokens": model.config.block_size}
     config = training_config(folder / "no_data", folder, changes)
     task = {"tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
-    scores: Scores = {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None}
+    scores = {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None}
     progress, feed = Progress(step=7, scores=scores), FeedState(position=30, order_digest="0f" * 32)
     state = gpt_state(epoch_size=12, progress=progress, feed=feed)
     state.task = state.task.model_copy(update=task | {"data_manifest": "ab" * 32})
@@ -52,22 +48,21 @@ def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: P
 
 
 @pytest.fixture
-def checkpoint(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> Path:
-    """A checkpoint of a model without biases, with a BPE of 512 ids; a GPT-2, or of the architecture asked for."""
-    file, changes = corpus / "tokenizer.json", SHAPES[request.param] if hasattr(request, "param") else {}
-    return checkpoint_of(tiny(512, bias=False, **changes), load_tokenizer(str(file)), file, tmp_path)
+def checkpoint(corpus, tmp_path):
+    """A checkpoint of a GPT-2 without biases, with a BPE of 512 ids."""
+    return checkpoint_of(tiny(512, bias=False), load_tokenizer(str(corpus)), corpus / "tokenizer.json", tmp_path)
 
 
 @pytest.fixture
-def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def little_text(monkeypatch):
     monkeypatch.setattr(check, "library_files", lambda: [Path(heapq.__file__)])
 
 
-def exported(checkpoint: Path, output: Path, *flags: str) -> int:
+def exported(checkpoint, output, *flags):
     return export_hf(load(ExportConfig, [str(checkpoint), "--output", str(output), *flags]))
 
 
-def tokenizer_of(name: str, corpus: Path, tmp_path: Path) -> tuple[Tokenizer, Path | None]:
+def tokenizer_of(name, corpus, tmp_path):
     if name == "bpe":
         return load_tokenizer(str(corpus)), corpus / "tokenizer.json"
     if name == "chars":
@@ -94,8 +89,8 @@ def test_transformers_does_with_it_what_the_model_does(name, bias, kind, corpus,
     assert not bias or f"of {theirs.num_parameters():,} parameters" in card, "biases that are zeros do not count"
     dropouts = ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
     assert {getattr(theirs.config, name) for name in dropouts} == {0.1}
-    assert (theirs.config.vocab_size, theirs.dtype) == (tokenizer.vocab_size, torch.float32)
-    assert theirs.config.max_position_embeddings == 48
+    shape = theirs.config.vocab_size, theirs.config.max_position_embeddings, theirs.dtype
+    assert shape == (tokenizer.vocab_size, 48, torch.float32)
     encoder = AutoTokenizer.from_pretrained(tmp_path / "made")
     prompts = ["abc(a, b):\n    (a", "abc("]  # which are padded to one length
     prompts[0] += ")" if name == "chars" else "<|endoftext|>)"
@@ -129,13 +124,11 @@ def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(tmp_path, litt
     for place, flags in (("gpt2_run", []), ("gpt2_run/checkpoints/step-00000005", ["--gguf", "true"])):
         assert export_hf(load(ExportConfig, [str(GOLDEN / place), *flags])) == 0
     made, other = Path("exports/gpt2_run-step-00000010"), Path("exports/gpt2_run-step-00000005")
-    parameters = sum(value.numel() for value in load_file(made / "model.safetensors").values())
-    # of 384 rows the 84 that pad the 300 ids are not counted
-    assert f"of {parameters:,} parameters" in (made / "README.md").read_text()
+    assert (made / "README.md").is_file()
     assert (other / "model.gguf").is_file()
 
 
-def swap_merges(folder: Path) -> None:
+def swap_merges(folder):
     """Two merges that compete for the same letters, in the other order."""
     definition = json.loads((folder / "tokenizer.json").read_text())
     merges = definition["model"]["merges"]
@@ -143,29 +136,27 @@ def swap_merges(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(definition))
 
 
-def flip(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def flip(tensors):
     tensors[FC].view(torch.int32)[3, 5].bitwise_xor_(1)
     return tensors
 
 
 FC = "transformer.h.1.mlp.c_fc.weight"
 WRONG = {
-    "a bit of a weight": (edit_weights(flip),
-     "h.1.mlp.c_fc.weight differs from the checkpoint's"),
+    "a bit of a weight": (edit_weights(flip), "h.1.mlp.c_fc.weight differs"),
     "a tensor too few": (edit_weights(lambda tensors: {FC: tensors[FC]}), "missing_keys"),
     "another number of heads": (edit_json("config.json", n_head=4), "logits differ"),
     "a fourth of the merges": (swap_merges, "token ids differ"),
     "special tokens in text": (edit_json("tokenizer_config.json", "split_special_tokens"),
      "token ids differ"),
     "another end": (edit_json("tokenizer_config.json", eos_token="!"), "'eos_token_id': 1, "),
-    "sampling": (edit_json("generation_config.json", do_sample=True, temperature=0.3),
-     "'do_sample': True, 'eos_token_id': 0, 'pad_token_id': 0, 'temperature': 0.3} from generation_config.json"),
+    "sampling": (edit_json("generation_config.json", do_sample=True), "'do_sample': True, "),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)
 def test_what_differs_is_rejected_and_removed(change, words, checkpoint, tmp_path, little_text, monkeypatch, capsys):
-    def tampered(folder: Path, *args: Any) -> str:
+    def tampered(folder, *args):
         change(folder)
         return check.check_export(folder, *args)
 
@@ -176,8 +167,8 @@ def test_what_differs_is_rejected_and_removed(change, words, checkpoint, tmp_pat
 
 
 def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, monkeypatch):
-    def load_broken(found: Any, trust_code: bool) -> tuple[GPT, Tokenizer]:
-        model, tokenizer = load_model(found, trust_code)
+    def load_broken(*given):
+        model, tokenizer = load_model(*given)
         model.ln_f.weight.data[3] = torch.nan
         return model, tokenizer
 
@@ -186,20 +177,26 @@ def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, mo
         export.export(find_checkpoint(checkpoint), tmp_path / "made")
 
 
-@pytest.mark.parametrize(("checkpoint", "source", "output", "flags", "field"), [
-    ("gpt2", GOLDEN / "regression_run", "made", [], "checkpoint = "),
-    ("gpt2", "run", "file", [], "output = .*file"),
-    ("gpt2", GOLDEN / "gpt2_run", GOLDEN / "gpt2_run/checkpoints/new/made", [], "output = .*made"),
-    ("speedrun", "run", "made", [], "model.architecture = speedrun"),
-    ("nanochat", "run", "made", ["--gguf", "true"], "model.architecture = nanochat"),
-    ("llama", "run", "made", [], "transformers"),
-], indirect=["checkpoint"])  # fmt: skip
-def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch, source, output, flags, field):
+REFUSED = """
+gpt2 GOLDEN/regression_run made checkpoint
+gpt2 run file output
+gpt2 GOLDEN/gpt2_run GOLDEN/gpt2_run/checkpoints/new/made output
+speedrun run made model.architecture
+nanochat run made model.architecture --gguf true
+llama run made package
+"""
+"""Architecture of `run`, what is exported, the output, the error's field, and flags."""
+
+
+@pytest.mark.parametrize("case", REFUSED.strip().splitlines())
+def test_refused_before_any_work(corpus, tmp_path, monkeypatch, case):
+    kind, source, output, field, *flags = case.replace("GOLDEN", str(GOLDEN)).split()
+    checkpoint_of(tiny(512, **SHAPES[kind]), load_tokenizer(str(corpus)), corpus / "tokenizer.json", tmp_path)
     monkeypatch.setattr(export, "load_model", None)  # reading weights would fail
-    if field == "transformers":
+    if field == "package":
         monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "file").write_text("mine")
-    expect_error(field, exported, tmp_path / source, tmp_path / output, *flags)
+    expect_error(f"^{field}", exported, tmp_path / source, tmp_path / output, *flags)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
     assert not (GOLDEN / "gpt2_run/checkpoints/new").exists()
 
@@ -207,11 +204,10 @@ def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch, source, outp
 def test_a_checkpoint_that_its_run_prunes_meanwhile(checkpoint, tmp_path, little_text, monkeypatch):
     """While it is read that is a user error; while it is checked it does not matter."""
     found, check_it = find_checkpoint(checkpoint), export.check_export
-    check_and_remove = lambda *arguments: shutil.rmtree(found.path) or check_it(*arguments)  # noqa: E731
-    monkeypatch.setattr(export, "check_export", check_and_remove)
+    monkeypatch.setattr(export, "check_export", lambda *given: shutil.rmtree(found.path) or check_it(*given))
     export.export(found, tmp_path / "made")
     assert (tmp_path / "made/README.md").is_file()
-    expect_error("deletes old checkpoints; run the same command again", export.export, found, tmp_path / "again")
+    expect_error("^checkpoint = ", export.export, found, tmp_path / "again")
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
@@ -224,16 +220,16 @@ def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
     tables |= {"pat_str": CL100K_PATTERN, "special_tokens": {"<|endoftext|>": 50256, "<|other|>": 50258}}
     other = Tokenizer("other", tiktoken.Encoding("other", **tables))
     definition = tokenizer_json(other)
-    theirs: Any = tokenizers.Tokenizer.from_str(json.dumps(definition))
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(definition))
     theirs.encode_special_tokens = True
     text = Path(heapq.__file__).read_text()
     assert theirs.encode(text).ids == other.encode(text).tolist()
     assert theirs.encode(text).ids != gpt2.encode(text).tolist()
 
 
-def make(output: Path) -> None:
-    with atomic_directory(output) as folder:
-        (folder / "a").write_text("one")
+def make(output):
+    with atomic_directory(output):
+        pass
 
 
 def test_what_is_there_stays(tmp_path, monkeypatch):
@@ -242,9 +238,8 @@ def test_what_is_there_stays(tmp_path, monkeypatch):
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     monkeypatch.chdir(tmp_path / "full")
     for name in ("../full", "mine", "../dangling", ".", "/"):
-        expect_error("output = ", make, Path(name))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "full"]
-    assert os.listdir(tmp_path / "full") == ["mine"]
+        expect_error("^output = ", make, Path(name))
+    assert {*tmp_path.rglob("*")} == {tmp_path / name for name in ("dangling", "full", "full/mine")}
 
 
 def test_an_empty_folder_is_filled_by_one_process(tmp_path):

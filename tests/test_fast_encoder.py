@@ -2,16 +2,13 @@
 
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from nasty import difficult_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.workers import AHEAD, InlineExecutor, in_order
 from gpt2_ddp.preparation import encode
 from gpt2_ddp.preparation.encode import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder
@@ -20,27 +17,27 @@ from gpt2_ddp.preparation.prepare import prepare, train_bpe
 LIE = "xylophone"
 
 
-def first_id(tokenizer: Tokenizer) -> int:
+def first_id(tokenizer):
     return min(tokenizer.encoding._mergeable_ranks.values())
 
 
 class StandIn:
     """As much of gigatoken's encoder as is used: ids from 0 on, uint32, of UTF-8. It may lie about one word."""
 
-    def __init__(self, tokenizer: Tokenizer, lies: bool = False):
+    def __init__(self, tokenizer, lies=False):
         self.tokenizer, self.lies, self.calls = tokenizer, lies, 0
 
-    def encode(self, data: bytes) -> np.ndarray:
+    def encode(self, data):
         self.calls += 1
         text = data.decode()
         text = text.replace(LIE, "") if self.lies else text
         return self.tokenizer.encode(text).astype(np.uint32) - np.uint32(first_id(self.tokenizer))
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, lies: bool) -> list[StandIn]:
-    made: list[StandIn] = []
+def stand_in(monkeypatch, lies):
+    made = []
 
-    def make(tokenizer: Tokenizer) -> FastEncoder:
+    def make(tokenizer):
         made.append(StandIn(tokenizer, lies))
         return FastEncoder(tokenizer, made[-1], first_id(tokenizer))
 
@@ -57,7 +54,7 @@ def _forget():
 
 
 @pytest.fixture
-def rows(tmp_path) -> Path:
+def rows(tmp_path):
     """300 documents in JSON lines, as many as the splits need; the later ones have the word that a liar lies about."""
     draw = random.Random(0)
     words = ["one ", "two\n", "é", " 漢字", "<|endoftext|>", "\ud800", "'s ", "    "]
@@ -68,7 +65,7 @@ def rows(tmp_path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
-def prepared(rows: Path, name: str, **changes: object) -> dict[str, bytes]:
+def prepared(rows, name, **changes):
     values = {"source": str(rows), "output": str(rows.with_name(name)), "tokenizer": "gpt2", "workers": 1}
     prepare(PrepareConfig.model_validate(values | {"shard_tokens": 20_000, "val_fraction": 0.2} | changes))
     return {path.name: path.read_bytes() for path in rows.with_name(name).iterdir()}
@@ -81,24 +78,18 @@ def test_gigatoken_gives_the_same_ids(tokenizer, tmp_path):
         train_bpe(difficult_texts()[:500], 400, tmp_path / "tokenizer.json")
     exact = load_tokenizer(str(tmp_path) if tokenizer == "bpe" else tokenizer)
     fast = fast_encoder(exact)
-    assert fast is not None
+    assert fast_encoder(load_tokenizer("bytes")) is None
     for text in [*difficult_texts(), "a<|endoftext|>b", "x" + " " * 1_500_000 + "y"]:
         ids = fast.encode(text)
         assert ids.dtype == exact.encode("").dtype
         np.testing.assert_array_equal(ids, exact.encode(text), repr(text[:80]))
 
 
-def test_only_gpt2s_pattern_and_ids_without_a_gap():
-    assert fast_encoder(load_tokenizer("bytes")) is None
-
-
 @pytest.fixture
-def slow(rows, monkeypatch, capfd) -> dict[str, bytes]:
+def slow(rows, monkeypatch):
     """The files that tiktoken alone prepares."""
     monkeypatch.setattr(encode, "fast_encoder", lambda tokenizer: None)
-    files = prepared(rows, "slow")
-    assert "gigatoken" not in capfd.readouterr().out
-    return files
+    return prepared(rows, "slow")
 
 
 def test_the_fast_encoder_changes_neither_bytes_nor_manifest(rows, slow, monkeypatch):
@@ -112,9 +103,7 @@ def test_one_that_lies_is_found_out_and_everything_is_encoded_again(rows, slow, 
     made = stand_in(monkeypatch, lies=True)
     fast = prepared(rows, "fast")
     assert made[0].calls > 200  # it had encoded most, before it was asked for what it lies about
-    said = capfd.readouterr().out
-    assert said.count("note: gigatoken and tiktoken encode") == 1
-    assert "differently; tiktoken encodes the whole text" in said
+    assert capfd.readouterr().out.count("note: gigatoken") == 1
     assert fast == slow, "and no temporary file is left"
 
 
@@ -140,14 +129,14 @@ def test_a_panic_of_rust_is_no_crash(rows, slow, monkeypatch, capfd):
     stand_in(monkeypatch, lies=False)
     honest = StandIn.encode
 
-    def panics(self: StandIn, data: bytes) -> np.ndarray:
+    def panics(self, data):
         if self.calls > 200:
             raise PanicException("index out of bounds")
         return honest(self, data)
 
     monkeypatch.setattr(StandIn, "encode", panics)
     assert prepared(rows, "fast") == slow
-    assert "note: gigatoken panicked (index out of bounds) at " in capfd.readouterr().out
+    assert "note: gigatoken panicked" in capfd.readouterr().out
     monkeypatch.setattr(StandIn, "encode", lambda self, data: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         prepared(rows, "stopped")
@@ -157,7 +146,7 @@ def test_a_panic_of_rust_is_no_crash(rows, slow, monkeypatch, capfd):
 def test_only_a_few_items_are_under_way(workers):
     given, taken, most = 0, 0, 0
 
-    def items() -> Iterator[Any]:
+    def items():
         nonlocal given, most
         for given in range(1, 51):
             most = max(most, given - taken)
@@ -171,7 +160,7 @@ def test_only_a_few_items_are_under_way(workers):
 
 
 def test_samples_are_taken_all_over(rows, monkeypatch):
-    checked: list[str] = []
+    checked = []
     stand_in(monkeypatch, lies=False)
     monkeypatch.setattr(FastEncoder, "check", lambda self, text, ids: checked.append(text))
     prepared(rows, "out")

@@ -3,9 +3,8 @@
 import math
 import multiprocessing
 import random
-from itertools import islice
+from itertools import chain, islice
 from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -37,31 +36,30 @@ def test_a_micro_batch_is_the_largest_divisor_or_has_the_least_padding():
         size = split_batch(windows, processes, limit)
         assert size == max(size for size in padding if padding[size] == min(padding.values()))
         assert padding_rows(windows, processes, size) == padding[size]
-    expect_error("processes = 9: more than the 8 windows", split_batch, 8, 9, 16)
+    expect_error("^processes = 9: ", split_batch, 8, 9, 16)
 
 
 def test_numbers_of_windows_and_of_micro_batches_to_try():
-    assert [count_windows(tokens, 4) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
-    assert list(micro_batches(96, 8)) == [12, 6, 4, 3, 2, 1]
+    assert [count_windows(tokens, 4) for tokens in (0, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
     assert list(micro_batches(512, 6)) == [86, 43, 29, 22, 11, 8, 4, 2, 1]
 
 
 class Numbers:
     """A source whose items are their own numbers; keeps what was read in this process."""
 
-    def __init__(self, n: int):
+    def __init__(self, n):
         self.n = n
         self.read_items: list[int] = []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.n
 
-    def read(self, items: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, items):
         self.read_items += items.tolist()
-        return torch.from_numpy(items), torch.from_numpy(-items)
+        return (torch.from_numpy(items),)
 
 
-def rank_of(world: int, rank: int) -> Any:
+def rank_of(world, rank):
     """What a feed asks an accelerator for."""
     return SimpleNamespace(num_processes=world, process_index=rank, device=torch.device("cpu"))
 
@@ -72,17 +70,16 @@ def test_shares_are_a_partition_of_a_step():
     for _ in range(300):
         n, world, batch = rng.randint(1, 90), rng.choice([1, 2, 3, 5, 30]), rng.randint(1, 9)
         in_turn, by_rank = interleaved(world, batch)(n), [*zip(*contiguous(world, batch)(n), strict=True)]
-        for groups in (in_turn, by_rank):
-            parts = [part for group in groups for part in group]
-            assert [item for part in parts for item in part] == [*range(n)]
+        for parts in ([*chain(*in_turn)], [*chain(*by_rank)]):
+            assert [*chain(*parts)] == [*range(n)]
             assert max(map(len, parts)) <= batch
         totals = [sum(map(len, parts)) for parts in by_rank]
         assert max(totals) - min(totals) <= 1
 
 
-def step_by_definition(n: int, size: int, by_epoch: bool, passed: list[tuple[int, int]], position: int) -> list[int]:
+def step_by_definition(n, size, by_epoch, passed, position):
     """The positions of a step, one at a time."""
-    step: list[int] = []
+    step = []
     while len(step) < size:
         if not any(start <= position < stop for start, stop in passed):
             if step and by_epoch and position // n != step[0] // n:
@@ -92,7 +89,7 @@ def step_by_definition(n: int, size: int, by_epoch: bool, passed: list[tuple[int
     return step
 
 
-def walk(seed: int, accelerator: Any, workers: int = 0, actions: int = 25) -> None:
+def walk(seed, accelerator, workers=0, actions=25):
     """Random steps, looks at the next micro-batch, ranges passed over, moves and restarts on one rank. All that the
     feed returns is what the definition gives; a rank reads its own items alone, and at most one micro-batch ahead."""
     rng = random.Random(seed)
@@ -100,20 +97,20 @@ def walk(seed: int, accelerator: Any, workers: int = 0, actions: int = 25) -> No
     by_epoch, world, rank = rng.random() < 0.5, accelerator.num_processes, accelerator.process_index
     share, least = (contiguous(world, batch), 1) if by_epoch else (interleaved(world, batch), batch)
     order, source, random_state = Permutation(seed, n), Numbers(n), torch.get_rng_state()
-    whole = GlobalBatch(size, share, by_epoch=True) if by_epoch else GlobalBatch(size, share, rows=least)
+    whole = GlobalBatch(size, share, by_epoch=by_epoch, rows=least)
     feed = Feed(order, whole, source, accelerator, workers)
-    state, delivered = FeedState(), list[int]()
+    state, delivered = FeedState(), []
 
-    def check(found: Any, positions: list[int], number: int) -> list[int]:
+    def check(found, positions, number):
         """Micro-batch `number` of the step that takes `positions`."""
         shares = share(len(positions))
         own = [positions[i] for i in shares[number][rank]]
         rows = own or positions[:1]
         rows = rows + rows[-1:] * (least - len(rows))
         assert (found.positions.tolist(), found.n_valid, found.last) == (rows, len(own), number == len(shares) - 1)
-        numbers, negated = (row.tolist() for row in found.rows)
-        assert numbers == [-item for item in negated] == order.items_at(found.positions).tolist()
-        return numbers
+        (items,) = found.rows
+        assert items.tolist() == order.items_at(found.positions).tolist()
+        return items.tolist()
 
     for _ in range(actions):
         positions = step_by_definition(n, size, by_epoch, state.skipped_ranges, state.position)
@@ -175,11 +172,11 @@ class Vanished(Numbers):
 
     workers = 1
 
-    def read(self, items: np.ndarray) -> Any:
+    def read(self, items):
         raise UserError("data.path", "photos/1.png", "is not an image")
 
 
-def walk_with_workers() -> None:
+def walk_with_workers():
     """Through all moves; an error in a worker is a user error."""
     from gpt2_ddp.distributed.launch import build_accelerator
     from gpt2_ddp.tasks.supervised import score_each
@@ -187,31 +184,24 @@ def walk_with_workers() -> None:
     accelerator = build_accelerator("cpu", "no")
     walk(246, accelerator, workers=2, actions=9)
     source, batch = Vanished(4), GlobalBatch(4, interleaved(2, 2))
-    message = "data.path = photos/1.png: is not an image"
-    expect_error(message, Feed(Permutation(1, 4), batch, source, accelerator, workers=1).first_micro_batch)
-    expect_error(message, score_each, accelerator, torch.nn.Identity(), cast(Any, source), lambda *_: {}, 4)
+    feed = Feed(Permutation(1, 4), batch, source, accelerator, workers=1)
+    expect_error("^data.path = photos/1.png: ", feed.first_micro_batch)
+    expect_error("^data.path = photos/1.png: ", score_each, accelerator, torch.nn.Identity(), source, None, 4)
 
 
 def test_workers_of_two_ranks_deliver_the_same():
     run_ranks(walk_with_workers, 2)
 
 
-WRONG = {
-    "lost": lambda batches: batches[1:],
-    "swapped": lambda batches: [batches[1], batches[0], *batches[2:]],
-    "twice": lambda batches: [batches[1], *batches[1:]],
-    "of another step": lambda batches: batches[2:],
-}
-"""What can go wrong with the loader after three steps of two micro-batches."""
-
-
-@pytest.mark.parametrize("how", WRONG)
-def test_another_micro_batch_than_the_next_is_refused(how):
+@pytest.mark.parametrize("order", [[1], [1, 0], [0, 0], [2, 3]], ids=["lost", "swapped", "twice", "of another step"])
+def test_another_micro_batch_than_the_next_is_refused(order):
+    """After three steps of two micro-batches."""
     feed = Feed(Permutation(1, 100), GlobalBatch(8, interleaved(2, 2)), Numbers(100), rank_of(2, 1))
     for _ in range(3):
         assert len(list(feed.next_step().micro_batches)) == 2
-    feed._deliveries = iter(WRONG[how]([*islice(feed._deliveries, 14)]))
-    with pytest.raises(RuntimeError, match="the loader delivered micro-batch"):
+    batches = [*islice(feed._deliveries, 14)]
+    feed._deliveries = iter([batches[number] for number in order] + batches[4:])
+    with pytest.raises(RuntimeError):
         list(feed.next_step().micro_batches)
 
 

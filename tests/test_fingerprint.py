@@ -2,21 +2,21 @@
 
 import json
 import os
+import platform
 import shutil
 from pathlib import Path
 
 import pytest
-from commands import expect_error
+from commands import expect_error, snapshot
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.preparation import row_sources, source_files
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.preparation.source_files import RECORD
 
 
 @pytest.fixture
-def texts(tmp_path, monkeypatch) -> Path:
+def texts(tmp_path, monkeypatch):
     """A folder of six small files, named as in the working directory."""
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "c", "d/e", "d/f", "ü\n"):
@@ -26,30 +26,28 @@ def texts(tmp_path, monkeypatch) -> Path:
     return Path("texts")
 
 
-def config(source: str = "texts", **changes) -> PrepareConfig:
+def config(source="texts", **changes):
     values = {"source": source, "output": "out", "tokenizer": "bytes", "val_fraction": 0, "workers": 1}
     return PrepareConfig.model_validate(values | changes)
 
 
-def rewrite(path: Path, text: str) -> None:
+def rewrite(path, text):
     """Other content of the same size and time as a careless copy would leave it, but for the nanoseconds."""
     before = path.stat()
     path.write_text(text)
-    assert path.stat().st_size == before.st_size
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
 
 
 def test_what_changed_is_named_and_nothing_is_lost(texts):
     made = prepare(config())
-    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    before = snapshot(Path("out"))
     assert prepare(config()) == made
     rewrite(texts / "a.txt", "this is A\n")
     (texts / "d/f.txt").unlink()
     for name in ("1", "2", "3"):
         (texts / f"{name}.txt").write_text("new\n")
     expect_error(r"source = texts: has changed .*: 1\.txt, 2\.txt, 3\.txt, a\.txt, d/f\.txt;", prepare, config())
-    assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
-    assert read_manifest(Path("out")) == made
+    assert snapshot(Path("out")) == before
     assert prepare(config(output="other")).hash != made.hash
 
 
@@ -73,8 +71,8 @@ def test_files_of_other_times_or_in_another_place_are_the_same(texts, monkeypatc
 def test_without_its_record_a_change_is_noticed_too(texts):
     prepare(config())
     record = Path("out") / RECORD
-    entries = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [entry[0] for entry in entries] == ["a.txt", "b.txt", "c.txt", "d/e.txt", "d/f.txt", "ü\n.txt"]
+    names = [json.loads(line)[0] for line in record.read_text().splitlines()]
+    assert names == ["a.txt", "b.txt", "c.txt", "d/e.txt", "d/f.txt", "ü\n.txt"]
     for damage in (record.unlink, lambda: record.write_text('["a.txt", 10, 1, "x"]\n')):
         damage()
         prepare(config())
@@ -87,21 +85,21 @@ def test_sources_that_cannot_be_compared_are_taken_as_they_were(texts):
     made = prepare(config())
     texts.rename("elsewhere")
     assert prepare(config()) == made
-    expect_error("made with column text; choose another", prepare, config(column="body"))
+    expect_error("^output = .*made with column text;", prepare, config(column="body"))
 
 
-@pytest.mark.parametrize("source", ["texts/*.txt", "texts/a.txt", "{absolute}/**/*.txt"])
+@pytest.mark.parametrize("source", ["texts/*.txt", "texts/a.txt", "./texts/**/*.txt"])
 def test_names_do_not_depend_on_where_the_source_is(texts, source):
-    prepare(config(source.format(absolute=texts.absolute())))
+    prepare(config(source))
     assert json.loads((Path("out") / RECORD).read_text().splitlines()[0])[0] == "a.txt"
 
 
 def test_another_python_has_another_library(texts, monkeypatch):
-    monkeypatch.setattr("gpt2_ddp.preparation.source_files.sysconfig.get_path", lambda _: str(Path("texts").absolute()))
+    monkeypatch.setattr(source_files.sysconfig, "get_path", lambda _: "texts")
     (texts / "json.py").write_text("import this\n")
-    prepare(config("stdlib"))
+    assert prepare(config("stdlib")).source == f"stdlib (Python {platform.python_version()})"
     (texts / "tomllib.py").write_text("import that\n")
-    expect_error("source = stdlib: has changed .*: tomllib.py;", prepare, config("stdlib"))
+    expect_error("^source = stdlib: .*: tomllib.py;", prepare, config("stdlib"))
 
 
 def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):
@@ -111,6 +109,6 @@ def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):
     here = config("hub:owner/name")
     was = source_files.fingerprint(here, [])
     assert was == {"commit": "a" * 40}
-    source_files.check_unchanged(tmp_path, here, was)
-    source_files.check_unchanged(tmp_path, here, was)  # nobody answers
-    expect_error("source = hub:owner/name: has changed", source_files.check_unchanged, tmp_path, here, was)
+    for _ in ("the same", "nobody answers"):
+        source_files.check_unchanged(tmp_path, here, was)
+    expect_error("^source = hub:owner/name: ", source_files.check_unchanged, tmp_path, here, was)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import gguf
 import models
@@ -15,32 +14,34 @@ from models import tiny
 
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
-from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.preparation.prepare import write_characters
 
 DEFINITION = Path(__file__).parent / "golden/corpus/tokenizer.json"
 TOKENIZER = load_tokenizer(str(DEFINITION))  # 300 ids, of 384 rows
 TEXT = "def naïve(x):\n    return 'it''s 12 x ☃'  # \t don't 漢字\n\n" + Path(__file__).read_text()
-LINEAR = {
-    "attn_qkv": lambda block: block.attn.c_attn, "attn_output": lambda block: block.attn.c_proj,
-    "ffn_up": lambda block: block.mlp.c_fc, "ffn_down": lambda block: block.mlp.c_proj,
-    "attn_norm": lambda block: block.ln_1, "ffn_norm": lambda block: block.ln_2,
-}  # fmt: skip
-"""What llama.cpp calls the layers of a block."""
+LINEAR = """
+attn_qkv attn.c_attn
+attn_output attn.c_proj
+ffn_up mlp.c_fc
+ffn_down mlp.c_proj
+attn_norm ln_1
+ffn_norm ln_2
+"""
+"""What llama.cpp calls the layers of a block, and what we call them."""
 
 
 SHAPES = {kind: models.SHAPES[kind] | {"n_head": 4, "n_kv_head": 2} for kind in ("llama", "qwen3")}
 SHAPES["gpt2"] = models.SHAPES["gpt2"] | {"n_head": 4}
 
 
-def expected(model: GPT) -> dict[str, torch.Tensor]:
+def expected(model):
     """The tensors by llama.cpp's own names, in its orientation, [out, in]."""
     if model.lm_head is not None:
         return expected_llama(model)
     layers = {"output_norm": model.ln_f}
     for number, block in enumerate(model.h):
-        layers |= {f"blk.{number}.{name}": layer(block) for name, layer in LINEAR.items()}
+        layers |= {f"blk.{number}.{name}": layer for name, layer in linear(block).items()}
     wanted = {"token_embd.weight": model.wte.weight[: model.vocab_size], "position_embd.weight": model.wpe.weight}
     for name, layer in layers.items():
         bias = torch.zeros(layer.weight.size(0)) if layer.bias is None else layer.bias
@@ -48,7 +49,12 @@ def expected(model: GPT) -> dict[str, torch.Tensor]:
     return wanted
 
 
-def expected_llama(model: GPT) -> dict[str, torch.Tensor]:
+def linear(block):
+    """The layers of a block by llama.cpp's names."""
+    return {name: block.get_submodule(ours) for name, ours in map(str.split, LINEAR.strip().splitlines())}
+
+
+def expected_llama(model):
     """The same of a Llama or a Qwen3 with four heads of eight features, and two of keys."""
     tables = {"token_embd": model.wte, "output": model.lm_head}
     wanted = {name: table.weight[: model.vocab_size] for name, table in tables.items()}
@@ -63,16 +69,16 @@ def expected_llama(model: GPT) -> dict[str, torch.Tensor]:
             wanted |= {f"blk.{number}.{name}": weight for name, weight in norms.items()}
         gate, up = block.mlp.c_fc.weight.chunk(2)
         weights = {"attn_q": q, "attn_k": k, "attn_v": v, "ffn_gate": gate, "ffn_up": up}
-        weights |= {name: LINEAR[name](block).weight for name in ("attn_output", "ffn_down", "attn_norm", "ffn_norm")}
+        weights |= {name: layer.weight for name, layer in linear(block).items() if name not in ("attn_qkv", "ffn_up")}
         wanted |= {f"blk.{number}.{name}": weight for name, weight in weights.items()}
     return {f"{name}.weight": weight for name, weight in wanted.items()}
 
 
-def fields(file: Path) -> dict[str, Any]:
+def fields(file):
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
-def encoded(tokens: list[str], merges: list[str]) -> list[int]:
+def encoded(tokens, merges):
     vocab = {token: rank for rank, token in enumerate(tokens)}
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -25,7 +25,7 @@ from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 LM_EVAL = Path(sys.executable).with_name("lm_eval")
 
 
-def local_tasks(folder: Path, page: str) -> None:
+def local_tasks(folder, page):
     """The page's own task; HellaSwag as lm-eval describes it, but for the data."""
     import lm_eval
 
@@ -53,7 +53,7 @@ def local_tasks(folder: Path, page: str) -> None:
 NAMES = ("hellaswag", "items")
 
 
-def lm_eval_of(exported: Path, page: str, folder: Path) -> dict[str, dict[str, float]]:
+def lm_eval_of(exported, page, folder):
     """The results of the page's command for each of the local tasks; samples are in `folder`."""
     command = next(line for line in page.splitlines() if line.startswith("lm_eval ") and "--include_path" in line)
     words = command.replace("EXPORT", str(exported)).split()

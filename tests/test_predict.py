@@ -1,6 +1,8 @@
 """evaluate.py on small jobs: predictions equal a plain loop's; and which script takes a classifier's run."""
 
 import json
+import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,8 @@ from PIL import Image
 from ranks import in_turn, run_ranks
 from runs import job_config, train, weights
 
-from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig
+from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig
 from gpt2_ddp.errors import truncate
-from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 from gpt2_ddp.tasks.jobs import LeNet, make_job
 from gpt2_ddp.tasks.trained_model import generate_text
@@ -25,63 +26,60 @@ NAMES = ["cat", "dog", "owl"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     """`scaled/run`, of images scaled to 20 x 20; `kept/run`, of 16 x 16; of points `clusters/run`, `line/run`."""
     folder = tmp_path_factory.mktemp("predict")
     write_images(folder / "images/train", {"cat": 4, "dog": 3, "owl": 3}, 1)
     write_images(folder / "images/test", {"cat": 3, "owl": 2}, 2)
     own = {"data.name": "images", "data.path": str(folder / "images"), "train.epochs": 1, "train.global_batch_size": 4}
-    kinds = {
-        "scaled": ("lenet", own | {"data.image_size": 20}),
-        "kept": ("lenet", own),
-        "clusters": ("mlp", {"train.epochs": 1, "train.mixed_precision": "no"}),
-        "line": ("regression", {"train.epochs": 1}),
-    }
-    run_ranks(in_turn, 1, *((train, job_config(kind, folder / name, of)) for name, (kind, of) in kinds.items()))
+    kinds = (
+        ("scaled", "lenet", own | {"data.image_size": 20}),
+        ("kept", "lenet", own),
+        ("clusters", "mlp", {"train.epochs": 1, "train.mixed_precision": "no"}),
+        ("line", "regression", {"train.epochs": 1}),
+    )
+    run_ranks(in_turn, 1, *((train, job_config(kind, folder / name, of)) for name, kind, of in kinds))
     return folder
 
 
-def evaluate(run: Path, *images: Path, **fields) -> None:
+def evaluate(run, *images, **fields):
     fields |= {"images": [*map(str, images)], "device": "cpu", "mixed_precision": "no"}
     assert evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), **fields)) == 0
 
 
-def predictions_in(folder: Path) -> list[dict]:
+def predictions_in(folder):
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
 
 
 def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
     """A grey photograph of another size, with a name of two lines, and a folder; the last batch is short."""
     photo = tmp_path / "a\nphoto.bmp"
-    Image.fromarray(np.arange(40 * 20, dtype=np.uint16).reshape(20, 40).astype(np.uint8)).save(photo)
+    Image.linear_gradient("L").resize((40, 20)).save(photo)
     images = runs / "images/test"
     evaluate(runs / "scaled/run", photo, images, output=str(tmp_path), batch_size=4)
     lines = predictions_in(tmp_path)
     files = [photo, *sorted(images.rglob("*.png"), key=str)]
-    assert [line["file"] for line in lines] == [*map(str, files)]
     model = LeNet(3, (20, 20))
     model.load_state_dict(weights(runs / "scaled/run"))
-    first, *shown = capsys.readouterr().out.splitlines()
-    assert first.endswith(": 6 images")
+    _, *shown = capsys.readouterr().out.splitlines()
     for file, line, printed in zip(files, lines, shown, strict=True):
         assert "target" not in line, "it is not known"
-        with Image.open(file) as image:
-            square = image.convert("RGB").crop((10, 0, 30, 20)) if image.width == 40 else image.resize((20, 20))
+        assert line["file"] == str(file)
+        image = Image.open(file).convert("RGB")
+        square = image.crop((10, 0, 30, 20)) if file == photo else image.resize((20, 20))
         pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1)[None].float()
         right = model(pixels / 127.5 - 1).softmax(1)[0].tolist()
         assert_close([line["probabilities"][name] for name in NAMES], right, 1e-5, 1)
         likeliest = NAMES[int(np.argmax(right))]
         assert line["class"] == likeliest
-        assert printed.startswith(f"{truncate(file, 4096)}: {likeliest} {max(right):.2%}, ")
+        assert printed.startswith(f"{truncate(file, 4096)}: {likeliest} ")
 
 
 @pytest.mark.parametrize(("run", "image"), [
-    ("kept/run", "wide.png"), ("scaled/run", "no.png"), ("scaled/run", "text.png"), ("scaled/run", "photos"),
-    ("clusters/run", "wide.png"),
+    ("kept/run", "wide.png"), ("scaled/run", "no.png"), ("scaled/run", "photos"), ("clusters/run", "wide.png"),
 ])  # fmt: skip
 def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, run, image):
     (tmp_path / "wide.png").write_bytes(png(np.zeros((16, 30, 3), np.uint8)))
-    (tmp_path / "text.png").write_text("no image")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos/1.heic").touch()
     expect_field("images", image, evaluate, runs / run, tmp_path / image)
@@ -93,10 +91,8 @@ def test_a_run_writes_the_predictions_of_its_test_samples(runs, tmp_path):
     evaluate(run)
     evaluate(run, runs / "images/test", output=str(tmp_path / "images"))
     (folder,) = (run / "evaluations").glob("step-*")
-    lines, others = predictions_in(folder), predictions_in(tmp_path / "images")
-    assert [line.pop("target") for line in lines] == [Path(line["file"]).parent.name for line in others]
-    assert [line["file"] for line in lines] == [line["file"] for line in others]
-    for line, other in zip(lines, others, strict=True):
+    for line, other in zip(predictions_in(folder), predictions_in(tmp_path / "images"), strict=True):
+        assert (line["file"], line["target"]) == (other["file"], Path(other["file"]).parent.name)
         assert_close(line["probabilities"], other["probabilities"], 1e-5, 1)
     evaluate(runs / "clusters/run", output=str(tmp_path / "points"))
     points = predictions_in(tmp_path / "points")
@@ -107,11 +103,9 @@ def test_a_run_writes_the_predictions_of_its_test_samples(runs, tmp_path):
     line = weights(runs / "line/run")
     test = make_job(job_config("regression", tmp_path), Accelerator(cpu=True)).test
     found = (line["linear.weight"][0] * test.inputs + line["linear.bias"]).tolist()
-    wanted = [
-        {"sample": n, "target": y, "prediction": prediction}
-        for n, (y, prediction) in enumerate(zip(test.targets.tolist(), found, strict=True))
-    ]
-    assert_close(predictions_in(folder), wanted, 1e-5)
+    wanted = [[n, y, found[n]] for n, y in enumerate(test.targets.tolist())]
+    names = ("sample", "target", "prediction")
+    assert_close([[line[name] for name in names] for line in predictions_in(folder)], wanted, 1e-5)
 
 
 def test_flags_that_do_not_fit_are_refused(runs, tmp_path):
@@ -123,20 +117,18 @@ def test_flags_that_do_not_fit_are_refused(runs, tmp_path):
 
 
 def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsys):
-    for split in ("train", "test"):
-        write_images(tmp_path / "some" / split, {"dog": 2, "owl": 2}, 3)
-        write_images(tmp_path / "others" / split, {"dog": 2, "yak": 2}, 3)
-    (tmp_path / "some/test/notes.txt").touch()
+    for split, other in product(("train", "test"), ("owl", "yak")):
+        write_images(tmp_path / other / split, {"dog": 2, other: 2}, 3)
+    (tmp_path / "owl/test/notes.txt").touch()
     run = runs / "scaled/run"
-    evaluate(run, data=(str(tmp_path / "some"),))
+    evaluate(run, data=(str(tmp_path / "owl"),))
     printed = capsys.readouterr().out
-    evaluate(run, tmp_path / "some/test")
+    evaluate(run, tmp_path / "owl/test")
     told = capsys.readouterr()
     assert "1 file" in told.err
-    pairs = (line.split(": ") for line in told.out.splitlines()[1:])
-    right = sum(f"/{likeliest.split()[0]}/" in file for file, likeliest in pairs)
+    right = len(re.findall(r"/(\w+)/[^/]*: \1 ", told.out))
     assert f"accuracy {right / 4:.6f} over 4 test" in printed
-    expect_error("yak", evaluate, run, data=(str(tmp_path / "others"),))
+    expect_error("yak", evaluate, run, data=(str(tmp_path / "yak"),))
 
 
 def test_test_images_that_have_changed_are_not_scored(runs):
@@ -149,7 +141,5 @@ def test_test_images_that_have_changed_are_not_scored(runs):
         image.write_bytes(before)
 
 
-def test_scripts_that_take_a_gpt_refuse(runs):
-    run = str(runs / "scaled/run")
-    expect_field("checkpoint", "", generate_text, GenerateConfig(checkpoint=run, device="cpu"))
-    expect_field("checkpoint", "", export_hf, ExportConfig(checkpoint=run, output=str(runs / "exported")))
+def test_generate_refuses(runs):
+    expect_field("checkpoint", "", generate_text, GenerateConfig(checkpoint=str(runs / "scaled/run"), device="cpu"))

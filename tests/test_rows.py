@@ -9,18 +9,26 @@ from gpt2_ddp.checkpoint.repair import repaired
 from gpt2_ddp.checkpoint.run_files import chain_of, finite, next_chain, read_lines, split_chain, valid_rows
 from gpt2_ddp.state import FIRST_CHAIN
 
-ROWS = [{"step": 1}, {"step": 2}, {"event": "checkpoint", "step": 2}, {"step": 3}, {"event": "rollback", "step": 1}]
-ROWS += [{"step": 2}, {"event": "rollback", "step": 2}, {"step": 3}, {"step": 4}]
+LINES = """{"step": 1}
+{"step": 2}
+{"event": "checkpoint", "step": 2}
+{"step": 3}
+{"event": "rollback", "step": 1}
+{"step": 2}
+{"event": "rollback", "step": 2}
+{"step": 3}
+{"step": 4}
+{"step": "x"}
+""".splitlines(keepends=True)
 
 
 @pytest.mark.parametrize(("count", "steps"), [(4, [1, 2, 3]), (5, [1]), (9, [1, 2, 3, 4])])
 def test_rows_that_a_rollback_undid_and_events_do_not_stand(count, steps):
-    assert [row["step"] for row in valid_rows(ROWS[:count])] == steps
+    assert [row["step"] for row in valid_rows(map(json.loads, LINES[:count]))] == steps
 
 
 def test_numbers_that_json_has_not_become_null():
-    row = {"loss": math.nan, "lr": -math.inf, "grad_norm": 0.5, "unit": "tokens"}
-    assert finite(row) == {"loss": None, "lr": None, "grad_norm": 0.5, "unit": "tokens"}
+    assert finite({"loss": math.nan, "lr": -math.inf, "unit": "tokens"}) == {"loss": None, "lr": None, "unit": "tokens"}
 
 
 def test_a_torn_line_has_the_number_after_the_last_one(tmp_path):
@@ -32,12 +40,12 @@ def test_a_torn_line_has_the_number_after_the_last_one(tmp_path):
 
 
 @pytest.mark.parametrize(("step", "rollbacks", "kept"), [
-    (1, 0, [1]), (3, 0, [1, 2, 3, 4, 6, 8]), (2, 1, [1, 2, 3, 4, 5, 6]), (3, 2, [*range(1, 9)]), (3, 9, [*range(1, 9)]),
+    (1, 0, [1]), (3, 0, [1, 2, 3, 4, 6, 8]), (2, 1, [*range(1, 7)]), (3, 9, [*range(1, 9)]),
 ])  # fmt: skip
 def test_rows_before_the_last_rollback_are_kept_whatever_their_step(tmp_path, step, rollbacks, kept):
-    file, lines = tmp_path / "rows.jsonl", [f"{json.dumps(row)}\n" for row in [*ROWS, {"step": "x"}]]
-    file.write_text("".join(lines))
-    assert b"".join(repaired(file, "is odd", step, rollbacks)).decode() == "".join(lines[n - 1] for n in kept)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(LINES))
+    assert b"".join(repaired(file, "is odd", step, rollbacks)).decode() == "".join(LINES[n - 1] for n in kept)
 
 
 def test_rows_with_another_chain_have_none(tmp_path):

