@@ -216,7 +216,7 @@ def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
     import tokenizers
 
     gpt2 = load_tokenizer("gpt2")
-    tables = {"mergeable_ranks": {token: rank for token, rank in gpt2.encoding._mergeable_ranks.items() if rank < 5000}}
+    tables = {"mergeable_ranks": {token: rank for token, rank in gpt2.tokens.items() if rank < 5000}}
     tables |= {"pat_str": CL100K_PATTERN, "special_tokens": {"<|endoftext|>": 50256, "<|other|>": 50258}}
     other = Tokenizer("other", tiktoken.Encoding("other", **tables))
     definition = tokenizer_json(other)

@@ -74,7 +74,7 @@ def test_pieces_of_a_document_encode_as_the_whole(tmp_path, monkeypatch, pattern
     monkeypatch.setattr(sources, "LONGEST_PIECE", 50_000)
     tokenizer = load_tokenizer("gpt2")
     if pattern != "gpt2":
-        ranks = tokenizer.encoding._mergeable_ranks | {b")\n": 50256}  # a token that GPT-2's pattern cannot give
+        ranks = tokenizer.tokens | {b")\n": 50256}  # a token that GPT-2's pattern cannot give
         tables = {"mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 50257}}
         tokenizer = Tokenizer("x", tiktoken.Encoding("x", pat_str=pattern, **tables))
     for text in library:
