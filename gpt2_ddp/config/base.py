@@ -5,14 +5,15 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.errors import UserError
 
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 MOST = 20
 """Most user errors that one command prints."""
 

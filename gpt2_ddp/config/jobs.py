@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from gpt2_ddp.config.base import Section
+from gpt2_ddp.config.base import Fraction, Section
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -36,20 +36,20 @@ class JobOptimConfig(ClipConfig):
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
     """fused optimizer"""
-    lr: float = Field(default=0.01, gt=0)
+    lr: PositiveFloat = 0.01
     """peak learning rate"""
     schedule: Literal["constant", "cosine", "step"] = "constant"
     """learning rate after the warm-up; cosine: decays to 0 at the end of train.epochs, which then must not change;
     step: multiplied by step_factor after each of step_epochs"""
-    warmup_epochs: float = Field(default=0, ge=0)
+    warmup_epochs: NonNegativeFloat = 0
     """epochs of linear warm-up to lr"""
     step_epochs: tuple[float, ...] = ()
     """step: epochs after which the learning rate falls, like 15 25"""
-    step_factor: float = Field(default=0.1, gt=0)
+    step_factor: PositiveFloat = 0.1
     """step: factor of the learning rate after each of step_epochs"""
-    momentum: float = Field(default=0.0, ge=0, lt=1)
+    momentum: Fraction = 0.0
     """sgd: momentum"""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """sgd and adam: L2 penalty; adamw: decoupled weight decay"""
 
 
@@ -60,14 +60,14 @@ class JobTrainConfig(LoopConfig):
     """passes over the training samples"""
     global_batch_size: int = Field(default=32, ge=1, le=MOST_ITEMS)
     """samples per optimizer step over all processes"""
-    micro_batch_size: int = Field(default=1024, ge=1)
+    micro_batch_size: PositiveInt = 1024
     """most samples per forward pass and process; gradients of a larger batch are accumulated in equal parts"""
 
 
 class JobEvalConfig(Section):
     """Scores on the test samples"""
 
-    every: int = Field(default=1, ge=1)
+    every: PositiveInt = 1
     """epochs between evaluations; the untrained model and the last epoch are always evaluated"""
     batch_size: int = Field(default=256, ge=1, le=65_536)
     """samples per forward pass and process"""
@@ -76,9 +76,9 @@ class JobEvalConfig(Section):
 class JobCheckpointConfig(KeepConfig):
     """Checkpoints"""
 
-    save_every: int = Field(default=1, ge=1)
+    save_every: PositiveInt = 1
     """epochs between checkpoints; a stop and the last epoch always save one"""
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: PositiveInt = 2
     """newest intact checkpoints to keep; the one with the lowest loss on the test samples is kept, too"""
 
 
@@ -122,7 +122,7 @@ class RegressionDataConfig(Section):
     """slope of the line"""
     bias: float = 3.0
     """intercept of the line: y at x = 0"""
-    noise: float = Field(default=0.1, ge=0)
+    noise: NonNegativeFloat = 0.1
     """standard deviation of the noise; its square is the lowest expected loss"""
 
 
@@ -158,7 +158,7 @@ class ClassifierDataConfig(Section):
     """the same sources: column of classes; null: label, fine_label, labels or class"""
     test_fraction: float = Field(default=0.1, gt=0, lt=1)
     """images without a test split: fraction of the training images to test on instead"""
-    memory_gb: float = Field(default=4, ge=0)
+    memory_gb: NonNegativeFloat = 4
     """images: memory per process for decoded images, in gigabytes; larger data sets are decoded at each read"""
     workers: int = Field(default=0, ge=0, le=64)
     """images above memory_gb: loader processes per rank that decode them; 0: the rank decodes them"""
@@ -248,13 +248,13 @@ class TransformerModelConfig(Section):
     """number of different tokens"""
     n_layer: int = Field(default=2, ge=1, le=1000)
     """number of blocks"""
-    n_head: int = Field(default=4, ge=1)
+    n_head: PositiveInt = 4
     """attention heads per block"""
     n_embd: int = Field(default=12, ge=2, le=10_000)
     """width of the residual stream (d_model); a multiple of n_head, and even"""
     d_ff: int = Field(default=24, ge=1, le=100_000)
     """width inside the feed-forward layers"""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: Fraction = 0.0
     """dropout probability"""
 
 
