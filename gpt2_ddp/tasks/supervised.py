@@ -173,7 +173,13 @@ class Supervised:
         return self.job.losses(outputs, targets)[: batch.n_valid].sum()
 
     def due(self, step: int, last: bool) -> Due:
-        return due(self.config, step, last, self.feed.ended_epoch, self.feed.epochs)
+        """The work that follows a step. Jobs evaluate and save by the epoch."""
+        config, feed = self.config, self.feed
+        return Due(
+            log=last or feed.ended_epoch or step % config.tracking.log_every == 0,
+            evaluate=last or (feed.ended_epoch and feed.epochs % config.eval.every == 0),
+            save=last or (feed.ended_epoch and feed.epochs % config.checkpoint.save_every == 0),
+        )
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """The test samples' scores, with the main process's BatchNorm statistics."""
@@ -191,15 +197,6 @@ class Supervised:
 
     def load_state_dict(self, state: TaskState) -> None:
         """Does nothing: batch, learning rate and data were compared already."""
-
-
-def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int) -> Due:
-    """The work that follows a step. Jobs evaluate and save by the epoch; `epochs` of them are complete."""
-    return Due(
-        log=last or ended_epoch or step % config.tracking.log_every == 0,
-        evaluate=last or (ended_epoch and epochs % config.eval.every == 0),
-        save=last or (ended_epoch and epochs % config.checkpoint.save_every == 0),
-    )
 
 
 def contiguous(processes: int, largest: int) -> Shares:
