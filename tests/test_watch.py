@@ -150,7 +150,7 @@ class Clock:
         self.observer._woke = 0.0
 
     def hear_of(self, rank: int, beat: Heartbeat, silent: float = 0.0) -> None:
-        self.link.beats, self.observer._silent = {rank: beat}, {rank: (beat.turn, silent)}
+        self.link.beats, self.observer._seen = {rank: beat}, {rank: Observed(beat, silent)}
 
     def pass_by(self, seconds: float, asleep: bool = False) -> Heartbeat:
         for _ in range(1 if asleep else round(seconds / HEARTBEAT_INTERVAL)):
@@ -246,11 +246,11 @@ def test_one_that_was_suspended_forgets_what_it_saw(clock):
     time.watch.heartbeat("data", 3)
     time.pass_by(HEARTBEAT_INTERVAL)
     time.pass_by(100)
-    assert time.observer._silent[1] == (5, 100.5)
+    assert time.observer._seen[1].silent == 100.5
     sign = time.pass_by(10_000, asleep=True)
-    assert (sign.idle, time.observer._silent[1]) == (0, (5, 0.0))
+    assert (sign.idle, time.observer._seen[1].silent) == (0, 0.0)
     time.pass_by(4.0, asleep=True)
-    assert time.observer._silent[1] == (5, 2 * HEARTBEAT_INTERVAL), "a short sleep is not counted either"
+    assert time.observer._seen[1].silent == 2 * HEARTBEAT_INTERVAL, "a short sleep is not counted either"
 
 
 def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clock):
@@ -259,10 +259,10 @@ def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clo
     time.hear_of(0, Heartbeat(HOSTS[0], turn=5))
     time.link.is_cut_off = True
     time.pass_by(100)
-    assert time.observer._silent[0] == (5, 0.0)
+    assert time.observer._seen[0].silent == 0.0
     time.watch.end(lost="RuntimeError: gloo")
     time.pass_by(4)
-    assert time.observer._silent[0] == (5, 4.0)
+    assert time.observer._seen[0].silent == 4.0
 
 
 def test_rank_0_speaks_first_of_what_another_raised(clock):

@@ -93,9 +93,9 @@ def connect_processes(
     pick_precision(mixed_precision, target, section)
     if target.type == "cpu":
         set_cpu_threads()
-    settings = {} if backend == "auto" else {"backend": backend}
     # without `cpu`, CPU ranks stay unconnected
-    processes = PartialState(cpu=target.type == "cpu", timeout=timeout, **settings)
+    chosen = None if backend == "auto" else backend
+    processes = PartialState(cpu=target.type == "cpu", timeout=timeout, backend=chosen)
     CONNECTED.set()
     if processes.num_processes != started:
         hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)

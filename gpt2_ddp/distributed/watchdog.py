@@ -224,7 +224,7 @@ class _Observer:
     def __init__(self, pulse: Pulse, link: _Link, patience: float | None):
         self._pulse, self._link, self._patience = pulse, link, patience
         self.beat, self.ended = Heartbeat(this_process()), threading.Event()
-        self._silent: dict[int, tuple[int, float]] = dict.fromkeys(link.beats, (0, 0.0))
+        self._seen = {rank: Observed(beat, 0.0) for rank, beat in link.beats.items()}
         self._woke, self._seen_count, self._slowest, self._had_timeout = time.monotonic(), 0, 0.0, True
         self._progress_time, self._passes_stop = time.time(), False
         self._report = self._record = lambda _: None
@@ -282,11 +282,12 @@ class _Observer:
         done, started = pulse.count - pulse.count_before, _collectives() if self._link.world > 1 else 0
         place = pulse.stage, pulse.step, done, started
         self.beat = Heartbeat(before.process, before.turn + 1, *place, idle, limit + pulse.timeout, stack)
+        # without the launcher's store, silence counts only once a collective has failed
+        passed = 0.0 if self._link.is_cut_off and not pulse.lost else elapsed
         for rank, beat in self._link.beats.items():
-            turn, silent = self._silent[rank]
-            # without the launcher's store, silence counts only once a collective has failed
-            passed = 0.0 if self._link.is_cut_off and not pulse.lost else elapsed
-            self._silent[rank] = beat.turn, 0.0 if forget or beat.turn != turn else silent + passed
+            seen = self._seen[rank]
+            silent = 0.0 if forget or beat.turn != seen.beat.turn else seen.silent + passed
+            self._seen[rank] = Observed(beat, silent, silent > GRACE and beat.process.is_gone)
 
     def outgoing(self) -> Heartbeat:
         """This rank's heartbeat with what the main thread recorded since; for any thread."""
@@ -297,12 +298,11 @@ class _Observer:
         return self.beat._replace(lost=pulse.lost, left=self.ended.is_set(), stopped=pulse.stopped or self._passes_stop)
 
     def _judge(self) -> Verdict | None:
-        link, age = self._link, {rank: silent for rank, (_, silent) in self._silent.items()}
-        seen = {i: Observed(beat, age[i], age[i] > GRACE and beat.process.is_gone) for i, beat in link.beats.items()}
+        rank, beat = self._link.rank, self.outgoing()
         # each rank waits longer than the rank below it, so that only one reports
-        patience, beat = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(link.rank, 8), self.outgoing()
-        seen[link.rank] = Observed(beat._replace(idle=beat.idle - GRACE) if link.rank else beat, 0.0)
-        return judge(dict(sorted(seen.items())), patience, silence_only=link.rank > 0)
+        patience = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(rank, 8)
+        mine = Observed(beat._replace(idle=beat.idle - GRACE) if rank else beat, 0.0)
+        return judge(dict(sorted({**self._seen, rank: mine}.items())), patience, silence_only=rank > 0)
 
     def _end(self, verdict: Verdict) -> None:
         """Prints, records and carries out a verdict: ends this process and the stuck ones."""
