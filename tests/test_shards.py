@@ -196,8 +196,6 @@ BROKEN: list[dict[str, Any]] = [
     {"splits": {"train": [{"file": "a\0b"}]}},
     {"splits": {"train": [{"tokens": 0, "bytes": HEADER_BYTES}]}},
     {"splits": {"train": [{"sha256": "0"}]}},
-    {"splits": {"train": [{"bytes": 1}]}},
-    {"splits": {"train": [{}, {}]}},
     {"splits": {"train": [{}], "val": [{"file": "x"}]}},
     {"source": None},
 ]

@@ -145,16 +145,15 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
     for path, manifest in zip(paths, manifests, strict=True):
         vocabulary = [(one.tokenizer_sha256, one.vocab_size, one.eot) for one in (first, manifest)]
         if vocabulary[0] != vocabulary[1]:
-            names = " and ".join(f"{one.tokenizer}, {one.vocab_size} ids" for one in (manifest, first))
-            hint = f"has another tokenizer than {paths[0]} ({names}); prepare all with one, like --tokenizer "
-            raise UserError("data.path", path, f"{hint}{Path(paths[0]) / first.tokenizer}")
-        shards = [(split, shard) for split, shards in manifest.splits.items() for shard in shards]
-        for split, shard in shards:
-            place, other = known.get((shard.sha256, shard.bytes), (path, ""))
-            if place != path and (split, other) != ("val", "val"):
-                hint = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
-                raise UserError("data.path", path, f"{hint}; name each text once, and set its weight in data.weights")
-        known |= {(shard.sha256, shard.bytes): (path, split) for split, shard in shards}
+            hint = f"has another tokenizer than {paths[0]}; prepare all with one: --tokenizer {paths[0]}"
+            raise UserError("data.path", path, hint)
+        for split, shards in manifest.splits.items():
+            for shard in shards:
+                place, other = known.setdefault(shard.sha256, (path, split))
+                if place != path and (split, other) != ("val", "val"):
+                    hint = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
+                    hint += "; name each text once, and set its weight in data.weights"
+                    raise UserError("data.path", path, hint)
     return manifests
 
 
@@ -185,21 +184,20 @@ def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
     before = recorded(saved.record)
     assert before, "a GPT's state has the hash of its data"
     paths, known, size = config.data.paths, before.manifests, config.model.block_size
-    then = "start a new run with train.init_from" if config.branch_from else "choose another run_name"
     if len(paths) < len(known):
-        hint = f"the run was started with {len(known)} folders; restore them, or {then}"
+        hint = f"the run was started with {len(known)} folders; restore them, or start a new run"
         raise UserError("data.path", " ".join(paths), hint)
     for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
         if ours != theirs:
-            hint = f"its tokens differ from those that the run was started with; restore them, or {then}"
+            hint = "its tokens differ from those that the run was started with; restore them, or start a new run"
             raise UserError("data.path", path, hint)
     position = max([saved.feed.position, *(stop for _, stop in saved.feed.skipped_ranges)])
     ours, theirs = (past(one, position, len(paths), size) for one in (now, before))
     for number, (mine, had) in enumerate(zip_longest(ours, theirs, fillvalue="none")):
         if mine != had:
-            later = f"data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
-            hint = f"the run had {had}; restore it, with 0 for new folders, or {then}"
-            hint += f". New weights may begin after the data that the run has read: {later}"
+            later = -(-position // BLOCK) * BLOCK * size
+            hint = f"the run had {had}; restore it, with 0 for new folders, or start a new run. New weights may begin "
+            hint += f"after the data that the run has read: data.phases, from {later} tokens on"
             raise UserError("data.phases" if number else "data.weights", mine, hint)
 
 
