@@ -169,7 +169,7 @@ def describe_script(name: str) -> str:
     found = command_of(file)
     assert found, f"{name} has no flags"
     command, preset = found
-    preset = preset if isinstance(preset, str) or preset is None else preset({})[0]
+    preset = preset if isinstance(preset, str) or preset is None else preset({})
     if preset:
         parts.append(f"Preset without `--config`: `{preset}`.")
     base: type[Command] | None = next((kind for kind in CONFIGS.values() if issubclass(command, kind)), None)

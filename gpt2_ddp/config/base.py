@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from gpt2_ddp.errors import UserError
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1, le=10**6)]
 MOST = 20
 """Most user errors that one command prints."""
 
@@ -139,3 +140,18 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         key = f"{prefix}{name}"
         found |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return found
+
+
+def merge(into: dict[str, Any], new: Mapping[Any, Any]) -> None:
+    """Sets the keys of `new`, `optim.lr` as well as `optim: {lr: ...}`."""
+    for key, value in new.items():
+        section, dot, field = str(key).partition(".")
+        if dot:
+            value = {field: value}
+        before = into.get(section)
+        if not isinstance(before, dict):
+            into[section] = value
+        elif isinstance(value, dict):
+            merge(before, value)
+        elif value is not None:
+            into[section] = value

@@ -16,7 +16,7 @@ import yaml
 from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
-from gpt2_ddp.config.base import Command, flat, is_list, kinds_of, leaves, sections
+from gpt2_ddp.config.base import Command, flat, is_list, kinds_of, leaves, merge, sections
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import check_limits, read_small
 from gpt2_ddp.project import PROJECT
@@ -25,9 +25,9 @@ LARGEST = 2**16
 """Largest YAML file, in bytes; shipped files have 2,000. The parser takes about 10 s per megabyte (estimate)."""
 
 C = TypeVar("C", bound=Command)
-Default = str | Callable[[Mapping[str, Any]], tuple[str, str]] | None
-"""The preset without `--config`: a YAML file relative to the project's folder, or a function that returns the file and
-a note (or "") for the given flags."""
+Default = str | Callable[[Mapping[str, Any]], str] | None
+"""The preset without `--config`: a YAML file relative to the project's folder, or a function that returns the file for
+the given flags."""
 
 
 def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
@@ -38,9 +38,8 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         SystemExit: after `--help` or `--print_config`.
     """
     if wanted := {"-h", "--help"}.intersection(argv):
-        preset = default if isinstance(default, str | None) else default({})[0]
         whole = "all" in argv[argv.index(wanted.pop()) + 1 :][:1]
-        print(help_text(command, preset, () if whole else command.first))
+        print(help_text(command, _preset(default, {}), () if whole else command.first))
         sys.exit(0)
     files, flags = split_flags(command, [word for word in argv if word != "--print_config"])
     config = resolve(command, files, flags, default)
@@ -90,21 +89,24 @@ def resolve(
 ) -> C:
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     `model_fields_set` of its sections has the fields of both, without a preset's. Raises: UserError, as `load`."""
-    note = ""
     values = {name: section.model_dump(exclude_unset=True) for name, section in sections(command).items()}
-    if not files and default:
-        file, note = (default, "") if isinstance(default, str) else default(changes)
-        _merge(values, read_yaml(file))
+    preset = None if files else _preset(default, changes)
+    if preset:
+        merge(values, read_yaml(preset))
     given: dict[str, Any] = {}
     for content in (*map(read_yaml, files), changes):
-        _merge(given, content)
-    _merge(values, given)
+        merge(given, content)
+    merge(values, given)
     config = command.model_validate(values)
     for name in sections(command):
         getattr(config, name).model_fields_set.intersection_update(given.get(name) or ())
-    if note:
-        print_line(note)
+    if preset and preset != _preset(default, {}):
+        print_line(f"note: no --config; the preset for these data is {preset}")
     return config
+
+
+def _preset(default: Default, flags: Mapping[str, Any]) -> str | None:
+    return default(flags) if callable(default) else default
 
 
 def dump(config: Command) -> str:
@@ -209,18 +211,3 @@ def _metavar(field: FieldInfo) -> str:
     ]
     text = ",".join(dict.fromkeys(names))
     return f"{{{text}}}" if "," in text else text
-
-
-def _merge(into: dict[str, Any], new: Mapping[Any, Any]) -> None:
-    """Sets the keys of `new`, `optim.lr` as well as `optim: {lr: ...}`."""
-    for key, value in new.items():
-        section, dot, field = str(key).partition(".")
-        if dot:
-            value = {field: value}
-        before = into.get(section)
-        if not isinstance(before, dict):
-            into[section] = value
-        elif isinstance(value, dict):
-            _merge(before, value)
-        elif value is not None:
-            into[section] = value

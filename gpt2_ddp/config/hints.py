@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2_ddp.config.base import Command, flat
+from gpt2_ddp.config.base import Command, flat, merge
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import command_for
 
@@ -54,28 +54,20 @@ def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str
 
     Returns:
         All fields of `command`, as `dump` writes them: newer fields have defaults. Then the dotted names of saved
-        fields and sections that no longer exist.
+        fields that no longer exist.
     """
-    values, gone = command.model_construct().model_dump(mode="json"), []
-
-    def fill(values: dict[str, Any], saved: Mapping[str, Any], prefix: str) -> None:
-        for name, value in saved.items():
-            if name not in values or isinstance(values[name], dict) != isinstance(value, Mapping):
-                gone.append(f"{prefix}{name}")
-            elif isinstance(value, Mapping):
-                fill(values[name], value, f"{prefix}{name}.")
-            else:
-                values[name] = value
-
-    fill(values, saved, "")
-    return values, gone
+    values, given = command.model_construct().model_dump(mode="json"), flat(saved)
+    known = flat(values)
+    merge(values, {name: value for name, value in given.items() if name in known})
+    return values, [name for name in given if name not in known]
 
 
 def differences(config: Command, saved: Mapping[str, Any], parts: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
     """(field, value, saved value) of the fields in `parts` (sections and fields) that differ."""
     before, now = flat(complete(type(config), saved)[0]), flat(config.model_dump(mode="json"))
-    names = [name for name in now if any(name == part or name.startswith(f"{part}.") for part in parts)]
-    return [(name, now[name], before[name]) for name in names if now[name] != before[name] and name != "data.path"]
+    inside = tuple(f"{part}." for part in parts)
+    names = [name for name in now if f"{name}.".startswith(inside) and name != "data.path"]
+    return [(name, now[name], before[name]) for name in names if now[name] != before[name]]
 
 
 def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step: int) -> list[str]:
@@ -90,8 +82,6 @@ def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step:
         if not config.may_change(name, before, step):
             file = Path(config.output_dir, config.run_name, "config.yaml")
             hint = f"the run was started with {before}; restore it (--config {file}), or choose another run_name"
-            if config.kind == "gpt2":
-                hint += " (train.init_from or train.branch_from starts a new run from this run)"
             mistakes += UserError(name, now, hint).mistakes
     if mistakes:
         raise UserError.join(mistakes)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from gpt2_ddp.config.base import Fraction, Section
+from gpt2_ddp.config.base import Count, Fraction, Section
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -56,7 +56,7 @@ class JobOptimConfig(ClipConfig):
 class JobTrainConfig(LoopConfig):
     """The training loop"""
 
-    epochs: int = Field(default=10, ge=1, le=10**6)
+    epochs: Count = 10
     """passes over the training samples"""
     global_batch_size: int = Field(default=32, ge=1, le=MOST_ITEMS)
     """samples per optimizer step over all processes"""
@@ -114,9 +114,9 @@ class JobConfig(RunConfig):
 class RegressionDataConfig(Section):
     """Points on a noisy line"""
 
-    points: int = Field(default=10_000, ge=1, le=10**6)
+    points: Count = 10_000
     """number of training points"""
-    test_points: int = Field(default=2_000, ge=1, le=10**6)
+    test_points: Count = 2_000
     """number of test points"""
     weight: float = 2.0
     """slope of the line"""
@@ -164,9 +164,9 @@ class ClassifierDataConfig(Section):
     """images above memory_gb: loader processes per rank that decode them; 0: the rank decodes them"""
     augment: bool = False
     """images: random crops after 4 pixels of padding, and random horizontal flips"""
-    points: int = Field(default=20_000, ge=1, le=10**6)
+    points: Count = 20_000
     """clusters: number of training points"""
-    test_points: int = Field(default=5_000, ge=1, le=10**6)
+    test_points: Count = 5_000
     """clusters: number of test points"""
     features: int = Field(default=10, ge=1, le=1000)
     """clusters: dimensions of a point"""
@@ -224,18 +224,16 @@ class ClassifierConfig(JobConfig):
 CLUSTERS, OWN_IMAGES = "configs/jobs/mlp_clusters.yaml", "configs/jobs/images.yaml"
 
 
-def classifier_default(flags: Mapping[str, Any]) -> tuple[str, str]:
-    """The preset of train_classifier.py without `--config`, for clusters or images, and a note for the user."""
+def classifier_default(flags: Mapping[str, Any]) -> str:
+    """The preset of train_classifier.py without `--config`, for clusters or images."""
     data = flags.get("data.path") or flags.get("data.name") or "clusters"
-    if data == "clusters":
-        return CLUSTERS, ""
-    return OWN_IMAGES, f"note: no --config; {data} is trained on with {OWN_IMAGES}; docs/small-jobs.md lists others"
+    return CLUSTERS if data == "clusters" else OWN_IMAGES
 
 
 class SequenceDataConfig(Section):
     """Sequences of one token each, repeated"""
 
-    sequences: int = Field(default=12, ge=1, le=10**6)
+    sequences: Count = 12
     """number of sequences; sequence i repeats token i; the test sequences are the training sequences"""
     length: int = Field(default=10, ge=2, le=10_000)
     """tokens per sequence; the model predicts each token but the first from the tokens before it"""
@@ -244,7 +242,7 @@ class SequenceDataConfig(Section):
 class TransformerModelConfig(Section):
     """A small transformer"""
 
-    vocab_size: int = Field(default=100, ge=1, le=10**6)
+    vocab_size: Count = 100
     """number of different tokens"""
     n_layer: int = Field(default=2, ge=1, le=1000)
     """number of blocks"""

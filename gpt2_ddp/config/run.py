@@ -32,11 +32,6 @@ def only(kinds: Any, hint: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def named(pattern: str, hint: str) -> BeforeValidator:
-    """A validator of names that match a pattern; the error describes it in words."""
-    return only(Annotated[str, Field(pattern=pattern)], f"a name {hint}")
-
-
 HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
 
 
@@ -108,9 +103,7 @@ class TrackingConfig(Section):
     """steps between rows of metrics.jsonl"""
     log_with: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
     """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without a login"""
-    project: Annotated[
-        str, named(r"^\w[^/\\#?%:]*$", "without / \\ # ? % and :, beginning with a letter, digit or _")
-    ] = "gpt2_ddp"
+    project: str = Field(default="gpt2_ddp", pattern=r"^\w[^/\\#?%:]*$")
     """project name in the trackers"""
     peak_flops: PositiveFloat | None = None
     """peak of one device in dense bf16 FLOP/s, for the MFU; null: the data sheet's value, for known devices"""
@@ -138,9 +131,7 @@ class RunConfig(Command):
 
     output_dir: str = "runs"
     """folder that contains the run folders"""
-    run_name: Annotated[
-        str, named(r"^\w[\w.-]*$", "of letters, digits, _, - and ., beginning with a letter, digit or _")
-    ] = "gpt2"
+    run_name: str = Field(default="gpt2", pattern=r"^\w[\w.-]*$")
     """name of the run, of letters, digits, _, - and .; its run folder is output_dir/run_name; the same command again
     resumes the run"""
     seed: NonNegativeInt = 1337

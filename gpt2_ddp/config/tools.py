@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from gpt2_ddp.config.base import Command, Fraction
+from gpt2_ddp.config.base import Command, Count, Fraction
 from gpt2_ddp.config.run import only
 from gpt2_ddp.errors import UserError
 
@@ -29,6 +29,11 @@ class CheckpointCommand(Command):
     checkpoint: str = "runs/stdlib"
     """run folder (its newest intact checkpoint) or checkpoint"""
     trust_run_code: TrustRunCode = False
+
+
+def before_glob(path: str) -> Path:
+    """The beginning of a path, up to the first part with a wildcard."""
+    return Path(*takewhile(lambda part: not set(part) & set("*?["), Path(path).parts))
 
 
 class PrepareConfig(Command):
@@ -79,9 +84,8 @@ class PrepareConfig(Command):
         if self.source.startswith("hub:"):
             name = self.source.rpartition("/")[2]
             return f"data/{name}-{self.subset}" if self.subset else f"data/{name}"
-        path = re.sub(r"^\w+:", "", self.source)
-        parts = takewhile(lambda part: not set(part) & set("*?["), Path(path).parts)
-        return f"data/{Path(*parts).stem or 'text'}"
+        path = before_glob(re.sub(r"^\w+:", "", self.source))
+        return f"data/{path.stem or 'text'}"
 
     @field_validator("encoding")
     @classmethod
@@ -124,7 +128,7 @@ class GenerateConfig(CheckpointCommand):
     """texts to continue, one or several; empty: the start of a document"""
     prompts_file: str | None = None
     """file with one prompt per line, instead of prompts; -: standard input"""
-    max_new_tokens: int = Field(default=256, ge=1, le=1_000_000)
+    max_new_tokens: Count = 256
     """most tokens to add to each prompt, up to 1,000,000; the end-of-text token ends the text earlier"""
     temperature: NonNegativeFloat = 0.8
     """divisor of the logits; 0: always the likeliest token"""

@@ -5,9 +5,17 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from gpt2_ddp.config.base import Fraction, Section, flat
+from gpt2_ddp.config.base import Count, Fraction, Section, flat
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -37,6 +45,15 @@ class Phase(Section):
     """start of the phase in training tokens; rounded up to a block of 1,000 windows"""
     weights: tuple[float, ...]
     """weights that replace data.weights from the start of the phase"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_text(cls, value: object) -> object:
+        """Parses `N:W:W:...` of the command line."""
+        if not isinstance(value, str):
+            return value
+        at_tokens, *weights = value.split(":")
+        return {"at_tokens": at_tokens, "weights": weights}
 
 
 class DataConfig(Section):
@@ -87,14 +104,6 @@ class DataConfig(Section):
             raise ValueError("should be the name of a folder, or a list of names")
         return folders[0] if len(folders) == 1 else tuple(folders)
 
-    @field_validator("phases", mode="before")
-    @classmethod
-    def _phases_in_text(cls, value: object) -> object:
-        """Parses `N:W:W:...` of the command line."""
-        phases = value if isinstance(value, list | tuple) else [value]
-        split = [phase.split(":") if isinstance(phase, str) else phase for phase in phases]
-        return [{"at_tokens": one[0], "weights": one[1:]} if isinstance(one, list) else one for one in split]
-
 
 class ModelConfig(Section):
     """The model"""
@@ -108,7 +117,7 @@ class ModelConfig(Section):
     """attention heads per block"""
     n_kv_head: PositiveInt | None = None
     """heads of keys and values, a divisor of n_head; null: n_head"""
-    n_embd: int = Field(default=768, ge=1, le=10**6)
+    n_embd: Count = 768
     """width of the residual stream; a multiple of n_head"""
     block_size: int = Field(default=1024, ge=1, le=10**8)
     """context length T in tokens: length of a training window, and of the model's longest input"""
@@ -372,13 +381,9 @@ class TrainingConfig(RunConfig):
 BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"
 
 
-def training_default(flags: Mapping[str, Any]) -> tuple[str, str]:
-    """The preset without `--config`, for the built-in corpus or other data, and a note for the user or "". `flags`
-    are values of the command line, by dotted names."""
-    own = DataConfig().paths[0]
-    given = flags.get("data.path", own)
-    data = " ".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
-    if os.path.normpath(data) == os.path.normpath(own):
-        return BUILT_IN, ""
-    note = f"note: no --config; {data} is trained on with {OWN_TEXT}; README.md lists one for each size of text"
-    return OWN_TEXT, note
+def training_default(flags: Mapping[str, Any]) -> str:
+    """The preset without `--config`, for the built-in corpus or other data. `flags` are values of the command line, by
+    dotted names."""
+    built_in = str(DataConfig().path)
+    data = str(flags.get("data.path", built_in))
+    return BUILT_IN if os.path.normpath(data) == built_in else OWN_TEXT
