@@ -131,8 +131,8 @@ class Supervised:
             raise UserError("train.global_batch_size", self.batch_size, hint)
         self._data: Any = saved.state.task if saved else None
         if saved and (self._data.global_batch_size, self._data.lr) != (self.batch_size, self.lr):
-            hint = f"the run's batch of {self._data.global_batch_size} would become {self.batch_size}"
-            hint += "; start as many processes as before"
+            batches = f"the run's batch of {self._data.global_batch_size} would become {self.batch_size}"
+            hint = f"{batches}; start as many processes as before"
             raise UserError("scale_with_processes", config.scale_with_processes, hint)
 
     def total_steps(self, epoch_size: int | None) -> int | None:
@@ -173,13 +173,7 @@ class Supervised:
         return self.job.losses(outputs, targets)[: batch.n_valid].sum()
 
     def due(self, step: int, last: bool) -> Due:
-        """The work that follows a step. Jobs evaluate and save by the epoch."""
-        config, feed = self.config, self.feed
-        return Due(
-            log=last or feed.ended_epoch or step % config.tracking.log_every == 0,
-            evaluate=last or (feed.ended_epoch and feed.epochs % config.eval.every == 0),
-            save=last or (feed.ended_epoch and feed.epochs % config.checkpoint.save_every == 0),
-        )
+        return due(self.config, step, last, self.feed.ended_epoch, self.feed.epochs)
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """The test samples' scores, with the main process's BatchNorm statistics."""
@@ -197,6 +191,15 @@ class Supervised:
 
     def load_state_dict(self, state: TaskState) -> None:
         """Does nothing: batch, learning rate and data were compared already."""
+
+
+def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int) -> Due:
+    """The work that follows a step. Jobs evaluate and save by the epoch; `epochs` of them are complete."""
+    return Due(
+        log=last or ended_epoch or step % config.tracking.log_every == 0,
+        evaluate=last or (ended_epoch and epochs % config.eval.every == 0),
+        save=last or (ended_epoch and epochs % config.checkpoint.save_every == 0),
+    )
 
 
 def contiguous(processes: int, largest: int) -> Shares:
@@ -269,7 +272,7 @@ def score_each(
     count, world, rank = len(samples), accelerator.num_processes, accelerator.process_index
     padding = -count % (batch_size * world) if world > 1 else 0
     items = np.arange(count + padding).clip(max=count - 1)
-    batches = [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
+    batches = np.split(items, range(batch_size, len(items), batch_size))
     loader = prepare_loader(accelerator, Reading(samples.read, batches[rank::world]), samples.workers)
     rows: list[Any] = []
     names: list[str] = []
