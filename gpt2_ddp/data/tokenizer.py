@@ -42,9 +42,6 @@ class Tokenizer:
         tokens = encoding._mergeable_ranks
         self.characters = None if b"\xff" in tokens else {token.decode() for token in tokens}
 
-    def __repr__(self) -> str:
-        return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, eot={self.eot})"
-
     def encode(self, text: str, field: str = "text") -> np.ndarray:
         """Ids [n]: uint16, or uint32 for more than 65,536 ids. Special tokens in the text are plain text. Lone
         surrogates become U+FFFD. `field` names the text in messages. Raises: UserError if a character has no id."""

@@ -11,12 +11,12 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig, before_glob
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular, sha256_file
 from gpt2_ddp.preparation.row_sources import row_source
@@ -221,9 +221,5 @@ def file_entries(config: PrepareConfig, paths: Iterable[Path], known: Iterable[E
 
 def _root(source: str) -> Path:
     """The folder that names are relative to, so that a source may be copied to another place."""
-    if source == "stdlib":
-        return Path(sysconfig.get_path("stdlib"))
-    path = Path(os.path.expanduser(source))
-    if os.path.exists(path):
-        return path if os.path.isdir(path) else path.parent
-    return Path(*takewhile(lambda part: not set(part) & set("*?["), path.parts))
+    path = before_glob(sysconfig.get_path("stdlib") if source == "stdlib" else os.path.expanduser(source))
+    return path if path.is_dir() else path.parent
