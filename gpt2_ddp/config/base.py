@@ -15,6 +15,7 @@ from gpt2_ddp.errors import UserError
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, le=10**6)]
+Size = Annotated[int, Field(ge=1, le=10_000)]
 MOST = 20
 """Most user errors that one command prints."""
 

@@ -37,9 +37,8 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         UserError: all user errors, up to `config.base.MOST`; each names field, value and hint.
         SystemExit: after `--help` or `--print_config`.
     """
-    if wanted := {"-h", "--help"}.intersection(argv):
-        whole = "all" in argv[argv.index(wanted.pop()) + 1 :][:1]
-        print(help_text(command, _preset(default, {}), () if whole else command.first))
+    if {"-h", "--help"}.intersection(argv):
+        print(help_text(command, _preset(default, {}), () if "all" in argv else command.first))
         sys.exit(0)
     files, flags = split_flags(command, [word for word in argv if word != "--print_config"])
     config = resolve(command, files, flags, default)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from gpt2_ddp.config.base import Count, Fraction, Section
+from gpt2_ddp.config.base import Count, Fraction, Section, Size
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -69,7 +69,7 @@ class JobEvalConfig(Section):
 
     every: PositiveInt = 1
     """epochs between evaluations; the untrained model and the last epoch are always evaluated"""
-    batch_size: int = Field(default=256, ge=1, le=65_536)
+    batch_size: Count = 256
     """samples per forward pass and process"""
 
 
@@ -168,7 +168,7 @@ class ClassifierDataConfig(Section):
     """clusters: number of training points"""
     test_points: Count = 5_000
     """clusters: number of test points"""
-    features: int = Field(default=10, ge=1, le=1000)
+    features: Size = 10
     """clusters: dimensions of a point"""
 
     @property
@@ -182,7 +182,7 @@ class ClassifierModelConfig(Section):
 
     name: Literal["mlp", "lenet", "resnet18"] = "mlp"
     """mlp for the clusters; lenet or resnet18 for images"""
-    hidden: tuple[Annotated[int, Field(ge=1, le=100_000)], ...] = (10_000, 5_000)
+    hidden: tuple[Count, ...] = (10_000, 5_000)
     """mlp: widths of the hidden layers"""
     sync_batchnorm: bool = False
     """resnet18 on GPUs: BatchNorm computes its statistics over the samples of all processes; false: of each process"""
@@ -195,11 +195,6 @@ class ClassifierConfig(JobConfig):
 
     data: ClassifierDataConfig = ClassifierDataConfig()
     model: ClassifierModelConfig = ClassifierModelConfig()
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        hidden = self.model.hidden
-        return (hidden[0], hidden[1]) if self.model.name == "mlp" and len(hidden) > 1 else super().matrix
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         yield from super().mistakes()
@@ -244,13 +239,13 @@ class TransformerModelConfig(Section):
 
     vocab_size: Count = 100
     """number of different tokens"""
-    n_layer: int = Field(default=2, ge=1, le=1000)
+    n_layer: Size = 2
     """number of blocks"""
     n_head: PositiveInt = 4
     """attention heads per block"""
-    n_embd: int = Field(default=12, ge=2, le=10_000)
+    n_embd: Size = 12
     """width of the residual stream (d_model); a multiple of n_head, and even"""
-    d_ff: int = Field(default=24, ge=1, le=100_000)
+    d_ff: Count = 24
     """width inside the feed-forward layers"""
     dropout: Fraction = 0.0
     """dropout probability"""
@@ -263,10 +258,6 @@ class TransformerConfig(JobConfig):
 
     data: SequenceDataConfig = SequenceDataConfig()
     model: TransformerModelConfig = TransformerModelConfig()
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        return self.model.n_embd, self.model.d_ff
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         yield from super().mistakes()

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from gpt2_ddp.config.base import Count, Fraction, Section, flat
+from gpt2_ddp.config.base import Count, Fraction, Section, Size, flat
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -111,7 +111,7 @@ class ModelConfig(Section):
     architecture: Literal["gpt2", "llama", "qwen3", "nanochat", "speedrun"] = "gpt2"
     """architecture, as transformers' class of that name has it; speedrun, which no other tool reads, adds embeddings of
     token pairs and of values to nanochat's (model/architecture.py has a table)"""
-    n_layer: int = Field(default=12, ge=1, le=10_000)
+    n_layer: Size = 12
     """number of transformer blocks"""
     n_head: PositiveInt = 12
     """attention heads per block"""
@@ -125,7 +125,7 @@ class ModelConfig(Section):
     """dropout probability in embeddings, attention and residual branches"""
     bias: bool = True
     """gpt2: biases in linear layers and LayerNorms; the other architectures have none"""
-    n_inner: int | None = Field(default=None, ge=1, le=10**7)
+    n_inner: Count | None = None
     """width of the MLP; null: 4 n_embd, or with SwiGLU 8/3 n_embd, rounded up to a multiple of 64"""
     rope_theta: PositiveFloat = 10_000.0
     """rotary positions: base of the wavelengths"""
@@ -362,10 +362,10 @@ class TrainingConfig(RunConfig):
         """User errors of the shape, and of a step's tokens, which depend on it."""
         width, heads, keys = self.model.n_embd, self.model.n_head, self.model.key_heads
         gpt2 = self.model.architecture == "gpt2"
-        unit, what = (heads, "model.n_head") if gpt2 else (2 * heads, "2 model.n_head")  # rotary positions rotate pairs
+        unit = heads if gpt2 else 2 * heads  # rotary positions rotate pairs
         if width % unit:
             lower = max(width // unit, 1) * unit
-            yield "model.n_embd", width, f"should be a multiple of {what} ({unit}), like {lower}"
+            yield "model.n_embd", width, f"should be a multiple of {unit}, for model.n_head {heads}, like {lower}"
         if heads % keys or (gpt2 and keys != heads):
             yield "model.n_kv_head", keys, f"should divide model.n_head ({heads})" + ", or be it for gpt2" * gpt2
         tokens, size = self.train.global_batch_tokens, self.model.block_size
