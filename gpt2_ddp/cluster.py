@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import socket
 import statistics
 import sys
@@ -162,8 +161,7 @@ def _difference(found: list[Facts], name: str) -> str:
 
 def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
     """All-reduces every size, with a watchdog; returns the rows of the table, the same on all ranks."""
-    watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store)
-    watchdog.end_with(lambda verdict: re.sub(r"\n .*", "", verdict.reason), exit_code=2)  # without stacks
+    watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store, exit_code=2)
     watchdog.heartbeat("connecting to the other ranks")
     patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watchdog's error comes first: it names ranks
     mine = []

@@ -167,7 +167,7 @@ def clock(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", lambda thread: None)
             clock = Clock(Watchdog(0, 1, patience))
-        clock.watch.expect_compilation(compiles)
+        clock.watch.compiles = compiles
         monkeypatch.setattr(watching.time, "monotonic", lambda: clock.now)
         return clock
 

@@ -109,7 +109,8 @@ class Pulse:
     """What the main thread records, for the other threads to read; each call costs some attribute writes."""
 
     def __init__(self):
-        self.thread, self.compiles, self._begun = threading.get_ident(), False, dict[str, int]()
+        self.compiles = False  # whether graphs are compiled, which needs FIRST_TIMEOUT in any case
+        self.thread, self._begun = threading.get_ident(), dict[str, int]()
         self.stage, self.step, self.timeout, self.is_first = "starting", 0, FIRST_TIMEOUT, False
         self.count = self.count_before = 0  # progress in total, and before this step
         self.ended_at, self.error, self.lost, self.stopped = 0.0, "", "", False
@@ -125,10 +126,6 @@ class Pulse:
     def progress(self) -> None:
         """Records progress in the stage, and ends its additional timeout."""
         self.timeout, self.count = 0.0, self.count + 1
-
-    def expect_compilation(self, compiles: bool) -> None:
-        """Sets whether graphs are compiled, which needs FIRST_TIMEOUT in any case."""
-        self.compiles = compiles
 
     def end(self, error: str = "", lost: str = "", stopped: bool = False) -> None:
         """Records the error of this rank, the one of a lost collective, or a stop."""
@@ -221,22 +218,17 @@ class _Observer:
     """The thread that makes this rank's heartbeat, judges all and ends the process; nothing in it may block. It counts
     seconds while this process is awake, so a suspended process causes no verdict."""
 
-    def __init__(self, pulse: Pulse, link: _Link, patience: float | None):
-        self._pulse, self._link, self._patience = pulse, link, patience
+    def __init__(self, pulse: Pulse, link: _Link, patience: float | None, exit_code: int):
+        self._pulse, self._link, self._patience, self._exit_code = pulse, link, patience, exit_code
         self.beat, self.ended = Heartbeat(this_process()), threading.Event()
         self._seen = {rank: Observed(beat, 0.0) for rank, beat in link.beats.items()}
         self._woke, self._seen_count, self._slowest, self._had_timeout = time.monotonic(), 0, 0.0, True
         self._progress_time, self._passes_stop = time.time(), False
         self._report = self._record = lambda _: None
-        self._explain, self._exit_code = (lambda verdict: verdict.reason), 1
 
     def report_to(self, report: Callable[[dict[str, Any]], object], record: Callable[[str], None]) -> None:
         """Sets, on the main process, the functions for the regular `status` and for the reason of a verdict."""
         self._report, self._record = report, record
-
-    def end_with(self, explain: Callable[[Verdict], str], exit_code: int) -> None:
-        """Sets the function that returns a verdict's message for the user, and the exit code of processes it ends."""
-        self._explain, self._exit_code = explain, exit_code
 
     def status(self) -> dict[str, Any]:
         """This rank's stage, step and process; times in seconds since 1970, and the limit in seconds."""
@@ -306,7 +298,7 @@ class _Observer:
 
     def _end(self, verdict: Verdict) -> None:
         """Prints, records and carries out a verdict: ends this process and the stuck ones."""
-        link, verdict = self._link, verdict._replace(reason=self._explain(verdict))
+        link = self._link
         if not link.verdict and link.world > 1:
             link.propose(verdict)
         verdict = link.verdict or verdict
@@ -333,13 +325,14 @@ class Watchdog(Pulse):
         patience: timeout of every stage, in seconds, with SILENCE on top at its first occurrence. None: TIMEOUT or ten
             times the slowest stage so far, whichever is more, and FIRST_TIMEOUT at the first occurrence.
         store: rendezvous store; None: the process group's.
+        exit_code: of processes that a verdict ends.
     """
 
-    def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None):
+    def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None, exit_code: int = 1):
         super().__init__()
         self._link = link = _Link(rank, world, store)
-        self._observer = observer = _Observer(self, link, patience)
-        self.report_to, self.end_with = observer.report_to, observer.end_with
+        self._observer = observer = _Observer(self, link, patience, exit_code)
+        self.report_to = observer.report_to
         loops = [observer.watch] + [observer.report_loop] * (rank == 0)
         loops += [lambda: link.run(observer.outgoing)] * (world > 1)
         self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]
