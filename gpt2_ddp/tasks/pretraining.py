@@ -165,8 +165,7 @@ class Pretraining:
         check = accelerator.is_local_main_process  # 10,000 shards x 1,024 ranks are 10 million headers
         self._corpus = corpus = on_every_rank(lambda: open_corpus(config, check))
         self.manifests, self.tokenizer, self.manifest = corpus.manifests, corpus.tokenizer, corpus.manifests[0]
-        numbered = [(f" ({number})" * (len(paths) > 1), one.parts) for number, one in enumerate(self.manifests)]
-        check_ranks_agree({f"{name} of data.path{n}": value for n, part in numbered for name, value in part.items()})
+        check_ranks_agree({f"folder {n} of data.path": f"hash {one.hash}" for n, one in enumerate(self.manifests, 1)})
         for field, value in (("eval.patience", config.eval.patience), ("eval.tasks", " ".join(config.eval.tasks))):
             if value and not self.validates:
                 raise UserError(field, value, f"{' '.join(paths)} has no validation split; remove this setting")
@@ -253,7 +252,7 @@ class Pretraining:
         """Hashes the shards that have changed since they were last hashed (`verify_shards`). Raises: UserError."""
         data, accelerator = self.config.data, self.accelerator
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
-        share = (accelerator.local_process_index, local_world, True, record)
+        share = (accelerator.local_process_index, local_world, record)
         for path, manifest in zip(data.paths, self.manifests, strict=True):
             on_every_rank(partial(verify_shards, Path(path), manifest, *share))
 
