@@ -176,12 +176,9 @@ def test_manifest_hash_is_of_the_data_alone(tmp_path):
     first = write(tmp_path / "a", tokens)
     assert first == read_manifest(tmp_path / "a")
     moved = write(tmp_path / "b", tokens, source="/elsewhere", recipe={"workers": 8})
-    assert (moved.hash, moved.parts) == (first.hash, first.parts)
-    others = {"tokenizer": write(tmp_path / "c", tokens, tokenizer_sha256="1")}
-    others["train split"] = write(tmp_path / "d", tokens ^ 1)
-    for part, other in others.items():
-        assert other.hash != first.hash
-        assert [name for name in first.parts if other.parts[name] != first.parts[name]] == [part]
+    assert moved.hash == first.hash
+    assert write(tmp_path / "c", tokens, tokenizer_sha256="1").hash != first.hash
+    assert write(tmp_path / "d", tokens ^ 1).hash != first.hash
 
 
 BROKEN: list[dict[str, Any]] = [

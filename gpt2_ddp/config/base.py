@@ -39,11 +39,6 @@ def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None =
     return found
 
 
-def is_list(field: FieldInfo) -> bool:
-    """Whether a field accepts several values."""
-    return tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
-
-
 def kinds_of(field: FieldInfo) -> list[Any]:
     """The types in a field's annotation, and the words and conditions in them."""
     kinds = [field.annotation]

@@ -10,13 +10,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
-from gpt2_ddp.config.base import Command, flat, is_list, kinds_of, leaves, merge, sections
+from gpt2_ddp.config.base import Command, flat, kinds_of, leaves, merge, sections
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import check_limits, read_small
 from gpt2_ddp.project import PROJECT
@@ -63,7 +63,7 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str],
             words = files
             if name != "config":
                 words = given[name] = []
-            takes_many = not command.positional or (name in fields and is_list(fields[name]))
+            takes_many = not command.positional or (name in fields and tuple in map(get_origin, kinds_of(fields[name])))
             room = len(argv) if takes_many and name != "config" else 1
             if is_whole:
                 words.append(value)

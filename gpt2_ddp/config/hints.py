@@ -27,11 +27,9 @@ def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
     given = {"data.weights": data.weights} if data.weights else {}
     given |= {f"data.phases, number {number}": phase.weights for number, phase in enumerate(data.phases, 1)}
     for field, weights in given.items():
-        if len(weights) != len(paths):
-            hint = f"should be {len(paths)} numbers, one for each folder of data.path, in their order"
+        if len(weights) != len(paths) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+            hint = f"should be {len(paths)} numbers, one for each folder of data.path, each at least 0, not all 0"
             yield field, " ".join(map(str, weights)), hint
-        elif min(weights) < 0 or not 0 < sum(weights) < math.inf:
-            yield field, " ".join(map(str, weights)), "each should be at least 0, with a finite sum above 0"
     for before, phase, begins in zip([0, *config.phase_begins], data.phases, config.phase_begins, strict=False):
         if begins <= before:
             hint = f"should begin a block of {config.block_tokens} tokens or more after the last phase"

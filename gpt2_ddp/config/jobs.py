@@ -105,10 +105,10 @@ class JobConfig(RunConfig):
         optim, given = self.optim, list(self.optim.step_epochs)
         if self.train.compile == "blocks":
             yield "train.compile", "blocks", "is for GPTs only; use model or off; the default is auto"
-        if (optim.schedule == "step") != bool(given):
-            yield "optim.step_epochs", given, "belongs to --optim.schedule step; set both, like 15 25, or none"
-        if any(later <= before for before, later in pairwise((0, *optim.step_epochs))):
-            yield "optim.step_epochs", given, "should be increasing numbers above 0"
+        ascend = all(before < later for before, later in pairwise([0, *given]))
+        if (optim.schedule == "step") != bool(given) or not ascend:
+            hint = "should be increasing numbers above 0, like 15 25, with --optim.schedule step; or none"
+            yield "optim.step_epochs", given, hint
 
 
 class RegressionDataConfig(Section):

@@ -125,7 +125,7 @@ class ModelConfig(Section):
     """dropout probability in embeddings, attention and residual branches"""
     bias: bool = True
     """gpt2: biases in linear layers and LayerNorms; the other architectures have none"""
-    n_inner: Count | None = None
+    n_inner: int | None = Field(default=None, ge=1, le=10**7)
     """width of the MLP; null: 4 n_embd, or with SwiGLU 8/3 n_embd, rounded up to a multiple of 64"""
     rope_theta: PositiveFloat = 10_000.0
     """rotary positions: base of the wavelengths"""
@@ -268,9 +268,21 @@ class TrainingConfig(RunConfig):
     rollbacks = 3
     kept = ("seed", "model", "optim", "train.global_batch_tokens")
     first = (
-        *("run_name", "data.path", "model.architecture", "model.n_layer", "model.n_head", "model.n_embd"),
-        *("model.block_size", "optim.lr", "train.steps", "train.global_batch_tokens", "train.micro_batch_size"),
-        *("train.mixed_precision", "train.max_minutes", "eval.every", "checkpoint.every"),
+        "run_name",
+        "data.path",
+        "model.architecture",
+        "model.n_layer",
+        "model.n_head",
+        "model.n_embd",
+        "model.block_size",
+        "optim.lr",
+        "train.steps",
+        "train.global_batch_tokens",
+        "train.micro_batch_size",
+        "train.mixed_precision",
+        "train.max_minutes",
+        "eval.every",
+        "checkpoint.every",
     )
 
     task: Annotated[str | None, only(TaskName | None, "FILE.py:CLASS or MODULE:CLASS, a subclass of Pretraining")] = (

@@ -61,23 +61,21 @@ class MixedOrder(Order):
     def items_at(self, positions: np.ndarray) -> np.ndarray:
         numbers, offsets = np.divmod(positions, BLOCK)
         sources, uses = np.empty((2, len(positions)), np.int64)
-        start = 0
-        while start < len(positions):  # ascending, so a block's positions are adjacent
-            of_sources, of_uses = self._block(int(numbers[start]))
-            stop = int(np.searchsorted(numbers, numbers[start], side="right"))
-            sources[start:stop], uses[start:stop] = of_sources[offsets[start:stop]], of_uses[offsets[start:stop]]
-            start = stop
+        for number in set(numbers.tolist()):
+            here = numbers == number
+            of_sources, of_uses = self._block(number)
+            sources[here], uses[here] = of_sources[offsets[here]], of_uses[offsets[here]]
         items = np.empty(len(positions), np.uint64)
         for source in set(sources.tolist()):
             here = sources == source
-            items[here] = self._orders[source].items_at(uses[here]) | np.uint64(source << SOURCE_BITS)
+            items[here] = self._orders[source].items_at(uses[here]) | (source << SOURCE_BITS)
         return items
 
     def uses(self, position: int) -> np.ndarray:
         """Positions of each source before `position`: int64 [sources]."""
         number, offset = divmod(position, BLOCK)
         before = self._uses_before(number)
-        return before + np.bincount(self._block(number)[0][:offset], minlength=len(before)) if offset else before
+        return before + np.bincount(self._block(number)[0][:offset], minlength=len(before))
 
     def by_source(self, position: int, skipped: list[tuple[int, int]], unit: str, per_item: int) -> dict[str, float]:
         """Row fields at `position`: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of the source."""
@@ -132,19 +130,13 @@ def normal(weights: Sequence[float]) -> tuple[Fraction, ...]:
     return tuple(weight / sum(exact) for weight in exact)
 
 
-def mixed_order(config: TrainingConfig, windows: Sequence[int]) -> MixedOrder:
-    """The order of a run over several sources of these numbers of windows."""
-    return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
-
-
 def read_manifests(paths: Sequence[str]) -> list[Manifest]:
     """The manifests of all folders. Raises: UserError if a manifest is unusable, its tokenizer differs from the first,
     or two folders share a shard."""
     manifests = [read_manifest(Path(path)) for path in paths]
-    first, known = manifests[0], {}
+    known: dict[str, tuple[str, str]] = {}
     for path, manifest in zip(paths, manifests, strict=True):
-        vocabulary = [(one.tokenizer_sha256, one.vocab_size, one.eot) for one in (first, manifest)]
-        if vocabulary[0] != vocabulary[1]:
+        if manifest.tokenizer_sha256 != manifests[0].tokenizer_sha256:
             hint = f"has another tokenizer than {paths[0]}; prepare all with one: --tokenizer {paths[0]}"
             raise UserError("data.path", path, hint)
         for split, shards in manifest.splits.items():

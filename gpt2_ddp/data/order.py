@@ -42,7 +42,7 @@ class Permutation(Order):
 
     def __init__(self, seed: int, n_items: int, stream: str = ""):
         self.seed, self.n_items, self.stream = seed, n_items, stream
-        self.base = np.uint64(math.isqrt(n_items - 1) + 1)
+        self.base = math.isqrt(n_items - 1) + 1
         self._first, self._cached = 0, np.empty(0, np.uint64)  # items at the positions from _first on
 
     def __len__(self) -> int:
@@ -79,10 +79,10 @@ class Permutation(Order):
     def _feistel(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
         left, right = np.divmod(values, self.base)
         for key in keys:
-            mixed = (right + key) * np.uint64(0xBF58476D1CE4E5B9)  # two rounds of splitmix64's finaliser
-            mixed ^= mixed >> np.uint64(31)
-            mixed *= np.uint64(0x94D049BB133111EB)
-            mixed >>= np.uint64(33)
+            mixed = (right + key) * 0xBF58476D1CE4E5B9  # two rounds of splitmix64's finaliser
+            mixed ^= mixed >> 31
+            mixed *= 0x94D049BB133111EB
+            mixed >>= 33
             mixed += left
             mixed %= self.base
             left, right = right, mixed

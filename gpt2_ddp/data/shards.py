@@ -67,9 +67,9 @@ class TokenStream:
         self.vocab_size, self.dtype = manifest.vocab_size, token_dtype(manifest.vocab_size)
         self.eot = manifest.eot  # begins each document
         shards = manifest.splits[split]
-        self._files = [(str(Path(folder) / shard.file), shard.sha256) for shard in shards]
+        self._files = [(str(folder / shard.file), shard.sha256) for shard in shards]
         for shard in shards if check else ():
-            check_shard(Path(folder), shard, self.dtype)
+            check_shard(folder, shard, self.dtype)
         self._ends = np.cumsum([shard.tokens for shard in shards])
         self._bounds = [0, *self._ends.tolist()]
 
@@ -130,7 +130,7 @@ def verify_shards(folder: Path, manifest: Manifest, part: int = 0, parts: int = 
     Files that the folder's record lists unchanged are not hashed. `record`: add verified files to the record, if the
     folder is writable. Raises: UserError if a shard differs from the manifest.
     """
-    folder, known = Path(folder), set()
+    known: set[str] = set()
     with suppress(OSError):
         known = {*read_small(folder / RECORD, LARGEST).decode(errors="replace").splitlines()}
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]

@@ -41,8 +41,7 @@ def start_run(config: RunConfig) -> PartialState:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     train = config.train
-    precision = train.mixed_precision
-    start = partial(connect_processes, train.device, precision, section="train.", backend=config.backend)
+    start = partial(connect_processes, train.device, train.mixed_precision, section="train.", backend=config.backend)
     if world_size() == 1:
         processes = start()
     else:

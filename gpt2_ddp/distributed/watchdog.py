@@ -62,7 +62,6 @@ class Verdict(NamedTuple):
 
     reason: str  # for the user
     stuck: list[Process]  # to be killed, as they may not end by themselves
-    living: list[int]  # ranks at fault that still send heartbeats
 
 
 def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = False) -> Verdict | None:
@@ -77,7 +76,7 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     failed, lost = (any(getattr(one.beat, kind) for one in running.values()) for kind in ("failed", "lost"))
     for rank, (beat, silent, _) in running.items():  # other ranks lost their collective because of it
         if beat.failed and (silent > GRACE or beat.idle > AFTERMATH):
-            return Verdict(f"{names[rank]}: {beat.failed} (at {_at(beat)})", [], [rank])
+            return Verdict(f"{names[rank]}: {beat.failed} (at {_at(beat)})", [])
     if failed:
         return None
     limit = min(max(patience, SILENCE), AFTERMATH if lost else math.inf)
@@ -89,7 +88,7 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
             lines.append(f"{names[rank]}: no heartbeat for {silent:.0f} s; last stage: {_at(beat, stack=True)}")
             stuck.append(beat.process)
     if lines:
-        return Verdict("\n".join(lines), stuck, [])
+        return Verdict("\n".join(lines), stuck)
     if silence_only or lost or not running or any(one.silent > GRACE for one in running.values()):
         return None
     place = {rank: (one.beat.step, one.beat.collectives, one.beat.progress_count) for rank, one in running.items()}
@@ -98,7 +97,7 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     if any(beat.idle <= beat.limit for beat in behind.values()):
         return None
     lines = [f"{names[rank]}: no progress for {beat.idle:.0f} s at {_at(beat, True)}" for rank, beat in behind.items()]
-    return Verdict("\n".join(lines), [], list(behind))
+    return Verdict("\n".join(lines), [])
 
 
 def _at(beat: Heartbeat, stack: bool = False) -> str:
@@ -185,8 +184,8 @@ class _Link:
                 process, *rest = json.loads(beat)
                 self.beats[rank] = Heartbeat(Process(*process), *rest)
         if verdict:
-            reason, stuck, living = json.loads(verdict)[1]
-            self.verdict = Verdict(reason, [Process(*process) for process in stuck], living)
+            reason, stuck = json.loads(verdict)[1]
+            self.verdict = Verdict(reason, [Process(*process) for process in stuck])
         self._store.set(f"signs/{self.rank}", json.dumps(outgoing))
 
     def deliver(self) -> bool:

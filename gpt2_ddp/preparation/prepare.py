@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, read_manifest, token_dtype
-from gpt2_ddp.data.shards import check_shard, read_header
+from gpt2_ddp.data.shards import TokenStream, read_header
 from gpt2_ddp.data.tokenizer import (
     BYTE_OF_CHARACTER,
     END_OF_TEXT,
@@ -42,7 +42,6 @@ from gpt2_ddp.data.tokenizer_file import CHARACTER
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.workers import Pool, run_in_worker, worker_pool
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.encode import describe, write_manifest, write_splits
 from gpt2_ddp.preparation.row_sources import row_source
@@ -88,8 +87,8 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
     if differing:
         hint = f"has shards made with {', '.join(differing)}; choose another output, or delete it"
         raise UserError("output", folder, hint)
-    for shard in (shard for shards in manifest.splits.values() for shard in shards):
-        check_shard(folder, shard, token_dtype(manifest.vocab_size))
+    for split in manifest.splits:
+        TokenStream(folder, manifest, split)  # checks the shards
     if config.source == "stdlib" or row_source(config) or glob.glob(os.path.expanduser(config.source)):
         check_unchanged(folder, config, made_with["fingerprint"])
     print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it again")
@@ -105,8 +104,9 @@ def _recipe(config: PrepareConfig) -> dict[str, Any]:
 def _clear(folder: Path) -> None:
     """Removes the files of a killed preparation. Raises: UserError for other files."""
     if (folder / RECORD).exists():
-        for file in (file for pattern in LEFT for file in folder.glob(pattern)):
-            file.unlink()
+        for pattern in LEFT:
+            for file in folder.glob(pattern):
+                file.unlink()
     elif any(folder.glob("*.bin")) or (folder / TOKENIZER_FILE).exists():
         hint = "has files that prepare_data.py did not write; choose another output, or index shards with bin:GLOB"
         raise UserError("output", folder, hint)
@@ -116,7 +116,7 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
     """Fills the folder `aside`, which then becomes the output."""
     folder, start = Path(config.folder), time.perf_counter()
     source = scan(config, pool)
-    write_atomically(aside / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in source.entries))
+    (aside / RECORD).write_text("".join(f"{json.dumps(entry)}\n" for entry in source.entries))
     was = fingerprint(config, source.entries)
     source.entries.clear()
     name = config.tokenizer

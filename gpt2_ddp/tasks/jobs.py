@@ -20,6 +20,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.supervised import Job, Samples, Supervised
 from gpt2_ddp.training.loop import Result, train
 
+CROSS_ENTROPY = nn.CrossEntropyLoss(reduction="none")
 PADDING = 4
 
 
@@ -56,7 +57,7 @@ def classifier_job(config: ClassifierConfig, accelerator: Accelerator, facts: Ma
         return Samples(torch.rand(n, data.features, generator=generator) + (labels[:, None] - 1), labels)
 
     train, test = points(data.points), points(data.test_points)
-    return Job(MLP(data.features, config.model.hidden, 2), train, test, _cross_entropy, _hits)
+    return Job(MLP(data.features, config.model.hidden, 2), train, test, CROSS_ENTROPY, _hits)
 
 
 def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
@@ -74,7 +75,7 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
             images = crop_and_flip(images, random_numbers(config.seed, positions))
         return normalise(images)
 
-    return Job(model, images.train, images.test, _cross_entropy, _hits, transform, images.facts)
+    return Job(model, images.train, images.test, CROSS_ENTROPY, _hits, transform, images.facts)
 
 
 def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module:
@@ -106,10 +107,6 @@ JOBS: dict[str, Callable[..., Job]] = {
 """The function that makes each kind of job, called as `make_job` is."""
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="none")
-
-
 def _hits(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Whether the label is the likeliest class and, of more than five, one of the five likeliest: bool [B] each."""
     scores = {"accuracy": logits.argmax(1) == labels}
@@ -126,26 +123,24 @@ def normalise(images: Tensor) -> Tensor:
 def random_numbers(seed: int, positions: np.ndarray) -> np.ndarray:
     """A random number int64 [B] >= 0 of each position: the same on any number of processes."""
     key = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    mixed = (positions.astype(np.uint64) + key) * np.uint64(0x9E3779B97F4A7C15)  # then splitmix64's finaliser
+    mixed = (positions.astype(np.uint64) + key) * 0x9E3779B97F4A7C15  # then splitmix64's finaliser
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return ((mixed ^ (mixed >> 31)) >> 1).astype(np.int64)
 
 
 def crop_and_flip(images: Tensor, numbers: np.ndarray) -> Tensor:
     """Each image uint8 [B, 3, H, W] moved by up to 4 pixels each way, zeros coming in, and mirrored with probability
     1/2, by its random number int64 [B]."""
-    B, channels, H, W = images.shape
+    *_, H, W = images.shape
     device, places = images.device, 2 * PADDING + 1
     number = torch.from_numpy(numbers).to(device, non_blocking=True)[:, None]  # [B, 1]
     top, left, flipped = number % places, number // places % places, number // places**2 % 2
-    columns = torch.arange(W, device=device).expand(B, W)
-    columns = torch.where(flipped > 0, columns.flip(1), columns) + left  # [B, W]
+    columns = torch.arange(W, device=device)
+    columns = torch.where(flipped > 0, columns.flip(0), columns) + left  # [B, W]
     rows = torch.arange(H, device=device) + top  # [B, H]
     padded = F.pad(images, (PADDING,) * 4)
-    sample = torch.arange(B, device=device)[:, None, None, None]
-    channel = torch.arange(channels, device=device)[:, None, None]
-    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    return padded.take_along_dim(rows[:, None, :, None], 2).take_along_dim(columns[:, None, None, :], 3)
 
 
 class Line(nn.Module):

@@ -212,9 +212,10 @@ class Pretraining:
         """The order of the windows of all folders' training splits."""
         if len(sources) == 1:
             return Permutation(self.config.seed, len(sources[0]))
-        from gpt2_ddp.data.mixture import mixed_order
+        from gpt2_ddp.data.mixture import MixedOrder, phases_of
 
-        return mixed_order(self.config, [*map(len, sources)])
+        config, windows = self.config, [*map(len, sources)]
+        return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
 
     def make_model(self, vocab_size: int, eot: int | None = None, loss_chunk: int | None = None) -> GPT:
         """The plain model, which is called like a `GPT`. Arguments: as of `GPT`."""

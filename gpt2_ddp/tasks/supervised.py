@@ -147,12 +147,10 @@ class Supervised:
         self.job = self._make_job(config, accelerator, self._data and self._data.model_dump())
         hashes = {"training samples": self.job.train.sha256(), "test samples": self.job.test.sha256()}
         self.data_hash = "".join(hashes.values())
-        data = config.model_dump().get("data", {})
-        name = str(data.get("path") or data.get("name") or "generated")
         check_ranks_agree(hashes)
         if self._data and self._data.data_hash != self.data_hash:
             hint = "has other data than the run was started with; restore them, or choose another run_name"
-            raise UserError("data", name, hint)
+            raise UserError("data", f"hash {self.data_hash[:16]}", hint)
         order = Permutation(config.seed, len(self.job.train))
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
         batch = GlobalBatch(self.batch_size, shares, by_epoch=True)
