@@ -121,8 +121,8 @@ def content_sha256(content: dict[str, Any]) -> str:
 def missing_data(config: TrainingConfig) -> str | None:
     """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError for a folder without a manifest that
     the recipe does not write."""
-    here = set(config.data.paths) - config.data.urls.keys()
-    missing = [path for path in sorted(here) if not os.path.exists(os.path.join(path, MANIFEST))]
+    missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
+    missing = [path for path in missing if path not in config.data.urls]
     recipe = config.data.prepare
     output = str(read_yaml(recipe, "data.prepare").get("output")) if recipe and missing else ""
     for folder in missing:
