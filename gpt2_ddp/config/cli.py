@@ -63,7 +63,8 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str],
             words = files
             if name != "config":
                 words = given[name] = []
-            takes_many = not command.positional or (name in fields and tuple in map(get_origin, kinds_of(fields[name])))
+            is_list = name in fields and any(get_origin(kind) is tuple for kind in kinds_of(fields[name]))
+            takes_many = not command.positional or is_list
             room = len(argv) if takes_many and name != "config" else 1
             if is_whole:
                 words.append(value)

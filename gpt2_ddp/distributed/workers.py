@@ -126,7 +126,7 @@ def in_order(work: Callable[[Item], T], items: Iterable[Item], pool: Pool) -> It
     pending: deque[Future[T]] = deque()
     for item in items:
         pending.append(pool.submit(work, item))
-        if len(pending) >= AHEAD * pool._max_workers:
+        if len(pending) >= AHEAD * pool._max_workers:  # pyright: ignore[reportAttributeAccessIssue]
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
