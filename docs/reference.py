@@ -12,9 +12,10 @@ import re
 import runpy
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -54,13 +55,15 @@ def values_of(annotation: Any) -> str:
         return f"list: {values_of(inside[0])}" if many else f"{len(inside)} values: {values_of(inside[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "`{" + ", ".join(annotation.model_fields) + "}`"
-    return NAMES.get(annotation) or values_of(inside[0])  # Annotated
+    if origin is Annotated:
+        return f"{values_of(inside[0])} {limits_of(inside[1:])}".rstrip()
+    return NAMES[annotation]
 
 
-def limits_of(field: FieldInfo) -> str:
+def limits_of(metadata: Iterable[Any]) -> str:
     """The range of a field, from its constraints; empty without any."""
     found: list[str] = []
-    for constraint in field.metadata:
+    for constraint in chain.from_iterable(getattr(one, "metadata", [one]) for one in metadata):
         found += [
             f"{sign} {_number(getattr(constraint, name))}" for name, sign in BOUNDS.items() if hasattr(constraint, name)
         ]
@@ -89,7 +92,7 @@ def row(name: str, field: FieldInfo) -> str:
         default = f"`{text}`" if text else "empty"
     if field.is_required():
         default = "required"
-    values, limits = values_of(field.annotation), limits_of(field)
+    values, limits = values_of(field.annotation), limits_of(field.metadata)
     if limits:
         kind, *others = values.split(" or ")
         values = " or ".join([f"{kind} {limits}", *others])
@@ -166,7 +169,7 @@ def describe_script(name: str) -> str:
     found = command_of(file)
     assert found, f"{name} has no flags"
     command, preset = found
-    preset = preset if isinstance(preset, str) or preset is None else preset({})[0]
+    preset = preset if isinstance(preset, str) or preset is None else preset({})
     if preset:
         parts.append(f"Preset without `--config`: `{preset}`.")
     base: type[Command] | None = next((kind for kind in CONFIGS.values() if issubclass(command, kind)), None)

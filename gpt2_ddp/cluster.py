@@ -13,6 +13,7 @@ import socket
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
 from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
-from gpt2_ddp.distributed.watchdog import Verdict, Watchdog
+from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.output import text_table
 
@@ -110,7 +111,7 @@ def gather_facts(rank: int, device: torch.device) -> Facts:
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
         "device_type": device.type,
         "world_size": world_size(),
-        "python": ".".join(platform.python_version_tuple()[:2]),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
         "gpt2_ddp": hashlib.sha256(sources).hexdigest()[:12],  # of this package's code
@@ -151,15 +152,16 @@ def _names(found: list[Facts]) -> str:
 
 def _difference(found: list[Facts], name: str) -> str:
     """The error of a fact that differs: each value, and the ranks that have it."""
-    members = {value: [facts for facts in found if facts[name] == value] for value in (facts[name] for facts in found)}
+    members = defaultdict[str, list[Facts]](list)
+    for facts in found:
+        members[facts[name]].append(facts)
     values = "; ".join(f"{value} on ranks {_names(having)}" for value, having in members.items())
     return UserError(name, values, "must be equal on all ranks").mistakes[0]
 
 
 def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
     """All-reduces every size, with a watchdog; returns the rows of the table, the same on all ranks."""
-    watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store)
-    watchdog.end_with(_without_stacks, exit_code=2)
+    watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store, exit_code=2)
     watchdog.heartbeat("connecting to the other ranks")
     patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watchdog's error comes first: it names ranks
     mine = []
@@ -177,10 +179,6 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
     watchdog.close()
     dist.destroy_process_group()
     return [_row(size, [found[i] for found in everyone]) for i, size in enumerate(config.sizes)]
-
-
-def _without_stacks(verdict: Verdict) -> str:
-    return "\n".join(line for line in verdict.reason.splitlines() if line[:1] != " ")
 
 
 def time_all_reduce(
@@ -223,5 +221,5 @@ def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict])
     print(text_table([[*results[0]], *([str(value) for value in row.values()] for row in results)]))
     print(f"\n{len(ranks)} processes; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
     if config.output:
-        found = {"processes": len(ranks), "checked_from": socket.gethostname(), "ranks": ranks, "all_reduce": results}
+        found = {"ranks": ranks, "all_reduce": results}
         Path(config.output).write_text(json.dumps(found, indent=1) + "\n")

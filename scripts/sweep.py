@@ -40,7 +40,6 @@ class Member(NamedTuple):
 def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
     """All runs of a command line, variant by variant. Raises: UserError, also for values that train_gpt2.py refuses."""
     shared, is_own, fields, found = [], False, [], list[Member]()
-    preset = lambda flags: (training_default(flags)[0], "")  # noqa: E731, its note is in the output of each run
     for word in argv:
         is_own = word[2:].partition("=")[0] in SweepConfig.first if word.startswith("--") else is_own
         shared += [] if is_own else [word]
@@ -54,6 +53,7 @@ def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
         folder = Path(config.output_dir, re.sub(r"[^\w.-]+", "_", "-".join([config.run_name, *parts])))
         words = [word for field, value in chosen for word in (f"--{field}", value)]
         flags = [*shared, "--run_name", folder.name, "--seed", str(seed), *words]
+        preset = training_default({"data.path": config.data.path, **dict(chosen)})
         found.append(Member(folder, flags, load(TrainingConfig, flags, preset)))
     return found
 

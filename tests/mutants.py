@@ -83,18 +83,9 @@ data/order.py: empty at first, so any position is outside
 data/order.py: which lookups are cached; the items are the same
 - if not len(positions) or positions[-1] - positions[0] >= FEW:
 + if not len(positions) or positions[-1] - positions[0] > FEW:
-data/order.py: joining one part is that part
-- return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
-+ return parts[0] if False else np.concatenate([np.empty(0, np.uint64), *parts])
 data/order.py: which lookups are cached; the items are the same
-- first, stop = int(positions[0]), int(positions[-1]) + 1
-+ first, stop = int(positions[0]), int(positions[-1]) + 2
-data/order.py: which lookups are cached; the items are the same
-- if first < self._first or stop > self._first + len(self._cached):
-+ if first <= self._first or stop > self._first + len(self._cached):
-data/order.py: which lookups are cached; the items are the same
-- epoch_end = (first // self.n_items + 1) * self.n_items # each epoch has a key of its own
-+ epoch_end = (first * self.n_items + 1) * self.n_items # each epoch has a key of its own
+- if first < self._first or positions[-1] >= self._first + len(self._cached):
++ if first <= self._first or positions[-1] >= self._first + len(self._cached):
 data/feed.py: a free position is no start of a skipped range
 - stop = min(position + wanted, end, *(start for start, _ in self.skipped_ranges if start > position))
 + stop = min(position + wanted, end, *(start for start, _ in self.skipped_ranges if start >= position))

@@ -2,6 +2,7 @@
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from nasty import difficult_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.distributed.workers import AHEAD, InlineExecutor, in_order
+from gpt2_ddp.distributed.workers import AHEAD, in_order
 from gpt2_ddp.preparation import encode
 from gpt2_ddp.preparation.encode import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder
 from gpt2_ddp.preparation.prepare import prepare, train_bpe
@@ -152,7 +153,8 @@ def test_only_a_few_items_are_under_way(workers):
             most = max(most, given - taken)
             yield given
 
-    for found in in_order(lambda item: item, items(), InlineExecutor(), workers):
+    pool: Any = ThreadPoolExecutor(workers) if workers > 1 else None
+    for found in in_order(lambda item: item, items(), pool):
         taken += 1
         assert found == taken
     assert (given, taken) == (50, 50)

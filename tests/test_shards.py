@@ -167,12 +167,9 @@ def test_manifest_hash_is_of_the_data_alone(tmp_path):
     first = write(tmp_path / "a", tokens)
     assert first == read_manifest(tmp_path / "a")
     moved = write(tmp_path / "b", tokens, source="/elsewhere", recipe={"workers": 8})
-    assert (moved.hash, moved.parts) == (first.hash, first.parts)
-    others = {"tokenizer": write(tmp_path / "c", tokens, tokenizer_sha256="1")}
-    others["train split"] = write(tmp_path / "d", tokens ^ 1)
-    for part, other in others.items():
-        assert other.hash != first.hash
-        assert {*(first.parts.items() - other.parts.items())} == {(part, first.parts[part])}
+    assert moved.hash == first.hash
+    assert write(tmp_path / "c", tokens, tokenizer_sha256="1").hash != first.hash
+    assert write(tmp_path / "d", tokens ^ 1).hash != first.hash
 
 
 BROKEN = r"""
@@ -188,8 +185,6 @@ splits: {train: [{file: ../x.bin}]}
 splits: {train: [{file: "a\0b"}]}
 splits: {train: [{tokens: 0, bytes: 1024}]}
 splits: {train: [{sha256: "0"}]}
-splits: {train: [{bytes: 1}]}
-splits: {train: [{}, {}]}
 splits: {train: [{}], val: [{file: x}]}
 """
 """Changed fields; what differs in each shard from the only one."""

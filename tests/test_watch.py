@@ -98,13 +98,14 @@ def test_a_rank_that_is_gone_is_named():
 
 
 def test_all_that_stand_still_or_are_silent_are_named():
-    for ranks, stuck, living in (
+    for ranks, stuck, named in (
         (seen(*[{"idle": 121.0}] * 4), [], [0, 1, 2, 3]),
-        (seen(silent={2: 121.0, 3: 121.0}), HOSTS[2:], []),
+        (seen(*PREPARING, silent={2: 121.0, 3: 121.0}), HOSTS[2:], [2, 3]),
     ):
         verdict = judge(ranks, 120)
-        assert verdict[1:] == (stuck, living)
-        assert [int(line.split()[1]) for line in verdict.reason.splitlines()] == (living or [2, 3])
+        assert verdict.stuck == stuck
+        accused = [f"rank {rank} on {HOSTS[rank].host}" for rank in named]
+        assert [line.split(":")[0] for line in verdict.reason.splitlines()] == accused
     assert judge(seen(silent={3: SILENCE - 0.1}), 1) is None, "a library that loads may silence a live process"
 
 
@@ -142,7 +143,7 @@ class Clock:
         self.observer._woke = 0.0
 
     def hear_of(self, rank, beat, silent=0.0):
-        self.link.beats, self.observer._silent = {rank: beat}, {rank: (beat.turn, silent)}
+        self.link.beats, self.observer._seen = {rank: beat}, {rank: Observed(beat, silent)}
 
     def pass_by(self, seconds, asleep=False):
         for _ in range(1 if asleep else round(seconds / HEARTBEAT_INTERVAL)):
@@ -159,7 +160,7 @@ def clock(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", lambda thread: None)
             clock = Clock(Watchdog(0, 1, patience))
-        clock.watch.expect_compilation(compiles)
+        clock.watch.compiles = compiles
         monkeypatch.setattr(watching.time, "monotonic", lambda: clock.now)
         return clock
 
@@ -235,11 +236,11 @@ def test_one_that_was_suspended_forgets_what_it_saw(clock):
     time.watch.heartbeat("data", 3)
     time.pass_by(HEARTBEAT_INTERVAL)
     time.pass_by(100)
-    assert time.observer._silent[1] == (5, 100.5)
+    assert time.observer._seen[1].silent == 100.5
     sign = time.pass_by(10_000, asleep=True)
-    assert (sign.idle, time.observer._silent[1]) == (0, (5, 0.0))
+    assert (sign.idle, time.observer._seen[1].silent) == (0, 0.0)
     time.pass_by(4.0, asleep=True)
-    assert time.observer._silent[1] == (5, 2 * HEARTBEAT_INTERVAL), "a short sleep is not counted either"
+    assert time.observer._seen[1].silent == 2 * HEARTBEAT_INTERVAL, "a short sleep is not counted either"
 
 
 def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clock):
@@ -248,10 +249,10 @@ def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clo
     time.hear_of(0, Heartbeat(HOSTS[0], turn=5))
     time.link.is_cut_off = True
     time.pass_by(100)
-    assert time.observer._silent[0] == (5, 0.0)
+    assert time.observer._seen[0].silent == 0.0
     time.watch.end(lost="RuntimeError: gloo")
     time.pass_by(4)
-    assert time.observer._silent[0] == (5, 4.0)
+    assert time.observer._seen[0].silent == 4.0
 
 
 def test_rank_0_speaks_first_of_what_another_raised(clock):
@@ -262,9 +263,10 @@ def test_rank_0_speaks_first_of_what_another_raised(clock):
     time.now = AFTERMATH + 0.1
     assert time.observer._judge() is None
     time.now += GRACE
-    reason, *accused = time.observer._judge()
-    assert accused == [[], [1]]
-    assert reason.endswith(": ValueError: x (at starting)"), "no step has begun"
+    verdict = time.observer._judge()
+    assert verdict.stuck == []
+    assert verdict.reason.startswith("rank 1 ")
+    assert verdict.reason.endswith(": ValueError: x (at starting)"), "no step has begun"
 
 
 def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):

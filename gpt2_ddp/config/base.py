@@ -5,14 +5,17 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.errors import UserError
 
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1, le=10**6)]
+Size = Annotated[int, Field(ge=1, le=10_000)]
 MOST = 20
 """Most user errors that one command prints."""
 
@@ -34,11 +37,6 @@ def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None =
             leaf.default = getattr(section, name, field.default)
             found.append((prefix + name, leaf))
     return found
-
-
-def is_list(field: FieldInfo) -> bool:
-    """Whether a field accepts several values."""
-    return tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
 
 
 def kinds_of(field: FieldInfo) -> list[Any]:
@@ -138,3 +136,18 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         key = f"{prefix}{name}"
         found |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return found
+
+
+def merge(into: dict[str, Any], new: Mapping[Any, Any]) -> None:
+    """Sets the keys of `new`, `optim.lr` as well as `optim: {lr: ...}`."""
+    for key, value in new.items():
+        section, dot, field = str(key).partition(".")
+        if dot:
+            value = {field: value}
+        before = into.get(section)
+        if not isinstance(before, dict):
+            into[section] = value
+        elif isinstance(value, dict):
+            merge(before, value)
+        elif value is not None:
+            into[section] = value

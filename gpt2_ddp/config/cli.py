@@ -10,13 +10,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
-from gpt2_ddp.config.base import Command, flat, is_list, kinds_of, leaves, sections
+from gpt2_ddp.config.base import Command, flat, kinds_of, leaves, merge, sections
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import check_limits, read_small
 from gpt2_ddp.project import PROJECT
@@ -25,9 +25,9 @@ LARGEST = 2**16
 """Largest YAML file, in bytes; shipped files have 2,000. The parser takes about 10 s per megabyte (estimate)."""
 
 C = TypeVar("C", bound=Command)
-Default = str | Callable[[Mapping[str, Any]], tuple[str, str]] | None
-"""The preset without `--config`: a YAML file relative to the project's folder, or a function that returns the file and
-a note (or "") for the given flags."""
+Default = str | Callable[[Mapping[str, Any]], str] | None
+"""The preset without `--config`: a YAML file relative to the project's folder, or a function that returns the file for
+the given flags."""
 
 
 def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
@@ -37,10 +37,8 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         UserError: all user errors, up to `config.base.MOST`; each names field, value and hint.
         SystemExit: after `--help` or `--print_config`.
     """
-    if wanted := {"-h", "--help"}.intersection(argv):
-        preset = default if isinstance(default, str | None) else default({})[0]
-        whole = "all" in argv[argv.index(wanted.pop()) + 1 :][:1]
-        print(help_text(command, preset, () if whole else command.first))
+    if {"-h", "--help"}.intersection(argv):
+        print(help_text(command, _preset(default, {}), () if "all" in argv else command.first))
         sys.exit(0)
     files, flags = split_flags(command, [word for word in argv if word != "--print_config"])
     config = resolve(command, files, flags, default)
@@ -65,7 +63,8 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str],
             words = files
             if name != "config":
                 words = given[name] = []
-            takes_many = not command.positional or (name in fields and is_list(fields[name]))
+            is_list = name in fields and any(get_origin(kind) is tuple for kind in kinds_of(fields[name]))
+            takes_many = not command.positional or is_list
             room = len(argv) if takes_many and name != "config" else 1
             if is_whole:
                 words.append(value)
@@ -90,21 +89,24 @@ def resolve(
 ) -> C:
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     `model_fields_set` of its sections has the fields of both, without a preset's. Raises: UserError, as `load`."""
-    note = ""
     values = {name: section.model_dump(exclude_unset=True) for name, section in sections(command).items()}
-    if not files and default:
-        file, note = (default, "") if isinstance(default, str) else default(changes)
-        _merge(values, read_yaml(file))
+    preset = None if files else _preset(default, changes)
+    if preset:
+        merge(values, read_yaml(preset))
     given: dict[str, Any] = {}
     for content in (*map(read_yaml, files), changes):
-        _merge(given, content)
-    _merge(values, given)
+        merge(given, content)
+    merge(values, given)
     config = command.model_validate(values)
     for name in sections(command):
         getattr(config, name).model_fields_set.intersection_update(given.get(name) or ())
-    if note:
-        print_line(note)
+    if preset and preset != _preset(default, {}):
+        print_line(f"note: no --config; the preset for these data is {preset}")
     return config
+
+
+def _preset(default: Default, flags: Mapping[str, Any]) -> str | None:
+    return default(flags) if callable(default) else default
 
 
 def dump(config: Command) -> str:
@@ -209,18 +211,3 @@ def _metavar(field: FieldInfo) -> str:
     ]
     text = ",".join(dict.fromkeys(names))
     return f"{{{text}}}" if "," in text else text
-
-
-def _merge(into: dict[str, Any], new: Mapping[Any, Any]) -> None:
-    """Sets the keys of `new`, `optim.lr` as well as `optim: {lr: ...}`."""
-    for key, value in new.items():
-        section, dot, field = str(key).partition(".")
-        if dot:
-            value = {field: value}
-        before = into.get(section)
-        if not isinstance(before, dict):
-            into[section] = value
-        elif isinstance(value, dict):
-            _merge(before, value)
-        elif value is not None:
-            into[section] = value

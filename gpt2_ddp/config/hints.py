@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2_ddp.config.base import Command, flat
+from gpt2_ddp.config.base import Command, flat, merge
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import command_for
 
@@ -27,11 +27,9 @@ def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
     given = {"data.weights": data.weights} if data.weights else {}
     given |= {f"data.phases, number {number}": phase.weights for number, phase in enumerate(data.phases, 1)}
     for field, weights in given.items():
-        if len(weights) != len(paths):
-            hint = f"should be {len(paths)} numbers, one for each folder of data.path, in their order"
+        if len(weights) != len(paths) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+            hint = f"should be {len(paths)} numbers, one for each folder of data.path, each at least 0, not all 0"
             yield field, " ".join(map(str, weights)), hint
-        elif min(weights) < 0 or not 0 < sum(weights) < math.inf:
-            yield field, " ".join(map(str, weights)), "each should be at least 0, with a finite sum above 0"
     for before, phase, begins in zip([0, *config.phase_begins], data.phases, config.phase_begins, strict=False):
         if begins <= before:
             hint = f"should begin a block of {config.block_tokens} tokens or more after the last phase"
@@ -54,28 +52,20 @@ def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str
 
     Returns:
         All fields of `command`, as `dump` writes them: newer fields have defaults. Then the dotted names of saved
-        fields and sections that no longer exist.
+        fields that no longer exist.
     """
-    values, gone = command.model_construct().model_dump(mode="json"), []
-
-    def fill(values: dict[str, Any], saved: Mapping[str, Any], prefix: str) -> None:
-        for name, value in saved.items():
-            if name not in values or isinstance(values[name], dict) != isinstance(value, Mapping):
-                gone.append(f"{prefix}{name}")
-            elif isinstance(value, Mapping):
-                fill(values[name], value, f"{prefix}{name}.")
-            else:
-                values[name] = value
-
-    fill(values, saved, "")
-    return values, gone
+    values, given = command.model_construct().model_dump(mode="json"), flat(saved)
+    known = flat(values)
+    merge(values, {name: value for name, value in given.items() if name in known})
+    return values, [name for name in given if name not in known]
 
 
 def differences(config: Command, saved: Mapping[str, Any], parts: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
     """(field, value, saved value) of the fields in `parts` (sections and fields) that differ."""
     before, now = flat(complete(type(config), saved)[0]), flat(config.model_dump(mode="json"))
-    names = [name for name in now if any(name == part or name.startswith(f"{part}.") for part in parts)]
-    return [(name, now[name], before[name]) for name in names if now[name] != before[name] and name != "data.path"]
+    inside = tuple(f"{part}." for part in parts)
+    names = [name for name in now if f"{name}.".startswith(inside) and name != "data.path"]
+    return [(name, now[name], before[name]) for name in names if now[name] != before[name]]
 
 
 def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step: int) -> list[str]:
@@ -90,8 +80,6 @@ def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step:
         if not config.may_change(name, before, step):
             file = Path(config.output_dir, config.run_name, "config.yaml")
             hint = f"the run was started with {before}; restore it (--config {file}), or choose another run_name"
-            if config.kind == "gpt2":
-                hint += " (train.init_from or train.branch_from starts a new run from this run)"
             mistakes += UserError(name, now, hint).mistakes
     if mistakes:
         raise UserError.join(mistakes)

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from gpt2_ddp.config.base import Section
+from gpt2_ddp.config.base import Count, Fraction, Section, Size
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -36,49 +36,49 @@ class JobOptimConfig(ClipConfig):
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
     """fused optimizer"""
-    lr: float = Field(default=0.01, gt=0)
+    lr: PositiveFloat = 0.01
     """peak learning rate"""
     schedule: Literal["constant", "cosine", "step"] = "constant"
     """learning rate after the warm-up; cosine: decays to 0 at the end of train.epochs, which then must not change;
     step: multiplied by step_factor after each of step_epochs"""
-    warmup_epochs: float = Field(default=0, ge=0)
+    warmup_epochs: NonNegativeFloat = 0
     """epochs of linear warm-up to lr"""
     step_epochs: tuple[float, ...] = ()
     """step: epochs after which the learning rate falls, like 15 25"""
-    step_factor: float = Field(default=0.1, gt=0)
+    step_factor: PositiveFloat = 0.1
     """step: factor of the learning rate after each of step_epochs"""
-    momentum: float = Field(default=0.0, ge=0, lt=1)
+    momentum: Fraction = 0.0
     """sgd: momentum"""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """sgd and adam: L2 penalty; adamw: decoupled weight decay"""
 
 
 class JobTrainConfig(LoopConfig):
     """The training loop"""
 
-    epochs: int = Field(default=10, ge=1, le=10**6)
+    epochs: Count = 10
     """passes over the training samples"""
     global_batch_size: int = Field(default=32, ge=1, le=MOST_ITEMS)
     """samples per optimizer step over all processes"""
-    micro_batch_size: int = Field(default=1024, ge=1)
+    micro_batch_size: PositiveInt = 1024
     """most samples per forward pass and process; gradients of a larger batch are accumulated in equal parts"""
 
 
 class JobEvalConfig(Section):
     """Scores on the test samples"""
 
-    every: int = Field(default=1, ge=1)
+    every: PositiveInt = 1
     """epochs between evaluations; the untrained model and the last epoch are always evaluated"""
-    batch_size: int = Field(default=256, ge=1, le=65_536)
+    batch_size: Count = 256
     """samples per forward pass and process"""
 
 
 class JobCheckpointConfig(KeepConfig):
     """Checkpoints"""
 
-    save_every: int = Field(default=1, ge=1)
+    save_every: PositiveInt = 1
     """epochs between checkpoints; a stop and the last epoch always save one"""
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: PositiveInt = 2
     """newest intact checkpoints to keep; the one with the lowest loss on the test samples is kept, too"""
 
 
@@ -105,24 +105,24 @@ class JobConfig(RunConfig):
         optim, given = self.optim, list(self.optim.step_epochs)
         if self.train.compile == "blocks":
             yield "train.compile", "blocks", "is for GPTs only; use model or off; the default is auto"
-        if (optim.schedule == "step") != bool(given):
-            yield "optim.step_epochs", given, "belongs to --optim.schedule step; set both, like 15 25, or none"
-        if any(later <= before for before, later in pairwise((0, *optim.step_epochs))):
-            yield "optim.step_epochs", given, "should be increasing numbers above 0"
+        ascend = all(before < later for before, later in pairwise([0, *given]))
+        if (optim.schedule == "step") != bool(given) or not ascend:
+            hint = "should be increasing numbers above 0, like 15 25, with --optim.schedule step; or none"
+            yield "optim.step_epochs", given, hint
 
 
 class RegressionDataConfig(Section):
     """Points on a noisy line"""
 
-    points: int = Field(default=10_000, ge=1, le=10**6)
+    points: Count = 10_000
     """number of training points"""
-    test_points: int = Field(default=2_000, ge=1, le=10**6)
+    test_points: Count = 2_000
     """number of test points"""
     weight: float = 2.0
     """slope of the line"""
     bias: float = 3.0
     """intercept of the line: y at x = 0"""
-    noise: float = Field(default=0.1, ge=0)
+    noise: NonNegativeFloat = 0.1
     """standard deviation of the noise; its square is the lowest expected loss"""
 
 
@@ -158,17 +158,17 @@ class ClassifierDataConfig(Section):
     """the same sources: column of classes; null: label, fine_label, labels or class"""
     test_fraction: float = Field(default=0.1, gt=0, lt=1)
     """images without a test split: fraction of the training images to test on instead"""
-    memory_gb: float = Field(default=4, ge=0)
+    memory_gb: NonNegativeFloat = 4
     """images: memory per process for decoded images, in gigabytes; larger data sets are decoded at each read"""
     workers: int = Field(default=0, ge=0, le=64)
     """images above memory_gb: loader processes per rank that decode them; 0: the rank decodes them"""
     augment: bool = False
     """images: random crops after 4 pixels of padding, and random horizontal flips"""
-    points: int = Field(default=20_000, ge=1, le=10**6)
+    points: Count = 20_000
     """clusters: number of training points"""
-    test_points: int = Field(default=5_000, ge=1, le=10**6)
+    test_points: Count = 5_000
     """clusters: number of test points"""
-    features: int = Field(default=10, ge=1, le=1000)
+    features: Size = 10
     """clusters: dimensions of a point"""
 
     @property
@@ -182,7 +182,7 @@ class ClassifierModelConfig(Section):
 
     name: Literal["mlp", "lenet", "resnet18"] = "mlp"
     """mlp for the clusters; lenet or resnet18 for images"""
-    hidden: tuple[Annotated[int, Field(ge=1, le=100_000)], ...] = (10_000, 5_000)
+    hidden: tuple[Count, ...] = (10_000, 5_000)
     """mlp: widths of the hidden layers"""
     sync_batchnorm: bool = False
     """resnet18 on GPUs: BatchNorm computes its statistics over the samples of all processes; false: of each process"""
@@ -195,11 +195,6 @@ class ClassifierConfig(JobConfig):
 
     data: ClassifierDataConfig = ClassifierDataConfig()
     model: ClassifierModelConfig = ClassifierModelConfig()
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        hidden = self.model.hidden
-        return (hidden[0], hidden[1]) if self.model.name == "mlp" and len(hidden) > 1 else super().matrix
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         yield from super().mistakes()
@@ -224,18 +219,16 @@ class ClassifierConfig(JobConfig):
 CLUSTERS, OWN_IMAGES = "configs/jobs/mlp_clusters.yaml", "configs/jobs/images.yaml"
 
 
-def classifier_default(flags: Mapping[str, Any]) -> tuple[str, str]:
-    """The preset of train_classifier.py without `--config`, for clusters or images, and a note for the user."""
+def classifier_default(flags: Mapping[str, Any]) -> str:
+    """The preset of train_classifier.py without `--config`, for clusters or images."""
     data = flags.get("data.path") or flags.get("data.name") or "clusters"
-    if data == "clusters":
-        return CLUSTERS, ""
-    return OWN_IMAGES, f"note: no --config; {data} is trained on with {OWN_IMAGES}; docs/small-jobs.md lists others"
+    return CLUSTERS if data == "clusters" else OWN_IMAGES
 
 
 class SequenceDataConfig(Section):
     """Sequences of one token each, repeated"""
 
-    sequences: int = Field(default=12, ge=1, le=10**6)
+    sequences: Count = 12
     """number of sequences; sequence i repeats token i; the test sequences are the training sequences"""
     length: int = Field(default=10, ge=2, le=10_000)
     """tokens per sequence; the model predicts each token but the first from the tokens before it"""
@@ -244,17 +237,17 @@ class SequenceDataConfig(Section):
 class TransformerModelConfig(Section):
     """A small transformer"""
 
-    vocab_size: int = Field(default=100, ge=1, le=10**6)
+    vocab_size: Count = 100
     """number of different tokens"""
-    n_layer: int = Field(default=2, ge=1, le=1000)
+    n_layer: Size = 2
     """number of blocks"""
-    n_head: int = Field(default=4, ge=1)
+    n_head: PositiveInt = 4
     """attention heads per block"""
-    n_embd: int = Field(default=12, ge=2, le=10_000)
+    n_embd: Size = 12
     """width of the residual stream (d_model); a multiple of n_head, and even"""
-    d_ff: int = Field(default=24, ge=1, le=100_000)
+    d_ff: Count = 24
     """width inside the feed-forward layers"""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: Fraction = 0.0
     """dropout probability"""
 
 
@@ -265,10 +258,6 @@ class TransformerConfig(JobConfig):
 
     data: SequenceDataConfig = SequenceDataConfig()
     model: TransformerModelConfig = TransformerModelConfig()
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        return self.model.n_embd, self.model.d_ff
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         yield from super().mistakes()

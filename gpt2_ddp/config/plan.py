@@ -1,6 +1,6 @@
 """Configurations of plan.py and sweep.py: a training, and what to do with it."""
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from gpt2_ddp.config.training import TrainingConfig
 
@@ -13,15 +13,15 @@ class PlanConfig(TrainingConfig):
 
     gpu: str | None = Field(default=None, exclude=True)
     """GPU to plan for: its name in nvidia-smi, with or without NVIDIA and GeForce; null: this machine"""
-    gpus: int | None = Field(default=None, ge=1, exclude=True)
+    gpus: PositiveInt | None = Field(default=None, exclude=True)
     """processes on all machines, one per GPU; null: as many as the launcher started, or 1"""
-    gpu_memory: float | None = Field(default=None, gt=0, exclude=True)
+    gpu_memory: PositiveFloat | None = Field(default=None, exclude=True)
     """memory per process in GB (1e9 bytes); null: the GPU's, or this machine's free memory"""
     mfu: float = Field(default=0.4, gt=0, le=1, exclude=True)
     """model FLOP/s utilization to assume if no rate is given, as a fraction of the GPUs' peak"""
-    tokens_per_second: float | None = Field(default=None, gt=0, exclude=True)
+    tokens_per_second: PositiveFloat | None = Field(default=None, exclude=True)
     """tokens per second of all processes, without evaluations and checkpoints; null: by the MFU"""
-    price: float | None = Field(default=None, ge=0, exclude=True)
+    price: NonNegativeFloat | None = Field(default=None, exclude=True)
     """price of one GPU per hour, in any currency; null: no price is printed"""
 
     @property
@@ -39,7 +39,7 @@ class SweepConfig(TrainingConfig):
     """seeds to train each variant with; none: that of the configuration"""
     vary: tuple[str, ...] = Field(default=(), exclude=True)
     """fields and their values, like optim.lr=3e-4,6e-4; each combination is a variant"""
-    at_once: int | None = Field(default=None, ge=1, exclude=True)
+    at_once: PositiveInt | None = Field(default=None, exclude=True)
     """runs at a time, each on one GPU or an equal share of the cores; null: the number of GPUs, or 1"""
     dry_run: bool = Field(default=False, exclude=True)
     """only print the commands"""

@@ -3,7 +3,16 @@
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 
 from gpt2_ddp.config.base import Command, Section, flat
 
@@ -23,18 +32,13 @@ def only(kinds: Any, hint: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def named(pattern: str, hint: str) -> BeforeValidator:
-    """A validator of names that match a pattern; the error describes it in words."""
-    return only(Annotated[str, Field(pattern=pattern)], f"a name {hint}")
-
-
 HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
 
 
 class ClipConfig(Section):
     """The optimizer"""
 
-    grad_clip: float = Field(default=0.0, ge=0)
+    grad_clip: NonNegativeFloat = 0.0
     """limit of the global gradient norm; 0: no clipping"""
 
 
@@ -44,31 +48,31 @@ class LoopConfig(Section):
     mixed_precision: Literal["auto", "fast", "no", "bf16", "fp16"] = "auto"
     """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it; fast: bf16 also on CPUs
     where it is measured to be faster; a resume keeps the choice; no: fp32; fp16 (CUDA) scales the loss"""
-    compile: Literal["auto", "off", "blocks", "model"] = Field(default="auto")
+    compile: Literal["auto", "off", "blocks", "model"] = "auto"
     """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's overlap; auto, with a
     compiler: model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of the training; auto: the first available of cuda, mps, cpu"""
     deterministic: bool = False
     """use deterministic kernels on GPUs: resumed runs are then bitwise equal there, too; CPU runs always are"""
-    max_minutes: float | None = Field(default=None, gt=0)
+    max_minutes: PositiveFloat | None = None
     """time limit in minutes; the run saves a checkpoint and stops in time, and the same command resumes it"""
-    patience_seconds: float | None = Field(default=None, gt=0)
+    patience_seconds: PositiveFloat | None = None
     """watchdog timeout in seconds: the run ends and names the process that made no progress for so long; null: 1800
     the first time that a stage runs, then 120, or ten times the slowest stage so far if that is longer"""
-    profile_steps: int = Field(default=0, ge=0)
+    profile_steps: NonNegativeInt = 0
     """steps to record with torch's profiler, after three warm-up steps; the trace goes to the run folder; 0: none"""
 
 
 class GuardConfig(Section):
     """Reaction to bad steps"""
 
-    norm_sigmas: float | None = Field(default=None, gt=0)
+    norm_sigmas: PositiveFloat | None = None
     """limit of the gradient norm, in standard deviations above its running mean; a step above it, or whose norm is not
     finite, is skipped; null: no limit for finite norms"""
-    loss_sigmas: float | None = Field(default=None, gt=0)
+    loss_sigmas: PositiveFloat | None = None
     """limit of the loss, in standard deviations above its running mean; null: no limit for finite losses"""
-    patience: int = Field(default=20, ge=1)
+    patience: PositiveInt = 20
     """number of bad steps in a row after which the run has diverged: a GPT returns to its newest good checkpoint, skips
     the data read since, and ends at its fourth divergence; a small job ends"""
 
@@ -80,7 +84,7 @@ MIRROR = "a URL without credentials, which come from the environment, like s3://
 class KeepConfig(Section):
     """Checkpoints"""
 
-    keep_last: int = Field(default=3, ge=1)
+    keep_last: PositiveInt = 3
     """newest intact checkpoints to keep; the one with the lowest validation loss is kept, too"""
     background: Annotated[Literal["auto"] | bool, only(Literal["auto"] | bool, "auto, true or false")] = "auto"
     """true: write checkpoints from a copy in host memory while the training continues; false: the training waits; auto:
@@ -88,22 +92,20 @@ class KeepConfig(Section):
     mirror: Annotated[str | None, only(Url | None, MIRROR)] = None
     """URL of a folder for a copy of the run, such as s3://BUCKET/runs (any URL of fsspec); each checkpoint is copied in
     the background, and a machine without the run restores it from there (docs/cloud.md); null: no copy"""
-    mirror_seconds: float = Field(default=20, ge=0)
+    mirror_seconds: NonNegativeFloat = 20
     """longest wait for the mirror when the run ends or is stopped"""
 
 
 class TrackingConfig(Section):
     """Metrics"""
 
-    log_every: int = Field(default=10, ge=1)
+    log_every: PositiveInt = 10
     """steps between rows of metrics.jsonl"""
     log_with: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
     """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without a login"""
-    project: Annotated[
-        str, named(r"^\w[^/\\#?%:]*$", "without / \\ # ? % and :, beginning with a letter, digit or _")
-    ] = "gpt2_ddp"
+    project: str = Field(default="gpt2_ddp", pattern=r"^\w[^/\\#?%:]*$")
     """project name in the trackers"""
-    peak_flops: float | None = Field(default=None, gt=0)
+    peak_flops: PositiveFloat | None = None
     """peak of one device in dense bf16 FLOP/s, for the MFU; null: the data sheet's value, for known devices"""
 
 
@@ -129,12 +131,10 @@ class RunConfig(Command):
 
     output_dir: str = "runs"
     """folder that contains the run folders"""
-    run_name: Annotated[
-        str, named(r"^\w[\w.-]*$", "of letters, digits, _, - and ., beginning with a letter, digit or _")
-    ] = "gpt2"
+    run_name: str = Field(default="gpt2", pattern=r"^\w[\w.-]*$")
     """name of the run, of letters, digits, _, - and .; its run folder is output_dir/run_name; the same command again
     resumes the run"""
-    seed: int = Field(default=1337, ge=0, lt=2**63)
+    seed: NonNegativeInt = 1337
     """seed of initial weights, data order and dropout"""
 
     @property

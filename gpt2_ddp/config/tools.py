@@ -7,9 +7,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from gpt2_ddp.config.base import Command
+from gpt2_ddp.config.base import Command, Count, Fraction
 from gpt2_ddp.config.run import only
 from gpt2_ddp.errors import UserError
 
@@ -31,6 +31,11 @@ class CheckpointCommand(Command):
     trust_run_code: TrustRunCode = False
 
 
+def before_glob(path: str) -> Path:
+    """The beginning of a path, up to the first part with a wildcard."""
+    return Path(*takewhile(lambda part: not set(part) & set("*?["), Path(path).parts))
+
+
 class PrepareConfig(Command):
     """prepare_data.py: text to token shards"""
 
@@ -46,9 +51,9 @@ class PrepareConfig(Command):
     vocab_size: int | None = Field(default=None, ge=257, le=2**31 - 1)
     """bpe: tokens of the vocabulary, end-of-text included; null: 4,096 for 1 MB of text, 8,192 for 10 MB, 32,768 for
     100 MB and more"""
-    workers: int = Field(default=0, ge=0)
+    workers: NonNegativeInt = 0
     """encoding processes; 0: one per core; the result does not depend on their number"""
-    val_fraction: float = Field(default=0.05, ge=0, lt=1)
+    val_fraction: Fraction = 0.05
     """fraction of the documents for the validation split, chosen by the hash of their text; of the tokens, the last
     ones, if that would be fewer than about ten documents"""
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
@@ -68,7 +73,7 @@ class PrepareConfig(Command):
     """text files: one document per file, per line, or per paragraph (blank lines between)"""
     document_separator: str | None = Field(default=None, min_length=1, max_length=1000)
     """text between the documents of a file, such as `<|endoftext|>`; line breaks around it count as part of it"""
-    max_documents: int | None = Field(default=None, ge=1)
+    max_documents: PositiveInt | None = None
     """number of documents to stop after; null: all"""
 
     @property
@@ -79,9 +84,8 @@ class PrepareConfig(Command):
         if self.source.startswith("hub:"):
             name = self.source.rpartition("/")[2]
             return f"data/{name}-{self.subset}" if self.subset else f"data/{name}"
-        path = re.sub(r"^\w+:", "", self.source)
-        parts = takewhile(lambda part: not set(part) & set("*?["), Path(path).parts)
-        return f"data/{Path(*parts).stem or 'text'}"
+        path = before_glob(re.sub(r"^\w+:", "", self.source))
+        return f"data/{path.stem or 'text'}"
 
     @field_validator("encoding")
     @classmethod
@@ -99,18 +103,18 @@ class EvaluateConfig(CheckpointCommand):
     """folders of token shards, one or several, or a folder of images in folders of classes; none: the run's own"""
     split: str = "val"
     """split to score: each of its tokens except the first, once"""
-    tokens: int | None = Field(default=None, ge=1)
+    tokens: PositiveInt | None = None
     """number of tokens to score, evenly spread; null: all"""
     tasks: tuple[str, ...] = ()
     """tasks to score instead of the split: `hellaswag` (from the Hub), or jsonl files of items (docs/evaluation.md)"""
-    task_items: int | None = Field(default=None, ge=1)
+    task_items: PositiveInt | None = None
     """items of each task, evenly spread; null: all"""
     images: tuple[str, ...] = ()
     """classifiers of images: images of unknown classes, or folders of them, to classify instead of scoring"""
     output: str | None = None
     """folder for the tasks' items and scores, or a small job's predictions; null: evaluations/CHECKPOINT in the run
     folder, but none for other samples than the run's own"""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: PositiveInt = 16
     """windows, continuations of a task, or samples of a small job per forward pass and process"""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it"""
@@ -124,15 +128,15 @@ class GenerateConfig(CheckpointCommand):
     """texts to continue, one or several; empty: the start of a document"""
     prompts_file: str | None = None
     """file with one prompt per line, instead of prompts; -: standard input"""
-    max_new_tokens: int = Field(default=256, ge=1, le=1_000_000)
+    max_new_tokens: Count = 256
     """most tokens to add to each prompt, up to 1,000,000; the end-of-text token ends the text earlier"""
-    temperature: float = Field(default=0.8, ge=0)
+    temperature: NonNegativeFloat = 0.8
     """divisor of the logits; 0: always the likeliest token"""
-    top_k: int | None = Field(default=50, ge=1)
+    top_k: PositiveInt | None = 50
     """sample among the k likeliest tokens; null: all"""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """sample among the likeliest tokens whose probabilities add up to this; 1: all"""
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: NonNegativeInt = 0
     """seed of the samples"""
     num_samples: int = Field(default=1, ge=1, le=100_000)
     """continuations per prompt, up to 100,000"""
@@ -193,11 +197,11 @@ class VerifyConfig(Command):
 class CheckClusterConfig(Command):
     """check_cluster.py: whether all processes connect, have equal versions and all-reduce correctly, and how fast"""
 
-    timeout_seconds: float = Field(default=60, gt=0)
+    timeout_seconds: PositiveFloat = 60
     """seconds to wait for a rank that does not connect, and for an all-reduce that does not end"""
     sizes: tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
     """sizes of the all-reduces in bytes, in fp32; DDP sends gradients in buckets of 25 MiB"""
-    repeats: int = Field(default=20, ge=1)
+    repeats: PositiveInt = 20
     """timed all-reduces per size"""
     device: Device = "auto"
     output: str | None = None
@@ -212,13 +216,13 @@ class CompareConfig(Command):
     colon, like classifier:configs/jobs/cifar100_lenet.yaml"""
     processes: tuple[Annotated[int, Field(ge=2, le=64)], ...] = (2,)
     """numbers of DDP processes; each has a row in the table"""
-    repeats: int = Field(default=3, ge=1)
+    repeats: PositiveInt = 3
     """runs of each strategy, in new processes each; the strategies alternate"""
-    seconds: float = Field(default=10, gt=0)
+    seconds: PositiveFloat = 10
     """approximate time of the run with one process, in seconds; it fixes the number of timed steps of all strategies"""
-    steps: int | None = Field(default=None, ge=1)
+    steps: PositiveInt | None = None
     """number of timed steps, used instead of seconds; null: by seconds"""
-    threads: int = Field(default=1, ge=1)
+    threads: PositiveInt = 1
     """CPU threads per process, equal for all strategies"""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """mixed precision of every job; the strategies end with equal parameters only with no (fp32)"""

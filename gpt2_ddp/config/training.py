@@ -5,9 +5,17 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from gpt2_ddp.config.base import Section, flat
+from gpt2_ddp.config.base import Count, Fraction, Section, Size, flat
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -33,10 +41,19 @@ Tokens = Annotated[int | Auto | None, only(PositiveInt | Auto | None, ALL)]
 class Phase(Section):
     """New weights of a mixture, from a number of tokens on"""
 
-    at_tokens: int = Field(gt=0, lt=2**63)
+    at_tokens: PositiveInt
     """start of the phase in training tokens; rounded up to a block of 1,000 windows"""
     weights: tuple[float, ...]
     """weights that replace data.weights from the start of the phase"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_text(cls, value: object) -> object:
+        """Parses `N:W:W:...` of the command line."""
+        if not isinstance(value, str):
+            return value
+        at_tokens, *weights = value.split(":")
+        return {"at_tokens": at_tokens, "weights": weights}
 
 
 class DataConfig(Section):
@@ -87,14 +104,6 @@ class DataConfig(Section):
             raise ValueError("should be the name of a folder, or a list of names")
         return folders[0] if len(folders) == 1 else tuple(folders)
 
-    @field_validator("phases", mode="before")
-    @classmethod
-    def _phases_in_text(cls, value: object) -> object:
-        """Parses `N:W:W:...` of the command line."""
-        phases = value if isinstance(value, list | tuple) else [value]
-        split = [phase.split(":") if isinstance(phase, str) else phase for phase in phases]
-        return [{"at_tokens": one[0], "weights": one[1:]} if isinstance(one, list) else one for one in split]
-
 
 class ModelConfig(Section):
     """The model"""
@@ -102,23 +111,23 @@ class ModelConfig(Section):
     architecture: Literal["gpt2", "llama", "qwen3", "nanochat", "speedrun"] = "gpt2"
     """architecture, as transformers' class of that name has it; speedrun, which no other tool reads, adds embeddings of
     token pairs and of values to nanochat's (model/architecture.py has a table)"""
-    n_layer: int = Field(default=12, ge=1, le=10_000)
+    n_layer: Size = 12
     """number of transformer blocks"""
-    n_head: int = Field(default=12, ge=1)
+    n_head: PositiveInt = 12
     """attention heads per block"""
-    n_kv_head: int | None = Field(default=None, ge=1)
+    n_kv_head: PositiveInt | None = None
     """heads of keys and values, a divisor of n_head; null: n_head"""
-    n_embd: int = Field(default=768, ge=1, le=10**6)
+    n_embd: Count = 768
     """width of the residual stream; a multiple of n_head"""
     block_size: int = Field(default=1024, ge=1, le=10**8)
     """context length T in tokens: length of a training window, and of the model's longest input"""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: Fraction = 0.0
     """dropout probability in embeddings, attention and residual branches"""
     bias: bool = True
     """gpt2: biases in linear layers and LayerNorms; the other architectures have none"""
     n_inner: int | None = Field(default=None, ge=1, le=10**7)
     """width of the MLP; null: 4 n_embd, or with SwiGLU 8/3 n_embd, rounded up to a multiple of 64"""
-    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_theta: PositiveFloat = 10_000.0
     """rotary positions: base of the wavelengths"""
     document_mask: bool = False
     """restrict attention to the token's own document; positions begin at 0 in each document"""
@@ -138,35 +147,32 @@ WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
 """Fields of the model section that belong to the weights."""
 
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
 class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
     name: Literal["adamw", "muon"] = "adamw"
     """optimizer: AdamW, fused; or Muon for hidden matrices, and AdamW for everything else (docs/optimizers.md)"""
-    lr: float = Field(default=6e-4, gt=0)
+    lr: PositiveFloat = 6e-4
     """peak learning rate"""
-    min_lr: float = Field(default=6e-5, ge=0)
+    min_lr: NonNegativeFloat = 6e-5
     """learning rate at the end of the decay and after it"""
-    embedding_lr: float | None = Field(default=None, gt=0)
+    embedding_lr: PositiveFloat | None = None
     """peak learning rate of embeddings that no matrix product reads, on the same schedule; null: lr"""
-    muon_lr: float = Field(default=0.01, gt=0)
+    muon_lr: PositiveFloat = 0.01
     """muon: peak learning rate of the matrices; the schedule is the same: always muon_lr / lr times AdamW's rate"""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """learning rate after the warm-up: cosine decay, wsd (warmup-stable-decay) or constant"""
-    warmup_steps: int = Field(default=700, ge=0)
+    warmup_steps: NonNegativeInt = 700
     """steps of linear warm-up to lr"""
-    decay_steps: int | None = Field(default=None, ge=1)
+    decay_steps: PositiveInt | None = None
     """step at which the decay reaches min_lr; null: the run's last step, fixed when the decay begins"""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """wsd: fraction of decay_steps, at the end, with a linear decay"""
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: NonNegativeFloat = 0.1
     """decoupled weight decay of matrices and embeddings; biases and LayerNorms have none"""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW: decay rates of the first and second moment"""
-    grad_clip: float = Field(default=1.0, ge=0)
+    grad_clip: NonNegativeFloat = 1.0
     """limit of the global gradient norm; 0: no clipping"""
 
     @property
@@ -185,11 +191,11 @@ class OptimConfig(ClipConfig):
 class TrainConfig(LoopConfig):
     """The training loop"""
 
-    steps: int | None = Field(default=None, ge=1)
+    steps: PositiveInt | None = None
     """optimizer steps of the whole run; the parent's steps count in a branch (branch_from); null: set epochs"""
     epochs: float | None = Field(default=None, gt=0, le=10**6)
     """passes over the training split; replaces steps when set"""
-    global_batch_tokens: int = Field(default=524_288, ge=1)
+    global_batch_tokens: PositiveInt = 524_288
     """tokens per optimizer step over all processes; a multiple of block_size"""
     micro_batch_size: Windows = 16
     """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; auto: as many
@@ -210,12 +216,12 @@ class TrainConfig(LoopConfig):
 class EvalConfig(Section):
     """Validation during training"""
 
-    every: int = Field(default=250, ge=1)
+    every: PositiveInt = 250
     """steps between evaluations; the first and the last step are always evaluated"""
     tokens: Tokens = "auto"
     """validation tokens per evaluation, evenly spread, always the same, shared equally by several folders; auto: 6% of
     the training tokens between two evaluations, at least 16 windows; null: all"""
-    patience: int | None = Field(default=None, ge=1)
+    patience: PositiveInt | None = None
     """early stopping: the run ends after so many evaluations in a row without a new lowest val_loss; each new lowest
     saves a checkpoint; null: train all steps"""
     tasks: tuple[str, ...] = ()
@@ -226,14 +232,14 @@ class EvalConfig(Section):
 class CheckpointConfig(KeepConfig):
     """Checkpoints"""
 
-    every: int = Field(default=1000, ge=1)
+    every: PositiveInt = 1000
     """steps between checkpoints; a stop and the last step always save one"""
 
 
 class TextTrackingConfig(TrackingConfig):
     """Metrics, and samples of text"""
 
-    sample_every: int = Field(default=0, ge=0)
+    sample_every: NonNegativeInt = 0
     """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
     sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
     """prompts of the samples, one or several; empty: the start of a document"""
@@ -245,7 +251,7 @@ class ParallelConfig(Section):
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: each process has the whole model; fsdp: each has a part of the weights, gradients and optimizer state
     (docs/sharded.md), which `accelerate config` may select, too"""
-    replicas: int = Field(default=1, ge=1)
+    replicas: PositiveInt = 1
     """fsdp: groups of processes; each group has the model once, in parts; a divisor of the number of processes"""
     reduce: Literal["last", "each"] = "last"
     """fsdp: micro-batches after which the processes add up their gradients; last: once a step, until when each has
@@ -262,9 +268,21 @@ class TrainingConfig(RunConfig):
     rollbacks = 3
     kept = ("seed", "model", "optim", "train.global_batch_tokens")
     first = (
-        *("run_name", "data.path", "model.architecture", "model.n_layer", "model.n_head", "model.n_embd"),
-        *("model.block_size", "optim.lr", "train.steps", "train.global_batch_tokens", "train.micro_batch_size"),
-        *("train.mixed_precision", "train.max_minutes", "eval.every", "checkpoint.every"),
+        "run_name",
+        "data.path",
+        "model.architecture",
+        "model.n_layer",
+        "model.n_head",
+        "model.n_embd",
+        "model.block_size",
+        "optim.lr",
+        "train.steps",
+        "train.global_batch_tokens",
+        "train.micro_batch_size",
+        "train.mixed_precision",
+        "train.max_minutes",
+        "eval.every",
+        "checkpoint.every",
     )
 
     task: Annotated[str | None, only(TaskName | None, "FILE.py:CLASS or MODULE:CLASS, a subclass of Pretraining")] = (
@@ -356,10 +374,10 @@ class TrainingConfig(RunConfig):
         """User errors of the shape, and of a step's tokens, which depend on it."""
         width, heads, keys = self.model.n_embd, self.model.n_head, self.model.key_heads
         gpt2 = self.model.architecture == "gpt2"
-        unit, what = (heads, "model.n_head") if gpt2 else (2 * heads, "2 model.n_head")  # rotary positions rotate pairs
+        unit = heads if gpt2 else 2 * heads  # rotary positions rotate pairs
         if width % unit:
             lower = max(width // unit, 1) * unit
-            yield "model.n_embd", width, f"should be a multiple of {what} ({unit}), like {lower}"
+            yield "model.n_embd", width, f"should be a multiple of {unit}, for model.n_head {heads}, like {lower}"
         if heads % keys or (gpt2 and keys != heads):
             yield "model.n_kv_head", keys, f"should divide model.n_head ({heads})" + ", or be it for gpt2" * gpt2
         tokens, size = self.train.global_batch_tokens, self.model.block_size
@@ -375,13 +393,9 @@ class TrainingConfig(RunConfig):
 BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"
 
 
-def training_default(flags: Mapping[str, Any]) -> tuple[str, str]:
-    """The preset without `--config`, for the built-in corpus or other data, and a note for the user or "". `flags`
-    are values of the command line, by dotted names."""
-    own = DataConfig().paths[0]
-    given = flags.get("data.path", own)
-    data = " ".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
-    if os.path.normpath(data) == os.path.normpath(own):
-        return BUILT_IN, ""
-    note = f"note: no --config; {data} is trained on with {OWN_TEXT}; README.md lists one for each size of text"
-    return OWN_TEXT, note
+def training_default(flags: Mapping[str, Any]) -> str:
+    """The preset without `--config`, for the built-in corpus or other data. `flags` are values of the command line, by
+    dotted names."""
+    built_in = str(DataConfig().path)
+    data = str(flags.get("data.path", built_in))
+    return BUILT_IN if os.path.normpath(data) == built_in else OWN_TEXT

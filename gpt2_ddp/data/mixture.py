@@ -61,23 +61,21 @@ class MixedOrder(Order):
     def items_at(self, positions: np.ndarray) -> np.ndarray:
         numbers, offsets = np.divmod(positions, BLOCK)
         sources, uses = np.empty((2, len(positions)), np.int64)
-        start = 0
-        while start < len(positions):  # ascending, so a block's positions are adjacent
-            of_sources, of_uses = self._block(int(numbers[start]))
-            stop = int(np.searchsorted(numbers, numbers[start], side="right"))
-            sources[start:stop], uses[start:stop] = of_sources[offsets[start:stop]], of_uses[offsets[start:stop]]
-            start = stop
+        for number in set(numbers.tolist()):
+            here = numbers == number
+            of_sources, of_uses = self._block(number)
+            sources[here], uses[here] = of_sources[offsets[here]], of_uses[offsets[here]]
         items = np.empty(len(positions), np.uint64)
         for source in set(sources.tolist()):
             here = sources == source
-            items[here] = self._orders[source].items_at(uses[here]) | np.uint64(source << SOURCE_BITS)
+            items[here] = self._orders[source].items_at(uses[here]) | (source << SOURCE_BITS)
         return items
 
     def uses(self, position: int) -> np.ndarray:
         """Positions of each source before `position`: int64 [sources]."""
         number, offset = divmod(position, BLOCK)
         before = self._uses_before(number)
-        return before + np.bincount(self._block(number)[0][:offset], minlength=len(before)) if offset else before
+        return before + np.bincount(self._block(number)[0][:offset], minlength=len(before))
 
     def by_source(self, position: int, skipped: list[tuple[int, int]], unit: str, per_item: int) -> dict[str, float]:
         """Row fields at `position`: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of the source."""
@@ -132,29 +130,22 @@ def normal(weights: Sequence[float]) -> tuple[Fraction, ...]:
     return tuple(weight / sum(exact) for weight in exact)
 
 
-def mixed_order(config: TrainingConfig, windows: Sequence[int]) -> MixedOrder:
-    """The order of a run over several sources of these numbers of windows."""
-    return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
-
-
 def read_manifests(paths: Sequence[str]) -> list[Manifest]:
     """The manifests of all folders. Raises: UserError if a manifest is unusable, its tokenizer differs from the first,
     or two folders share a shard."""
     manifests = [read_manifest(Path(path)) for path in paths]
-    first, known = manifests[0], {}
+    known: dict[str, tuple[str, str]] = {}
     for path, manifest in zip(paths, manifests, strict=True):
-        vocabulary = [(one.tokenizer_sha256, one.vocab_size, one.eot) for one in (first, manifest)]
-        if vocabulary[0] != vocabulary[1]:
-            names = " and ".join(f"{one.tokenizer}, {one.vocab_size} ids" for one in (manifest, first))
-            hint = f"has another tokenizer than {paths[0]} ({names}); prepare all with one, like --tokenizer "
-            raise UserError("data.path", path, f"{hint}{Path(paths[0]) / first.tokenizer}")
-        shards = [(split, shard) for split, shards in manifest.splits.items() for shard in shards]
-        for split, shard in shards:
-            place, other = known.get((shard.sha256, shard.bytes), (path, ""))
-            if place != path and (split, other) != ("val", "val"):
-                hint = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
-                raise UserError("data.path", path, f"{hint}; name each text once, and set its weight in data.weights")
-        known |= {(shard.sha256, shard.bytes): (path, split) for split, shard in shards}
+        if manifest.tokenizer_sha256 != manifests[0].tokenizer_sha256:
+            hint = f"has another tokenizer than {paths[0]}; prepare all with one: --tokenizer {paths[0]}"
+            raise UserError("data.path", path, hint)
+        for split, shards in manifest.splits.items():
+            for shard in shards:
+                place, other = known.setdefault(shard.sha256, (path, split))
+                if place != path and (split, other) != ("val", "val"):
+                    hint = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
+                    hint += "; name each text once, and set its weight in data.weights"
+                    raise UserError("data.path", path, hint)
     return manifests
 
 
@@ -185,21 +176,20 @@ def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
     before = recorded(saved.record)
     assert before, "a GPT's state has the hash of its data"
     paths, known, size = config.data.paths, before.manifests, config.model.block_size
-    then = "start a new run with train.init_from" if config.branch_from else "choose another run_name"
     if len(paths) < len(known):
-        hint = f"the run was started with {len(known)} folders; restore them, or {then}"
+        hint = f"the run was started with {len(known)} folders; restore them, or start a new run"
         raise UserError("data.path", " ".join(paths), hint)
     for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
         if ours != theirs:
-            hint = f"its tokens differ from those that the run was started with; restore them, or {then}"
+            hint = "its tokens differ from those that the run was started with; restore them, or start a new run"
             raise UserError("data.path", path, hint)
     position = max([saved.feed.position, *(stop for _, stop in saved.feed.skipped_ranges)])
     ours, theirs = (past(one, position, len(paths), size) for one in (now, before))
     for number, (mine, had) in enumerate(zip_longest(ours, theirs, fillvalue="none")):
         if mine != had:
-            later = f"data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
-            hint = f"the run had {had}; restore it, with 0 for new folders, or {then}"
-            hint += f". New weights may begin after the data that the run has read: {later}"
+            later = -(-position // BLOCK) * BLOCK * size
+            hint = f"the run had {had}; restore it, with 0 for new folders, or start a new run. New weights may begin "
+            hint += f"after the data that the run has read: data.phases, from {later} tokens on"
             raise UserError("data.phases" if number else "data.weights", mine, hint)
 
 

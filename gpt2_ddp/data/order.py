@@ -42,7 +42,7 @@ class Permutation(Order):
 
     def __init__(self, seed: int, n_items: int, stream: str = ""):
         self.seed, self.n_items, self.stream = seed, n_items, stream
-        self.base = np.uint64(math.isqrt(n_items - 1) + 1)
+        self.base = math.isqrt(n_items - 1) + 1
         self._first, self._cached = 0, np.empty(0, np.uint64)  # items at the positions from _first on
 
     def __len__(self) -> int:
@@ -51,22 +51,20 @@ class Permutation(Order):
     def items_at(self, positions: np.ndarray) -> np.ndarray:
         if not len(positions) or positions[-1] - positions[0] >= FEW:
             return self._compute(positions)
-        first, stop = int(positions[0]), int(positions[-1]) + 1
-        if first < self._first or stop > self._first + len(self._cached):
-            epoch_end = (first // self.n_items + 1) * self.n_items  # each epoch has a key of its own
-            self._first, stop = first, max(stop, min(first + AHEAD, epoch_end))
-            self._cached = self._compute(np.arange(first, stop))
+        first = int(positions[0])
+        if first < self._first or positions[-1] >= self._first + len(self._cached):
+            self._first, self._cached = first, self._compute(np.arange(first, first + AHEAD))
         return self._cached[positions - self._first]
 
     def _compute(self, positions: np.ndarray) -> np.ndarray:
-        parts = []
+        parts = [np.empty(0, np.uint64)]
         while len(positions):
             epoch = int(positions[0]) // self.n_items
             first = epoch * self.n_items
             count = np.searchsorted(positions, first + self.n_items)
             parts.append(self._permute(epoch, (positions[:count] - first).astype(np.uint64)))
             positions = positions[count:]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
+        return np.concatenate(parts)
 
     def _permute(self, epoch: int, index: np.ndarray) -> np.ndarray:
         key = hashlib.shake_256(f"{self.seed}/{self.stream}{epoch}".encode()).digest(8 * ROUNDS)
@@ -81,10 +79,10 @@ class Permutation(Order):
     def _feistel(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
         left, right = np.divmod(values, self.base)
         for key in keys:
-            mixed = (right + key) * np.uint64(0xBF58476D1CE4E5B9)  # two rounds of splitmix64's finaliser
-            mixed ^= mixed >> np.uint64(31)
-            mixed *= np.uint64(0x94D049BB133111EB)
-            mixed >>= np.uint64(33)
+            mixed = (right + key) * 0xBF58476D1CE4E5B9  # two rounds of splitmix64's finaliser
+            mixed ^= mixed >> 31
+            mixed *= 0x94D049BB133111EB
+            mixed >>= 33
             mixed += left
             mixed %= self.base
             left, right = right, mixed

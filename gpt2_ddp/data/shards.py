@@ -10,6 +10,7 @@ import resource
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,9 +67,9 @@ class TokenStream:
         self.vocab_size, self.dtype = manifest.vocab_size, token_dtype(manifest.vocab_size)
         self.eot = manifest.eot  # begins each document
         shards = manifest.splits[split]
-        self._files = [(str(Path(folder) / shard.file), shard.sha256) for shard in shards]
+        self._files = [(str(folder / shard.file), shard.sha256) for shard in shards]
         for shard in shards if check else ():
-            check_shard(Path(folder), shard, self.dtype)
+            check_shard(folder, shard, self.dtype)
         self._ends = np.cumsum([shard.tokens for shard in shards])
         self._bounds = [0, *self._ends.tolist()]
 
@@ -105,25 +106,17 @@ class TokenStream:
     def _read_into(self, buffer: memoryview, shard: int, offset: int) -> None:
         file, done = _opener()(*self._files[shard]), 0
         while done < len(buffer):
-            count = os.preadv(file.descriptor, [buffer[done:]], HEADER_BYTES + offset + done)
+            count = os.preadv(file.fileno(), [buffer[done:]], HEADER_BYTES + offset + done)
             if count == 0:
                 raise UserError("shard", self._files[shard][0], f"became shorter while it was read; {AGAIN}")
             done += count
 
 
-class _OpenFile:
-    def __init__(self, descriptor: int):
-        self.descriptor = descriptor
-
-    def __del__(self):
-        os.close(self.descriptor)
-
-
 @cache
-def _opener() -> Callable[[str, str], _OpenFile]:
+def _opener() -> Callable[[str, str], FileIO]:
     """Opens the shard of a path and a SHA-256, since a path may get other shards; keeps the last ones open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return lru_cache(limit // OPEN_SHARE)(lambda path, sha256: _OpenFile(os.open(path, os.O_RDONLY)))
+    return lru_cache(limit // OPEN_SHARE)(lambda path, sha256: open(path, "rb", buffering=0))
 
 
 RECORD = ".verified.jsonl"
@@ -131,18 +124,13 @@ LARGEST = 2**26
 """Largest record in bytes (300,000 shards); a larger one is not read."""
 
 
-def verify_shards(
-    folder: Path, manifest: Manifest, part: int = 0, parts: int = 1, remember: bool = False, record: bool = True
-) -> None:
+def verify_shards(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1, record: bool = True) -> None:
     """Checks headers, sizes and SHA-256 of every `parts`-th shard from `part` on: a node's processes share the work.
 
-    Args:
-        remember: skip the hash of files that the record lists unchanged.
-        record: add verified files to the record, if the folder is writable.
-
-    Raises: UserError if a shard differs from the manifest.
+    Files that the folder's record lists unchanged are not hashed. `record`: add verified files to the record, if the
+    folder is writable. Raises: UserError if a shard differs from the manifest.
     """
-    folder, known = Path(folder), set()
+    known: set[str] = set()
     with suppress(OSError):
         known = {*read_small(folder / RECORD, LARGEST).decode(errors="replace").splitlines()}
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
@@ -152,11 +140,11 @@ def verify_shards(
         stat = path.stat()  # before hashing, to detect a change meanwhile; ctime, as `cp -p` keeps mtime
         file = [shard.file, shard.sha256, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         line = json.dumps(file)
-        if remember and line in known:
+        if line in known:
             continue
         if sha256_file(path) != shard.sha256:
             raise UserError("shard", path, f"its SHA-256 differs from the manifest's; {AGAIN}")
-        if record and line not in known:
+        if record:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # opening a pipe fails at once
             with suppress(OSError), open(os.open(folder / RECORD, flags, 0o666), "a") as file:
                 file.write(f"{line}\n")

@@ -50,9 +50,6 @@ class Tokenizer:
         self.characters = None if b"\xff" in self.tokens else {token.decode() for token in self.tokens}
         self.sha256 = sha256 or self._hash()
 
-    def __repr__(self) -> str:
-        return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, eot={self.eot})"
-
     def encode(self, text: str, field: str = "text") -> np.ndarray:
         """Ids [n]: uint16, or uint32 for more than 65,536 ids. Special tokens in the text are plain text. Lone
         surrogates become U+FFFD. `field` names the text in messages. Raises: UserError if a character has no id."""
@@ -98,12 +95,13 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     """The tokenizer `bytes`, a tiktoken encoding (`gpt2` needs no network), or a tokenizer.json or its folder. Raises:
     UserError if the name is unknown, the file unusable, or the download fails."""
     if tokens := _own_tokens(name_or_path):
-        definition = {
-            "pat_str": BYTES_PATTERN if name_or_path == BYTES else GPT2_PATTERN,
-            "mergeable_ranks": {token: rank for rank, token in enumerate(tokens)},
-            "special_tokens": {END_OF_TEXT: len(tokens)},
-        }
-        return Tokenizer(name_or_path, tiktoken.Encoding(name_or_path, **definition))
+        encoding = tiktoken.Encoding(
+            name_or_path,
+            pat_str=BYTES_PATTERN if name_or_path == BYTES else GPT2_PATTERN,
+            mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+            special_tokens={END_OF_TEXT: len(tokens)},
+        )
+        return Tokenizer(name_or_path, encoding)
     if name_or_path not in encoding_names():
         from gpt2_ddp.data.tokenizer_file import read_encoding
 
@@ -119,11 +117,10 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
 
 def check_tokenizer(tokenizer: Tokenizer, manifest: Manifest, folder: Path) -> None:
     """Compares the manifest of a folder with its tokenizer. Raises: UserError where they differ."""
-    for name in ("vocab_size", "eot"):
-        recorded, here = getattr(manifest, name), getattr(tokenizer, name)
-        if recorded != here:
-            hint = f"has {name} {recorded}, but its tokenizer {tokenizer.name} has {here}; {AGAIN}"
-            raise UserError("data", folder / MANIFEST, hint)
+    recorded, here = ((one.vocab_size, one.eot) for one in (manifest, tokenizer))
+    if recorded != here:
+        hint = f"has vocab_size and eot {recorded}, but its tokenizer {tokenizer.name} has {here}; {AGAIN}"
+        raise UserError("data", folder / MANIFEST, hint)
 
 
 def replace_surrogates(text: str) -> str:

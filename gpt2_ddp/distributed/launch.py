@@ -41,8 +41,7 @@ def start_run(config: RunConfig) -> PartialState:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     train = config.train
-    precision = train.mixed_precision
-    start = partial(connect_processes, train.device, precision, section="train.", backend=config.backend)
+    start = partial(connect_processes, train.device, train.mixed_precision, section="train.", backend=config.backend)
     if world_size() == 1:
         processes = start()
     else:
@@ -93,9 +92,9 @@ def connect_processes(
     pick_precision(mixed_precision, target, section)
     if target.type == "cpu":
         set_cpu_threads()
-    settings = {} if backend == "auto" else {"backend": backend}
     # without `cpu`, CPU ranks stay unconnected
-    processes = PartialState(cpu=target.type == "cpu", timeout=timeout, **settings)
+    chosen = None if backend == "auto" else backend
+    processes = PartialState(cpu=target.type == "cpu", timeout=timeout, backend=chosen)
     CONNECTED.set()
     if processes.num_processes != started:
         hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)

@@ -89,7 +89,7 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
         # some libraries catch Stopped while they are imported, and then fail
         if not isinstance(error, Stopped) and (not _state.first or _state.had_handler):
             raise
-        print_line(_stop_message(str(error) if isinstance(error, Stopped) else _state.first))
+        print_line(_stop_message(_state.first or str(error)))
         _exit(stop_code())
     finally:
         restore()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import TypeVar
 
 from gpt2_ddp.distributed.environment import STOPPED, unset_unfilled_variables, usable_cores
@@ -50,19 +49,13 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
     receiver, sender = multiprocessing.Pipe(duplex=False)
     ranks = list(start_ranks(_run_rank, [(sender, function, args)] * processes))
     sender.close()
-    heard: list[str] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        heard.append(signal.Signals(number).name)
-        _signal(ranks, number)  # they stop with a checkpoint
-
-    uninstall = install_handlers(forward, last=False)
+    uninstall = install_handlers(lambda number, _: _signal(ranks, number), last=False)  # they stop with a checkpoint
     try:
         answer = _wait(ranks, receiver)
     finally:
         uninstall()
     if any(rank.exitcode == STOPPED for rank in ranks):
-        raise Stopped(heard[0] if heard else "a signal to a rank")
+        raise Stopped("a signal to a rank")
     if answer is None or (answer[1] is None and any(rank.exitcode for rank in ranks)):
         ends = ", ".join(f"{rank.name}: {rank.exitcode}" for rank in ranks)
         print(f"a process crashed (exit codes {ends})", file=sys.stderr)

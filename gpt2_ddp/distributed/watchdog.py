@@ -62,7 +62,6 @@ class Verdict(NamedTuple):
 
     reason: str  # for the user
     stuck: list[Process]  # to be killed, as they may not end by themselves
-    living: list[int]  # ranks at fault that still send heartbeats
 
 
 def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = False) -> Verdict | None:
@@ -77,7 +76,7 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     failed, lost = (any(getattr(one.beat, kind) for one in running.values()) for kind in ("failed", "lost"))
     for rank, (beat, silent, _) in running.items():  # other ranks lost their collective because of it
         if beat.failed and (silent > GRACE or beat.idle > AFTERMATH):
-            return Verdict(f"{names[rank]}: {beat.failed} (at {_at(beat)})", [], [rank])
+            return Verdict(f"{names[rank]}: {beat.failed} (at {_at(beat)})", [])
     if failed:
         return None
     limit = min(max(patience, SILENCE), AFTERMATH if lost else math.inf)
@@ -89,7 +88,7 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
             lines.append(f"{names[rank]}: no heartbeat for {silent:.0f} s; last stage: {_at(beat, stack=True)}")
             stuck.append(beat.process)
     if lines:
-        return Verdict("\n".join(lines), stuck, [])
+        return Verdict("\n".join(lines), stuck)
     if silence_only or lost or not running or any(one.silent > GRACE for one in running.values()):
         return None
     place = {rank: (one.beat.step, one.beat.collectives, one.beat.progress_count) for rank, one in running.items()}
@@ -98,7 +97,7 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     if any(beat.idle <= beat.limit for beat in behind.values()):
         return None
     lines = [f"{names[rank]}: no progress for {beat.idle:.0f} s at {_at(beat, True)}" for rank, beat in behind.items()]
-    return Verdict("\n".join(lines), [], list(behind))
+    return Verdict("\n".join(lines), [])
 
 
 def _at(beat: Heartbeat, stack: bool = False) -> str:
@@ -109,7 +108,8 @@ class Pulse:
     """What the main thread records, for the other threads to read; each call costs some attribute writes."""
 
     def __init__(self):
-        self.thread, self.compiles, self._begun = threading.get_ident(), False, dict[str, int]()
+        self.compiles = False  # whether graphs are compiled, which needs FIRST_TIMEOUT in any case
+        self.thread, self._begun = threading.get_ident(), dict[str, int]()
         self.stage, self.step, self.timeout, self.is_first = "starting", 0, FIRST_TIMEOUT, False
         self.count = self.count_before = 0  # progress in total, and before this step
         self.ended_at, self.error, self.lost, self.stopped = 0.0, "", "", False
@@ -125,10 +125,6 @@ class Pulse:
     def progress(self) -> None:
         """Records progress in the stage, and ends its additional timeout."""
         self.timeout, self.count = 0.0, self.count + 1
-
-    def expect_compilation(self, compiles: bool) -> None:
-        """Sets whether graphs are compiled, which needs FIRST_TIMEOUT in any case."""
-        self.compiles = compiles
 
     def end(self, error: str = "", lost: str = "", stopped: bool = False) -> None:
         """Records the error of this rank, the one of a lost collective, or a stop."""
@@ -188,8 +184,8 @@ class _Link:
                 process, *rest = json.loads(beat)
                 self.beats[rank] = Heartbeat(Process(*process), *rest)
         if verdict:
-            reason, stuck, living = json.loads(verdict)[1]
-            self.verdict = Verdict(reason, [Process(*process) for process in stuck], living)
+            reason, stuck = json.loads(verdict)[1]
+            self.verdict = Verdict(reason, [Process(*process) for process in stuck])
         self._store.set(f"signs/{self.rank}", json.dumps(outgoing))
 
     def deliver(self) -> bool:
@@ -221,22 +217,17 @@ class _Observer:
     """The thread that makes this rank's heartbeat, judges all and ends the process; nothing in it may block. It counts
     seconds while this process is awake, so a suspended process causes no verdict."""
 
-    def __init__(self, pulse: Pulse, link: _Link, patience: float | None):
-        self._pulse, self._link, self._patience = pulse, link, patience
+    def __init__(self, pulse: Pulse, link: _Link, patience: float | None, exit_code: int):
+        self._pulse, self._link, self._patience, self._exit_code = pulse, link, patience, exit_code
         self.beat, self.ended = Heartbeat(this_process()), threading.Event()
-        self._silent: dict[int, tuple[int, float]] = dict.fromkeys(link.beats, (0, 0.0))
+        self._seen = {rank: Observed(beat, 0.0) for rank, beat in link.beats.items()}
         self._woke, self._seen_count, self._slowest, self._had_timeout = time.monotonic(), 0, 0.0, True
         self._progress_time, self._passes_stop = time.time(), False
         self._report = self._record = lambda _: None
-        self._explain, self._exit_code = (lambda verdict: verdict.reason), 1
 
     def report_to(self, report: Callable[[dict[str, Any]], object], record: Callable[[str], None]) -> None:
         """Sets, on the main process, the functions for the regular `status` and for the reason of a verdict."""
         self._report, self._record = report, record
-
-    def end_with(self, explain: Callable[[Verdict], str], exit_code: int) -> None:
-        """Sets the function that returns a verdict's message for the user, and the exit code of processes it ends."""
-        self._explain, self._exit_code = explain, exit_code
 
     def status(self) -> dict[str, Any]:
         """This rank's stage, step and process; times in seconds since 1970, and the limit in seconds."""
@@ -282,11 +273,12 @@ class _Observer:
         done, started = pulse.count - pulse.count_before, _collectives() if self._link.world > 1 else 0
         place = pulse.stage, pulse.step, done, started
         self.beat = Heartbeat(before.process, before.turn + 1, *place, idle, limit + pulse.timeout, stack)
+        # without the launcher's store, silence counts only once a collective has failed
+        passed = 0.0 if self._link.is_cut_off and not pulse.lost else elapsed
         for rank, beat in self._link.beats.items():
-            turn, silent = self._silent[rank]
-            # without the launcher's store, silence counts only once a collective has failed
-            passed = 0.0 if self._link.is_cut_off and not pulse.lost else elapsed
-            self._silent[rank] = beat.turn, 0.0 if forget or beat.turn != turn else silent + passed
+            seen = self._seen[rank]
+            silent = 0.0 if forget or beat.turn != seen.beat.turn else seen.silent + passed
+            self._seen[rank] = Observed(beat, silent, silent > GRACE and beat.process.is_gone)
 
     def outgoing(self) -> Heartbeat:
         """This rank's heartbeat with what the main thread recorded since; for any thread."""
@@ -297,16 +289,15 @@ class _Observer:
         return self.beat._replace(lost=pulse.lost, left=self.ended.is_set(), stopped=pulse.stopped or self._passes_stop)
 
     def _judge(self) -> Verdict | None:
-        link, age = self._link, {rank: silent for rank, (_, silent) in self._silent.items()}
-        seen = {i: Observed(beat, age[i], age[i] > GRACE and beat.process.is_gone) for i, beat in link.beats.items()}
+        rank, beat = self._link.rank, self.outgoing()
         # each rank waits longer than the rank below it, so that only one reports
-        patience, beat = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(link.rank, 8), self.outgoing()
-        seen[link.rank] = Observed(beat._replace(idle=beat.idle - GRACE) if link.rank else beat, 0.0)
-        return judge(dict(sorted(seen.items())), patience, silence_only=link.rank > 0)
+        patience = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(rank, 8)
+        mine = Observed(beat._replace(idle=beat.idle - GRACE) if rank else beat, 0.0)
+        return judge(dict(sorted({**self._seen, rank: mine}.items())), patience, silence_only=rank > 0)
 
     def _end(self, verdict: Verdict) -> None:
         """Prints, records and carries out a verdict: ends this process and the stuck ones."""
-        link, verdict = self._link, verdict._replace(reason=self._explain(verdict))
+        link = self._link
         if not link.verdict and link.world > 1:
             link.propose(verdict)
         verdict = link.verdict or verdict
@@ -333,13 +324,14 @@ class Watchdog(Pulse):
         patience: timeout of every stage, in seconds, with SILENCE on top at its first occurrence. None: TIMEOUT or ten
             times the slowest stage so far, whichever is more, and FIRST_TIMEOUT at the first occurrence.
         store: rendezvous store; None: the process group's.
+        exit_code: of processes that a verdict ends.
     """
 
-    def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None):
+    def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None, exit_code: int = 1):
         super().__init__()
         self._link = link = _Link(rank, world, store)
-        self._observer = observer = _Observer(self, link, patience)
-        self.report_to, self.end_with = observer.report_to, observer.end_with
+        self._observer = observer = _Observer(self, link, patience, exit_code)
+        self.report_to = observer.report_to
         loops = [observer.watch] + [observer.report_loop] * (rank == 0)
         loops += [lambda: link.run(observer.outgoing)] * (world > 1)
         self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from gpt2_ddp.distributed.signals import SIGNALS
 
+Pool = ProcessPoolExecutor | None
 T = TypeVar("T")
 Item = TypeVar("Item")
 
@@ -116,23 +117,16 @@ def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-class InlineExecutor(Executor):
-    """An executor that runs functions in this process at once."""
-
-    def submit(self, function: Callable[..., T], /, *arguments: Any, **options: Any) -> Future[T]:
-        """A completed future. Raises the function's exception."""
-        future: Future[T] = Future()
-        future.set_result(function(*arguments, **options))
-        return future
-
-
-def in_order(work: Callable[[Item], T], items: Iterable[Item], pool: Executor, workers: int) -> Iterator[T]:
-    """`map` over a pool, only a few items ahead. The pool has processes, since tiktoken is a quarter slower in threads
-    (estimate). They are spawned, since forking a process with threads can deadlock."""
+def in_order(work: Callable[[Item], T], items: Iterable[Item], pool: Pool) -> Iterator[T]:
+    """`map` over a pool, only a few items ahead; without one, in this process. The pool has processes, since tiktoken
+    is a quarter slower in threads (estimate). They are spawned, since forking a process with threads can deadlock."""
+    if pool is None:
+        yield from map(work, items)
+        return
     pending: deque[Future[T]] = deque()
     for item in items:
         pending.append(pool.submit(work, item))
-        if len(pending) >= (AHEAD * workers if workers > 1 else 1):
+        if len(pending) >= AHEAD * pool._max_workers:  # pyright: ignore[reportAttributeAccessIssue]
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()

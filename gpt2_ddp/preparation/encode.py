@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import islice
@@ -27,7 +27,7 @@ from gpt2_ddp.data.alphabet import GPT2_PATTERN
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, content_sha256, parse_manifest, token_dtype
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.distributed.workers import InlineExecutor, batches, in_order
+from gpt2_ddp.distributed.workers import Pool, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import sha256_file, write_atomically
 from gpt2_ddp.preparation.source_files import BLOCK, LARGEST, Part
@@ -63,13 +63,13 @@ def encode_item(tokenizer_name: str, fast: bool, config: PrepareConfig, item: It
 
 
 def write_splits(
-    folder: Path, source: Source, tokenizer: str, pool: Executor, workers: int, fast: bool = True
+    folder: Path, source: Source, tokenizer: str, pool: Pool, fast: bool = True
 ) -> tuple[dict[str, list[Shard]], Counter[str]]:
     """Encodes the source into shards: each document is the end-of-text token, then its own tokens. Returns the shards
     of each split, and the counts of `read_pieces`.
 
     A hash of a document's text decides its split, so that it keeps it when documents are added. In a source of few
-    documents, the last `val_fraction` of the tokens is the validation split. `pool` has `workers` processes.
+    documents, the last `val_fraction` of the tokens is the validation split.
     `fast`: use gigatoken if it is installed; the result is the same.
     Raises: UserError if the source cannot be read, or gives no tokens for a split."""
     config, vocab_size = source.config, _cached_tokenizer(tokenizer).vocab_size
@@ -79,9 +79,9 @@ def write_splits(
     by_hash = sum(1 for _ in islice(read_documents(config, source.parts), least)) == least
     config = config if by_hash else config.model_copy(update={"val_fraction": 0.0})
     counts: Counter[str] = Counter()
-    writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size, pool) for split in names}
+    writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size) for split in names}
     items = make_items(config, source.parts, counts)
-    encoded = in_order(partial(encode_item, tokenizer, fast, config), items, pool, workers)
+    encoded = in_order(partial(encode_item, tokenizer, fast, config), items, pool)
     try:
         with tempfile.TemporaryFile(dir=folder) as undivided:
             for tokens, found in tqdm(encoded, "encoding", unit=" MB", disable=None):
@@ -100,7 +100,7 @@ def write_splits(
         print(f"note: {error}; tiktoken encodes the whole text", flush=True)
         for file in folder.glob("*.bin"):
             file.unlink()
-        return write_splits(folder, source, tokenizer, pool, workers, fast=False)
+        return write_splits(folder, source, tokenizer, pool, fast=False)
     splits = {split: writer.close() for split, writer in writers.items()}
     for split, shards in splits.items():
         if not shards:
@@ -175,19 +175,16 @@ _cached_fast_encoder = cache(lambda tokenizer: fast_encoder(tokenizer))
 
 
 class ShardWriter:
-    """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter. `pool` hashes them
-    in the background; None: in this process."""
+    """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter."""
 
-    def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int, pool: Executor | None = None):
+    def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int):
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
-        self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
-        self._pool = pool or InlineExecutor()
-        self._shards: list[Future[Shard]] = []
+        self.dtype = token_dtype(vocab_size)
+        self._shards: list[tuple[Path, int]] = []
         self._file, self._tokens = None, 0
 
     def add(self, tokens: np.ndarray) -> None:
         """Appends token ids [n], all below `vocab_size`."""
-        assert not len(tokens) or tokens.max() < self.vocab_size, "token id outside the vocabulary"
         tokens = np.ascontiguousarray(tokens, self.dtype)
         while len(tokens):
             if self._file is None:
@@ -202,7 +199,8 @@ class ShardWriter:
     def close(self) -> list[Shard]:
         """Finishes the last shard and returns all of them."""
         self._finish()
-        return [shard.result() for shard in self._shards]
+        with ThreadPoolExecutor() as pool:  # hashing runs outside the GIL
+            return [*pool.map(lambda shard: describe(*shard), self._shards)]
 
     def _finish(self) -> None:
         if self._file is None:
@@ -211,11 +209,12 @@ class ShardWriter:
         with self._file as file:
             file.seek(0)
             file.write(header.data)
-        self._shards.append(self._pool.submit(_describe, Path(self._file.name), self._tokens))
+        self._shards.append((Path(self._file.name), self._tokens))
         self._file, self._tokens = None, 0
 
 
-def _describe(path: Path, tokens: int) -> Shard:
+def describe(path: Path, tokens: int) -> Shard:
+    """The manifest's entry of a shard file of so many tokens."""
     return Shard(path.name, tokens, path.stat().st_size, sha256_file(path))
 
 

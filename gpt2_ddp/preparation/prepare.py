@@ -5,7 +5,6 @@ Shards of other programs (llm.c, modded-nanogpt) are indexed in place: all are r
 """
 
 import glob
-import hashlib
 import heapq
 import json
 import math
@@ -18,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from itertools import takewhile
@@ -30,7 +29,7 @@ from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, read_manifest, token_dtype
-from gpt2_ddp.data.shards import check_shard, read_header
+from gpt2_ddp.data.shards import TokenStream, read_header
 from gpt2_ddp.data.tokenizer import (
     BYTE_OF_CHARACTER,
     END_OF_TEXT,
@@ -41,17 +40,15 @@ from gpt2_ddp.data.tokenizer import (
 )
 from gpt2_ddp.data.tokenizer_file import CHARACTER
 from gpt2_ddp.distributed.environment import usable_cores
-from gpt2_ddp.distributed.workers import InlineExecutor, run_in_worker, worker_pool
+from gpt2_ddp.distributed.workers import Pool, run_in_worker, worker_pool
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import locked_output, publish
-from gpt2_ddp.preparation.encode import write_manifest, write_splits
+from gpt2_ddp.preparation.encode import describe, write_manifest, write_splits
 from gpt2_ddp.preparation.row_sources import row_source
 from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, fingerprint
 from gpt2_ddp.preparation.sources import MOST_NAMED, Source, read_pieces, scan
 
 LEFT = ("train_*.bin", "val_*.bin", TOKENIZER_FILE)  # beside RECORD, of a preparation that was killed at its end
-BLOCK_BYTES = 2**24  # bytes of an indexed shard to read at a time
 NAMED = 3  # files that the summary names of those that are left out
 BPE_CHARACTERS = 10**8
 """Most characters of the source to train a BPE on. Of 500 MB of program files, a BPE of 32,768 tokens that was trained
@@ -73,8 +70,8 @@ def prepare(config: PrepareConfig) -> Manifest:
                 return manifest
             _clear(folder)
             workers = config.workers or usable_cores(hyperthreads=True)
-            with worker_pool(workers) if workers > 1 else nullcontext(InlineExecutor()) as pool:
-                return _prepare(aside, config, pool, workers)
+            with worker_pool(workers) if workers > 1 else nullcontext() as pool:
+                return _prepare(aside, config, pool)
     except OSError as error:
         raise UserError("output", folder, f"cannot be prepared ({error})") from error
 
@@ -86,14 +83,12 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
         return None
     manifest = read_manifest(folder)
     recipe, made_with = _recipe(config), manifest.recipe
-    if recipe.get("vocab_size", 0) is None:  # any will do
-        del recipe["vocab_size"]
     differing = [f"{name} {made_with.get(name)}" for name in recipe if made_with.get(name) != recipe[name]]
     if differing:
         hint = f"has shards made with {', '.join(differing)}; choose another output, or delete it"
         raise UserError("output", folder, hint)
-    for shard in (shard for shards in manifest.splits.values() for shard in shards):
-        check_shard(folder, shard, token_dtype(manifest.vocab_size))
+    for split in manifest.splits:
+        TokenStream(folder, manifest, split)  # checks the shards
     if config.source == "stdlib" or row_source(config) or glob.glob(os.path.expanduser(config.source)):
         check_unchanged(folder, config, made_with["fingerprint"])
     print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it again")
@@ -102,32 +97,33 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
 
 def _recipe(config: PrepareConfig) -> dict[str, Any]:
     """The settings that determine the tokens."""
-    unused = set() if config.tokenizer == "bpe" else {"vocab_size"}
+    unused = set() if config.tokenizer == "bpe" and config.vocab_size else {"vocab_size"}
     return config.model_dump(mode="json", exclude={"output", "workers", *unused})
 
 
 def _clear(folder: Path) -> None:
     """Removes the files of a killed preparation. Raises: UserError for other files."""
     if (folder / RECORD).exists():
-        for file in (file for pattern in LEFT for file in folder.glob(pattern)):
-            file.unlink()
+        for pattern in LEFT:
+            for file in folder.glob(pattern):
+                file.unlink()
     elif any(folder.glob("*.bin")) or (folder / TOKENIZER_FILE).exists():
         hint = "has files that prepare_data.py did not write; choose another output, or index shards with bin:GLOB"
         raise UserError("output", folder, hint)
 
 
-def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int) -> Manifest:
+def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
     """Fills the folder `aside`, which then becomes the output."""
     folder, start = Path(config.folder), time.perf_counter()
-    source = scan(config, pool, workers)
-    write_atomically(aside / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in source.entries))
+    source = scan(config, pool)
+    (aside / RECORD).write_text("".join(f"{json.dumps(entry)}\n" for entry in source.entries))
     was = fingerprint(config, source.entries)
     source.entries.clear()
     name = config.tokenizer
     if name not in encoding_names():
         name = str(aside / TOKENIZER_FILE)
         make_tokenizer(source, Path(name))
-    splits, counts = write_splits(aside, source, name, pool, workers)
+    splits, counts = write_splits(aside, source, name, pool)
     check_unchanged(aside, config, was)
     account = counts | {"left_out": source.left_out[:MOST_NAMED]}
     recipe = _recipe(config) | {"fingerprint": was, "account": account}
@@ -200,15 +196,11 @@ def _split(path: Path) -> str:
 def _index(path: Path, tokenizer: Tokenizer) -> Shard:
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = read_header(path, dtype)
-    with path.open("rb") as file:
-        digest = hashlib.sha256(file.read(HEADER_BYTES))
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-            largest = np.frombuffer(block, dtype).max()
-            if largest >= tokenizer.vocab_size:
-                hint = f"has token id {largest}, {tokenizer.name} has {tokenizer.vocab_size} ids; name its tokenizer"
-                raise UserError("shard", path, hint)
-    return Shard(path.name, tokens, HEADER_BYTES + tokens * dtype.itemsize, digest.hexdigest())
+    largest = np.memmap(path, dtype, "r", HEADER_BYTES).max()
+    if largest >= tokenizer.vocab_size:
+        hint = f"has token id {largest}, {tokenizer.name} has {tokenizer.vocab_size} ids; name its tokenizer"
+        raise UserError("shard", path, hint)
+    return describe(path, tokens)
 
 
 def make_tokenizer(source: Source, path: Path) -> None:
@@ -263,8 +255,12 @@ def train_bpe(texts: Sequence[str], vocab_size: int, path: Path) -> None:
     tokenizer: Any = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    options: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": list(BYTE_OF_CHARACTER)}
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=sys.stderr.isatty(), **options)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=sys.stderr.isatty(),
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=[*BYTE_OF_CHARACTER],
+    )
     tokenizer.train_from_iterator(texts, trainer, len(texts))
     tokenizer.save(str(path))
 

@@ -49,19 +49,15 @@ def hub_commit(config: PrepareConfig) -> str | None:
 
 
 def _saved(config: PrepareConfig) -> Any:
+    """What `save_to_disk` wrote into a folder; of several splits, one."""
     import datasets
 
     saved = datasets.load_from_disk(os.path.expanduser(config.source))
     return saved[config.split] if isinstance(saved, dict) else saved
 
 
-def saved_rows(config: PrepareConfig) -> Iterator[dict[str, Any]]:
-    """A folder that `save_to_disk` wrote; of several splits, one."""
-    yield from _saved(config)
-
-
 ROW_SOURCES = {"hub": RowSource(hub_rows, hub_commit)}
-SAVED = RowSource(saved_rows, lambda config: _saved(config)._fingerprint)
+SAVED = RowSource(lambda config: iter(_saved(config)), lambda config: _saved(config)._fingerprint)
 
 
 def row_source(config: PrepareConfig) -> RowSource | None:

@@ -11,12 +11,12 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig, before_glob
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular, sha256_file
 from gpt2_ddp.preparation.row_sources import row_source
@@ -209,7 +209,12 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any]) ->
 
 def file_entries(config: PrepareConfig, paths: Iterable[Path], known: Iterable[Entry] = ()) -> Iterator[Entry]:
     """The files' current state. Files in `known` with the same size and time are not read."""
-    root, hashes = os.path.join(_root(config.source), ""), {entry[:3]: entry.sha256 for entry in known}
+    place = before_glob(
+        sysconfig.get_path("stdlib") if config.source == "stdlib" else os.path.expanduser(config.source)
+    )
+    # names are relative to this folder, so that a source may be copied to another place
+    root = os.path.join(place if place.is_dir() else place.parent, "")
+    hashes = {entry[:3]: entry.sha256 for entry in known}
     for path in paths:
         file, sha256 = (str(path).removeprefix(root), 0, 0), ""
         with suppress(OSError):
@@ -217,13 +222,3 @@ def file_entries(config: PrepareConfig, paths: Iterable[Path], known: Iterable[E
             file = (file[0], found.st_size, found.st_mtime_ns)
             sha256 = hashes.get(file) or sha256_file(path)
         yield Entry(*file, sha256)
-
-
-def _root(source: str) -> Path:
-    """The folder that names are relative to, so that a source may be copied to another place."""
-    if source == "stdlib":
-        return Path(sysconfig.get_path("stdlib"))
-    path = Path(os.path.expanduser(source))
-    if os.path.exists(path):
-        return path if os.path.isdir(path) else path.parent
-    return Path(*takewhile(lambda part: not set(part) & set("*?["), path.parts))

@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, islice
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import replace_surrogates
-from gpt2_ddp.distributed.workers import InlineExecutor, batches, in_order
+from gpt2_ddp.distributed.workers import Pool, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular, size_of
 from gpt2_ddp.preparation.row_sources import row_source
@@ -194,13 +193,13 @@ def _csv_rows(part: Part) -> Iterator[Row]:
 
 
 def _parquet_rows(part: Part, column: str) -> Iterator[Row]:
-    """The rows of a row group. Reads only the column, if there is one of its name."""
+    """The rows of a row group. Reads only the column, or the one that has the nested column."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(part.path) as file:
-        names = [file.schema.column(index).path for index in range(len(file.schema))]
-        present = any(f"{name}.".startswith(f"{column}.") for name in names)
-        for batch in file.iter_batches(BATCH, [part.start], [column] if present else None):
+        outer = column.partition(".")[0]
+        columns = [outer] if outer in file.schema_arrow.names else None
+        for batch in file.iter_batches(BATCH, [part.start], columns):
             yield from batch.to_pylist()
 
 
@@ -244,9 +243,9 @@ def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
     return ends[config.documents]
 
 
-def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1) -> Source:
-    """Reads all files completely, in the `workers` processes of `pool`, or the first rows of a source of rows. Raises:
-    UserError if there is no text."""
+def scan(config: PrepareConfig, pool: Pool = None) -> Source:
+    """Reads all files completely, in the processes of `pool`, or the first rows of a source of rows. Raises: UserError
+    if there is no text."""
     found = Source(config, [Part(config.source)])
     if row_source(config):
         if fault := fault_of(read_rows(config, *found.parts), config.column):
@@ -255,7 +254,7 @@ def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1) 
     found.parts.clear()
     paths = find_files(config.source, config.output)
     files = batches(paths, lambda path: size_of(path) + BLOCK // 1000, BLOCK)
-    looks = chain.from_iterable(in_order(partial(look_at, config), files, pool or InlineExecutor(), workers))
+    looks = chain.from_iterable(in_order(partial(look_at, config), files, pool))
     progress = tqdm(looks, desc="looking at files", unit=" files", disable=None, delay=2)
     for path, (entry, parts, fault) in zip(paths, progress, strict=True):
         found.entries.append(entry)

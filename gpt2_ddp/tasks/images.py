@@ -5,7 +5,6 @@ Pixels are kept if they fit into memory, otherwise decoded at each read.
 """
 
 import glob
-import gzip
 import io
 import math
 import os
@@ -29,7 +28,7 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import load_from_hub, regular
-from gpt2_ddp.preparation.source_files import files_below
+from gpt2_ddp.preparation.source_files import files_below, open_bytes
 from gpt2_ddp.tasks.supervised import hash_of
 
 SCANNED = 64  # images that are decoded at a time before training
@@ -89,14 +88,14 @@ class StoredImages:
         for item, stored in zip(items, self.table[self.rows[items]]["image"], strict=True):
             try:
                 image = decode_image(stored, self.config.image_size)
-                self.shape = self.shape or (3, *image.shape[:2])
-                if self.shape != (3, *image.shape[:2]):
+                self.shape = self.shape or image.shape
+                if self.shape != image.shape:
                     raise ValueError(f"its size differs from {self.shape[2]} x {self.shape[1]}; set data.image_size")
             except Exception as error:  # Pillow raises any for a damaged file
                 reason = str(error).partition(" <")[0]  # without an address in memory
                 raise UserError(self.field, self.where(item), f"cannot be read as an image ({reason})") from error
             images.append(image)
-        return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), targets
+        return torch.from_numpy(np.stack(images)), targets
 
     def sha256(self) -> str:
         assert self.digest, "load_images decodes all images once"
@@ -106,7 +105,7 @@ class StoredImages:
         """Decodes all images once, in order, and may keep them."""
         inputs = torch.empty(len(self) if keep else 0, *self.shape, dtype=torch.uint8)
         self.workers = 0 if keep else self.workers
-        parts = [np.arange(len(self))[first : first + SCANNED] for first in range(0, len(self), SCANNED)]
+        parts = np.split(np.arange(len(self)), range(SCANNED, len(self), SCANNED))
         loader = make_loader(Reading(self.read, parts), self.workers)
 
         def batches() -> Iterator[Tensor]:
@@ -126,7 +125,7 @@ def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequen
 
     files = []
     for name in names:
-        files += _images_of(_files_in(name)) if os.path.isdir(name) else [Path(name)]
+        files += _images_in(Path(name)) if os.path.isdir(name) else [Path(name)]
     n = len(files)
     if not n:
         raise UserError("images", " ".join(names), "has no images")
@@ -201,11 +200,11 @@ def number_classes(
     for split, table in tables.items():
         kind, column = table.features["label"], table["label"][:]
         labels[split] = kind.int2str(column) if hasattr(kind, "int2str") else column
-    found = {label for of_split in labels.values() for label in of_split}
+    found = [*map(str, sorted(set().union(*labels.values())))]
     if config.name in CIFAR_CLASSES and isinstance(labels["train"][0], int):
         known = known or [*map(str, range(CIFAR_CLASSES[config.name]))]
-    number_of = {name: number for number, name in enumerate(known or map(str, sorted(found)))}
-    for label in map(str, found):
+    number_of = {name: number for number, name in enumerate(known or found)}
+    for label in found:
         if label not in number_of:
             raise ValueError(f"the label {label} is none of {', '.join(number_of)}")
     numbers = {split: np.array([number_of[str(label)] for label in of_split]) for split, of_split in labels.items()}
@@ -215,7 +214,7 @@ def number_classes(
 
 
 def decode_image(stored: Any, size: int | None) -> np.ndarray:
-    """uint8 [H, W, 3] of the first frame of an image, upright by its EXIF orientation, without transparency.
+    """uint8 [3, H, W] of the first frame of an image, upright by its EXIF orientation, without transparency.
 
     `stored`: a row of `datasets`. `size`: pixels each way, to which the largest centred square is scaled.
     Raises: any exception for others."""
@@ -229,7 +228,7 @@ def decode_image(stored: Any, size: int | None) -> np.ndarray:
         left, top = ((length - side) // 2 for length in image.size)
         # cropped first: `ImageOps.fit` would mix in pixels outside the square
         image = image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
-    return np.asarray(image)
+    return np.moveaxis(np.asarray(image), -1, 0)
 
 
 def read_source(
@@ -278,35 +277,35 @@ def _open_folder(folder: Path) -> Any:
     if {"dataset_dict.json", "state.json"} & {*os.listdir(folder)}:
         saved = datasets.load_from_disk(str(folder))
         return saved if isinstance(saved, dict) else {"train": saved}
-    rows = [*_cifar(folder), *_mnist(folder)]
     tables = defaultdict(list)
-    for file in [] if rows else _files_in(folder):
+    for file in _files_in(folder):
         if file.suffix == ".parquet":
             word = re.split("[^a-z]", file.name.lower())[0]
             tables[word].append(glob.escape(str(file.absolute())))
     if tables:
         return {name: datasets.load_dataset("parquet", data_files=of, split="train") for name, of in tables.items()}
-    for split, row in rows or _class_folders(folder):
+    for split, row in [*_cifar(folder), *_mnist(folder)] or _class_folders(folder):
         tables[split].append(row)
     return {split: datasets.Dataset.from_list(of) for split, of in tables.items()}
 
 
 def _class_folders(folder: Path) -> Rows:
     """The images of SPLIT/CLASS/FILE; or those of CLASS/FILE, which are for training. Raises: ValueError for both."""
-    images = _images_of(_files_in(folder))
+    images = _images_in(folder)
     [depth] = {len(image.relative_to(folder).parts) for image in images}
     for image in images:
         split = image.parts[-3].lower() if depth > 2 else "train"
         yield split, {"image": str(image), "label": image.parent.name}
 
 
-def _files_in(folder: str | Path) -> list[Path]:
+def _files_in(folder: Path) -> list[Path]:
     """All files in a folder, in order. Raises: OSError."""
-    return sorted(files_below(Path(folder), set()), key=str)
+    return sorted(files_below(folder, set()), key=str)
 
 
-def _images_of(files: Sequence[Path]) -> list[Path]:
-    """The images among files. A note counts others."""
+def _images_in(folder: Path) -> list[Path]:
+    """The images in a folder. A note counts files of other types."""
+    files = _files_in(folder)
     images = [file for file in files if file.suffix.lower() in Image.registered_extensions()]
     if len(images) < len(files):
         print_line(f"note: {len(files) - len(images):,} files of other types not used; save images as .png or .jpg")
@@ -317,8 +316,7 @@ def _mnist(folder: Path) -> Rows:
     """Of two idx files for each split, plain or compressed by gzip; nothing for a folder of others."""
     for split, word in MNIST.items():
         if files := sorted(folder.glob(f"{word}-*ubyte*")):
-            contents = ((gzip.open if file.suffix == ".gz" else open)(file, "rb").read() for file in files)
-            images, labels = contents
+            images, labels = (open_bytes(file).read() for file in files)
             _, n, height, width = np.frombuffer(images, ">u4", count=4).tolist()
             pixels = np.frombuffer(images, np.uint8, offset=16).reshape(n, height * width)
             for image, label in zip(pixels, labels[8:], strict=True):

@@ -20,6 +20,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.supervised import Job, Samples, Supervised
 from gpt2_ddp.training.loop import Result, train
 
+CROSS_ENTROPY = nn.CrossEntropyLoss(reduction="none")
 PADDING = 4
 
 
@@ -56,7 +57,7 @@ def classifier_job(config: ClassifierConfig, accelerator: Accelerator, facts: Ma
         return Samples(torch.rand(n, data.features, generator=generator) + (labels[:, None] - 1), labels)
 
     train, test = points(data.points), points(data.test_points)
-    return Job(MLP(data.features, config.model.hidden, 2), train, test, _cross_entropy, _top(1))
+    return Job(MLP(data.features, config.model.hidden, 2), train, test, CROSS_ENTROPY, _hits)
 
 
 def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
@@ -74,8 +75,7 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
             images = crop_and_flip(images, random_numbers(config.seed, positions))
         return normalise(images)
 
-    ranks = _top(1, 5) if len(images.facts["classes"]) > 5 else _top(1)
-    return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts)
+    return Job(model, images.train, images.test, CROSS_ENTROPY, _hits, transform, images.facts)
 
 
 def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module:
@@ -107,17 +107,11 @@ JOBS: dict[str, Callable[..., Job]] = {
 """The function that makes each kind of job, called as `make_job` is."""
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="none")
-
-
-def _top(*ks: int):
-    """Scores: whether the label is among the k likeliest classes; `accuracy` for k = 1, `top5` for k = 5."""
-
-    def scores(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        ranked = logits.topk(max(ks), dim=1).indices == labels[:, None]  # [B, max k]
-        return {"accuracy" if k == 1 else f"top{k}": ranked[:, :k].any(1) for k in ks}
-
+def _hits(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Whether the label is the likeliest class and, of more than five, one of the five likeliest: bool [B] each."""
+    scores = {"accuracy": logits.argmax(1) == labels}
+    if logits.size(1) > 5:
+        scores["top5"] = (logits.topk(5, dim=1).indices == labels[:, None]).any(1)
     return scores
 
 
@@ -129,26 +123,24 @@ def normalise(images: Tensor) -> Tensor:
 def random_numbers(seed: int, positions: np.ndarray) -> np.ndarray:
     """A random number int64 [B] >= 0 of each position: the same on any number of processes."""
     key = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    mixed = (positions.astype(np.uint64) + key) * np.uint64(0x9E3779B97F4A7C15)  # then splitmix64's finaliser
+    mixed = (positions.astype(np.uint64) + key) * 0x9E3779B97F4A7C15  # then splitmix64's finaliser
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return ((mixed ^ (mixed >> 31)) >> 1).astype(np.int64)
 
 
 def crop_and_flip(images: Tensor, numbers: np.ndarray) -> Tensor:
     """Each image uint8 [B, 3, H, W] moved by up to 4 pixels each way, zeros coming in, and mirrored with probability
     1/2, by its random number int64 [B]."""
-    B, channels, H, W = images.shape
+    *_, H, W = images.shape
     device, places = images.device, 2 * PADDING + 1
-    drawn = np.stack([numbers % places, numbers // places % places, numbers // places**2 % 2])
-    top, left, flipped = torch.from_numpy(drawn).to(device, non_blocking=True)[:, :, None]  # 3 x [B, 1]
-    columns = torch.arange(W, device=device).expand(B, W)
-    columns = torch.where(flipped > 0, W - 1 - columns, columns) + left  # [B, W]
+    number = torch.from_numpy(numbers).to(device, non_blocking=True)[:, None]  # [B, 1]
+    top, left, flipped = number % places, number // places % places, number // places**2 % 2
+    columns = torch.arange(W, device=device)
+    columns = torch.where(flipped > 0, columns.flip(0), columns) + left  # [B, W]
     rows = torch.arange(H, device=device) + top  # [B, H]
     padded = F.pad(images, (PADDING,) * 4)
-    sample = torch.arange(B, device=device)[:, None, None, None]
-    channel = torch.arange(channels, device=device)[:, None, None]
-    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    return padded.take_along_dim(rows[:, None, :, None], 2).take_along_dim(columns[:, None, None, :], 3)
 
 
 class Line(nn.Module):
@@ -195,20 +187,21 @@ class LeNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions with BatchNorm, and a shortcut (He et al., 2016)."""
+    """Two 3 x 3 convolutions with BatchNorm, and a shortcut (He et al., 2016). Twice the channels halve the size."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int):
+    def __init__(self, inputs: int, outputs: int):
         super().__init__()
+        stride = outputs // inputs
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Sequential()
-        if stride != 1 or inputs != outputs:
+        if inputs != outputs:
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, inputs, S, S] -> [B, outputs, S / stride, S / stride]."""
+        """x: [B, inputs, H, W] -> [B, outputs, H / stride, W / stride], rounded up."""
         y = F.relu(self.bn1(self.conv1(x)))
         return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
@@ -220,10 +213,9 @@ class ResNet18(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
-        widths = (64, 64, 128, 256, 512)
         blocks = []
-        for stage, (inputs, outputs) in enumerate(pairwise(widths)):
-            blocks += [ResidualBlock(inputs, outputs, 1 if stage == 0 else 2), ResidualBlock(outputs, outputs, 1)]
+        for inputs, outputs in pairwise((64, 64, 128, 256, 512)):
+            blocks += [ResidualBlock(inputs, outputs), ResidualBlock(outputs, outputs)]
         self.blocks = nn.Sequential(*blocks)
         self.fc = nn.Linear(512, classes)
 
@@ -265,6 +257,5 @@ def sinusoids(length: int, width: int) -> Tensor:
     """Position encodings fp32 [length, width], sines in even columns and cosines in odd ones (Vaswani et al., 3.5)."""
     position = torch.arange(length)[:, None]
     frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    table = torch.empty(length, width)
-    table[:, 0::2], table[:, 1::2] = torch.sin(position * frequency), torch.cos(position * frequency)
-    return table
+    angle = position * frequency
+    return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)

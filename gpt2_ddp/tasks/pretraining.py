@@ -165,8 +165,7 @@ class Pretraining:
         check = accelerator.is_local_main_process  # 10,000 shards x 1,024 ranks are 10 million headers
         self._corpus = corpus = on_every_rank(lambda: open_corpus(config, check))
         self.manifests, self.tokenizer, self.manifest = corpus.manifests, corpus.tokenizer, corpus.manifests[0]
-        numbered = [(f" ({number})" * (len(paths) > 1), one.parts) for number, one in enumerate(self.manifests)]
-        check_ranks_agree({f"{name} of data.path{n}": value for n, part in numbered for name, value in part.items()})
+        check_ranks_agree({f"folder {n} of data.path": f"hash {one.hash}" for n, one in enumerate(self.manifests, 1)})
         for field, value in (("eval.patience", config.eval.patience), ("eval.tasks", " ".join(config.eval.tasks))):
             if value and not self.validates:
                 raise UserError(field, value, f"{' '.join(paths)} has no validation split; remove this setting")
@@ -213,9 +212,10 @@ class Pretraining:
         """The order of the windows of all folders' training splits."""
         if len(sources) == 1:
             return Permutation(self.config.seed, len(sources[0]))
-        from gpt2_ddp.data.mixture import mixed_order
+        from gpt2_ddp.data.mixture import MixedOrder, phases_of
 
-        return mixed_order(self.config, [*map(len, sources)])
+        config, windows = self.config, [*map(len, sources)]
+        return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
 
     def make_model(self, vocab_size: int, eot: int | None = None, loss_chunk: int | None = None) -> GPT:
         """The plain model, which is called like a `GPT`. Arguments: as of `GPT`."""
@@ -253,7 +253,7 @@ class Pretraining:
         """Hashes the shards that have changed since they were last hashed (`verify_shards`). Raises: UserError."""
         data, accelerator = self.config.data, self.accelerator
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
-        share = (accelerator.local_process_index, local_world, True, record)
+        share = (accelerator.local_process_index, local_world, record)
         for path, manifest in zip(data.paths, self.manifests, strict=True):
             on_every_rank(partial(verify_shards, Path(path), manifest, *share))
 

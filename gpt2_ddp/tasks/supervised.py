@@ -131,8 +131,8 @@ class Supervised:
             raise UserError("train.global_batch_size", self.batch_size, hint)
         self._data: Any = saved.state.task if saved else None
         if saved and (self._data.global_batch_size, self._data.lr) != (self.batch_size, self.lr):
-            hint = f"the run's batch of {self._data.global_batch_size} would become {self.batch_size}"
-            hint += "; start as many processes as before"
+            batches = f"the run's batch of {self._data.global_batch_size} would become {self.batch_size}"
+            hint = f"{batches}; start as many processes as before"
             raise UserError("scale_with_processes", config.scale_with_processes, hint)
 
     def total_steps(self, epoch_size: int | None) -> int | None:
@@ -147,12 +147,10 @@ class Supervised:
         self.job = self._make_job(config, accelerator, self._data and self._data.model_dump())
         hashes = {"training samples": self.job.train.sha256(), "test samples": self.job.test.sha256()}
         self.data_hash = "".join(hashes.values())
-        data = config.model_dump().get("data", {})
-        name = str(data.get("path") or data.get("name") or "generated")
         check_ranks_agree(hashes)
         if self._data and self._data.data_hash != self.data_hash:
             hint = "has other data than the run was started with; restore them, or choose another run_name"
-            raise UserError("data", name, hint)
+            raise UserError("data", f"hash {self.data_hash[:16]}", hint)
         order = Permutation(config.seed, len(self.job.train))
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
         batch = GlobalBatch(self.batch_size, shares, by_epoch=True)
@@ -272,7 +270,7 @@ def score_each(
     count, world, rank = len(samples), accelerator.num_processes, accelerator.process_index
     padding = -count % (batch_size * world) if world > 1 else 0
     items = np.arange(count + padding).clip(max=count - 1)
-    batches = [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
+    batches = np.split(items, range(batch_size, len(items), batch_size))
     loader = prepare_loader(accelerator, Reading(samples.read, batches[rank::world]), samples.workers)
     rows: list[Any] = []
     names: list[str] = []

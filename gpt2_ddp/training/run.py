@@ -351,7 +351,7 @@ def _resolve_compile(run: Opened, steps: int | None) -> str:
         how = "blocks"
     if missing:
         accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
-    run.watchdog.expect_compilation(how != "off")
+    run.watchdog.compiles = how != "off"
     return how
 
 

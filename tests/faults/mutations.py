@@ -30,7 +30,7 @@ def open_data(folder):
     from gpt2_ddp.tasks.pretraining import open_corpus
 
     (manifest,), *_ = open_corpus(training_config(folder, folder / "runs"))
-    verify_shards(folder, manifest, remember=True)
+    verify_shards(folder, manifest)
     return manifest.hash
 
 
