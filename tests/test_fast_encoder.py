@@ -153,7 +153,7 @@ def test_only_a_few_items_are_under_way(workers):
             most = max(most, given - taken)
             yield given
 
-    pool: Any = ThreadPoolExecutor(workers) if workers > 1 else None
+    pool = ThreadPoolExecutor(workers) if workers > 1 else None
     for found in in_order(lambda item: item, items(), pool):
         taken += 1
         assert found == taken

@@ -100,7 +100,7 @@ def test_a_rank_that_is_gone_is_named():
 def test_all_that_stand_still_or_are_silent_are_named():
     for ranks, stuck, named in (
         (seen(*[{"idle": 121.0}] * 4), [], [0, 1, 2, 3]),
-        (seen(*PREPARING, silent={2: 121.0, 3: 121.0}), HOSTS[2:], [2, 3]),
+        (seen(silent={2: 121.0, 3: 121.0}), HOSTS[2:], [2, 3]),
     ):
         verdict = judge(ranks, 120)
         assert verdict.stuck == stuck
