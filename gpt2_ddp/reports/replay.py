@@ -87,8 +87,8 @@ def replay(
     intact: Iterable[Checkpoint],
     command: VerifyConfig,
 ) -> Iterator[Finding]:
-    """Trains the span again. Compares rows, and weights and optimizer state at the end of each stretch between two of
-    the `intact` checkpoints (the oldest first), since each stretch may have its own number of processes. `settings`:
+    """Trains the span again, in stretches between the `intact` checkpoints (the oldest first), since each may have its
+    own number of processes. Compares rows and, at a stretch's end, weights and optimizer state. `settings`:
     configuration after the newest one. Yields a text and the defects of each stretch. Raises: UserError if the data
     are not those of the run, or this machine cannot train it; SystemExit 75 after a signal."""
     checkpoints = {checkpoint.step: checkpoint for checkpoint in intact}

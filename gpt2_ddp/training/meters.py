@@ -48,8 +48,8 @@ class StepSums:
         self._summed: Callable[[], list[float]] | None = None
 
     def add(self, step: int, units: int, numbers: Sequence[Tensor]) -> list[StepNumbers]:
-        """Takes this rank's scalars: whether the gradient is bad and whether the step is skipped, 1 or 0; the norm of
-        the gradient; and sums of losses over this rank's `units`, fp32. Returns those of a step before, if known."""
+        """Takes this rank's fp32 scalars: whether the gradient is bad, 1 or 0; the same of a skipped step; the norm of
+        the gradient; sums of losses over `units`. Returns those of a step before, if known."""
         known = self._advance()
         values = copy_to_host(torch.stack([*numbers]))
 
