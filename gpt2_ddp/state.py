@@ -166,9 +166,6 @@ class LossSum(NamedTuple):
     valid: Units = 0
     units: Units = 0
 
-    def __add__(self, other: tuple[float, ...]) -> "LossSum":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return LossSum(*map(operator.add, self, other))
-
     @property
     def mean(self) -> float:
         """Mean loss of the valid units; NaN for none."""
@@ -185,8 +182,8 @@ class Losses(Section):
 
     def add(self, losses: LossSum, skipped: bool) -> None:
         """Adds those of a step."""
-        self.since_row += losses
-        self.epoch += LossSum(units=losses.units) if skipped else losses
+        self.since_row = LossSum(*map(operator.add, self.since_row, losses))
+        self.epoch = LossSum(*map(operator.add, self.epoch, (0, 0, losses.units) if skipped else losses))
         self.skipped += skipped
 
 

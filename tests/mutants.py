@@ -68,7 +68,7 @@ MODULES = {
 }
 """Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
 PARTS = {
-    "training/meters.py": "loss add flush _advance _over_ranks",
+    "training/meters.py": "add flush _advance",
     "checkpoint/run_files.py": "valid_rows finite head chain_of next_chain split_chain parse_lines",
     "checkpoint/run_folder.py": "append append_sample append_rollback _chained end resume _kept",
 }

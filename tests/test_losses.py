@@ -43,7 +43,7 @@ def sums_of_a_rank():
         assert [one.step for one in new] == [1] * (step == 3), "two steps late"
         known += new
     known += sums.flush()
-    assert sums.flush() == []
+    assert not sums.flush()
     return known
 
 
@@ -53,7 +53,7 @@ def test_the_numbers_of_steps_over_all_ranks():
     for numbers in known[0]:
         losses.add(numbers.losses, numbers.skipped)
     first, second, third = known[0]
-    assert first == (1, (12, 4, 4), [2], False, False, torch.tensor(0.1).item())
+    assert first == (1, False, False, torch.tensor(0.1).item(), (12, 4, 4), 3, [2])
     assert (second.losses, second.bad) == ((4, 2, 4), False)
     assert math.isnan(second.loss)
     assert (third.step, third.loss, third.bad, third.skipped) == (3, 1.5, True, True)

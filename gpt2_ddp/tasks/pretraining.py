@@ -248,6 +248,16 @@ class Pretraining:
         shares = interleaved(accelerator.num_processes, self.micro_batch)
         batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
         self.feed = Feed(self.order, batch, self._corpus.source, accelerator)
+        self._identity = GPTData(
+            tokenizer=self.manifest.tokenizer,
+            tokenizer_sha256=self.manifest.tokenizer_sha256,
+            vocab_size=self.manifest.vocab_size,
+            data_manifest=self.manifest.hash,
+            micro_batch=self.micro_batch,
+            tasks={items.name: items.sha256 for items in self.item_sets},
+            mixture=self._corpus.mixture,
+            code=OwnCode(name=self.code.name, sha256=self.code.sha256) if self.code else None,
+        )
 
     def check_hashes(self, record: bool = True) -> None:
         """Hashes the shards that have changed since they were last hashed (`verify_shards`). Raises: UserError."""
@@ -320,16 +330,7 @@ class Pretraining:
 
     def state_dict(self) -> GPTData:
         """Identity of the data, and the micro-batch."""
-        return GPTData(
-            tokenizer=self.manifest.tokenizer,
-            tokenizer_sha256=self.manifest.tokenizer_sha256,
-            vocab_size=self.manifest.vocab_size,
-            data_manifest=self.manifest.hash,
-            micro_batch=self.micro_batch,
-            tasks={items.name: items.sha256 for items in self.item_sets},
-            mixture=self._corpus.mixture,
-            code=OwnCode(name=self.code.name, sha256=self.code.sha256) if self.code else None,
-        )
+        return self._identity
 
     def load_state_dict(self, state: TaskState) -> None:
         """Does nothing: `open_data` compared the data, and the feed has a state of its own."""

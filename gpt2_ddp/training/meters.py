@@ -27,16 +27,12 @@ class StepNumbers(NamedTuple):
     """Numbers of a step, over all ranks."""
 
     step: int
-    losses: LossSum
-    others: list[float]  # sums of further losses
     bad: bool  # the gradient
     skipped: bool  # it changed nothing
     grad_norm: float  # before clipping
-
-    @property
-    def loss(self) -> float:
-        """Mean loss; NaN if a rank's part is not finite."""
-        return self.losses.mean if self.losses.valid == self.losses.units else math.nan
+    losses: LossSum
+    loss: float  # mean; NaN if a rank's part is not finite
+    others: list[float]  # sums of further losses
 
 
 class StepSums:
@@ -44,21 +40,14 @@ class StepSums:
     step's numbers are read from the device after the next step, and their sum after the one behind it."""
 
     def __init__(self):
-        self._copied: Callable[[], list[float]] | None = None
+        self._copied: tuple[int, int, Callable[[], list[float]]] | None = None  # step, units, numbers
         self._summed: Callable[[], list[float]] | None = None
 
     def add(self, step: int, units: int, numbers: Sequence[Tensor]) -> list[StepNumbers]:
         """Takes this rank's fp32 scalars: whether the gradient is bad, 1 or 0; the same of a skipped step; the norm of
         the gradient; sums of losses over `units`. Returns those of a step before, if known."""
         known = self._advance()
-        values = copy_to_host(torch.stack([*numbers]))
-
-        def of_rank() -> list[float]:
-            bad, skipped, norm, loss, *others = values()
-            valid = units if math.isfinite(loss) else 0
-            return [1, step, bad, skipped, norm, loss if valid else 0, valid, units, *others]
-
-        self._copied = of_rank
+        self._copied = step, units, copy_to_host(torch.stack([*numbers]))
         return known
 
     def flush(self) -> list[StepNumbers]:
@@ -66,15 +55,19 @@ class StepSums:
         return self._advance() + self._advance()
 
     def _advance(self) -> list[StepNumbers]:
-        known = [_over_ranks(*self._summed())] if self._summed else []
-        self._summed, self._copied = (start_sum(self._copied()) if self._copied else None), None
+        known, before, self._summed = [], self._summed, None
+        if self._copied:
+            step, units, copied = self._copied
+            bad, skipped, norm, loss, *others = copied()
+            part = [loss, units] if math.isfinite(loss) else [0, 0]
+            self._summed, self._copied = start_sum([1, step, bad, skipped, norm, *part, units, *others]), None
+        if before:
+            ranks, step, bad, skipped, norm, loss, valid, units, *others = before()
+            mean = loss / units if valid == units else math.nan
+            sums = LossSum(loss, round(valid), round(units))
+            # what is equal on all ranks is divided without rounding
+            known = [StepNumbers(round(step / ranks), bad > 0, skipped > 0, norm / ranks, sums, mean, others)]
         return known
-
-
-def _over_ranks(ranks: float, *sums: float) -> StepNumbers:
-    step, bad, skipped, norm = (value / ranks for value in sums[:4])  # equal on all ranks: without rounding
-    loss, valid, units, *others = sums[4:]
-    return StepNumbers(round(step), LossSum(loss, round(valid), round(units)), others, bad > 0, skipped > 0, norm)
 
 
 def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
