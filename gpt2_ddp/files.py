@@ -91,19 +91,14 @@ def make_folder(folder: Path) -> None:
 
 def check_can_make(folder: Path) -> None:
     """Raises the OSError that making this folder, or a file in it, would raise; makes nothing."""
-    place = folder.absolute()
-    while not _is_there(place):
-        place = place.parent
-    if not place.is_dir():  # or it is a dangling link
-        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def _is_there(path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return bool(path.lstat())
-    return False
+    try:
+        folder.lstat()
+    except FileNotFoundError:
+        check_can_make(folder.absolute().parent)
+        return
+    number = errno.EACCES if folder.is_dir() else errno.EEXIST  # or it is a dangling link
+    if number == errno.EEXIST or not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(number, os.strerror(number))
 
 
 def fsync_path(path: Path) -> None:

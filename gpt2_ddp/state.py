@@ -6,7 +6,7 @@ JSON form stand here alone. What a file lacks takes its default; fields that are
 
 import hashlib
 import math
-import operator
+from operator import add
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError
@@ -182,8 +182,8 @@ class Losses(Section):
 
     def add(self, losses: LossSum, skipped: bool) -> None:
         """Adds those of a step."""
-        self.since_row = LossSum(*map(operator.add, self.since_row, losses))
-        self.epoch = LossSum(*map(operator.add, self.epoch, (0, 0, losses.units) if skipped else losses))
+        self.since_row = LossSum(*map(add, self.since_row, losses))
+        self.epoch = LossSum(*map(add, self.epoch, (0, 0, losses.units) if skipped else losses))
         self.skipped += skipped
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 58_508, "reachable": 82_533, "product": 143_823, "tests": 175_433}
+CEILINGS = {"loaded": 58_434, "reachable": 82_459, "product": 143_814, "tests": 175_433}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

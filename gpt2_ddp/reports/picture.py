@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import EngFormatter, Formatter, LogFormatter, StrMethodFormatter
 
 from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.errors import truncate
@@ -76,8 +76,10 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
                 _make_logarithmic(panel)
             else:
                 panel.set_ylim(bottom=0)
+                panel.yaxis.set_major_formatter(_plain(panel.dataLim.y1))
         for panel in figure.axes:
             panel.set_xlabel(unit if by_tokens else "step")
+            panel.xaxis.set_major_formatter(_plain(panel.get_xlim()[1]))
         if len(curves) > 1:
             handles = [
                 Line2D([], [], linewidth=3, linestyle=curve.style, color=curve.color, label=truncate(curve.name, 64))
@@ -151,6 +153,11 @@ def _mark(panel: Axes, x: np.ndarray, label: str, **look: Any) -> None:
     if len(x):
         foot = np.full(len(x), 0.03)
         panel.plot(x, foot, transform=panel.get_xaxis_transform(), linestyle="", label=label, **look)
+
+
+def _plain(largest: float) -> Formatter:
+    """Writes 0.0005 and 12.5k."""
+    return EngFormatter(sep="") if largest >= 10_000 else StrMethodFormatter("{x:.4g}")
 
 
 def _make_logarithmic(panel: Axes) -> None:

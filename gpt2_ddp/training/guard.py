@@ -65,8 +65,12 @@ class Guard:
 
     def state_dict(self) -> GuardState:
         """State for checkpoints, so that a resumed run gives the same verdicts."""
-        losses, unjudged = self.losses.state_dict(), [*self._unjudged]
-        return GuardState(judged=self.judged, first_bad=self.first_bad, losses=losses, unjudged=unjudged)
+        return GuardState(
+            judged=self.judged,
+            first_bad=self.first_bad,
+            losses=self.losses.state_dict(),
+            unjudged=[*self._unjudged],
+        )
 
     def load_state_dict(self, state: GuardState) -> None:
         """Loads what `state_dict` returned."""

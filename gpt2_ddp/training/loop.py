@@ -268,19 +268,16 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
     """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the device."""
     feed = run.task.feed
     run.watchdog.heartbeat("all-reduce")
-    numbers, losses = run.flush(), run.losses
-    assert numbers, "of the step that was taken last"
-    _, *names = result.losses
-    others = {name: value / result.units for name, value in zip(names, numbers.others, strict=True)}
-    loss, grad_norm = numbers.loss, numbers.grad_norm
+    numbers, losses = run.flush()[-1], run.losses
+    others = dict(zip([*result.losses][1:], (total / result.units for total in numbers.others), strict=True))
     not_finite = losses.since_row.units - losses.since_row.valid
     row = {
         **_position(run),
-        "loss": loss,
+        "loss": numbers.loss,
         "loss_mean": losses.since_row.mean,
         **({"not_finite": not_finite} if not_finite else {}),
         **result.settings,
-        "grad_norm": grad_norm,
+        "grad_norm": numbers.grad_norm,
         "skipped": losses.skipped,
         **run.throughput.read(),
         "order_digest": feed.order_digest,
@@ -289,9 +286,7 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
     if feed.ended_epoch:
         run.progress.scores["train_loss"] = row["train_loss"] = losses.epoch.mean
         losses.epoch = LossSum()
-    taken = row | run.progress.scores
-    if others:
-        row |= check_numbers("loss", others, taken, loss + grad_norm)
-    if result.fields is not None:
-        row |= check_numbers("row_fields", result.fields, taken | others, loss + grad_norm)
+    for method, given in (("loss", others or None), ("row_fields", result.fields)):
+        if given is not None:
+            row |= check_numbers(method, given, row | run.progress.scores, numbers.loss + numbers.grad_norm)
     return row

@@ -22,6 +22,9 @@ from gpt2_ddp.project import VERSION
 from gpt2_ddp.state import LossSum
 from gpt2_ddp.training.task import Task
 
+Later = Callable[[], list[float]]
+"""Waits for numbers, and returns them."""
+
 
 class StepNumbers(NamedTuple):
     """Numbers of a step, over all ranks."""
@@ -40,8 +43,8 @@ class StepSums:
     step's numbers are read from the device after the next step, and their sum after the one behind it."""
 
     def __init__(self):
-        self._copied: tuple[int, int, Callable[[], list[float]]] | None = None  # step, units, numbers
-        self._summed: Callable[[], list[float]] | None = None
+        self._copied: tuple[int, int, Later] | None = None  # step, units, numbers
+        self._summed: Later | None = None
 
     def add(self, step: int, units: int, numbers: Sequence[Tensor]) -> list[StepNumbers]:
         """Takes this rank's fp32 scalars: whether the gradient is bad, 1 or 0; the same of a skipped step; the norm of
@@ -70,11 +73,11 @@ class StepSums:
         return known
 
 
-def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
+def copy_to_host(values: Tensor) -> Later:
     """Starts a copy of a vector from its device. Returns a function that waits for it and returns the numbers."""
     if values.device.type != "cuda":
         return values.tolist
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 

@@ -266,19 +266,18 @@ class Trainer(Opened):
         if self.task.feed.skipped_end:  # no step ended that epoch
             self.flush()
             self.losses.epoch = LossSum()
-        numbers = [self.optimizer.bad, skipped, grad_norm, *losses.values()]
-        self._count(self.sums.add(self.step, units, numbers))
+        self._count(self.sums.add(self.step, units, [self.optimizer.bad, skipped, grad_norm, *losses.values()]))
 
-    def flush(self) -> StepNumbers | None:
-        """Counts the numbers of all steps so far; returns those of the newest step, if they were not counted yet.
-        Collective; waits for the device."""
+    def flush(self) -> list[StepNumbers]:
+        """Counts the numbers of the steps that were not counted yet, and returns them. Collective; waits for the
+        device."""
         return self._count(self.sums.flush())
 
-    def _count(self, known: list[StepNumbers]) -> StepNumbers | None:
+    def _count(self, known: list[StepNumbers]) -> list[StepNumbers]:
         for numbers in known:
             self.losses.add(numbers.losses, numbers.skipped)
             self.guard.add(numbers.step, numbers.loss, numbers.bad)
-        return known[-1] if known else None
+        return known
 
     def evaluate(self, poll: Poll) -> Scores:
         """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll` does."""
