@@ -25,7 +25,7 @@ from runs import (
 )
 
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.state import GuardState, Losses, LossSum, Progress
+from gpt2_ddp.state import GuardState, Losses, Progress
 from gpt2_ddp.training.guard import LATE, Guard, Verdict
 from gpt2_ddp.training.meters import StepSums
 from gpt2_ddp.training.optimizer import RunningStatistics
@@ -92,7 +92,7 @@ def test_an_epoch_whose_end_is_skipped_leaves_no_losses_to_the_next():
     for run.task.feed.skipped_end in (False, False, True):
         run.record_step({"loss": torch.tensor(1.0)}, 12, zero, zero)
     run.flush()
-    assert (run.losses.epoch, run.losses.since_row) == (LossSum(1, 12, 12), LossSum(3, 36, 36))
+    assert (run.losses.epoch, run.losses.since_row) == ((1, 12, 12), (3, 36, 36))
 
 
 def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):

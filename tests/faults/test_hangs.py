@@ -68,7 +68,7 @@ def faulty(config, folder, stage, victim, fault):
         "sample": (task, "sample", 1),
     }
     place, name, at = places[stage]
-    sick = range(at, at + (5 if fault is slow else 1))
+    sick = range(at, at + 5) if fault is slow else [at]
     original, calls = getattr(place, name), count(1)
 
     def broken(*args, **kwargs):
@@ -90,10 +90,11 @@ def job(folder, **changes):
 def scene(config, world, stage, victim, fault):
     """The exit codes, and what the ranks said. The first error, and the reason in status.json, are of the victim."""
     folder = Path(config.output_dir)
+    folder.mkdir(exist_ok=True)
     started = start_ranks(faulty, world, config, folder, stage, victim, fault)
     files = [folder / f"stderr-{rank}" for rank in range(world)]
     try:
-        begun = wait_until(lambda: (folder / "fault").exists(), 120)
+        begun = wait_until(lambda: (folder / "fault").exists())
         spoke = wait_until(lambda: any(re.search("error: |Traceback", file.read_text()) for file in files))
         gone = wait_until(lambda: not any(process.is_alive() for process, _ in started))
     finally:
@@ -103,7 +104,7 @@ def scene(config, world, stage, victim, fault):
     print(f"{stage} {fault.__name__} of {victim}/{world}: verdict {spoke - begun:.1f} s, gone {gone - begun:.1f} s")
     said, ended = "\n".join(file.read_text() for file in files), status(folder / "run")
     first = re.findall("^error: (rank.*)", said, re.MULTILINE)[0]
-    assert re.match(f"rank {victim} on {HOST}: {MESSAGES[fault].format(stage)}", first), first
+    assert re.match(f"rank {victim} on {HOST}: {MESSAGES[fault].format(stage)}", first)
     assert fault is fail or "Traceback" not in said
     assert "gloo" not in said
     if victim or fault in (endless, fail):
