@@ -47,8 +47,8 @@ from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import MOST_ITEMS
 from gpt2_ddp.config.tools import VerifyConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import Manifest, token_dtype
-from gpt2_ddp.data.mixture import read_manifests, recorded
+from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
+from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json, sha256_file, write_atomically
@@ -154,7 +154,7 @@ class Found:
     """The readable content of a run folder, and the defects that reading checkpoints found."""
 
     run: Path
-    settings: Record  # config.yaml
+    settings: Record | str  # config.yaml, or why it cannot be read
     status: Record  # empty without a readable status.json
     checkpoints: Checkpoints  # the oldest first
     damaged: list[str]
@@ -175,7 +175,7 @@ def verify_run(command: VerifyConfig) -> int:
     the run with a chain or a file, and writes the file anew if all is intact.
     Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in `--data`."""
     run, n_defects = Path(command.run), 0
-    if not os.path.isfile(run / CONFIG):
+    if not any(os.path.isfile(run / name) for name in (CONFIG, METRICS)):
         raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
     anchor = _read_anchor(command.anchor) if command.anchor else None
     span = plan(run, command.replay) if command.replay else None
@@ -202,7 +202,7 @@ def _print(line: str) -> None:
 
 def _read(run: Path, anchor: Anchor | None) -> Found:
     """Reads the run's files. A running training writes a row before a sample, and after a checkpoint."""
-    settings = read_yaml(str(run / CONFIG), "run")
+    settings = _read_settings(run)
     status = _read_status(run)
     samples = _hash_samples(run)
     checkpoints, damaged = _read_checkpoints(run)
@@ -211,6 +211,13 @@ def _read(run: Path, anchor: Anchor | None) -> Found:
     if log.last.get("event") == "end":  # the samples are complete by now
         samples = _hash_samples(run)
     return Found(run, settings, status or _read_status(run), checkpoints, damaged, log, samples)
+
+
+def _read_settings(run: Path) -> Record | str:
+    try:
+        return read_yaml(str(run / CONFIG), CONFIG)
+    except UserError as error:
+        return str(error)
 
 
 def _read_status(run: Path) -> Record:
@@ -308,10 +315,12 @@ def _kept(log: Log) -> list[int]:
 
 
 def _check_settings(found: Found) -> list[str]:
-    """Fields of config.yaml that are not those of the newest start, which is written first."""
+    """Why config.yaml is unreadable, or its fields that are not those of the newest start, which is written first."""
     starts = found.events("start")
     if not starts or found.log.last is starts[-1]:  # a kill may have come before its config.yaml
         return []
+    if isinstance(found.settings, str):
+        return [found.settings]
     now, right = flat(found.settings), flat(starts[-1]["config"])
     names = [name for name in right | now if now.get(name, ...) != right.get(name, ...)]
     return [f"{CONFIG}: {name} is {now.get(name)}, in {METRICS} {right.get(name)}" for name in names]
@@ -362,7 +371,13 @@ def _check_training(found: Found, command: VerifyConfig) -> Generator[Finding, N
     sources: list[Windows] = []
     if isinstance(config, TrainingConfig):
         folders = command.data or config.data.paths
-        manifests = read_manifests(folders)
+        try:
+            manifests = [read_manifest(Path(folder)) for folder in folders]
+        except UserError as error:
+            if isinstance(error.__cause__, OSError):  # the data have moved
+                raise
+            yield "data", error.mistakes
+            return False
         known = [mixture.manifests for row in found.events("start") if (mixture := recorded(row))]
         hashes = [manifest.hash for manifest in manifests]
         if len(folders) != len(config.data.paths) or any(one != hashes[: len(one)] for one in known):
