@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -304,13 +305,15 @@ def begun_log(run):
     return log
 
 
-def sample_defects(run):
-    found = verify.Found(run, {}, {}, {}, [], verify.Log(run / METRICS, set()), verify._hash_samples(run))
+def sample_defects(run, end=LogEnd()):  # noqa: B008
+    """Of a run whose newest checkpoint has this end of the rows and samples."""
+    newest = {"newest": SimpleNamespace(state=SimpleNamespace(log=end))}
+    found = verify.Found(run, {}, {}, newest, [], verify.Log(run / METRICS, set()), verify._hash_samples(run))
     return [*verify._check_samples(found)]
 
 
 def test_samples_of_a_run_that_was_rolled_back(tmp_path):
-    """A killed process may lack the newest ones."""
+    """A killed process may lack the newest ones, but none that its newest checkpoint has."""
     run = begun_log(tmp_path / "run")
     metrics = Metrics(run, 1, 9)
     metrics.show_samples(2, [Sample("", "a"), Sample("b", "bc")])
@@ -318,8 +321,11 @@ def test_samples_of_a_run_that_was_rolled_back(tmp_path):
     metrics.show_samples(3, [Sample("", "d")])
     lines = (run.path / SAMPLES).read_text().splitlines(keepends=True)
     assert [json.loads(line)["step"] for line in lines] == [2, 2, 1, 3]
+    end = run.end()
+    assert sample_defects(run.path, end) == []
     (run.path / SAMPLES).write_text("".join(lines[:3]))
     assert sample_defects(run.path) == []
+    assert sample_defects(run.path, end) == [f"{SAMPLES}: lines are missing after line 3"]
 
 
 @pytest.mark.parametrize(("old", "new"), [(r".*\n\Z", ""), ("", ""), ('1, "text": "a"', '1, "text": "b"')])

@@ -201,11 +201,12 @@ def _print(line: str) -> None:
 
 
 def _read(run: Path, anchor: Anchor | None) -> Found:
-    """Reads the run's files. A running training writes a row before a sample, and after a checkpoint."""
+    """Reads the run's files. A running training writes a row before a sample, and after a checkpoint; and the samples
+    that a checkpoint pins before it."""
     settings = _read_settings(run)
     status = _read_status(run)
-    samples = _hash_samples(run)
     checkpoints, damaged = _read_checkpoints(run)
+    samples = _hash_samples(run)
     chains = {checkpoint.state.log.chain for checkpoint in checkpoints.values()}
     log = Log(run / METRICS, chains | {anchor.chain, anchor.newest or ""} if anchor else chains)
     if log.last.get("event") == "end":  # the samples are complete by now
@@ -340,7 +341,9 @@ def _check_status(found: Found) -> Iterator[str]:
 
 
 def _check_samples(found: Found) -> Iterator[str]:
-    """A row pins the file up to each of its lines, and is written before the line."""
+    """A row pins the file up to each line, and is written before the line. A checkpoint pins those before it."""
+    pinned = found.newest.state.log.samples_sha256 if found.newest else NO_SAMPLES
+    is_cut = found.log.last.get("event") == "end" or pinned not in (NO_SAMPLES, *found.samples)
     newest = NO_SAMPLES
     pins = []
     for place, row in found.log.events.items():
@@ -350,7 +353,7 @@ def _check_samples(found: Found) -> Iterator[str]:
             yield f"{place}: someone changed {SAMPLES} before this start"
         newest = row.get(HASH, newest)
     for number, (line, pin) in enumerate(zip_longest(found.samples, pins), 1):
-        if line is None and found.log.last.get("event") == "end":  # a killed or running process may lack some
+        if line is None and is_cut:  # a killed or running process may lack newer ones
             yield f"{SAMPLES}: lines are missing after line {number - 1}"
         elif line is not None and line != pin:
             yield f"{SAMPLES}, line {number}: was changed or added, or one before it: {METRICS} lacks its hash"
