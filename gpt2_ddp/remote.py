@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ class Bucket:
     def __init__(self, url: str, field: str):
         self.url = url.rstrip("/")
         self._is_disk = url.startswith("file:")  # where a kill may leave half an object
+        self._writing = threading.Lock()
         options = {"auto_mkdir": True} if self._is_disk else {}
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
@@ -54,11 +56,12 @@ class Bucket:
         return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a small object, and compares it. Raises: OSError if it differs."""
-        with self._whole(name) as target:
-            self._files.pipe_file(target, content)
-        if self.read(name) != content:
-            raise OSError(f"{name} is not what was written")
+        """Writes a small object, and compares it. One thread at a time. Raises: OSError if it differs."""
+        with self._writing:
+            with self._whole(name) as target:
+                self._files.pipe_file(target, content)
+            if self.read(name) != content:
+                raise OSError(f"{name} is not what was written")
 
     @contextmanager
     def _whole(self, name: str) -> Iterator[str]:
@@ -93,10 +96,12 @@ class Bucket:
             self._files.rm_file(f"{self._root}/{name}")
 
     def remove_all(self, name: str) -> None:
-        """Deletes all objects below a name, a manifest first."""
-        self.remove(f"{name}/{MANIFEST}")
-        with suppress(FileNotFoundError):
-            self._files.rm(f"{self._root}/{name}", recursive=True)
+        """Deletes all objects below a name, a manifest first. One by one: not every server accepts a list of them."""
+        for file in (MANIFEST, *self.names(name)):
+            self.remove(f"{name}/{file}")
+        if self._is_disk:
+            with suppress(FileNotFoundError):
+                self._files.rmdir(f"{self._root}/{name}")
 
 
 def with_local_runs(config: Config) -> Config:

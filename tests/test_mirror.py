@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -119,6 +120,52 @@ def test_an_object_that_differs_is_written_again(bucket, tmp_path):
         Bucket(f"file://{bucket}", "").put(tmp_path / "file", "file", "0" * 64)
 
 
+def test_threads_write_an_object_in_turn(bucket, monkeypatch):
+    """The status is written with each copy and with each renewal of the lease."""
+    there, both = Bucket(f"file://{bucket}", ""), threading.Barrier(2)
+    put, problems = there._files.pipe_file, []
+
+    def pipe_file(path, content):
+        put(path, content)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+
+    def write(content):
+        try:
+            there.write("status.json", content)
+        except Exception as problem:
+            problems.append(problem)
+
+    monkeypatch.setattr(there._files, "pipe_file", pipe_file)
+    threads = [threading.Thread(target=write, args=(content,)) for content in (b"one", b"other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
+def test_no_renewal_follows_the_end(bucket, tmp_path, monkeypatch):
+    """One that is late: its status and lease are not the last."""
+    renew, renewing = Mirror._renew, threading.Event()
+
+    def late(one):
+        if threading.current_thread() is one._threads[1]:
+            renewing.set()
+            time.sleep(0.2)
+        renew(one)
+
+    monkeypatch.setattr(Mirror, "_renew", late)
+    run = tmp_path / "here/run"
+    (run / "checkpoints").mkdir(parents=True)
+    one = Mirror(f"file://{bucket}", run, 5)
+    one.start()
+    assert renewing.wait(10)
+    one.close()
+    one._threads[1].join()
+    assert not (bucket / "run" / LEASE).exists()
+
+
 def hold_lease(bucket, owner, age=0.0):
     (bucket / "aside").write_text(json.dumps({"owner": owner, "time": time.time() - age}))
     (bucket / "aside").replace(bucket / "run" / LEASE)
@@ -204,9 +251,12 @@ def test_a_bucket_that_fails_is_a_warning(corpus, tmp_path, capfd, monkeypatch):
 
 
 def test_a_bucket_that_is_down_at_the_end(corpus, tmp_path, capfd, monkeypatch):
-    def fail(_, name):
+    remove = Bucket.remove
+
+    def fail(there, name):
         if name == LEASE:  # removed last
             raise ConnectionRefusedError
+        remove(there, name)
 
     monkeypatch.setattr(Bucket, "remove", fail)
     monkeypatch.setattr(mirror, "RETRIES", (0.01,))

@@ -158,6 +158,8 @@ class Mirror:
         here = {place.name: place for place in list_checkpoints(self._run / "checkpoints")}
         new = dict(self._new(here))
         gone = self._whole.keys() - here.keys()
+        if is_last:
+            self._threads[1].join()  # or a late renewal would follow the last status and the end of the lease
         if new or gone or is_last:
             if not self._keeps_lease():
                 return
