@@ -15,10 +15,11 @@ RUN python3 -m venv /opt/venv
 # Dependencies have their own layer, since they change less often than the project. pip's settings of the build machine are
 # mounted during the installation and stored in no layer.
 COPY requirements.txt docker/requirements.lock /tmp/
+# s3fs is for checkpoint.mirror.
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
     grep -v '^-e' /tmp/requirements.txt > /tmp/dependencies.txt \
     && PIP_CONFIG_FILE=/run/secrets/pip /opt/venv/bin/pip install --no-cache-dir \
-        --requirement /tmp/dependencies.txt --constraint /tmp/requirements.lock
+        --requirement /tmp/dependencies.txt s3fs --constraint /tmp/requirements.lock
 
 FROM system
 # HOME and compiled kernels are in /tmp, which may be the only writable folder besides the volumes. Downloads from the Hub

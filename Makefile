@@ -84,7 +84,7 @@ test-image: $(VENV)/.installed-dev  ## test the built image; RUN="podman --runti
 
 lock: $(VENV)/.installed  ## pin the image's packages, for x86_64 and its Python; ARGS=--upgrade: newer releases
 	$(BIN)/pip install --quiet uv
-	grep -v '^-e' requirements.txt | $(BIN)/uv pip compile - --quiet --python-version 3.11 \
+	{ grep -v '^-e' requirements.txt; echo s3fs; } | $(BIN)/uv pip compile - --quiet --python-version 3.11 \
 	    --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate \
 	    --custom-compile-command "make lock" --output-file docker/requirements.lock $(ARGS)
 

@@ -168,7 +168,8 @@ def reading(url: str, field: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(field, url, f"cannot be read ({describe(error)})") from error
+        hint = "check its name, the network, and the credentials in the environment"
+        raise UserError(field, url, f"cannot be used ({describe(error)}); {hint}") from error
 
 
 def describe(error: Exception) -> str:

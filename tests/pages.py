@@ -76,6 +76,11 @@ export MASTER_ADDR
 RANK=0 python
 accelerate launch scripts/train_gpt2.py --data.path data/mine
 
+a bucket; test_bucket.py
+pip install s3fs
+export AWS_
+s3://BUCKET
+
 Slurm; test_slurm.py submits such jobs to one
 sbatch 
 srun 
@@ -147,7 +152,7 @@ class PageCommand(NamedTuple):
 
 
 PROGRAMS = re.findall(r"\S+", """
-python torchrun accelerate make pip docker export lm_eval hf source sbatch srun mkdir cloud/launch.sh kubectl sky
+python torchrun accelerate make pip docker export lm_eval hf source sbatch srun mkdir cloud/launch.sh kubectl sky aws
 """)  # fmt: skip
 INLINE = (
     r"python (scripts/|-m benchmarks)|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"

@@ -296,7 +296,7 @@ def test_an_answer_that_is_cut_is_no_damage(copied, tmp_path, proxy, restores, c
     run, bucket = copied
     proxy.trouble = trouble
     if trouble == "cut answers":
-        expect_error("cannot be", restores, bucket, tmp_path)
+        expect_error("cannot be used", restores, bucket, tmp_path)
     else:
         assert models(restores(bucket, tmp_path)) == models(run)
     assert proxy.seen

@@ -13,7 +13,7 @@ import yaml
 from commands import TORCHRUN, environment, launch
 from pages import ROOT, load_docs, parse_script
 from ranks import wait_until
-from test_container import COMPOSED, COPIED, DOCKERFILE, UID, VOLUMES
+from test_container import COMPOSED, COPIED, DOCKERFILE, UID, VOLUMES, pins
 
 from gpt2_ddp.config import cli
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
@@ -52,6 +52,30 @@ def job_machine():
     assert spec["completions"] == spec["parallelism"], "all machines at once"
     assert spec["completions"] == int(env["PET_NNODES"])
     return Machine(pod, container, spec["completions"], int(env["PET_NPROC_PER_NODE"]))
+
+
+def expanded(words, variables):
+    """With values in place of $(NAME), as Kubernetes expands them, and of ${NAME:-DEFAULT}, as compose does."""
+    named = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], word) for word in words]
+    return [re.sub(r"\$\{(\w+):-(.+)\}", lambda found: variables.get(found[1], found[2]), word) for word in named]
+
+
+@pytest.mark.parametrize("url", [None, "s3://bucket/runs"])
+def test_a_bucket_is_optional(tmp_path, monkeypatch, url):
+    """For pods and compose. Credentials are in no file."""
+    monkeypatch.chdir(ROOT)
+    machine = job_machine()
+    pod = [*machine.container["command"], *machine.container["args"]]
+    given = {"MIRROR": url} if url else {}
+    for words in (expanded(pod, machine.env | given), expanded(COMPOSED["command"], given)):
+        script = words[words.index("scripts/train_gpt2.py") :]
+        parse_script(script, " ".join(words), tmp_path)
+        assert cli.load(*_loaded(script)).checkpoint.mirror == url
+    assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} < {*COMPOSED["environment"]}
+    assert machine.container["envFrom"] == [{"secretRef": {"name": "gpt2-secrets", "optional": True}}]
+    assert not [name for name in machine.env if name.startswith("AWS")]
+    assert "s3fs" in pins("docker/requirements.lock")
+    assert "dependencies.txt s3fs " in DOCKERFILE
 
 
 def train_job_machine():

@@ -287,7 +287,7 @@ def test_commands_read_a_run_at_a_url(bucket, tmp_path, monkeypatch):
     shutil.rmtree(bucket / "run/step-00000008")
     (status,) = with_local_runs(StatusConfig(runs=(url,))).runs
     assert (Path(status) / "status.json").exists()
-    expect_error(r"run = file.*cannot be read", with_local_runs, VerifyConfig(run=f"file://{bucket}/nothing"))
+    expect_error(r"run = file.*cannot be used", with_local_runs, VerifyConfig(run=f"file://{bucket}/nothing"))
 
 
 def test_data_at_a_url(corpus, tmp_path, monkeypatch):
@@ -299,4 +299,4 @@ def test_data_at_a_url(corpus, tmp_path, monkeypatch):
         assert train_with_faults(config(name, path)) == "completed"
         monkeypatch.setattr(Bucket, "get_file", None if name == "there" else Bucket.get_file)
     assert_same(tmp_path / "here/run", tmp_path / "again/run")
-    expect_error(r"data.path = file.*cannot be read", train_with_faults, config("none", f"file://{tmp_path}/no"))
+    expect_error(r"data.path = file.*cannot be used", train_with_faults, config("none", f"file://{tmp_path}/no"))
