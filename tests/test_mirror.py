@@ -224,6 +224,16 @@ def test_the_newer_state_wins_and_another_run_is_refused(corpus, copied, bucket,
     assert not (bucket / "run" / LEASE).exists()
 
 
+def test_a_folder_that_is_lost_is_not_deleted_there(copied, bucket, tmp_path):
+    """Its trainer lives on for a while, as that of a disk that fails."""
+    shutil.copytree(copied / "run", tmp_path / "run")
+    one = Mirror(f"file://{bucket}", tmp_path / "run", 5)
+    one.start()
+    shutil.move(tmp_path / "run", tmp_path / "aside")
+    one.close()
+    assert Bucket(f"file://{bucket}/run", "").checkpoints().keys() == models(copied / "run").keys()
+
+
 def test_a_damaged_checkpoint_here_is_replaced(copied, bucket, tmp_path):
     shutil.copytree(copied / "run", tmp_path / "run")
     (newest_checkpoint(tmp_path / "run") / "state.json").write_text("{}")

@@ -157,7 +157,7 @@ class Mirror:
         """Copies new checkpoints and the records, and deletes what the run has deleted; in the end also the lease."""
         here = {place.name: place for place in list_checkpoints(self._run / "checkpoints")}
         new = dict(self._new(here))
-        gone = self._whole.keys() - here.keys()
+        gone = self._whole.keys() - here.keys() if here else ()  # with all of them, the folder is lost
         if is_last:
             self._threads[1].join()  # or a late renewal would follow the last status and the end of the lease
         if new or gone or is_last:
