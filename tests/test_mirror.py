@@ -234,6 +234,23 @@ def test_a_folder_that_is_lost_is_not_deleted_there(copied, bucket, tmp_path):
     assert Bucket(f"file://{bucket}/run", "").checkpoints().keys() == models(copied / "run").keys()
 
 
+def test_old_copies_stay_until_the_newest_is_copied(copied, bucket, tmp_path, monkeypatch):
+    """A slow copy: the run deletes what is copied, before its last file."""
+    run = tmp_path / "run"
+    shutil.copytree(copied / "run", run)
+    one = Mirror(f"file://{bucket}", run, 5)
+    one.start()
+
+    def put(there, file, name, sha256):
+        raise FileNotFoundError(file)
+
+    monkeypatch.setattr(Bucket, "put", put)
+    shutil.rmtree(run / "checkpoints/step-00000008")
+    shutil.move(run / "checkpoints/step-00000010", run / "checkpoints/step-00000012")
+    one.close()
+    assert Bucket(f"file://{bucket}/run", "").checkpoints().keys() == models(copied / "run").keys()
+
+
 def test_a_damaged_checkpoint_here_is_replaced(copied, bucket, tmp_path):
     shutil.copytree(copied / "run", tmp_path / "run")
     (newest_checkpoint(tmp_path / "run") / "state.json").write_text("{}")

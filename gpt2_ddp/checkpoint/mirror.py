@@ -155,9 +155,9 @@ class Mirror:
 
     def _copy(self, is_last: bool) -> None:
         """Copies new checkpoints and the records, and deletes what the run has deleted; in the end also the lease."""
-        here = {place.name: place for place in list_checkpoints(self._run / "checkpoints")}
+        here = {place.name: place for place in reversed(list_checkpoints(self._run / "checkpoints"))}
         new = dict(self._new(here))
-        gone = self._whole.keys() - here.keys() if here else ()  # with all of them, the folder is lost
+        gone = self._whole.keys() - here.keys()
         if is_last:
             self._threads[1].join()  # or a late renewal would follow the last status and the end of the lease
         if new or gone or is_last:
@@ -167,13 +167,15 @@ class Mirror:
                 if (self._run / record).is_file():
                     self._bucket.write(record, (self._run / record).read_bytes())
         for name, manifest in new.items():
+            self._whole.pop(name, None)
             self._bucket.remove_all(name)  # a step that was saved again; a part of an earlier attempt
             with suppress(FileNotFoundError):  # deleted by the run meanwhile
                 for file, entry in json.loads(manifest)["files"].items():
                     self._bucket.put(here[name] / file, f"{name}/{file}", entry["sha256"])
                 self._bucket.write(f"{name}/{MANIFEST}", manifest)
                 self._whole[name] = hashlib.sha256(manifest).hexdigest()
-        for name in gone:
+        has_newest = max(here, default=None) in self._whole  # not if it was deleted meanwhile, or if the folder is lost
+        for name in gone if has_newest else ():
             self._bucket.remove_all(name)
             del self._whole[name]
         if is_last:
