@@ -207,6 +207,8 @@ def test_a_server_in_trouble(corpus, tmp_path, server, proxy, monkeypatch, capfd
         if run.step == 20:
             wait_until(lambda: problems if trouble != "slow" else proxy.seen > 20)
             proxy.trouble = ""
+        if run.step == 25:
+            wait_until(lambda: "step-00000024" in direct.checkpoints())
         return step(run)
 
     monkeypatch.setattr(loop, "train_step", train_step)
