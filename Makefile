@@ -60,10 +60,7 @@ test-cluster: $(VENV)/.installed-dev  ## run the tests on a real Slurm and on ne
 	$(BIN)/pytest -m cluster $(ARGS)
 
 faults: $(VENV)/.installed-dev  ## run every fault of docs/reliability.md at every place, with real processes (an hour or more)
-	$(BIN)/pytest -m soak --deselect tests/faults/test_soak.py $(ARGS)
-
-soak: $(VENV)/.installed-dev  ## run half an hour of random faults on one run; shorter: SOAK_SECONDS=60 SOAK_SEED=1 make soak
-	$(BIN)/pytest -s -m soak tests/faults/test_soak.py $(ARGS)
+	$(BIN)/pytest -m soak $(ARGS)
 
 mutants: $(VENV)/.installed-dev  ## change the core in 200 places and list the changes that no test detects (half an hour or more)
 	$(BIN)/python tests/mutants.py $(ARGS)
@@ -114,4 +111,4 @@ clean:  ## remove the environments, the site and caches; data/ and runs/ stay
 	rm -rf $(VENV) .venv-docs .venv-lowest site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train speedrun test test-slow test-lowest test-kinds test-cluster faults soak mutants bench gpu image test-image lock check format docs clean
+.PHONY: help train speedrun test test-slow test-lowest test-kinds test-cluster faults mutants bench gpu image test-image lock check format docs clean

@@ -54,17 +54,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
-def overwrite(path: Path, content: str) -> None:
-    """Replaces the content of a small file without new blocks, as a full disk has none; spaces fill up what was longer
-    before. A crash may leave a part of it. Raises: OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
-    try:
-        os.write(descriptor, content.encode().ljust(os.fstat(descriptor).st_size))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
     """Writes buffers of bytes to a file, and waits until they are on disk. Returns their number, and their SHA-256 in
     hex, computed from memory: comparing it with the file finds disk errors. Raises: OSError."""

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CalledProcessError
 
-from gpt2_ddp.config.training import DataConfig, TrainingConfig, training_default
+from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import exit_code
 from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.errors import UserError, is_main_process
@@ -22,7 +22,6 @@ from gpt2_ddp.script import run_command
 NEXT = """what next:
   {generate} {best} --prompts_file -  # continues the prompts that you type
   {evaluate} {best}  # scores every token of the validation split"""
-OWN_TEXT = "  {prepare_data} --source 'FILES' --output data/mine  # your own text, for --data.path data/mine"
 
 
 def main(config: TrainingConfig) -> int:
@@ -46,10 +45,8 @@ def main(config: TrainingConfig) -> int:
             except (UserError, CalledProcessError) as error:
                 report = f"none: {error}"
         print(f"report: {report}")
-        names = {name: command_for(name) for name in ("generate", "evaluate", "prepare_data")}
+        names = {name: command_for(name) for name in ("generate", "evaluate")}
         print(NEXT.format(best=result.best or result.run, **names))
-        if config.data.path == DataConfig().path:
-            print(OWN_TEXT.format(**names))
     return exit_code(result.outcome)
 
 

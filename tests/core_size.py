@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 58_434, "reachable": 82_459, "product": 143_814, "tests": 175_433}
+CEILINGS = {"loaded": 57_755, "reachable": 82_108, "product": 143_813, "tests": 175_340}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

@@ -99,7 +99,7 @@ checkpoint/store.py: a training passes it
 - self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = True
 + self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = False
 checkpoint/store.py: a shortcut; the same are kept
-- if len(there) + (coming is not None) <= self._keep_last and first not in steps_of(there):
+- if len(there) <= self._keep_last and first not in steps_of(there):
 + if False:
 checkpoint/run_files.py: no row has one byte
 - while size > 0 and (line := stream.readline(size)):

@@ -36,8 +36,8 @@ source .venv/bin/activate
 
 minutes or hours; other tests have its parts
 make speedrun
+train_gpt2.py --run_name hour
 make faults
-make soak
 python -m benchmarks
 --run_name nodrop
 runs/nodrop/

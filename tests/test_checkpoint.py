@@ -33,7 +33,7 @@ from runs import (
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpt2_ddp.checkpoint import loading, store
+from gpt2_ddp.checkpoint import loading
 from gpt2_ddp.checkpoint.checkpoint import (
     MANIFEST,
     STATE,
@@ -282,38 +282,32 @@ def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
 
 
 KEPT = """
-[3.0, 2.0, 2.5, 2.6, 2.7], 2, null, [1, 3, 4], [1, 3]
-[2.0, 2.0, 3.0], 1, null, [0, 2], [0, 1] # of equal ones the first
-[3.0, 2.0, 1.0], 1, null, [2], [1] # what the next displaces goes before it, but for the newest
-[NaN, -Infinity, null, 2.0, 3.0], 1, null, [3, 4], [3]
-[null, null, null, null, null], 1, 1, [1, 2, 3, 4], [1, 3] # nobody has judged those after the last good one
-[null, null, null], 3, 1, [1, 2], [1] # once a later one is good, the first one goes
-[null, null, null], 3, 0, [0, 1, 2], [0, 1]
-[1.0, null, null], 1, 1, [0, 1, 2], [0, 1] # unless it is the best
+[3.0, 2.0, 2.5, 2.6, 2.7], 2, null, [1, 3, 4]
+[2.0, 2.0, 3.0], 1, null, [0, 2] # of equal ones the first
+[3.0, 2.0, 1.0], 1, null, [2]
+[NaN, -Infinity, null, 2.0, 3.0], 1, null, [3, 4]
+[null, null, null, null, null], 1, 1, [1, 2, 3, 4] # nobody has judged those after the last good one
+[null, null, null], 3, 1, [1, 2] # once a later one is good, the first one goes
+[null, null, null], 3, 0, [0, 1, 2]
+[1.0, null, null], 1, 1, [0, 1, 2] # unless it is the best
 """
-"""Losses, `keep_last`, the last good step, the steps that are kept, and those that a full disk leaves when the last one
-is written."""
+"""Losses, `keep_last`, the last good step, and the steps that are kept."""
 
 
 @pytest.mark.parametrize("case", KEPT.strip().splitlines())
 @pytest.mark.parametrize("first", [0, 7])
-def test_what_is_kept(run, monkeypatch, first, case):
+def test_what_is_kept(run, first, case):
     """Of a run, and of a branch of another one: the newest, the best, and what a rollback may need."""
-    losses, keep_last, good, kept, left = json.loads(f"[{case.partition('#')[0]}]")
+    losses, keep_last, good, kept = json.loads(f"[{case.partition('#')[0]}]")
     origin = {"parent": "", "run_id": "", "step": first, "checkpoint_sha256": ""} if first else None
-    there = []
-    monkeypatch.setattr(store, "write_part", lambda *given: there.append(saved_steps(folder)) or write_part(*given))
-    for room, folder in ((10**12, run), (0, run.with_name("full"))):
-        monkeypatch.setattr(store, "_free_bytes", lambda folder, room=room: room)
-        checkpoints = open_store(folder, keep_last)
-        for step, loss in enumerate(losses, first):
-            checkpoints.save(snapshot(step, loss, branched_from=origin), good if good is None else first + good)
+    checkpoints = open_store(run, keep_last)
+    for step, loss in enumerate(losses, first):
+        checkpoints.save(snapshot(step, loss, branched_from=origin), good if good is None else first + good)
     assert saved_steps(run) == [first + step for step in kept]
-    assert there[-1] == [first + step for step in left]
     listing = checkpoints.listing()
-    assert (listing["checkpoint"]["step"], listing["kept"]) == (first + len(losses) - 1, saved_steps(folder))
+    assert (listing["checkpoint"]["step"], listing["kept"]) == (first + len(losses) - 1, saved_steps(run))
     checkpoints.remove_after(first)
-    assert saved_steps(folder) == [first] * (left[0] == 0)
+    assert saved_steps(run) == [first] * (kept[0] == 0)
 
 
 def test_the_best_is_of_evaluations_of_equally_many_tokens(run):
@@ -439,8 +433,7 @@ def killed_at_every_operation(run, scenario, background):
             os._exit(9)
 
     os.fsync = lambda descriptor: None  # what a kill does not undo
-    for step in (0, 1) if scenario == "no room" else (1,):
-        save(run, step)
+    save(run, 1)
     log = RunLog(open_folder(run))
     log.append({"step": 1})
     last = after(log, 1 if scenario == "again" else 2)
@@ -451,8 +444,6 @@ def killed_at_every_operation(run, scenario, background):
         shutil.copytree(first, run)
         child = os.fork()
         if not child:
-            if scenario == "no room":
-                store._free_bytes = lambda folder: 0
             checkpoints = open_store(run, keep_last=1, wish=background)
             told, limit = 0, kills + 1
             checkpoints.save(last)
@@ -479,12 +470,11 @@ def killed_at_every_operation(run, scenario, background):
     [
         ("the next", False),
         ("again", False),
-        ("no room", False),
         pytest.param("the next", True, marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_every_operation_an_intact_one_is_left(run, scenario, background):
-    """Also where the same step is saved again, and where the old ones have to go first."""
+    """Also where the same step is saved again."""
     assert run_ranks(killed_at_every_operation, 1, run, scenario, background)[0] > 20
 
 
@@ -497,17 +487,6 @@ def test_every_flipped_bit_is_found(run):
         file.write_bytes(flip(content, random.Random(number)))
         expect_damage(file.name, file.parent)
         file.write_bytes(content)
-
-
-def test_room_is_made_only_once_that_is_recorded(run, monkeypatch):
-    """Or `verify_run` would miss a checkpoint where the save fails after all."""
-    save(run, 1)
-    save(run, 2)
-    monkeypatch.setattr(store, "_free_bytes", lambda folder: 0)
-    said = []
-    monkeypatch.setattr(RunLog, "append", lambda log, row: said.append((row["event"], row["kept"], saved_steps(run))))
-    save(run, 3, keep_last=2)
-    assert said == [("room", [2], [1, 2]), ("checkpoint", [2, 3], [2, 3])]
 
 
 def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(run):

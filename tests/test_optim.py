@@ -73,9 +73,8 @@ NOTES = """
 {"warmup_steps": 20, "decay_steps": 21} | 5 5 | ends at step 5, its warm-up at step 20
 {"warmup_steps": 20, "decay_steps": 21} | 5 600 | min_lr (0.2) at step 21
 {"warmup_steps": 20, "decay_steps": 21} | 5 600 | the last learning rate is 0.2; --optim.decay_steps 600 ends
-{"warmup_steps": 20, "decay_steps": 21} | 100 600 | the last learning rate is 0.2; train.branch_from starts
+{"warmup_steps": 20, "decay_steps": 21} | 100 600 | the last learning rate is 0.2
 {} | 0 100 | at step 700 (optim.decay_steps): the last learning rate is 1.97
-{} | 60 100 | train.branch_from starts
 {"schedule": "wsd"} | 400 500 | the last learning rate is 2; --optim.decay_steps 500 ends
 """
 """Changes, the step at the start and the run's last one, and the note: none within a twentieth of lr - min_lr."""

@@ -260,6 +260,14 @@ def test_what_is_done_and_how_long_it_takes():
         corpus = plan.corpus._replace(steps=steps, scored=3 * 524_288)  # evaluation and save take a second each
         _, *spent = replace(plan, corpus=corpus, step=done, checkpoint=500_000_000).seconds.values()
         assert tuple(spent) == counts
+    hour = plan_of(tokens_per_second=524_288, train={"minutes": 60})
+    for minutes, steps in (60, 3400), (0.1, 0):  # three minutes until the first step, two evaluations and a save
+        train = hour.config.train.model_copy(update={"minutes": minutes})
+        config, corpus = hour.config.model_copy(update={"train": train}), hour.corpus._replace(scored=3 * 524_288)
+        timed = replace(hour, config=config, corpus=corpus, checkpoint=500_000_000)
+        assert timed.steps == steps
+        assert not steps or 3590 < sum(timed.seconds.values()) <= 3600
+        assert f"{minutes:g} minutes" in "".join(format_plan(timed))
 
 
 def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():

@@ -82,7 +82,7 @@ def test_files_names_the_events_and_their_keys():
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     events = {line.split("`")[1]: {*re.findall(r"`(\w+)`", line)} for line in lines if line.count("|") == 4}
     task_keys = {*re.findall(r"`(\w+)`", text.partition("Keys of the task")[2])}
-    assert events.keys() == {"start", "checkpoint", "sample", "room", "rollback", "branch", "end"}
+    assert events.keys() == {"start", "checkpoint", "sample", "rollback", "branch", "length", "end"}
     for row in ROWS:
         if "event" in row:
             assert row.keys() <= events[row["event"]] | task_keys | {"event", "step"}, row["event"]

@@ -45,23 +45,6 @@ def test_every_link_and_anchor_is_there(page):
         assert not anchor or anchor in anchors(file), target
 
 
-TUTORIALS = ("first-steps", "own-text", "gpt2-124m", "small-jobs", "ddp-lab")
-
-
-def sentences(text):
-    """The sentences of a page's prose, list items and table cells, with each piece of code as one word."""
-    text = re.sub(r"<[^>]+>", " ", re.sub(r"`[^`\n]*`", "code", text))
-    text = re.sub(r"\[([^\[\]]*)\]\([^)]*\)", r"\1", text)
-    blocks = re.split(r"\n\s*\n|\n(?= *[-*] | *\d+\. |#)|\|", text)
-    return [sentence for block in blocks for sentence in re.split(r"(?<=[.!?:;])\s", " ".join(block.split()))]
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in TUTORIALS)])
-def test_sentences_are_short(page):
-    long = [found for found in sentences(without_code(page)) if len(re.findall(r"\w[\w'.,/-]*", found)) > 30]
-    assert not long, "\n".join(long)
-
-
 class Loader(yaml.SafeLoader):
     """Reads mkdocs.yml, whose anchors are made by a function of Python's."""
 
@@ -73,18 +56,6 @@ MKDOCS = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
 def test_the_navigation_has_every_page_once():
     found = re.findall(r"[\w.-]+\.md", str(MKDOCS["nav"]))
     assert sorted(found) == sorted([*HOOK.PAGES, *(page.name for page in DOCS)])
-
-
-def test_the_site_and_its_search_load_nothing_from_the_network():
-    """The offline plugin adds a script of the network, unless one of that name is given."""
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert re.search(r"^  - offline", text, re.MULTILINE)
-    (script,) = re.findall(r"polyfills: \[(iframe-worker\.js)\]", text)
-    assert (ROOT / "docs" / script).is_file()
-    assert MKDOCS["theme"]["font"] is False
-    assert "http" not in text
-    assert not {"repo_url", "extra_javascript"} & MKDOCS.keys(), "a repository's address fetches its stars"
-    assert [(ROOT / "docs" / file).is_file() for file in MKDOCS["extra_css"]] == [True]
 
 
 def test_links_out_of_docs_become_addresses_or_text():

@@ -194,20 +194,6 @@ def test_a_disk_that_does_not_answer_is_no_loss(log, monkeypatch):
     assert [row["step"] for row in rows(log.path)] == [1]
 
 
-def test_a_full_disk_has_room_for_a_status(log, monkeypatch):
-    """It is written over the old one, which need not be as long."""
-    opening = Path.open
-    log.write_status("running", 1)
-
-    def full(path, *args, **kwargs):
-        return refuse() if path.name == ".status.json.tmp" else opening(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", full)
-    for state in ("failed", "stopped"):
-        log.write_status(state, 2)
-        assert status(log.path)["state"] == state
-
-
 def crash_at_step_6(config):
     def crash(run):
         if run.step == 5:

@@ -95,7 +95,7 @@ def test_a_run_may_go_on_meanwhile(run, monkeypatch, capsys):
         shutil.rmtree(run / FIVE, ignore_errors=True)
         with (run / SAMPLES).open("a") as file:
             file.write('{"step": 10, "prompt": "", "text": "x"}\n')
-        edit_rows(run, lambda rows: rows.append({"step": 10, "event": "room", "kept": [10]}))
+        edit_rows(run, lambda rows: rows.append({"step": 10, "event": "checkpoint", "sha256": "", "kept": [10]}))
         return found
 
     edit_rows(run, lambda rows: rows.pop(-1))
@@ -315,9 +315,9 @@ def sample_defects(run, end=LogEnd()):  # noqa: B008
 def test_samples_of_a_run_that_was_rolled_back(tmp_path):
     """A killed process may lack the newest ones, but none that its newest checkpoint has."""
     run = begun_log(tmp_path / "run")
-    metrics = Metrics(run, 1, 9)
+    metrics = Metrics(run, 9)
     metrics.show_samples(2, [Sample("", "a"), Sample("b", "bc")])
-    metrics.go_back({"event": "rollback", "step": 1, "from": 2, "skipped_range": [12, 24]})
+    run.append_rollback({"event": "rollback", "step": 1, "from": 2, "skipped_range": [12, 24]})
     metrics.show_samples(3, [Sample("", "d")])
     lines = (run.path / SAMPLES).read_text().splitlines(keepends=True)
     assert [json.loads(line)["step"] for line in lines] == [2, 2, 1, 3]

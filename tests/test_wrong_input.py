@@ -333,7 +333,7 @@ prepare_data --source RUN/*.yaml --tokenizer gpt9 --output NEW | tokenizer
 def test_text_and_shards_in_the_place_of_something_else(place, monkeypatch):
     monkeypatch.chdir(place)
     (place / "texts").mkdir()
-    command = "prepare_data.py --source 'texts'"
+    command = "data = texts: .*prepare_data.py"
     expect_error(command, read_manifest, Path("texts"))
     expect_error(command, missing_data, training_config(Path("texts"), place, {"data.prepare": "data_stdlib.yaml"}))
     for field in ("checkpoint", "train.init_from"):

@@ -1,13 +1,8 @@
 """Metrics: rows for metrics.jsonl, the trackers and the terminal."""
 
-import math
-import os
-import shutil
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
@@ -31,17 +26,6 @@ def describe(row: dict[str, Any]) -> list[str]:
     return [*parts, f"{rate:,.0f} {unit}/s"] if unit else parts
 
 
-def bar_format(row: dict[str, Any], steps: int, columns: int) -> str:
-    """tqdm's format of the bar in a terminal of this width, with the row's figures as far as they fit, loss first."""
-    left = columns - len(f"{steps}/{steps}  00:00:00 left")
-    text, parts = "{n_fmt}/{total_fmt}  {remaining} left", describe(row)
-    for part in parts[:1] + parts[:0:-1]:
-        if (left := left - len(part) - 2) < 0:
-            break
-        text += f"  {part}"
-    return text + "  {bar}" * (left > 10)
-
-
 def time_left(row: dict[str, Any], steps: int) -> float | None:
     """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed."""
     unit, rate = _speed(row)
@@ -54,27 +38,8 @@ def _speed(row: dict[str, Any]) -> tuple[str, float]:
     return name.removesuffix("_per_second"), row.get(name) or 0.0
 
 
-class LongStage:
-    """Prints a line when a stage takes 5 s and three times longer than before. The next line takes twice the time."""
-
-    def __init__(self) -> None:
-        self._stage, self._begun, self._due = ("", 0), time.monotonic(), math.inf
-        self._longest: dict[str, float] = {}
-
-    def report(self, facts: dict[str, Any]) -> None:
-        """Checks the stage and step of the watchdog's `status`; called every few seconds, from one thread."""
-        stage, now = (facts["stage"], facts["step"]), time.monotonic()
-        seconds = now - self._begun
-        if stage != self._stage:
-            self._longest[self._stage[0]] = max(seconds, self._longest.get(self._stage[0], 0.0))
-            self._stage, self._begun = stage, now
-            self._due = max(5.0, 3 * self._longest.get(stage[0], 0.0))
-        elif seconds >= self._due:
-            self._due *= 2
-            tqdm.write(f"{stage[0]} at step {stage[1]}: {duration(seconds)} so far", file=sys.stderr)
-
-
 T = TypeVar("T")
+OnRow = Callable[[dict[str, Any]], object]
 
 
 class Sample(NamedTuple):
@@ -83,19 +48,14 @@ class Sample(NamedTuple):
 
 
 class Metrics:
-    """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints them: each, but to a
-    terminal or notebook only those with an evaluation. These get a bar, unless there is a pipe (`| tee`)."""
+    """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints them. `steps`: of the
+    whole run; None while unknown."""
 
-    def __init__(self, log: RunLog, step: int, steps: int, on_row: Callable[[dict[str, Any]], object] | None = None):
+    def __init__(self, log: RunLog, steps: int | None, on_row: OnRow | None = None):
         self._log, self.steps = log, steps
         self._failed: set[str] = set()
         self.trackers: Trackers | None = None
         self._on_row = on_row if log.is_main else None
-        notebook = type(sys.stdout).__module__.startswith("ipykernel.")
-        is_shown = log.is_main and (notebook or (sys.stderr.isatty() and not Path("/dev/stdout").is_fifo()))
-        stream, self._is_quiet = sys.stdout if notebook else sys.stderr, is_shown and (notebook or os.isatty(1))
-        self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True, disable=not is_shown, file=stream)
-        self._bar.bar_format = bar_format({}, steps, shutil.get_terminal_size().columns)
 
     def start_trackers(self, config: RunConfig, run_id: str) -> None:
         """Starts the trackers of `tracking.log_with` on the main process."""
@@ -110,26 +70,18 @@ class Metrics:
         self._log.append(row)
         if self.trackers:
             self.trackers.log({**row, "chain": self._log.chain})
-        if not self._is_quiet or "val_loss" in row:
-            left = time_left(row, self.steps)
-            rest = [f"{duration(left)} left"] if left else []
-            self.print("  ".join([f"step {row['step']:>6}/{self.steps}", *describe(row), *rest]))
-        self._bar.bar_format = bar_format(row, self.steps, shutil.get_terminal_size().columns)
-        self._bar.update(row["step"] - self._bar.n)
+        left = time_left(row, self.steps) if self.steps else None
+        rest = [f"{duration(left)} left"] if left else []
+        self.print("  ".join([f"step {row['step']:>6}/{self.steps or '?'}", *describe(row), *rest]))
         if self._on_row:
             self._on_row(row)
 
     def print(self, text: str) -> None:
-        """Prints a line on the main process, above the progress bar: warnings to stderr, others to standard output."""
+        """Prints a line on the main process, above a progress bar: warnings to stderr, others to standard output."""
         if self._log.is_main:
             stream = sys.stderr if text.startswith("warning") else sys.stdout
             with suppress(OSError), tqdm.external_write_mode(stream):  # a log file on a full disk must not end the run
                 print(text, file=stream, flush=True)
-
-    def go_back(self, event: dict[str, Any]) -> None:
-        """Records a rollback in the files."""
-        self._log.append_rollback(event)
-        self._bar.update(event["step"] - self._bar.n)
 
     def show_samples(self, step: int, samples: list[Sample] | None) -> None:
         """Prints the samples of a step and appends them to samples.jsonl."""
@@ -148,8 +100,7 @@ class Metrics:
                 self.print(f"warning: the {what} failed ({reason}); the training continues without it")
             return None
 
-    def close(self, failed: bool = False) -> None:
-        """Ends the progress bar and, unless the run failed, the trackers."""
-        self._bar.close()
-        if self.trackers and not failed:
+    def close(self) -> None:
+        """Ends the trackers."""
+        if self.trackers:
             self.trackers.finish()

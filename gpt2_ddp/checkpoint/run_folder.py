@@ -33,7 +33,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.distributed.ranks import is_main, on_every_rank, on_main, runs_on_main
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_can_make, fsync_path, make_folder, overwrite, size_of, write_atomically, writing
+from gpt2_ddp.files import check_can_make, fsync_path, make_folder, size_of, write_atomically, writing
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress
 
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)  # the folder is gone, or another trainer has the lock
@@ -186,13 +186,7 @@ class RunLog:
     def _put_status(self, status: Row, durable: bool = True) -> None:
         file, content = self.path / STATUS, json.dumps(status) + "\n"
         if not file.is_file() or file.read_text(errors="replace") != content:
-            try:
-                write_atomically(file, content, durable)
-            except UserError as error:  # a full disk still has the blocks of the old file
-                try:
-                    overwrite(file, content)
-                except OSError:
-                    raise error from None
+            write_atomically(file, content, durable)
 
     @property
     def chain(self) -> str:

@@ -150,12 +150,12 @@ class CheckpointStore:
     def save(
         self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = True
     ) -> None:
-        """Saves the checkpoint of step `snapshot.state.step` durably, then prunes (`prune`); on a full disk, before.
-        Each rank writes its part. In the background, of a copy, if `should_save_async` and not `wait`; it is on disk
+        """Saves the checkpoint of step `snapshot.state.step` durably, then prunes (`prune`). Each rank writes its
+        part. In the background, of a copy, if `should_save_async` and not `wait`; it is on disk
         once `wait` returns. Raises: UserError if writing failed; then no partial checkpoint is left, and the kept
         checkpoints are unchanged."""
         self.wait()
-        on_main(lambda: self._prepare(snapshot, last_good))
+        self._prepare(snapshot.state.step)
         more = snapshot.part_bytes - sum(tensor.nbytes for tensor in self._memory.values())
         parts_here = min(snapshot.part.count, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if wait or not from_main(should_save_async(self._wish, more * parts_here, spare_core)):
@@ -173,15 +173,13 @@ class CheckpointStore:
 
         on_every_rank(done)
 
-    def _prepare(self, snapshot: Snapshot, last_good: int | None) -> None:
-        """Makes room, and the folder that the ranks write to; on the main process."""
-        if _free_bytes(self.folder) < snapshot.bytes:
-            keep = self._to_keep(last_good, snapshot.state)
-            self._log.append({"event": "room", "step": snapshot.state.step, "kept": steps_of(keep)})
-            self._delete_except(keep)
-        temporary = _hidden(self.place(snapshot.state.step), "tmp")
+    @runs_on_main
+    def _prepare(self, step: int) -> None:
+        """Makes the folder that the ranks write to."""
+        temporary = _hidden(self.place(step), "tmp")
         with writing(temporary):
             shutil.rmtree(temporary, ignore_errors=True)
+            self.folder.mkdir(exist_ok=True)
             temporary.mkdir()
 
     def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
@@ -266,19 +264,18 @@ class CheckpointStore:
         """Waits until nothing is written any more. Not collective."""
         self.background.join()
 
-    def _to_keep(self, last_good: int | None = None, coming: State | None = None) -> list[Path]:
-        """The checkpoints that `prune` keeps. `coming`: state of one that a save is about to write, which counts; then
-        the newest existing one is kept, too. All that count are hashed before one is deleted."""
+    def _to_keep(self, last_good: int | None = None) -> list[Path]:
+        """The checkpoints that `prune` keeps. All that count are hashed before one is deleted."""
         there = list_checkpoints(self.folder)
         first = max((state.progress.first_step for state in self._states.values() if state), default=0)
-        if len(there) + (coming is not None) <= self._keep_last and first not in steps_of(there):
+        if len(there) <= self._keep_last and first not in steps_of(there):
             return there
         for place in there:
             if place not in self._states:
                 self._look(place, weights=False)
         while True:
             intact = {state.step: state for place in there if (state := self._states[place])}
-            steps = steps_to_keep(intact, self._keep_last, first, last_good, coming)
+            steps = steps_to_keep(intact, self._keep_last, first, last_good)
             keep = [place for place in there if not (state := self._states[place]) or state.step in steps]
             unhashed = [place for place in keep if self._states[place] and place not in self._hashed]
             if len(keep) == len(there) or not unhashed:
@@ -313,28 +310,15 @@ def _hidden(place: Path, end: str) -> Path:
     return place.with_name(f".{place.name}.{end}")
 
 
-def _free_bytes(folder: Path) -> int:
-    """Free bytes on the folder's disk. A quota may allow less; then writing fails halfway."""
-    with writing(folder):
-        folder.mkdir(exist_ok=True)
-        return shutil.disk_usage(folder).free
-
-
-def steps_to_keep(
-    intact: dict[int, State], keep_last: int, first: int, last_good: int | None, coming: State | None = None
-) -> set[int]:
+def steps_to_keep(intact: dict[int, State], keep_last: int, first: int, last_good: int | None) -> set[int]:
     """The steps whose checkpoints are kept, of those that are `intact`, by ascending step. Kept are the newest
     `keep_last`, and the best of each number of tokens scored (losses over other tokens do not compare). A rollback may
-    need the newest up to `last_good` and all later ones; the `first` step's goes once a later one is good. Before the
-    save of `coming`, which counts, later ones give room; the newest existing one stays."""
-    counted = {**intact, **({coming.step: coming} if coming else {})}
-    keep, best = {*sorted(counted)[-keep_last:], *list(intact)[-1:]}, dict[Any, tuple[float, int]]()
+    need the newest up to `last_good` and all later ones; the `first` step's goes once a later one is good."""
+    keep, best = {*list(intact)[-keep_last:]}, dict[Any, tuple[float, int]]()
     if last_good is not None:
         good = [step for step in intact if step <= last_good]
-        if coming is None:
-            keep = (keep - ({first} & {*good[:-1]})) | {*list(intact)[len(good) :]}
-        keep |= {*good[-1:]}
-    for step, state in counted.items():
+        keep = (keep - ({first} & {*good[:-1]})) | {*list(intact)[len(good) :]} | {*good[-1:]}
+    for step, state in intact.items():
         loss, tokens = state.progress.val_loss, state.progress.scores.get("val_tokens")
         if loss is not None and math.isfinite(loss):
             best[tokens] = min(best.get(tokens, (loss, step)), (loss, step))

@@ -20,9 +20,9 @@ MOST = 20
 """Most user errors that one command prints."""
 
 
-def sections(model: type[BaseModel]) -> dict[str, BaseModel]:
+def sections(model: type[BaseModel]) -> dict[str, "Section"]:
     """The sections of `model` with its defaults, which may differ from the section's own."""
-    return {name: field.default for name, field in model.model_fields.items() if isinstance(field.default, BaseModel)}
+    return {name: field.default for name, field in model.model_fields.items() if isinstance(field.default, Section)}
 
 
 def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None = None) -> list[tuple[str, FieldInfo]]:
@@ -57,6 +57,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
+    alternatives: ClassVar[tuple[str, ...]] = ()
+    """Fields of which one is set. One in a later file or a flag replaces those of earlier files."""
 
     @field_validator("*", mode="before")
     @classmethod

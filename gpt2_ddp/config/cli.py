@@ -89,16 +89,23 @@ def resolve(
 ) -> C:
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     `model_fields_set` of its sections has the fields of both, without a preset's. Raises: UserError, as `load`."""
-    values = {name: section.model_dump(exclude_unset=True) for name, section in sections(command).items()}
+    parts = sections(command)
+    values = {name: section.model_dump(exclude_unset=True) for name, section in parts.items()}
     preset = None if files else _preset(default, changes)
     if preset:
         merge(values, read_yaml(preset))
     given: dict[str, Any] = {}
     for content in (*map(read_yaml, files), changes):
-        merge(given, content)
+        layer: dict[str, Any] = {}
+        merge(layer, content)
+        for name in parts.keys() & layer.keys():
+            own, others = layer[name], parts[name].alternatives
+            if isinstance(own, dict) and own.keys() & {*others}:
+                layer[name] = dict.fromkeys(others) | own
+        merge(given, layer)
     merge(values, given)
     config = command.model_validate(values)
-    for name in sections(command):
+    for name in parts:
         getattr(config, name).model_fields_set.intersection_update(given.get(name) or ())
     if preset and preset != _preset(default, {}):
         print_line(f"note: no --config; the preset for these data is {preset}")

@@ -1,4 +1,4 @@
-"""User errors of few commands, imported on demand: mixtures, missing data, fields that differ from a saved run's."""
+"""User errors of few commands, imported on demand: mixtures, fields that differ from a saved run's."""
 
 import math
 import os
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2_ddp.config.base import Command, flat, merge
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.project import command_for
 
 if TYPE_CHECKING:
     from gpt2_ddp.config.run import RunConfig
@@ -36,17 +35,6 @@ def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
             yield "data.phases", phase.at_tokens, hint
 
 
-def describe_missing(manifest: Path) -> str:
-    """The hint for a folder of `data.path` without the file `manifest`."""
-    folder = manifest.parent
-    if not folder.exists():
-        return "no such folder; create it with prepare_data.py"
-    if any(folder.glob("*.bin")):  # first of all, a preparation may have been killed
-        indexing = f"index shards of another program with --source 'bin:{folder}/*.bin'"
-        return f"has shards but no {manifest.name}: run its prepare_data.py command again, or {indexing}"
-    return f"has no {manifest.name}; if it is text: {command_for('prepare_data')} --source '{folder}'"
-
-
 def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The fields of a saved configuration of any release, without validation. `saved` is parsed output of `dump`.
 
@@ -68,10 +56,10 @@ def differences(config: Command, saved: Mapping[str, Any], parts: tuple[str, ...
     return [(name, now[name], before[name]) for name in names if now[name] != before[name]]
 
 
-def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step: int) -> list[str]:
+def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step: int) -> None:
     """Checks that this configuration can resume a checkpoint with the configuration `saved`: the fields in `kept`
-    must be equal, except as `may_change` allows. Fields missing in `saved` have their defaults there. Returns the
-    fields of `saved` that are unknown now. Raises: UserError, which names every field that differs."""
+    must be equal, except as `may_change` allows. Fields missing in `saved` have their defaults there. Unknown
+    ones are ignored. Raises: UserError, which names every field that differs."""
     if kind != config.kind:
         hint = f"the run folder holds a run of another kind, {kind}; choose another run_name"
         raise UserError("run_name", config.run_name, hint)
@@ -83,4 +71,3 @@ def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step:
             mistakes += UserError(name, now, hint).mistakes
     if mistakes:
         raise UserError.join(mistakes)
-    return complete(type(config), saved)[1]

@@ -60,8 +60,6 @@ class LoopConfig(Section):
     patience_seconds: PositiveFloat | None = None
     """watchdog timeout in seconds: the run ends and names the process that made no progress for so long; null: 1800
     the first time that a stage runs, then 120, or ten times the slowest stage so far if that is longer"""
-    profile_steps: NonNegativeInt = 0
-    """steps to record with torch's profiler, after three warm-up steps; the trace goes to the run folder; 0: none"""
 
 
 class GuardConfig(Section):
@@ -148,6 +146,7 @@ class RunConfig(Command):
     eval_patience = _optional("eval.patience", None)
     branch_from = _optional("train.branch_from", None)
     init_from = _optional("train.init_from", None)
+    minutes = _optional("train.minutes", None)
 
     @property
     def matrix(self) -> tuple[int, int]:

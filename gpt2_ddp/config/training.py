@@ -28,6 +28,8 @@ from gpt2_ddp.config.run import (
 )
 from gpt2_ddp.files import local_copy
 
+FEWEST_WARM_UP = 12
+"""Fewest steps of the warm-up with `train.minutes`, which times steps of it."""
 WINDOWS_PER_BLOCK = 1000
 """Windows per block of a mixture's order; each block holds every source in proportion (`data.mixture`)."""
 
@@ -191,10 +193,15 @@ class OptimConfig(ClipConfig):
 class TrainConfig(LoopConfig):
     """The training loop"""
 
+    alternatives = ("steps", "epochs", "minutes")
+
     steps: PositiveInt | None = None
-    """optimizer steps of the whole run; the parent's steps count in a branch (branch_from); null: set epochs"""
+    """optimizer steps of the whole run; the parent's steps count in a branch (branch_from); null: epochs or minutes"""
     epochs: float | None = Field(default=None, gt=0, le=10**6)
-    """passes over the training split; replaces steps when set"""
+    """passes over the training split, instead of steps"""
+    minutes: PositiveFloat | None = None
+    """time from the first step to the end, instead of steps: a new run times steps of its warm-up, and then has as many
+    steps as fit (docs/optimizers.md); a resume keeps their number"""
     global_batch_tokens: PositiveInt = 524_288
     """tokens per optimizer step over all processes; a multiple of block_size"""
     micro_batch_size: Windows = 16
@@ -344,8 +351,7 @@ class TrainingConfig(RunConfig):
         optim, train = self.optim, self.train
         if not self.inherited:
             yield from self._model_mistakes()
-        if train.steps is None and train.epochs is None:
-            yield "train.steps", None, "set train.steps or train.epochs"
+        yield from self._length_mistakes()
         if train.branch_from is not None and train.init_from is not None:
             hint = "continues the whole training state, train.init_from only the weights; remove one of the two"
             yield "train.branch_from", train.branch_from, hint
@@ -359,6 +365,24 @@ class TrainingConfig(RunConfig):
         end = optim.decay_steps
         if end is not None and optim.warmup_steps >= end:
             hint = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
+            yield "optim.warmup_steps", optim.warmup_steps, hint
+
+    def _length_mistakes(self) -> Iterator[tuple[str, object, str]]:
+        """User errors of the run's length, and of a schedule that does not fit `train.minutes`."""
+        optim, train = self.optim, self.train
+        given = [name for name in train.alternatives if getattr(train, name) is not None]
+        if not given:
+            yield "train.steps", None, "set train.steps, train.epochs or train.minutes"
+        elif len(given) > 1:
+            yield f"train.{given[1]}", getattr(train, given[1]), f"train.{given[0]} is set, too; remove one of the two"
+        if train.minutes is None:
+            return
+        if train.branch_from is not None:
+            yield "train.branch_from", train.branch_from, "a branch has its parent's steps; set train.steps"
+        if optim.decay_steps is not None:
+            yield "optim.decay_steps", optim.decay_steps, "the decay ends with train.minutes; remove this field"
+        elif optim.decay_begins < FEWEST_WARM_UP:
+            hint = f"should be at least {FEWEST_WARM_UP}: train.minutes times steps of the warm-up"
             yield "optim.warmup_steps", optim.warmup_steps, hint
 
     def _ignored_fields(self) -> Iterator[tuple[str, object, str]]:

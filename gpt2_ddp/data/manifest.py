@@ -79,9 +79,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_small(path, LARGEST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
-        from gpt2_ddp.config.hints import describe_missing
-
-        raise UserError("data", folder, describe_missing(path)) from error
+        hint = f"no such folder, or no {MANIFEST} in it; create it with prepare_data.py"
+        raise UserError("data", folder, hint) from error
     except OSError as error:
         raise UserError("data", folder, f"{MANIFEST} cannot be read ({error.strerror})") from error
     return parse_manifest(text, path)

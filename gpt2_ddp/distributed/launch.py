@@ -26,9 +26,6 @@ USE_TORCHRUN = (
 )
 COLLECTIVE = timedelta(minutes=30)  # timeout of collectives where no watchdog runs
 LONGEST = timedelta(days=7)  # timeout of collectives that a watchdog ends earlier, and of work of unknown length
-GROUPS = 2  # process groups of a training: the default one and `ranks.control_group`
-STORE = 2  # connections of each rank to the rendezvous store, which rank 0 may serve: of torch and of the watchdog
-SPARE = 256  # descriptors for shards, libraries, pipes
 
 
 def start_run(config: RunConfig) -> PartialState:
@@ -80,10 +77,10 @@ def connect_processes(
 
     Raises:
         UserError: fewer processes than requested; an unavailable device, precision or plugin; a launcher's variable
-            that is not a number; too low a limit of open files.
+            that is not a number.
     """
     started, asked = world_size(), processes_asked_for()
-    allow_open_files(started)
+    allow_open_files()
     if started < asked:
         hint = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
         raise UserError("processes", asked, hint)
@@ -116,17 +113,11 @@ def make_accelerator(precision: str) -> Accelerator:
     )
 
 
-def allow_open_files(world: int) -> None:
-    """Raises the soft limit of open files to the hard one: in each group, a rank has a connection to each other rank.
-    Raises UserError if the limit is below what a training of `world` ranks needs."""
+def allow_open_files() -> None:
+    """Raises the soft limit of open files to the hard one: a rank has connections to all others."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS allows less than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = GROUPS * (world + 3) + STORE * world + SPARE
-    if world > 1 and limit != resource.RLIM_INFINITY and limit < needed:
-        hint = f"need {needed} open files each, and the limit is {limit}; raise it (as root: `ulimit -Hn {needed}`)"
-        raise UserError("processes", world, hint)
 
 
 def pick_device(name: str, section: str = "") -> torch.device:

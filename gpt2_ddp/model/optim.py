@@ -126,9 +126,5 @@ def schedule_note(step: int, steps: int, config: OptimConfig) -> str:
         return ""
     ends = f"the run ends at step {steps:,}, its warm-up at step {config.warmup_steps:,}"
     decay = f", its decay to min_lr ({config.min_lr:.3g}) at step {end:,} (optim.decay_steps)" if span else ""
-    hint = "train.branch_from starts a new run from one of its checkpoints with another schedule"
-    if steps <= config.warmup_steps:
-        hint = "raise train.steps, or lower optim.warmup_steps in a new run"
-    elif config.may_end_at(steps, step):
-        hint = f"--optim.decay_steps {steps} ends the decay with the run"
-    return f"{ends}{decay}: the last learning rate is {last:.3g}; {hint}"
+    hint = f"; --optim.decay_steps {steps} ends the decay with the run" if config.may_end_at(steps, step) else ""
+    return f"{ends}{decay}: the last learning rate is {last:.3g}{hint}"

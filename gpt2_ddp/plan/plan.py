@@ -211,19 +211,36 @@ class Plan:
     def seconds(self) -> dict[str, float]:
         """Wall time of the remaining work, by kind; empty if unknown. First and last step are evaluated. An evaluation
         has a third of a step's arithmetic per token."""
-        config, steps, done, speed = self.config, self.corpus.steps, self.step, self.speed
-        if not steps or not speed:
+        config, steps, done = self.config, self.steps, self.step
+        if not steps or not self.speed:
             return {}
+        step, evaluation, checkpoint = self._durations(self.speed)
 
         def times(every: int) -> int:
             return steps // every - done // every + (steps % every > 0) if steps > done else 0
 
         return {
             "start": START[self.machine.kind],
-            "steps": max(steps - done, 0) * config.train.global_batch_tokens / speed,
-            "evaluations": (times(config.eval.every) + (done == 0)) * self.corpus.scored / (3 * speed),
-            "checkpoints": times(config.checkpoint.every) * self.checkpoint / DISK,
+            "steps": max(steps - done, 0) * step,
+            "evaluations": (times(config.eval.every) + (done == 0)) * evaluation,
+            "checkpoints": times(config.checkpoint.every) * checkpoint,
         }
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the whole run: with `train.minutes`, as many as fit. None if unknown."""
+        config = self.config
+        if self.corpus.steps or not config.train.minutes or not self.speed:
+            return self.corpus.steps
+        step, evaluation, checkpoint = self._durations(self.speed)
+        each = step + evaluation / config.eval.every + checkpoint / config.checkpoint.every
+        left = 60 * config.train.minutes - START[self.machine.kind] - 2 * evaluation - checkpoint
+        return max(int(left / each), 0)
+
+    def _durations(self, speed: float) -> tuple[float, float, float]:
+        """Seconds of a step, an evaluation and a checkpoint."""
+        step = self.config.train.global_batch_tokens / speed
+        return step, self.corpus.scored / (3 * speed), self.checkpoint / DISK
 
     @property
     def device_hours(self) -> float:
@@ -331,14 +348,18 @@ def format_plan(plan: Plan) -> Iterator[str]:
 
 
 def _training(plan: Plan) -> str:
-    steps, windows = plan.corpus.steps, plan.corpus.windows
+    steps, windows = plan.steps, plan.corpus.windows
+    minutes = None if plan.corpus.steps else plan.config.train.minutes
+    if minutes and not steps:
+        return f"no step fits into {minutes:g} minutes, or the speed is unknown"
     if not steps:
         return "the number of steps depends on the data, which do not exist yet"
     tokens = steps * plan.config.train.global_batch_tokens
     flops = plan.flops_per_token * tokens
     epochs = f", {tokens / (windows * plan.config.model.block_size):.2f} epochs" if windows else ""
     done = f"; {plan.step:,} steps are done" if plan.step else ""
-    return f"{steps:,} steps, {tokens:,} tokens, {flops:.3g} FLOP{epochs}{done}"
+    margin = f" (in {minutes:g} minutes, {'±10%' if plan.config.tokens_per_second else '±25%'})" if minutes else ""
+    return f"{steps:,} steps{margin}, {tokens:,} tokens, {flops:.3g} FLOP{epochs}{done}"
 
 
 def _gb(size: float) -> str:

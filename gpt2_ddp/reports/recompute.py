@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import METRICS
+from gpt2_ddp.checkpoint.run_files import METRICS, sets_config
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -71,7 +71,7 @@ class Recomputed:
         self.returns = returns
         self.step = 0  # that the feed has reached
         self.row = -1  # step of the last row
-        self.steps = 0  # of the whole run; 0 before the first start
+        self.steps: float = 0  # of the whole run; infinity while unknown, 0 before the first start
         self.peak = None  # learning rate of a small job
         self.due: Due | None = None  # work after `step`; None where another process, or the way to it, did a part
         self.validates = True
@@ -98,13 +98,14 @@ class Recomputed:
         step = row["step"]
         if event is None:
             yield from self._check_row(row)
-        elif event == "start":
-            if self.steps:
-                yield from self._advance(step)
+        elif sets_config(row):
+            if event == "start":
+                if self.steps:
+                    yield from self._advance(step)
+                self.peak = row.get("lr")
+                self.due = None
             self.config = read_config(self.config.kind, row["config"], METRICS)
-            self.steps = row["steps"]
-            self.peak = row.get("lr")
-            self.due = None
+            self.steps = math.inf if row["steps"] is None else row["steps"]
         elif event == "branch" and self.row < 0:  # where the parent run was; its own rows confirm that
             self.feed.load_state_dict(FeedState.model_validate(row))
             self.step = step
@@ -181,7 +182,7 @@ class Recomputed:
             return {}
         if isinstance(self.config, TrainingConfig):
             optim = self.config.optim
-            is_known = optim.decay_steps is not None or optim.schedule == "constant"
+            is_known = optim.decay_steps is not None or optim.schedule == "constant" or step < optim.warmup_steps
             return self.kind(self.config).schedule(step) if is_known else {}
         assert isinstance(self.config, JobConfig), "the other kinds"
         epoch_steps = math.ceil(len(self.feed.order) / self.feed.step_size)

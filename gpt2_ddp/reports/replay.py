@@ -211,13 +211,15 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
     may be gone. `auto` becomes the choice in `state`, on such a device: the span's few steps could give another one."""
     config = read_config(kind, saved, METRICS)
     values: dict[str, Any] = config.model_dump(mode="json") | {"output_dir": folder, "run_name": "replay"}
-    values["train"] |= {"max_minutes": None, "profile_steps": 0}
+    values["train"] |= {"max_minutes": None}
     if state["device"] == device_name(pick_device(config.train.device, "train.")):
         settled = {"compile": state["compile"], "micro_batch_size": state.get("micro_batch")}
         values["train"] |= {name: to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
     values["tracking"] |= {"log_with": "none"}
     values["checkpoint"] |= {"mirror": None}
     if isinstance(config, TrainingConfig):
+        if config.train.minutes:  # a stretch of the warm-up, which does not depend on the number of steps
+            values["train"] |= {"minutes": None, "steps": config.optim.warmup_steps}
         values["data"] |= {"prepare": None, "path": data or config.data.paths}
         values["eval"] |= {"patience": None, "tasks": ()}
     if isinstance(config, JobConfig):

@@ -38,6 +38,7 @@ from gpt2_ddp.checkpoint.run_files import (
     next_chain,
     parse_lines,
     read_lines,
+    sets_config,
     split_chain,
 )
 from gpt2_ddp.checkpoint.tensors import MODEL
@@ -73,7 +74,7 @@ class Row(FeedState, strict=True):
     step: Count
     event: str | None = None
     config: dict[str, Any] = Field({})
-    steps: Count = 0
+    steps: Count | None = 0
     lr: float | None = None
     epoch_size: Positive = 1
     global_batch_size: Annotated[int, Field(ge=1, le=MOST_ITEMS)] = 1
@@ -164,6 +165,11 @@ class Found:
     @property
     def newest(self) -> Checkpoint | None:
         return next(reversed(self.checkpoints.values()), None)
+
+    @property
+    def config_row(self) -> Record:
+        """The newest row that records a configuration; empty without one."""
+        return next((row for row in reversed(self.log.events.values()) if sets_config(row)), {})
 
     def events(self, name: str) -> list[Record]:
         return [row for row in self.log.events.values() if row["event"] == name]
@@ -259,7 +265,7 @@ def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Ancho
     yield f"checkpoints: {len(found.checkpoints)}, all files unchanged, none missing", wrong
     if log.loose:
         yield f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
-    yield f"{CONFIG}: as the newest start recorded it", _check_settings(found)
+    yield f"{CONFIG}: as {METRICS} recorded it", _check_settings(found)
     yield f"{STATUS}: agrees with {METRICS}", [*_check_status(found)]
     yield f"{SAMPLES}: {len(found.samples)} lines, all pinned by {METRICS}", [*_check_samples(found)]
     is_right = yield from _check_training(found, command)
@@ -273,7 +279,7 @@ def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Ancho
     if span is None:
         yield "losses, norms and weights: pinned, not recomputed; --replay A:B trains again", None
     elif is_right:
-        settings = found.events("start")[-1]["config"]
+        settings = found.config_row["config"]
         pinned = [checkpoint for place, checkpoint in found.checkpoints.items() if not pins[place]]
         yield from replay(found.run, span, found.events("rollback"), settings, pinned, command)
     else:
@@ -316,13 +322,14 @@ def _kept(log: Log) -> list[int]:
 
 
 def _check_settings(found: Found) -> list[str]:
-    """Why config.yaml is unreadable, or its fields that are not those of the newest start, which is written first."""
-    starts = found.events("start")
-    if not starts or found.log.last is starts[-1]:  # a kill may have come before its config.yaml
+    """Why config.yaml is unreadable, or its fields that are not those of the newest row with a configuration, which is
+    written first."""
+    newest = found.config_row
+    if found.log.last is newest or not newest:  # a kill may have come before its config.yaml
         return []
     if isinstance(found.settings, str):
         return [found.settings]
-    now, right = flat(found.settings), flat(starts[-1]["config"])
+    now, right = flat(found.settings), flat(newest["config"])
     names = [name for name in right | now if now.get(name, ...) != right.get(name, ...)]
     return [f"{CONFIG}: {name} is {now.get(name)}, in {METRICS} {right.get(name)}" for name in names]
 
@@ -369,7 +376,7 @@ def _check_training(found: Found, command: VerifyConfig) -> Generator[Finding, N
         yield "data, order and learning rates: not checked, since the chain of rows is broken", None
         return False
     start = found.events("start")[-1]
-    config = read_config(str(start.get("kind")), start["config"], METRICS)
+    config = read_config(str(start.get("kind")), found.config_row["config"], METRICS)
     manifests: list[Manifest] = []
     sources: list[Windows] = []
     if isinstance(config, TrainingConfig):

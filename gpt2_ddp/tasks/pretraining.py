@@ -45,8 +45,6 @@ MOST_PASSES = 40
 """Passes over the training split beyond which a note asks for more text."""
 TASK_ITEMS = 500
 """Most items of each task that an evaluation during training scores."""
-FEWEST_VALIDATION_TOKENS = 1000
-"""With fewer, a note says that val_loss is inaccurate: its standard error is above 0.1 nats (estimate)."""
 
 
 class Corpus(NamedTuple):
@@ -124,6 +122,14 @@ class Pretraining:
     """Where a subclass comes from, an `own_code.Code`; None in this package."""
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
+        if saved and config.train.minutes:
+            length = {name: saved.config["train"].get(name) for name in ("steps", "epochs")}
+            if any(length.values()):  # else it was stopped before
+                config = with_length(config, length)
+                self._print(["the run keeps its number of steps; train.minutes counts in a new run only"])
+        if config.train.minutes and type(self).schedule is not Pretraining.schedule:
+            hint = "the class has a schedule of its own, which may depend on the number of steps; set train.steps"
+            raise UserError("train.minutes", config.train.minutes, hint)
         self.config = config
         self.accelerator: Any = accelerator
         self._saved = saved
@@ -136,9 +142,15 @@ class Pretraining:
             check_branch(config, saved.state.progress.branched_from, self.total_steps(saved.state.setup.epoch_size))
 
     def total_steps(self, epoch_size: int | None) -> int | None:
-        """`train.steps`, or the steps of `train.epochs`; None where these need an unknown epoch size."""
+        """`train.steps`, or the steps of `train.epochs`; None where these need an unknown epoch size, and while those
+        of `train.minutes` are unknown."""
         train = self.config.train
         return total_steps(train.steps, train.epochs, self.config.global_batch_windows, epoch_size)
+
+    def set_steps(self, steps: int) -> None:
+        """Makes a run of `train.minutes` one of so many steps."""
+        self.config, _ = resolve(with_length(self.config, {"steps": steps}), self._saved, self.epoch_size)
+        self._print(self._length_notes(steps))
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model; for a complete run,
@@ -174,18 +186,25 @@ class Pretraining:
         self.order = self.make_order(corpus.sources)
         self.epoch_size = len(self.order)
         self.config, notes = resolve(config, self._saved, self.epoch_size)
-        steps = self.total_steps(self.epoch_size) or 0
-        before = self._saved.step if self._saved else 0
-        if type(self).schedule is Pretraining.schedule and (note := schedule_note(before, steps, self.config.optim)):
-            notes.append(note)
-        if not self._saved:
-            passes = steps * config.global_batch_windows / self.epoch_size
-            notes += little_text_notes(passes, self.validation_tokens if self.validates else None)
+        if steps := self.total_steps(self.epoch_size):
+            notes += self._length_notes(steps)
         self._print(notes)
         file = Path(paths[0]) / self.manifest.tokenizer
         self.files: Mapping[str, bytes] = {file.name: file.read_bytes()} if file.is_file() else {}
         if self.code:
             self.files = {**self.files, CODE: self.code.source}
+
+    def _length_notes(self, steps: int) -> Iterator[str]:
+        """Notes on a run of so many steps: on its schedule, and on a new run's text."""
+        before = self._saved.step if self._saved else 0
+        if type(self).schedule is Pretraining.schedule and (note := schedule_note(before, steps, self.config.optim)):
+            yield note
+        if not self._saved:
+            passes = steps * self.config.global_batch_windows / self.epoch_size
+            if passes > MOST_PASSES:
+                more = "beyond about 40 passes a model only learns them by heart (Muennighoff et al., 2023)"
+                repeats = f"the steps repeat the training tokens {passes:,.0f} times"
+                yield f"{repeats}; {more}; use more text, or --train.epochs 10"
 
     def _fetch_data(self) -> None:
         from gpt2_ddp.remote import fetch_data
@@ -356,6 +375,12 @@ def total_steps(steps: int | None, epochs: float | None, windows: int, epoch_siz
     return math.ceil(epochs * epoch_size / windows)
 
 
+def with_length(config: TrainingConfig, length: dict[str, Any]) -> TrainingConfig:
+    """The configuration with steps or epochs instead of `train.minutes`."""
+    train = config.train.model_copy(update={"minutes": None} | length)
+    return config.model_copy(update={"train": train})
+
+
 def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -> tuple[TrainingConfig, list[str]]:
     """The configuration with `eval.tokens: auto` and `optim.decay_steps: null` replaced, and notes."""
     known = None
@@ -363,20 +388,13 @@ def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -
         from gpt2_ddp.config.hints import complete
 
         known = complete(TrainingConfig, saved.config)[0]
-    tokens, notes = resolve_eval_tokens(config, known)
-    length, more = resolve_decay_steps(config, known, saved.step if saved else 0, epoch_size)
+    tokens = config.eval.tokens
+    if tokens == "auto":
+        tokens = known["eval"]["tokens"] if known else config.auto_eval_tokens
+    length, notes = resolve_decay_steps(config, known, saved.step if saved else 0, epoch_size)
     sections = {"eval": {"tokens": tokens}, "optim": {"decay_steps": length}}
     update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update=update), notes + more
-
-
-def resolve_eval_tokens(config: TrainingConfig, known: dict[str, Any] | None) -> tuple[int | None, list[str]]:
-    """`eval.tokens`, where `auto` is the value of the saved configuration `known`, and notes."""
-    tokens, before = config.eval.tokens, known["eval"]["tokens"] if known else config.auto_eval_tokens
-    if tokens == "auto" or not known or tokens == before:
-        return before if tokens == "auto" else tokens, []
-    note = f"evaluations now score {tokens or 'all'} tokens, before {before or 'all'} (eval.tokens)"
-    return tokens, [f"{note}; the losses are not comparable, so the lowest val_loss is reset"]
+    return config.model_copy(update=update), notes
 
 
 def resolve_decay_steps(
@@ -418,9 +436,6 @@ def choose_micro_batch(
             chosen = tried_micro_batch(model, accelerator, windows, chosen)
     else:
         chosen = split_batch(windows, processes, size)
-        if chosen != size < windows // processes:
-            note = f"micro-batches have {chosen} windows, not {size} (train.micro_batch_size)"
-            notes.append(f"{note}: they share the {windows} windows of a step on {processes} processes evenly")
     if config.model.dropout and saved and saved.micro_batch != chosen:
         notes.append(f"dropout masks differ from now on: the micro-batch was {saved.micro_batch} and is {chosen}")
     return chosen, notes
@@ -440,16 +455,6 @@ def check_branch(config: TrainingConfig, begins: Parent | None, steps: int | Non
         field = "steps" if config.train.epochs is None else "epochs"
         hint = f"{begins.parent} is at step {begins.step}, which counts; choose a larger value"
         raise UserError(f"train.{field}", getattr(config.train, field), hint)
-
-
-def little_text_notes(passes: float, validation_tokens: int | None) -> Iterator[str]:
-    """Notes on too little text, with what to do. `passes`: over the training split; None: no validation split."""
-    if passes > MOST_PASSES:
-        more = "beyond about 40 passes a model only learns them by heart (Muennighoff et al., 2023)"
-        yield f"the steps repeat the training tokens {passes:,.0f} times; {more}; use more text, or --train.epochs 10"
-    if validation_tokens is not None and validation_tokens < FEWEST_VALIDATION_TOKENS:
-        more = "use more text, or prepare it with a larger --val_fraction"
-        yield f"the validation split has {validation_tokens:,} tokens, so val_loss is inaccurate; {more}"
 
 
 def due(config: TrainingConfig, step: int, last: bool, ended_epoch: bool, validates: bool) -> Due:

@@ -1,7 +1,5 @@
 """Branching: a new run that starts from a checkpoint of another run (`train.branch_from`)."""
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +10,6 @@ from gpt2_ddp.distributed.ranks import runs_on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.state import LogEnd, Parent, Progress
-
-BRANCHES = "branches.jsonl"
-"""In a run's folder: a line for each run that started from one of its checkpoints."""
 
 
 @runs_on_main
@@ -46,24 +41,3 @@ def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
     begins = Parent(parent=str(parent.path), run_id=run_id, step=parent.step, checkpoint_sha256=sha256)
     own = {"progress": Progress(step=parent.step, branched_from=begins), "log": LogEnd()}
     return replace(parent, state=parent.state.model_copy(update=own), config=config.model_dump(mode="json"))
-
-
-def register_branch(parent: Checkpoint, run: Path, run_id: str) -> None:
-    """Appends a line to branches.jsonl in the parent's run folder. Prints a warning if that cannot be written; does
-    nothing for a checkpoint outside a run folder."""
-    checkpoints = parent.path.absolute().parent
-    if checkpoints.name != "checkpoints":
-        return
-    row = {"step": parent.step, "run": str(run), "run_id": run_id}
-    file = checkpoints.parent / BRANCHES
-    try:
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
-    except OSError as error:
-        print(f"warning: {file} cannot be written ({error.strerror}); only {run} records its parent", file=sys.stderr)
-
-
-def describe_overrides(config: RunConfig, parent: Checkpoint) -> str:
-    """The optimizer and schedule settings that differ from the parent's, as text."""
-    found = differences(config, parent.config, ("optim",))
-    return ", ".join(f"{name} {now} (parent: {before})" for name, now, before in found) or "the same schedule"

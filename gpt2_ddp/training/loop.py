@@ -20,7 +20,6 @@ from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.state import LossSum, Pending, Scores
 from gpt2_ddp.training.guard import Verdict
-from gpt2_ddp.training.meters import profile
 from gpt2_ddp.training.own_numbers import check_numbers
 from gpt2_ddp.training.run import Trainer, Training, build, finish, finish_complete, open_run, start
 from gpt2_ddp.training.stop import Interrupted
@@ -69,7 +68,7 @@ Ending = tuple[Outcome, str]
 
 def train_loop(run: Training) -> Ending:
     """Trains the remaining steps of a run that was started."""
-    progress = run.progress
+    progress, begun = run.progress, time.monotonic()
     if progress.is_new:
         progress.pending = first_work(run)
     elif progress.pending:  # a resumed run saves again once this is done
@@ -78,17 +77,19 @@ def train_loop(run: Training) -> Ending:
         return ending
     run.warm_up()
     run.throughput.restart()
-    with profile(run.config.train.profile_steps, run.log) as profiler_step:
-        while True:
-            diverged = next_step(run)
-            profiler_step()
-            if diverged:
-                return "diverged", diverged
-            pending = run.progress.pending
-            if pending or pending.save or run.stop.is_agreed:
-                with run.throughput.paused():
-                    if ending := finish_pending(run):
-                        return ending
+    while True:
+        diverged = next_step(run)
+        if diverged:
+            return "diverged", diverged
+        if run.steps is None:
+            from gpt2_ddp.training.minutes import settle_length
+
+            settle_length(run, begun)
+        pending = run.progress.pending
+        if pending or pending.save or run.stop.is_agreed:
+            with run.throughput.paused():
+                if ending := finish_pending(run):
+                    return ending
 
 
 def first_work(run: Training) -> Pending:
@@ -116,7 +117,8 @@ def _evaluate_log_sample(run: Training) -> None:
     is_long = pending.evaluate or pending.sample
     with suppress(Interrupted):
         if pending.evaluate:
-            scores = run.evaluate(stop.poll)
+            with stop.timed("evaluation"):
+                scores = run.evaluate(stop.poll)
             has_row = bool(scores) or run.step > run.progress.first_step  # before the first step: scores only
             pending.row, pending.evaluate = (pending.row | scores if has_row else {}), False
             pending.save = pending.save or (run.progress.is_best and run.config.eval_patience is not None)
@@ -235,7 +237,7 @@ def roll_back(run: Training) -> str:
     start = int(feed.positions_from(feed.position)[0])
     feed.skip_range(start, end)
     event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
-    run.metrics.go_back(event | {"order_digest": feed.order_digest})
+    run.log.append_rollback(event | {"order_digest": feed.order_digest})
     store.remove_after(run.step)  # once the rollback is recorded
     run.metrics.print(f"warning: {problem}; rolled back to step {run.step}; skips data positions [{start}, {end})")
     run.throughput.restart()

@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.distributed.ranks import start_sum
 from gpt2_ddp.project import VERSION
 from gpt2_ddp.state import LossSum
@@ -157,16 +156,3 @@ def peak_of_ranks(device: torch.device, own: float | None = None) -> float | Non
         peak = peak_flops(device_name(device))
     found = gather_object([peak])
     return None if None in found else sum(found)
-
-
-@contextmanager
-def profile(steps: int, log: RunLog) -> Iterator[Callable[[], None]]:
-    """Records `steps` steps, after three of warm-up, into the run folder's trace.json (chrome://tracing, Perfetto), on
-    the main process. Yields a function to call after each step."""
-    if not (steps and log.is_main):
-        yield lambda: None
-        return
-    schedule = torch.profiler.schedule(wait=0, warmup=3, active=steps, repeat=1)
-    save = lambda profiler: profiler.export_chrome_trace(str(log.path / "trace.json"))  # noqa: E731
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=save) as profiler:
-        yield profiler.step

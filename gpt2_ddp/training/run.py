@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot
-from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, Sample
+from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
@@ -46,6 +46,9 @@ from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.strategy import Replicated
 from gpt2_ddp.training.task import MakeTask, Poll, Task
 
+CPU_FLOPS = 1e11
+"""FLOP/s of a process on a CPU in bf16 (estimate), which say whether compiling pays off in `train.minutes`."""
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -54,7 +57,7 @@ class Opened:
 
     Attributes:
         checkpoint: to start from, hashed; None for a new run. parent: of a new branch.
-        progress: steps taken, scores, pending work. steps: of the whole run; None until known.
+        progress: steps taken, scores, pending work.
         speeds: measured for `train.mixed_precision`. begun: `time.monotonic()` of the start.
     """
 
@@ -68,7 +71,6 @@ class Opened:
     checkpoint: Checkpoint | None
     parent: Checkpoint | None
     progress: Progress
-    steps: int | None
     speeds: Speeds
     begun: float
 
@@ -76,6 +78,11 @@ class Opened:
     def config(self) -> Any:
         """The configuration; resolved once the task has loaded its data."""
         return self.task.config
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the whole run; None while that is unknown."""
+        return self.task.total_steps(self.checkpoint.state.setup.epoch_size if self.checkpoint else None)
 
     @property
     def step(self) -> int:
@@ -142,7 +149,7 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             closing.callback(store.close)
             progress = Progress()
             if lock:
-                watchdog.report_to(_reports(log), lambda reason: log.write_failure(progress.step, reason))
+                watchdog.report_to(log.write_heartbeat, lambda reason: log.write_failure(progress.step, reason))
             watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
             checkpoint, parent = find_start(config, store, processes.print)
             if checkpoint:
@@ -162,7 +169,6 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
                 if lock and machines() > 1:
                     folder.check_is_shared(strategy.part.is_own)
             task: Task = make_task(config, accelerator, checkpoint)
-            steps = task.total_steps(checkpoint.state.setup.epoch_size if checkpoint else None)
             yield Opened(
                 folder,
                 log,
@@ -174,23 +180,12 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
                 checkpoint,
                 parent,
                 progress,
-                steps,
                 speeds,
                 begun,
             )
         except BaseException as error:
             watchdog.failed(error)  # ends this process if another rank is at fault
             raise
-
-
-def _reports(log: RunLog) -> Callable[[dict[str, Any]], None]:
-    long_stage = LongStage()
-
-    def report(status: dict[str, Any]) -> None:
-        log.write_heartbeat(status)
-        long_stage.report(status)
-
-    return report
 
 
 @dataclass(frozen=True)
@@ -211,6 +206,10 @@ class Trainer(Opened):
     sums: StepSums
     setup: Setup
     has_core: bool
+
+    @property
+    def steps(self) -> int | None:
+        return self.task.total_steps(self.setup.epoch_size)
 
     def state(self) -> State:
         """The state after the current step. Collective; waits for the device."""
@@ -306,15 +305,13 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     task = run.task
     task.load(run.watchdog)
     run.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
-    steps = task.total_steps(len(task.feed.order))
-    how = _resolve_compile(run, steps)
+    how = _resolve_compile(run, task.total_steps(len(task.feed.order)))
     model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task.build_optimizer)
     optimizer = GuardedOptimizer(prepared, run.strategy, run.config.guard.norm_sigmas)
     on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))  # checks their names
-    opened: Any = vars(run) | {"steps": steps}
     device, threads = run.accelerator.device, torch.get_num_threads()
     trainer = Trainer(
-        **opened,
+        **vars(run),
         model=model,
         parameters=list(model.parameters()),
         optimizer=optimizer,
@@ -345,6 +342,8 @@ def _resolve_compile(run: Opened, steps: int | None) -> str:
     known = before.compile if before and (before.processes, before.device) == here else None
     left = (steps or 0) - run.step
     flops = task.flops_per_unit * task.units_per_item * task.feed.step_size * left / accelerator.num_processes
+    if run.config.minutes:
+        flops = 60 * run.config.minutes * CPU_FLOPS
     how, missing = resolve_compile(run.config.train.compile, known, task.model, accelerator, flops)
     if how == "model" and run.config.parallel == "fsdp":
         how = "blocks"
@@ -367,12 +366,8 @@ def _record_start(run: Trainer) -> None:
     run.log.resume(run.checkpoint.state.log if run.checkpoint else LogEnd(), progress, start)
     run.log.write_config(config)
     if parent and progress.branched_from:
-        from gpt2_ddp.training.branch import describe_overrides, register_branch
-
         run.log.append({"event": "branch", **progress.branched_from.model_dump(), **feed.model_dump()})
-        if run.log.is_main:
-            register_branch(parent, run.folder.path, progress.run_id)
-        run.accelerator.print(f"note: branches off {parent.path}: {describe_overrides(config, parent)}")
+        run.accelerator.print(f"note: branches off {parent.path}")
 
 
 @dataclass(frozen=True)
@@ -429,7 +424,7 @@ def start(trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = 
     recorded as its failure. The main process passes each row to `on_row`. Collective."""
     config, accelerator, log = trainer.config, trainer.accelerator, trainer.log
     throughput = Throughput(trainer.task, accelerator.device, config.tracking.peak_flops)
-    metrics = Metrics(log, trainer.step, trainer.steps or 0, on_row)
+    metrics = Metrics(log, trainer.steps, on_row)
     by_machine = bool(elastic_nodes()) and machines() > 1
     stop = StopRequest(accelerator, trainer.begun, config.train.max_minutes, trainer.watchdog.progress, by_machine)
     run = Training(**vars(trainer), stop=stop, metrics=metrics, throughput=throughput)
@@ -441,7 +436,6 @@ def start(trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = 
         yield run
     except BaseException as error:
         _record_failure(run, error)
-        metrics.close(failed=True)
         raise
     finally:
         stop.restore_handlers()
@@ -496,8 +490,7 @@ def find_start(
     if newest := store.peek():
         from gpt2_ddp.config.hints import check_resumable
 
-        for field in check_resumable(config, newest.kind, newest.config, newest.step):
-            note(f"note: {field} in the run's configuration is unknown now, and ignored")
+        check_resumable(config, newest.kind, newest.config, newest.step)
         if config.branch_from and config.branch_from != newest.config["train"].get("branch_from"):
             note("note: train.branch_from is ignored: this run has checkpoints already")
     if (newest := store.newest()) or not config.branch_from:
@@ -512,14 +505,13 @@ def describe_start(run: Training) -> list[str]:
     """What is about to be trained, and on what, as lines for people."""
     accelerator, task, shares = run.accelerator, run.task, run.task.feed.batch.share(run.task.feed.step_size)
     rows = [max(len(part), task.feed.batch.rows) for ranks in shares for part in ranks]
-    padding = sum(rows) / task.feed.step_size - 1
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind = accelerator.num_processes, accelerator.device.type
     precision = describe_precision(accelerator.mixed_precision, accelerator.device, run.speeds)
     kind += ", fsdp" * (run.config.parallel == "fsdp")
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}, precision {precision}"
     what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
-    lines = [f"{run.config.run_name} {begins}: {what}" + f", {padding:.1%} of them padding" * (padding > 0)]
+    lines = [f"{run.config.run_name} {begins}: {what}"]
     if nodes := elastic_nodes():
         resumes = f"the run resumes on any {nodes} machines, from the newest checkpoint"
         store = torchrun_option("rdzv_endpoint")

@@ -17,7 +17,8 @@ from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second
 T = TypeVar("T")
 
 SIGNAL_SECONDS = 3.0  # longest delay between machines for a signal that is sent to all of them
-RECENT = 9  # newest steps or saves whose median duration is typical
+RECENT = 9  # newest saves whose median duration is typical
+RECENT_STEPS = 32
 
 
 class Interrupted(BaseException):
@@ -54,7 +55,7 @@ class StopRequest:
             self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
         self._is_by_signal = False
         self._sums, self._done, self._ends_all = start_sum([0, 0, 0]), 0.0, True
-        kept = {"first step": 1, "step": RECENT, "save": RECENT, "write": 1}
+        kept = {"first step": 1, "step": RECENT_STEPS, "save": RECENT, "write": 1, "evaluation": 1}
         self._seconds = {name: deque[float](maxlen=most) for name, most in kept.items()}
         self.restore_handlers = install_handlers(self._on_signal)
 
@@ -70,7 +71,7 @@ class StopRequest:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Records the duration of a `step` or a `save`."""
+        """Records the duration of a `step`, a `save` or an `evaluation`."""
         begun = time.perf_counter()
         yield
         self.record_duration(what, time.perf_counter() - begun)
@@ -81,10 +82,14 @@ class StopRequest:
         is_first = what == "step" and not self._seconds["first step"]
         self._seconds["first step" if is_first else what].append(seconds)
 
+    def typical(self, what: str) -> float:
+        """The median of recent durations, in seconds; 0 without any."""
+        return _median(self._seconds[what])
+
     @property
     def reserve(self) -> float:
         """Seconds before a deadline at which to stop, so that the checkpoint is saved in time."""
-        step, save, write = (_median(self._seconds[name]) for name in ("step", "save", "write"))
+        step, save, write = map(self.typical, ("step", "save", "write"))
         return 2 * step + 1.5 * max(save, 2 * write)  # agreed a step late; a save may wait for a write
 
     def check(self, done: bool = False) -> bool:

@@ -1,0 +1,71 @@
+"""`train.minutes`: times the first steps of a new run, and makes it a run of as many steps as fit.
+
+What counts is a clock on the wall, from the evaluation before the first step to the checkpoint after the last.
+"""
+
+import time
+from functools import partial
+from typing import Any
+
+from gpt2_ddp.distributed.ranks import on_main
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.training.run import Training
+
+TIMED = 64
+"""Steps that are timed, unless the warm-up is shorter. A checkpoint or a stop ends that earlier."""
+FIRST = 4
+"""First steps of a run, which are slower, so that a checkpoint or a stop after them does not settle the length."""
+SAMPLE = 1.5
+"""Seconds of a sample of text (estimate)."""
+
+
+def settle_length(run: Training, begun: float) -> None:
+    """Makes it a run of as many steps as fit, and records that, once enough steps are timed: while the learning rate
+    does not depend on the number yet. `begun`: `time.monotonic()` before the first step. Collective. Raises: UserError
+    if the time is over."""
+    ends_early = (run.progress.pending.save or run.stop.is_agreed) and run.step > FIRST
+    if run.step < min(TIMED, run.config.optim.decay_begins - 1) and not ends_early:
+        return
+    found = on_main(partial(_measure, run, begun))
+    task: Any = run.task
+    task.set_steps(found["steps"])
+    run.metrics.steps = run.steps
+    event = {"event": "length", "step": run.step, **found}
+    run.log.append(event | {"config": run.config.model_dump(mode="json")})
+    run.log.write_config(run.config)
+    run.progress.pending.save = True
+    figures = f"{found['steps']:,} steps at {found['step_seconds']:.3g} s each"
+    run.metrics.print(f"train.minutes = {found['minutes']:g}: {figures}, evaluations and checkpoints included")
+
+
+def passed_since(begun: float) -> float:
+    """Seconds since then."""
+    return time.monotonic() - begun
+
+
+def _measure(run: Training, begun: float) -> dict[str, Any]:
+    """The number of steps, and what it follows from. Raises: UserError if no further step fits."""
+    config, stop, task = run.config, run.stop, run.task
+    step_seconds = stop.typical("step") or stop.typical("first step")
+    evaluation = stop.typical("evaluation")
+    if not config.eval.tasks:  # the first evaluation may have compiled; forward passes are a third of a step's work
+        tokens = run.progress.scores.get("val_tokens") or 0.0
+        share = tokens / (task.feed.step_size * task.units_per_item)  # of a step
+        estimate = step_seconds * share / 2
+        evaluation = min(evaluation or estimate, estimate)
+    save = stop.typical("save")
+    each = step_seconds + evaluation / config.eval.every + save / config.checkpoint.every
+    if config.tracking.sample_every:
+        each += SAMPLE * len(config.tracking.sample_prompt) / config.tracking.sample_every
+    passed = passed_since(begun)
+    steps = run.step + int((60 * run.config.minutes - passed - evaluation - save) / each)
+    if steps <= run.step:
+        hint = f"{passed:.0f} s have passed at step {run.step}; choose a longer time, and the same command goes on"
+        raise UserError("train.minutes", run.config.minutes, hint)
+    return {
+        "steps": steps,
+        "minutes": run.config.minutes,
+        "step_seconds": step_seconds,
+        "evaluation_seconds": evaluation,
+        "save_seconds": save,
+    }
