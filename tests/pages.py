@@ -36,7 +36,7 @@ source .venv/bin/activate
 
 minutes or hours; other tests have its parts
 make speedrun
-train_gpt2.py --run_name hour
+--train.minutes 60
 make faults
 python -m benchmarks
 --run_name nodrop
@@ -76,7 +76,8 @@ export MASTER_ADDR
 RANK=0 python
 accelerate launch scripts/train_gpt2.py --data.path data/mine
 
-a bucket; test_bucket.py
+a bucket, and texts for it; test_bucket.py
+--source 'data/texts/*.txt'
 pip install s3fs
 export AWS_
 s3://BUCKET

@@ -225,7 +225,7 @@ def test_killed_and_run_again(tmp_path):
     output.mkdir()
     for name in (".source.jsonl", "train_000999.bin"):  # of one that was killed while it published its files
         (output / name).touch()
-    expect_error("run its prepare_data.py command again", read_manifest, output)
+    expect_error("create it with prepare_data.py", read_manifest, output)
     subprocess.run([*arguments, "--output", str(output)], check=True)
     alone = PrepareConfig(source=source, output=str(tmp_path / "whole"), tokenizer="gpt2", shard_tokens=20_000)
     whole = prepare(alone.model_copy(update={"workers": 1}))
