@@ -13,8 +13,6 @@ from gpt2_ddp.training.run import Training
 
 TIMED = 64
 """Steps that are timed, unless the warm-up is shorter. A checkpoint or a stop ends that earlier."""
-FIRST = 4
-"""First steps of a run, which are slower, so that a checkpoint or a stop after them does not settle the length."""
 SAMPLE = 1.5
 """Seconds of a sample of text (estimate)."""
 
@@ -23,7 +21,7 @@ def settle_length(run: Training, begun: float) -> None:
     """Makes it a run of as many steps as fit, and records that, once enough steps are timed: while the learning rate
     does not depend on the number yet. `begun`: `time.monotonic()` before the first step. Collective. Raises: UserError
     if the time is over."""
-    ends_early = (run.progress.pending.save or run.stop.is_agreed) and run.step > FIRST
+    ends_early = (run.progress.pending.save or run.stop.is_agreed) and run.step > 4  # the first ones are slower
     if run.step < min(TIMED, run.config.optim.decay_begins - 1) and not ends_early:
         return
     found = on_main(partial(_measure, run, begun))
@@ -54,17 +52,17 @@ def _measure(run: Training, begun: float) -> dict[str, Any]:
         estimate = step_seconds * share / 2
         evaluation = min(evaluation or estimate, estimate)
     save = stop.typical("save")
-    each = step_seconds + evaluation / config.eval.every + save / config.checkpoint.every
-    if config.tracking.sample_every:
-        each += SAMPLE * len(config.tracking.sample_prompt) / config.tracking.sample_every
+    every = config.tracking.sample_every
+    sample = SAMPLE * len(config.tracking.sample_prompt) if every else 0.0
+    each = step_seconds + evaluation / config.eval.every + save / config.checkpoint.every + sample / max(every, 1)
     passed = passed_since(begun)
-    steps = run.step + int((60 * run.config.minutes - passed - evaluation - save) / each)
+    steps = run.step + int((60 * config.minutes - passed - evaluation - save - sample) / each)
     if steps <= run.step:
         hint = f"{passed:.0f} s have passed at step {run.step}; choose a longer time, and the same command goes on"
-        raise UserError("train.minutes", run.config.minutes, hint)
+        raise UserError("train.minutes", config.minutes, hint)
     return {
         "steps": steps,
-        "minutes": run.config.minutes,
+        "minutes": config.minutes,
         "step_seconds": step_seconds,
         "evaluation_seconds": evaluation,
         "save_seconds": save,
