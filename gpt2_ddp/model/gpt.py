@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
-PAIR_HASH = 92_821
-"""Prime factor of the first token in the hash of a pair."""
+PAIR_HASH, PAIR_DROPOUT = 92_821, 0.3
+"""Prime factor of the first token in the hash of a pair; dropout of the embeddings of pairs, which would learn a text by
+heart in its second epoch (docs/speedrun.md)."""
 GPU_LOSS_CHUNK = 8192
 """`train.loss_chunk: auto` on GPUs, in tokens: fills the device; GPT-2's logits take about 1 GB in bf16."""
 
@@ -152,7 +153,7 @@ class GPT(nn.Module):
             x = self.wte(tokens) + learned
         if self.pairs is not None:
             pairs = (positions > 0) * (PAIR_HASH * before + tokens) % self.pairs.num_embeddings
-            x = x + self.pairs(pairs)
+            x = x + F.dropout(self.pairs(pairs), PAIR_DROPOUT, self.training)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _positions(self, tokens: Tensor) -> "tuple[Tensor, Mask | None]":
