@@ -155,7 +155,8 @@ def test_memory_by_part():
     assert memory.moment == "training"
     states = sum(memory.parts[name] for name in ("weights", "gradients", "optimizer state"))
     assert_close(states, 16 * WEIGHTS)
-    assert memory.parts["logits"] == 12 * n * IDS
+    assert memory.parts["logits"] == 2 * n * IDS
+    assert estimate(setting(config=memory_config(compile="off"))).parts["logits"] == 12 * n * IDS
     per_layer = 36 * n * 768  # bytes, half of them in bf16: docs/plan.md has the sum
     assert_close(memory.parts["activations"], 12 * per_layer + 12 * n * 768 + 24 * n * 768)
     chunked = estimate(setting(config=memory_config(loss_chunk=8192))).parts["logits"]

@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, C = n_embd, V = padded vocabulary.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.config.training import ModelConfig, TrainConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Cache, Context, Head, make_norm, rotation
 from gpt2_ddp.model.roles import Role, roles
 
@@ -26,12 +26,15 @@ PAIR_HASH, PAIR_DROPOUT = 92_821, 0.3
 """Prime factor of the first token in the hash of a pair; dropout of the embeddings of pairs, which would learn a text by
 heart in its second epoch (docs/speedrun.md)."""
 GPU_LOSS_CHUNK = 8192
-"""`train.loss_chunk: auto` on GPUs, in tokens: fills the device; GPT-2's logits take about 1 GB in bf16."""
+"""`train.loss_chunk: auto` on GPUs without a compiler, in tokens: GPT-2's logits take about 1 GB in bf16."""
 
 
-def resolve_loss_chunk(chunk: int | Literal["auto"] | None, device_type: str) -> int | None:
-    """`train.loss_chunk` with `auto` resolved: tokens per chunk, or None for all tokens at once."""
-    return chunk if chunk != "auto" else GPU_LOSS_CHUNK if device_type == "cuda" else None
+def resolve_loss_chunk(train: TrainConfig, device_type: str) -> int | None:
+    """`train.loss_chunk` with `auto` resolved: tokens per chunk, or None for all tokens at once. The compiled loss keeps
+    no logits in fp32, so chunks would save little."""
+    if train.loss_chunk != "auto":
+        return train.loss_chunk
+    return GPU_LOSS_CHUNK if device_type == "cuda" and train.compile == "off" else None
 
 
 class GPT(nn.Module):

@@ -250,7 +250,7 @@ class Pretraining:
         receives = bool(self._saved) or not is_main()  # from the checkpoint, or the main process
         empty = torch.device("meta") if config.parallel == "fsdp" else without_init()
         with empty if receives else nullcontext():
-            loss_chunk = resolve_loss_chunk(config.train.loss_chunk, accelerator.device.type)
+            loss_chunk = resolve_loss_chunk(config.train, accelerator.device.type)
             self.model = self.make_model(self.manifest.vocab_size, self.manifest.eot, loss_chunk)
         self.flops_per_unit = self.model.flops_per_token() if isinstance(self.model, GPT) else 0
         if self._needs_weights:
