@@ -197,16 +197,17 @@ class Sharded(Replicated):
 
     @torch.no_grad()
     def deal(self, targets: dict[str, Any], values: Iterator[tuple[str, Any]]) -> str:
-        """Has each rank receive the next of the main process's values, if there is one, and keep its rows in the target
-        of that name. Returns the name, or an empty one. Collective."""
+        """Has each rank receive its rows of the next of the main process's values, if there is one, in the target of
+        that name. Returns the name, or an empty one. Collective."""
         name, value = next(values, ("", None))
         if name := from_main(name):
             target = targets[name]
             whole = torch.empty(target.shape, dtype=target.dtype) if value is None else value
             whole = whole.to(self.accelerator.device)
-            dist.broadcast(whole, src=0)
             if isinstance(target, DTensor):
-                whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+                whole = distribute_tensor(whole, target.device_mesh, target.placements)
+            else:
+                dist.broadcast(whole, src=0)
             target.copy_(whole)
         return name
 
