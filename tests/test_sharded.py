@@ -278,7 +278,7 @@ def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
     print(processes, way, *found, sep="\n")
     if way == "fsdp":
         assert found[0]["Total"] <= 1580 / processes + 150
-        assert all(rank["start"] - rank["before"] < 382 / processes + 100 for rank in found)
+        assert all(rank["start"] - rank["before"] < 382 / processes + 150 for rank in found)  # glibc keeps some
     assert max(rank[what] for rank in found for what in ("save", "load")) < 11 + 30
 
 
