@@ -342,6 +342,13 @@ def expect_defect(run, capsys: pytest.CaptureFixture, *defects):
     assert others[-1].startswith(f"{run} is not intact, defects: ")
 
 
+def initial_weights(config):
+    """A run's whole weights before its first step, as lists."""
+    with built(config) as run:
+        weights = run.task.model.state_dict()
+        return {name: getattr(value, "full_tensor", value.clone)().tolist() for name, value in weights.items()}
+
+
 @contextmanager
 def built(config, make_task=None) -> Iterator[Any]:
     """The `Trainer` of a configuration, as a training builds it."""

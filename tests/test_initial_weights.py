@@ -15,7 +15,7 @@ from close import assert_close, float64
 from commands import expect_error, expect_field, forked
 from models import edit_json, edit_weights, in_transformers, tiny
 from ranks import RankError, run_ranks
-from runs import change, same, spoil, train, training_config
+from runs import change, initial_weights, same, spoil, train, training_config
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
@@ -248,7 +248,9 @@ def test_a_shape_that_nobody_gives_is_the_models(kind, tmp_path):
     assert resolved(settled.model) == resolved(settled.model) | wanted | {"n_head": 2, "dropout": 0.1}
     (note,) = notes
     assert str(folder) in note
-    start(settled)
+    whole = {name: value.tolist() for name, value in start(settled).state_dict().items()}
+    sharded = typed(folder, f"--model.n_head 2 --output_dir {tmp_path} --train.device cpu --launch.parallel fsdp")
+    assert run_ranks(initial_weights, 2, sharded) == [whole] * 2
     (tmp_path / "settled.yaml").write_text(dump(settled))
     again = load(TrainingConfig, ["--config", f"{tmp_path}/settled.yaml"])
     assert again == settled

@@ -9,7 +9,6 @@ from itertools import product
 import psutil
 import pytest
 import torch
-from close import distance
 from conftest import module_text, once, write_shards
 from hellaswag import items_file
 from ranks import run_ranks, start_ranks
@@ -17,6 +16,7 @@ from runs import (
     assert_same,
     built,
     events,
+    initial_weights,
     is_intact,
     newest_checkpoint,
     rows,
@@ -213,27 +213,10 @@ def test_four_processes(corpus, tmp_path, changes):
     assert is_intact(tmp_path / "fsdp/run")
 
 
-def last_bytes(config):
-    """Bytes of weights, gradients and optimizer state that this rank holds after a step."""
-
-    held = []
-    with built(config) as run:
-        run.warm_up()
-        optimizer = run.optimizer.plain
-
-        def count(**settings):
-            for parameter in run.parameters:
-                held.extend([parameter, parameter.grad, *optimizer.state[parameter].values()])
-
-        optimizer.zero_grad = count
-        loop.train_step(run)
-        return sum(run.strategy.local(tensor).nbytes for tensor in held if tensor.dim())
-
-
-def test_memory_is_divided_by_the_number_of_processes(text, tmp_path):
-    (whole,) = run_ranks(last_bytes, 1, cell(text, tmp_path / "ddp", "gpt2", "adamw"))
-    parts = run_ranks(last_bytes, 2, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP))
-    assert distance(parts, [whole / 2] * 2) < 0.02
+def test_the_same_initial_weights(text, tmp_path):
+    """Drawn one after another, they are those of a model that is made whole."""
+    (whole,) = run_ranks(initial_weights, 1, cell(text, tmp_path / "ddp", "gpt2", "adamw"))
+    assert run_ranks(initial_weights, 3, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP)) == [whole] * 3
 
 
 def growth(work):
@@ -288,15 +271,14 @@ def rank_memory(config):
     [(2, "fsdp"), *(pytest.param(number, way, marks=pytest.mark.soak) for number in (1, 2, 4) for way in WAYS)],
 )
 def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
-    """Only the main process has the whole model at the start, of 382 MiB. A save and a load take one tensor, of 11 MiB,
-    beside this rank's part."""
+    """No rank has the whole model, of 382 MiB. A start, a save and a load take a tensor, of 11 MiB, beside the part."""
     more = {"model": {"n_layer": 12, "n_embd": 832, "n_head": 13, "block_size": 64}, "launch.parallel": way}
     more |= {"train.global_batch_tokens": 256, "train.micro_batch_size": 4 // processes}
     found = run_ranks(rank_memory, processes, cell(text, tmp_path, "gpt2", "adamw", **more))
     print(processes, way, *found, sep="\n")
     if way == "fsdp":
         assert found[0]["Total"] <= 1580 / processes + 150
-        assert all(rank["start"] - rank["before"] < 382 / processes + 100 for rank in found[1:])
+        assert all(rank["start"] - rank["before"] < 382 / processes + 150 for rank in found)  # glibc keeps some
     assert max(rank[what] for rank in found for what in ("save", "load")) < 11 + 30
 
 

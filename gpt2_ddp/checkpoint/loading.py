@@ -1,7 +1,8 @@
 """From the files of a checkpoint into a run. Imported at a resume or a rollback, and by commands."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,18 +31,15 @@ class Tensors(Mapping[str, Tensor]):
         for file in files:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  it is no mapping
-                    found = opened.get_slice(name)
-                    self._add(name, file, found.get_shape(), known.get(found.get_dtype()))
-
-    def _add(self, name: str, file: Path, shape: list[int], dtype: torch.dtype | None) -> None:
-        before = self.shapes.get(name)
-        fits = before is None or (shape and before[1:] == shape[1:] and dtype == self.dtypes[name])
-        if dtype is None or not fits:
-            raise SafetensorError(f"{name} has a part of another kind in {file.name}")
-        rows = shape[0] if shape else 1
-        self.shapes[name] = [before[0] + rows, *shape[1:]] if before else shape
-        self.dtypes[name] = dtype
-        self._rows.setdefault(name, []).append((file, rows))
+                    found, before = opened.get_slice(name), self.shapes.get(name)
+                    shape, dtype = found.get_shape(), known.get(found.get_dtype())
+                    fits = before is None or (shape and before[1:] == shape[1:] and dtype == self.dtypes[name])
+                    if dtype is None or not fits:
+                        raise SafetensorError(f"{name} has a part of another kind in {file.name}")
+                    rows = shape[0] if shape else 1
+                    self.shapes[name] = [before[0] + rows, *shape[1:]] if before else shape
+                    self.dtypes[name] = dtype
+                    self._rows.setdefault(name, []).append((file, rows))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -68,11 +66,6 @@ class Tensors(Mapping[str, Tensor]):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-Fill = Callable[[dict[str, Tensor], Mapping[str, Tensor]], None]
-"""`fill(targets, values)` copies values of the same names into the targets of all ranks; collective. `values` are read
-on the ranks that have a part of their own."""
-
-
 @torch.no_grad()
 def fill(targets: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Fills targets that each rank has whole with the main process's `values`. Collective."""
@@ -92,9 +85,13 @@ def broadcast(targets: Mapping[str, Tensor]) -> None:
         dist.broadcast(target, src=0)
 
 
-def load_model_state(weights: Mapping[str, Tensor], model: nn.Module, fill: Fill = fill) -> None:
-    """Loads weights on all ranks, in place. `fill`: that of sharded tensors, for these. Collective. Raises: UserError,
-    as `fit_weights`."""
+def load_model_state(weights: Mapping[str, Tensor], model: nn.Module, fill: Any = fill) -> None:
+    """Loads weights on all ranks, in place. Collective. Raises: UserError, as `fit_weights`.
+
+    Args:
+        fill: `fill(targets, values)` copies values of the same names into the targets of all ranks; collective. It
+            reads `values` on the ranks that have a part of their own.
+    """
     on_main(lambda: check_weights(weights, model, "of this run"))
     fill(model.state_dict(), weights)
 
@@ -121,19 +118,16 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     return tensors.shapes if isinstance(tensors, Tensors) else {name: [*one.shape] for name, one in tensors.items()}
 
 
-def load_optimizer_state(
-    state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer, fill: Fill = fill
-) -> None:
-    """Loads optimizer state on all ranks; the main process decides what there is. Collective; reuses the tensors that
-    are there."""
+def load_optimizer_state(state: Any, model: nn.Module, optimizer: Optimizer, fill: Any = fill) -> None:
+    """Loads optimizer state, `Tensors` or none, on all ranks; the main process decides what there is. Collective;
+    reuses the tensors that are there. `fill`: as of `load_model_state`."""
     parameters = dict(model.named_parameters())
 
     def check() -> list[tuple[str, list[int], torch.dtype]]:
         shapes = shapes_of(state)
         if wrong := misfit(shapes, model):
             raise UserError("checkpoint", OPTIMIZER, f"{wrong}; restore the file, or resume from another checkpoint")
-        dtypes = state.dtypes if isinstance(state, Tensors) else {name: one.dtype for name, one in state.items()}
-        return [(key, shape, dtypes[key]) for key, shape in shapes.items()]
+        return [(key, shape, state.dtypes[key]) for key, shape in shapes.items()]
 
     layout = on_main(check)
     before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters.values()}

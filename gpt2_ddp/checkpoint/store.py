@@ -6,13 +6,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import (
@@ -135,16 +134,10 @@ class CheckpointStore:
             self._note(found.path, found.state)
         return found
 
-    def read(self, checkpoint: Checkpoint, part: Part) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """The weights and the optimizer state of a checkpoint, for the ranks with a part of their own to read; empty on
-        others."""
-
-        def opened() -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-            try:
-                return checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER)
-            except (OSError, SafetensorError) as damage:  # since it was hashed
-                raise UserError("checkpoint", checkpoint.path, f"{damage}; run the same command again") from damage
-
+    def read(self, checkpoint: Checkpoint, part: Part) -> tuple[Any, Any]:
+        """Weights and optimizer state of a checkpoint: `Tensors` for the ranks with a part of their own to read;
+        empty on others."""
+        opened = lambda: (checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER))  # noqa: E731
         return on_every_rank(opened if part.is_own else lambda: ({}, {}))
 
     def save(

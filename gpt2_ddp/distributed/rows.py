@@ -14,9 +14,9 @@ def most_rows(whole: Tensor, ranks: int) -> int:
     return -(-len(whole) // ranks)
 
 
-def padded(part: Tensor, whole: Tensor, ranks: int) -> Tensor:
-    """A rank's part of `whole` with as many rows as the first rank has; the last ones are zeros."""
-    return _with_rows(part, most_rows(whole, ranks))
+def padded(tensor: Tensor, rows: int) -> Tensor:
+    """The tensor with so many rows; the last ones are zeros."""
+    return F.pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, rows - len(tensor))).contiguous()
 
 
 def gather(part: Tensor, rank: int, group: dist.ProcessGroup) -> tuple[list[Tensor], Any]:
@@ -27,9 +27,5 @@ def gather(part: Tensor, rank: int, group: dist.ProcessGroup) -> tuple[list[Tens
 
 def scatter(part: Tensor, whole: Tensor | None, rank: int, group: dist.ProcessGroup) -> Any:
     """Starts to scatter the padded parts of a rank's `whole` tensor, each into its rank's `part`."""
-    parts = None if whole is None else [*_with_rows(whole, group.size() * len(part)).chunk(group.size())]
+    parts = None if whole is None else [*padded(whole, group.size() * len(part)).chunk(group.size())]
     return dist.scatter(part, parts, group=group, group_src=rank, async_op=True)
-
-
-def _with_rows(tensor: Tensor, rows: int) -> Tensor:
-    return F.pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, rows - len(tensor))).contiguous()

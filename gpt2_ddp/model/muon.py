@@ -43,7 +43,7 @@ def sharded_updates(
 
     group = parameters[0].device_mesh.get_group("shards")
     numbers, rank, world = range(len(parameters)), group.rank(), group.size()
-    parts = [rows.padded(direction(n).to(dtype), parameters[n], world) for n in numbers]
+    parts = [rows.padded(direction(n).to(dtype), rows.most_rows(parameters[n], world)) for n in numbers]
     gathers = [rows.gather(part, n % world, group) for n, part in enumerate(parts)]
     for _, work in gathers:
         work.wait()

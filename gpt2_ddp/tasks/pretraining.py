@@ -243,21 +243,24 @@ class Pretraining:
 
     def build_model(self) -> None:
         """Makes the model with its initial weights. Raises: UserError if memory or `train.init_from` does not fit."""
-        config, accelerator = self.config, self.accelerator
+        config = self.config
         if torch.get_default_device().type != "meta":  # which plan.py makes it on
             on_every_rank(partial(check_memory, config.model, self.manifest.vocab_size))
         torch.manual_seed(config.seed)
-        receives = bool(self._saved) or not is_main()  # from the checkpoint, or the main process
-        empty = torch.device("meta") if config.parallel == "fsdp" else without_init()
-        with empty if receives else nullcontext():
-            loss_chunk = resolve_loss_chunk(config.train, accelerator.device.type)
-            self.model = self.make_model(self.manifest.vocab_size, self.manifest.eot, loss_chunk)
+        loss_chunk = resolve_loss_chunk(config.train, self.accelerator.device.type)
+        make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot, loss_chunk)
+        begins = is_main() and not self._saved  # others receive their weights from there, or from the checkpoint
+        if config.parallel == "fsdp":
+            from gpt2_ddp.training.sharded import make_model
+
+            make = partial(make_model, make, begins)
+        with nullcontext() if begins else without_init():
+            self.model = make()
         self.flops_per_unit = self.model.flops_per_token() if isinstance(self.model, GPT) else 0
         if self._needs_weights:
             from gpt2_ddp.training.initial_weights import load_initial_weights
 
-            load = lambda: load_initial_weights(config, self.model, self.tokenizer)  # noqa: E731
-            on_every_rank(load if is_main() else lambda: None)
+            on_main(partial(load_initial_weights, config, self.model, self.tokenizer))
 
     def build_feed(self) -> None:
         """Chooses the micro-batch, and makes `feed`."""

@@ -62,8 +62,9 @@ def find_model(config: TrainingConfig) -> ModelConfig:
 
 
 def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenizer) -> None:
-    """Loads the weights of `train.init_from` into the plain model: the ids of the data, and the positions of the
-    context. Raises: UserError for a missing or damaged file, other ids than the data's, or a tensor that does not fit.
+    """Loads the weights of `train.init_from` into the plain model (fsdp: has its `initial` yield them): the ids of the
+    data, and the positions of the context. Raises: UserError for a missing or damaged file, other ids than the data's,
+    or a tensor that does not fit.
     """
     path = _folder(config.train.init_from or "", NEEDED)
     if not os.path.isfile(path / TRANSFORMERS):
@@ -75,14 +76,19 @@ def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenize
         found = find_checkpoint(found.path, FIELD)  # hashes
         weights: Any = found.tensors(MODEL)
         shorter = {POSITIONS: weights[POSITIONS][: config.model.block_size]} if POSITIONS in weights else {}
-        fit_weights(ChainMap(shorter, weights), model, found.path)
-        return
-    theirs = _load(path, CLASSES[config.model.architecture])
-    _check_ids(path, theirs.config.vocab_size, tokenizer)
-    try:
-        load_transformers(theirs.state_dict(), model)
-    except ValueError as error:
-        raise UserError(FIELD, path, f"cannot be trained further: {error}") from error
+        weights = ChainMap(shorter, weights)
+        fit_weights(weights, model, found.path)  # changes nothing on the meta device
+    else:
+        theirs = _load(path, CLASSES[config.model.architecture])
+        _check_ids(path, theirs.config.vocab_size, tokenizer)
+        weights = dict(vars(model).get("initial", ()))
+        model.load_state_dict(weights, strict=False, assign=True)
+        try:
+            load_transformers(theirs.state_dict(), model)
+        except ValueError as error:
+            raise UserError(FIELD, path, f"cannot be trained further: {error}") from error
+    if config.parallel == "fsdp":
+        vars(model)["initial"] = weights.items()
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.checkpoint.metrics import Metrics
 from gpt2_ddp.checkpoint.tensors import Part
@@ -26,7 +27,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import rows
 from gpt2_ddp.distributed.launch import LONGEST
-from gpt2_ddp.distributed.ranks import from_main, is_main, on_every_rank
+from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.strategy import Replicated
@@ -66,50 +67,84 @@ def blocks(model: Any) -> Sequence[Any]:
     return getattr(model, "h", ())
 
 
+FILLS = ("normal_.default", "uniform_.default", "zero_.default", "fill_.Scalar")
+"""Operations that change all of a tensor, and do not depend on what it was."""
+
+
+def make_model(make: Callable[[], Any], begins: bool) -> Any:
+    """The model that `make` returns, on the meta device. Its attribute `initial` yields names and values of its weights
+    if it `begins` a run, drawn as `make` draws them from the seed: one tensor after another, or of a model that does
+    more than to fill whole tensors, all at once."""
+    calls: list[Any] = []  # that fill the tensor with this id; 0: another operation
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **kwargs or {})
+            if func.__name__ != "empty.memory_format" and getattr(result, "is_meta", True):
+                number = id(result) if func.__name__ in FILLS and not kwargs else 0
+                calls.append((number, lambda: func(torch.empty_like(result, device="cpu"), *args[1:])))
+            return result
+
+    def initial() -> Iterator[Any]:
+        torch.manual_seed(torch.initial_seed())
+        last = dict(calls)
+        if {*last} != {*names}:
+            yield from make().state_dict().items()
+            return
+        for number, draw in calls:
+            if draw is last[number]:
+                yield names[number], draw()
+            else:
+                draw()
+
+    with torch.device("meta"), Record():
+        model = make()
+    names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+    model.initial = initial() if begins else ()
+    return model
+
+
 class Sharded(Replicated):
     """A model whose parameters are cut among the ranks of a group; `launch.replicas` groups have the same parts."""
 
     keeps_gradients = False
 
-    def __init__(self, accelerator: Accelerator, config: RunConfig):
-        assert isinstance(config, TrainingConfig)
-        self.accelerator, self._config = accelerator, config.launch
-        world, replicas, precision = accelerator.num_processes, self._config.replicas, accelerator.mixed_precision
-        shards = count_shards(world, replicas)
-        if precision == "fp16":
+    def __init__(self, accelerator: Accelerator, config: Any):
+        self.accelerator, self._config, replicas = accelerator, config.launch, config.launch.replicas
+        shards = count_shards(accelerator.num_processes, replicas)
+        if accelerator.mixed_precision == "fp16":
             raise UserError("train.mixed_precision", "fp16", "is not supported with launch.parallel fsdp; use bf16")
         if config.train.compile == "model":
             raise UserError("train.compile", "model", "is not supported with launch.parallel fsdp; use blocks")
+        kind = accelerator.device.type
         if not dist.is_initialized():
-            backend = "nccl" if accelerator.device.type == "cuda" else "gloo"
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        shape, names = (replicas, shards), ("replicas", "shards")
-        shape, names = (shape, names) if replicas > 1 else (shape[1:], names[1:])
-        self.mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
-        self.shards = self.mesh.get_group("shards")
-        self.replicas = self.mesh.get_group("replicas") if replicas > 1 else None
-        for group in filter(None, (self.shards, self.replicas)):
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        mesh = init_device_mesh(kind, (replicas, shards), mesh_dim_names=("replicas", "shards"))
+        for group in mesh.get_all_groups():
             _set_pg_timeout(LONGEST, group)  # the watchdog detects late ranks
-        group: Any = None  # for what ranks with a part of their own say in the background
-        if shards > 1:
-            group = dist.new_group([*range(shards)], timeout=LONGEST, backend="gloo")
+        self.mesh = mesh if replicas > 1 else mesh["shards"]
+        self.shards = mesh.get_group("shards")
+        if replicas > 1:
+            self.replicas = mesh.get_group("replicas")
+        # for what ranks with a part of their own say in the background
+        group: Any = dist.new_group([*range(shards)], timeout=LONGEST, backend="gloo") if shards > 1 else None
         self.part = Part(self.shards.rank(), shards, not self.replicas or self.replicas.rank() == 0, group)
 
     def prepare(self, model: Any, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
         device = self.accelerator.device
-        begins = is_main() and not next(model.parameters()).is_meta  # a new run, with this process's weights
-        weights = {**model.state_dict()} if begins else {}
-        half = self.accelerator.mixed_precision == "bf16"
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if half else {}
+        initial = iter(vars(model).pop("initial"))
+        halves = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        dtypes = halves if self.accelerator.mixed_precision == "bf16" else {}
         policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
         for module in (*blocks(model), model):
             fully_shard(module, mesh=self.mesh, mp_policy=policy)
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-        if from_main(bool(weights)):
-            self.scatter(model.state_dict(), weights)
-        prepared: Any = self.accelerator.prepare_optimizer(optimizer(), device_placement=False)
-        return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True), prepared
+        targets = model.state_dict()
+        while self.deal(targets, initial):
+            pass
+        prepared = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared, self.accelerator.prepare_optimizer(optimizer(), device_placement=False)
 
     @contextmanager
     def evaluating(self, model: Any) -> Iterator[nn.Module]:
@@ -139,9 +174,8 @@ class Sharded(Replicated):
 
     def held(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
         """The rows of this rank; and all of the tensors that are not divided, in the first part."""
-        parts = {name: self.local(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-        others = {} if self.part.number else {name: tensor for name, tensor in tensors.items() if name not in parts}
-        return others | {name: part for name, part in parts.items() if len(part)}
+        is_there = lambda one: len(self.local(one)) if isinstance(one, DTensor) else not self.part.number  # noqa: E731
+        return {name: self.local(one) for name, one in tensors.items() if is_there(one)}
 
     @torch.no_grad()
     def fill(self, targets: dict[str, Tensor], values: Any) -> None:
@@ -162,27 +196,20 @@ class Sharded(Replicated):
                 dist.broadcast(self.local(target), group=self.replicas, group_src=0)
 
     @torch.no_grad()
-    def scatter(self, targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-        """Divides the main process's `values` among the `targets` of all ranks, one tensor at a time. Collective."""
-        for name, target in targets.items():
-            local, value = self.local(target), values.get(name)
-            if not isinstance(target, DTensor):
-                if value is not None:
-                    local.copy_(value)
-                dist.broadcast(local, src=0)
-                continue
-            if self.part.is_own:
-                received = rows.padded(local, target, self.part.count)
-                rows.scatter(received, None if value is None else value.to(received), 0, self.shards).wait()
-                local.copy_(received[: len(local)])
-            if self.replicas:
-                dist.broadcast(local, group=self.replicas, group_src=0)
-
-    def check_replicas(self, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-        if self.replicas:
-            from gpt2_ddp.training.replica_check import check_replicas
-
-            check_replicas(self.accelerator, model, optimizer, step, self.local, self.replicas)
+    def deal(self, targets: dict[str, Any], values: Iterator[tuple[str, Any]]) -> str:
+        """Has each rank receive its rows of the next of the main process's values, if there is one, in the target of
+        that name. Returns the name, or an empty one. Collective."""
+        name, value = next(values, ("", None))
+        if name := from_main(name):
+            target = targets[name]
+            whole = torch.empty(target.shape, dtype=target.dtype) if value is None else value
+            whole = whole.to(self.accelerator.device)
+            if isinstance(target, DTensor):
+                whole = distribute_tensor(whole, target.device_mesh, target.placements)
+            else:
+                dist.broadcast(whole, src=0)
+            target.copy_(whole)
+        return name
 
     @torch.no_grad()
     def sample(self, model: Any, stop: StopRequest, metrics: Metrics, function: Callable[[], Any]) -> Any:

@@ -16,7 +16,13 @@ from gpt2_ddp.training.stop import StopRequest
 
 
 class Replicated:
-    """A model that each rank has whole. DDP averages the gradients of several ranks, in buckets that stay allocated."""
+    """A model that each rank has whole. DDP averages the gradients of several ranks, in buckets that stay allocated.
+
+    Attributes:
+        replicas: the ranks that have the same as this one; None: all.
+    """
+
+    replicas: Any = None
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
@@ -68,10 +74,10 @@ class Replicated:
 
     def check_replicas(self, model: nn.Module, optimizer: Optimizer, step: int) -> None:
         """Compares the ranks' weights and optimizer state, as `replica_check.check_replicas`. Collective."""
-        if self.accelerator.num_processes > 1:
+        if self.accelerator.num_processes > self.part.count:
             from gpt2_ddp.training.replica_check import check_replicas
 
-            check_replicas(self.accelerator, model, optimizer, step)
+            check_replicas(self.accelerator, model, optimizer, step, self.local, self.replicas)
 
     def sample(self, model: nn.Module, stop: StopRequest, metrics: Metrics, function: Callable[[], Any]) -> Any:
         """The main process's result of `function`, which generates text; None after an exception, and on the other

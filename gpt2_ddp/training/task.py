@@ -53,7 +53,7 @@ class Task(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Plain, fp32, on the CPU. Other ranks receive the main process's weights."""
+        """Plain, fp32, on the CPU (fsdp: on the meta device). Other ranks receive the main process's weights."""
         ...
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
