@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, list_checkpoints, seal, steps_of
@@ -169,6 +170,11 @@ def train_with_faults(
         return train(config)
     finally:
         loop.train_step = step
+
+
+def complete(config, world=1, *faults):
+    """Trains to the end on so many ranks, with faults of `train_with_faults`."""
+    assert run_ranks(train_with_faults, world, config, *faults) == ["completed"] * world
 
 
 def all_rows(run, file="metrics.jsonl") -> list[dict]:

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_close, float64
 from models import tiny
-from ranks import run_ranks
-from runs import rows, train, training_config
+from runs import complete, rows, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.data.manifest import read_manifest
@@ -116,7 +115,7 @@ def loss_of_documents_alone(run, data):
 def test_trained_and_evaluated(short_documents, tmp_path):
     """The recorded val_loss is that of documents run alone. Another run may begin with its weights, without a mask."""
     changes = {"model.document_mask": True, "eval.tokens": None, "train.steps": 3, "model.n_layer": 1, "eval.every": 5}
-    run_ranks(train, 1, training_config(short_documents, tmp_path, changes))
+    complete(training_config(short_documents, tmp_path, changes))
     begun = {"model.document_mask": False, "train.init_from": str(tmp_path / "run")}
     assert find_model(training_config(short_documents, tmp_path, changes | begun))
     last = rows(tmp_path / "run")[-1]

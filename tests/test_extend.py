@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import ROOT, expect_error, launch
-from ranks import run_ranks, run_until_killed
-from runs import assert_same, rows, train, train_with_faults, training_config, verified
+from ranks import run_until_killed
+from runs import assert_same, complete, rows, train_with_faults, training_config, verified
 
 from gpt2_ddp.tasks.own_code import find, trust
 
@@ -75,9 +75,9 @@ def test_a_class_of_the_page_is_killed_and_resumed(short_documents, tmp_path, ca
     trust(find(task))
     own = {"launch.parallel": parallel, **OWN[name]}
     whole, parts = (training_config(short_documents, tmp_path / part, {"task": task, **own}) for part in PARTS)
-    assert run_ranks(train, world, whole) == ["completed"] * world
+    complete(whole, world)
     run_until_killed(train_with_faults, world, parts, (0, 0), math.nan, 8)
-    assert run_ranks(train, world, parts.model_copy(update={"task": None})) == ["completed"] * world
+    complete(parts.model_copy(update={"task": None}), world)
     one, other = (tmp_path / part / "run" for part in PARTS)
     assert_same(one, other)
     code, _, lines = verified(other, capsys)

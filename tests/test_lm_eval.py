@@ -14,7 +14,7 @@ import yaml
 from close import assert_close
 from hellaswag import made_items, write
 from ranks import run_ranks
-from runs import train, training_config
+from runs import complete, training_config
 
 from gpt2_ddp.config.cli import load as load_config
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig
@@ -74,7 +74,7 @@ def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path, monkeypatch):
     page = (Path(__file__).parent.parent / "docs/evaluation.md").read_text(encoding="utf-8")
     local_tasks(tmp_path / "local", page)
     changes = {"model.block_size": 128, "train.global_batch_tokens": 12 * 128, "optim.lr": 0.03}
-    run_ranks(train, 1, training_config(corpus, tmp_path, changes))
+    complete(training_config(corpus, tmp_path, changes))
     monkeypatch.setattr(check, "library_files", lambda: [Path(heapq.__file__)])
     assert export_hf(load_config(ExportConfig, [str(tmp_path / "run"), "--output", str(tmp_path / "export")])) == 0
     theirs = lm_eval_of(tmp_path / "export", page, tmp_path)

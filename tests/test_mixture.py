@@ -16,7 +16,7 @@ from close import assert_close
 from commands import expect_field
 from conftest import module_text, write_shards
 from ranks import in_turn, run_ranks
-from runs import edit_manifest, edit_rows, gpt_state, permuted, rows, train, training_config, verified
+from runs import complete, edit_manifest, edit_rows, gpt_state, permuted, rows, train, training_config, verified
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import EvaluateConfig
@@ -225,7 +225,7 @@ def test_the_loss_of_a_mixture_is_that_of_tokens_in_its_shares():
 def whole(sources, tmp_path_factory):
     """A run of 10 steps of 240 windows, with other weights from window 1,000 on."""
     place = tmp_path_factory.mktemp("runs")
-    assert run_ranks(train, 1, config_of(sources, place)) == ["completed"]
+    complete(config_of(sources, place))
     return place / "run"
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from ranks import in_turn, run_ranks, run_until_killed
 from runs import (
     checkpoint_at,
+    complete,
     expect_defect,
-    forge,
     job_config,
     reseal,
     rows,
@@ -82,37 +81,6 @@ def test_back_in_the_middle_of_a_run(corpus, tmp_path, kind):
 
 
 # Fields that have come or gone
-
-
-def edit(file: Path, change: Any) -> None:
-    """Changes the fields of a small file of a checkpoint, and its manifest with them."""
-    values = yaml.safe_load(file.read_text())
-    change(values)
-    file.write_text(json.dumps(values) if file.suffix == ".json" else yaml.safe_dump(values))
-    reseal(file)
-
-
-def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_path, trained):
-    run = Path(shutil.copytree(trained, tmp_path / "run"))
-    shutil.rmtree(checkpoint_at(run, 10))
-    place = checkpoint_at(run, 5)
-
-    def other(values: dict) -> None:
-        del values["optim"]["betas"], values["model"]["bias"]
-        values["optim"]["nesterov"] = True
-
-    edit(place / "config.yaml", other)
-
-    def less(state: dict) -> None:
-        for name in ("guard", "optimizer", "losses"):
-            del state[name]
-        state["progress"], state["feed"]["novel"], state["novel"] = {"step": 5}, 1, 1
-        del state["feed"]["skipped_ranges"], state["setup"]["threads"], state["setup"]["versions"]
-
-    edit(place / "state.json", less)
-    forge(run)
-    run_ranks(train, 2, training_config(trained.parent / "data", tmp_path))
-    assert untimed(run) == untimed(trained)
 
 
 def test_a_run_without_scores_begins_without_a_row(corpus, tmp_path):
@@ -215,7 +183,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(tmp_path, traine
     if is_forged:
         reseal(weights)
     config = training_config(trained.parent / "data", tmp_path, {"optim.decay_steps": 10})
-    assert run_ranks(train, 2, config) == ["completed"] * 2
+    complete(config, 2)
     assert weights.read_bytes() == content
     assert untimed(run) == untimed(trained)
     assert verified(run, capsys)[0] == is_forged
@@ -245,7 +213,7 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_starts_over(tmp_path, 
     config = job_config("regression", tmp_path, {"train.epochs": 2})
     run_until_killed(train_with_faults, 1, config, (0, 0), math.nan, 3)
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2]
-    assert run_ranks(train, 1, config) == ["completed"]
+    complete(config)
     assert untimed(tmp_path / "run") == untimed(trained_job)
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from close import assert_close
 from ranks import run_ranks
-from runs import train_with_faults, untimed
+from runs import complete, train_with_faults, untimed
 from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
@@ -115,7 +115,7 @@ def letters(config: LettersConfig, make: Any, *faults: Any) -> str:
 
 def test_a_bad_gradient_is_skipped(tmp_path):
     """212 pairs in steps of 50: the last step of an epoch has 12."""
-    run_ranks(train_with_faults, 2, LettersConfig(output_dir=str(tmp_path), run_name="run", steps=7), (100, 150))
+    complete(LettersConfig(output_dir=str(tmp_path), run_name="run", steps=7), 2, (100, 150))
     found = untimed(tmp_path / "run")[1:]
     assert [row["letters"] for row in found] == [50, 100, 150, 200, 212, 262, 312]
     assert [row["step"] for row in found if "train_loss" in row] == [5]

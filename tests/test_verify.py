@@ -15,7 +15,18 @@ from commands import expect_error
 from faults.mutations import flip
 from golden_runs import CORPUS, GOLDEN
 from ranks import in_turn, run_ranks
-from runs import change, edit_rows, expect_defect, forge, open_folder, reseal, train, training_config, verified
+from runs import (
+    change,
+    complete,
+    edit_rows,
+    expect_defect,
+    forge,
+    open_folder,
+    reseal,
+    train,
+    training_config,
+    verified,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -271,7 +282,7 @@ def test_an_anchor_is_a_file_or_the_chain_of_a_row(run, trained, tmp_path, capsy
         expect_error(f"anchor = {place}: ", verify_by, place)
     file.write_text(json.dumps(sound))
     config = training_config(trained.parent / "data", tmp_path, {"train.steps": 11, "optim.decay_steps": 10})
-    assert run_ranks(train, 1, config) == ["completed"]
+    complete(config)
     assert verify_by(file) == 0
 
 
