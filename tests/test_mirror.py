@@ -46,16 +46,6 @@ def copied(corpus, tmp_path_factory):
     return folder
 
 
-def test_a_copy_has_what_the_run_has(copied):
-    """Files of kept checkpoints, byte by byte, and no lease."""
-    assert not (copied / "bucket/run" / LEASE).exists()
-    here, there = (
-        {str(file.relative_to(copied / folder)): file.read_bytes() for file in (copied / folder).rglob("[!.]*.*")}
-        for folder in ("run", "bucket/run")
-    )
-    assert {name.removeprefix("checkpoints/"): content for name, content in here.items()} == there
-
-
 @pytest.mark.parametrize(("world", "machines"), [(1, 1), pytest.param(2, 9, marks=pytest.mark.slow)])
 def test_lost_machines(corpus, tmp_path, world, machines):
     """Each is killed in some step, and its disk is lost. The run equals one that was left alone; no row is twice."""
