@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from close import assert_close, float64
 from models import in_transformers, random_tokens
-from torch import nn
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model import architecture
@@ -21,7 +20,7 @@ each = pytest.mark.parametrize(("kind", "key_heads"), KINDS)
 ours_too = pytest.mark.parametrize(("kind", "key_heads"), [*KINDS, ("speedrun", 2)])
 
 
-def make(kind: str, key_heads: int | None = None, scale: float = 5.0, **changes) -> GPT:
+def make(kind, key_heads=None, scale=5.0, **changes):
     """A small model whose every weight matters."""
     torch.manual_seed(0)
     shape = {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 32} | changes
@@ -35,11 +34,11 @@ def make(kind: str, key_heads: int | None = None, scale: float = 5.0, **changes)
     return model
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def their_loss(theirs: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def their_loss(theirs, tokens, targets):
     return F.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten())
 
 

@@ -9,14 +9,12 @@ import json
 import math
 import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from cifar import write_cifar
 from close import assert_close
-from golden_runs import CASES, CIFAR, CORPUS, GOLDEN, KINDS, RESUMED, Case, change, draws, make_config, summary
+from golden_runs import CASES, CIFAR, CORPUS, GOLDEN, KINDS, RESUMED, change, draws, make_config, summary
 from ranks import run_ranks
 from runs import train
 
@@ -35,19 +33,19 @@ BATCHNORM = {"": 5e-3, "grad_norm": 1e-1, "weights": 1e-1}  # statistics of a fe
 FIRST = {"": 1e-4, "grad_norm": 1e-3}  # of BatchNorm, before the first update
 
 
-def tolerances(case: Case, config: Any) -> dict[str, float]:
+def tolerances(case, config):
     if case.kind in ("regression", "resnet18"):
         return REGRESSION if case.kind == "regression" else BATCHNORM
     return BF16 if config.train.mixed_precision == "bf16" else FP32
 
 
-def other_draws(case: Case) -> bool:
+def other_draws(case):
     """Whether the case's dropout and crops are others here than where it was recorded."""
     random = {"model.dropout", "data.augment"} & case.changes.keys() or case.kind in ("lenet", "transformer")
     return bool(random) and draws()["masks"] != RECORDED["draws"]["masks"]
 
 
-def check(found: dict[str, Any], golden: dict[str, Any], case: Case, config: Any) -> None:
+def check(found, golden, case, config):
     """Compares two summaries; what `found` has more of does not matter, and a row's epoch is just its step again."""
     bitwise = BITWISE == "all" or (BITWISE == "1" and case.exact)
     allowed = tolerances(case, config)
@@ -81,7 +79,7 @@ def check(found: dict[str, Any], golden: dict[str, Any], case: Case, config: Any
         assert_close(*sums, allowed["weights"], scale)
 
 
-def every_world(cases: dict[str, Case]) -> list[Any]:
+def every_world(cases):
     return [
         pytest.param(name, world, id=f"{name}-{world}", marks=[pytest.mark.slow] if world in case.slow else [])
         for name, case in cases.items()
@@ -90,12 +88,12 @@ def every_world(cases: dict[str, Case]) -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cifar(tmp_path_factory):
     return write_cifar(tmp_path_factory.mktemp("golden") / "cifar", *CIFAR)
 
 
 @pytest.mark.parametrize(("name", "world"), every_world(CASES))
-def test_trains_what_it_always_did(name: str, world: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_trains_what_it_always_did(name, world, tmp_path, request):
     case = CASES[name]
     images = request.getfixturevalue("cifar") if case.kind in ("lenet", "resnet18") else None
     config = make_config(case, tmp_path, cifar=images)
@@ -104,7 +102,7 @@ def test_trains_what_it_always_did(name: str, world: int, tmp_path: Path, reques
 
 
 @pytest.mark.parametrize(("name", "world"), every_world({name: case for name, (case, _) in RESUMED.items()}))
-def test_resumes_a_recorded_run(name: str, world: int, tmp_path: Path) -> None:
+def test_resumes_a_recorded_run(name, world, tmp_path):
     """A run folder that was recorded halfway, with the configuration found in it, but for fields that are no more."""
     case, further = RESUMED[name]
     if case.kind == "regression" and draws()["normals"] != RECORDED["draws"]["normals"]:

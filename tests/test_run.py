@@ -7,7 +7,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import in_turn, run_ranks, run_until_killed
@@ -30,21 +29,19 @@ from runs import (
 
 from gpt2_ddp.checkpoint.run_files import METRICS, STATUS, is_locked
 from gpt2_ddp.checkpoint.run_folder import RunFolder
-from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.encode import write_manifest
 
 
-def files(folder: Path) -> dict[str, int]:
+def files(folder):
     return {str(file): file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
 
 
 # Captured and restored
 
 
-def there_and_back(config: RunConfig) -> list[Any]:
+def there_and_back(config):
     """Trains four steps, saves; then three times four more from there, and what they came to each time."""
     import torch
     from runs import built
@@ -93,7 +90,7 @@ def test_a_run_without_scores_begins_without_a_row(corpus, tmp_path):
 # Refused before long work
 
 
-def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin", ".safetensors")) -> list[str]:
+def without_long_work(configs, large=(".bin", ".safetensors")):
     """What each training prints, or its refusal, while nothing is hashed but small files, and no model is built."""
     import hashlib
 
@@ -101,11 +98,11 @@ def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin"
 
     file_digest = hashlib.file_digest
 
-    def small(file: Any, algorithm: Any) -> Any:
+    def small(file, algorithm):
         assert Path(file.name).suffix not in large, f"{file.name} is hashed"
         return file_digest(file, algorithm)
 
-    def build(*args: object) -> None:
+    def build(*args):
         raise AssertionError("a model is built")
 
     os.environ["CXX"], hashlib.file_digest = "no-such-compiler", small
@@ -114,7 +111,7 @@ def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin"
     return [one if isinstance(one, str) else one[1] for one in found]
 
 
-def other_data(corpus: Path, folder: Path) -> Path:
+def other_data(corpus, folder):
     other = Path(shutil.copytree(corpus, folder / "other"))
     manifest = read_manifest(other)
     write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"]}))
@@ -220,7 +217,7 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_starts_over(tmp_path, 
 # Held by one trainer
 
 
-def is_locked_after(config: TrainingConfig) -> int:
+def is_locked_after(config):
     """Trains; whether another process then finds the folder locked."""
     train(config)
     child = os.fork()
@@ -234,7 +231,7 @@ def test_one_process_lets_go_of_its_folder(corpus, tmp_path):
     assert run_ranks(is_locked_after, 1, training_config(corpus, tmp_path, {"train.steps": 1})) == [0]
 
 
-def recorded_early(config: TrainingConfig) -> dict[str, Any]:
+def recorded_early(config):
     """What status.json holds if a rank is lost before the task is made."""
     from gpt2_ddp.distributed import watchdog
     from gpt2_ddp.training.run import open_run
@@ -245,7 +242,7 @@ def recorded_early(config: TrainingConfig) -> dict[str, Any]:
         report_to(self, report, record),
     )
 
-    def make_task(*_: object):
+    def make_task(*_):
         records[0]("rank 1 was killed")
         raise UserError("data", "x", "ends the start")
 
