@@ -164,7 +164,7 @@ def commands(page):
     """The commands of a page, in its order: in blocks for a shell, in plain blocks that begin with one, and between
     single backticks."""
     found = []
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text()
     for language, block, span in re.findall(r"^```(.*)\n((?:.*\n)*?)```|`([^`\n]+)`", text, re.MULTILINE):
         if block:
             found += _of_block(language, block)

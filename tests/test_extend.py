@@ -28,7 +28,7 @@ FILES, LINES = 2, 40
 
 def diffs():
     """The diffs of the page, by the heading above."""
-    page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/extend.md").read_text()
     sections = [part.partition("\n") for part in re.split(r"^## ", page, flags=re.MULTILINE)]
     found = {title: re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for title, _, text in sections}
     return {title: diff for title, (diff,) in ((title, diff) for title, diff in found.items() if diff)}
@@ -36,7 +36,7 @@ def diffs():
 
 def classes():
     """The files of the page, by the names of their classes."""
-    page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/extend.md").read_text()
     files = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return {name[1]: file for file in files if (name := re.search(r"^class (\w+)\(Pretraining\)", file, re.MULTILINE))}
 

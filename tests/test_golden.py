@@ -22,7 +22,7 @@ from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.reports.verify import verify_run
 
-RECORDED = json.loads((GOLDEN / "runs.json").read_text(encoding="utf-8"))
+RECORDED = json.loads((GOLDEN / "runs.json").read_text())
 BITWISE = os.environ.get("GOLDEN_BITWISE", "")
 
 # Ten times what other instruction sets (SSE, AVX2, AVX-512) were seen to change, and more.
@@ -109,7 +109,7 @@ def test_resumes_a_recorded_run(name, world, tmp_path):
         pytest.skip("this machine draws other points than the run was started with")
     shutil.copytree(GOLDEN / name, tmp_path / name)
     command, _ = KINDS[case.kind]
-    saved, _ = complete(command, yaml.safe_load((tmp_path / name / "config.yaml").read_text(encoding="utf-8")))
+    saved, _ = complete(command, yaml.safe_load((tmp_path / name / "config.yaml").read_text()))
     paths = {"output_dir": str(tmp_path)} | ({"data.path": str(CORPUS)} if case.kind == "gpt2" else {})
     config = command.model_validate(change(saved, further | paths))
     run_ranks(train, world, config)

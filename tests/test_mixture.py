@@ -92,9 +92,7 @@ def test_the_order_follows_its_definition():
 
 
 @pytest.mark.parametrize(("size", "passed", "digest"), [
-    (24, [], "88d898e042abbfd1ed27b1be6cd301e6191ae68e79588861309cb8994c7b0169"),
     (24, [(240, 360), (2390, 2410)], "bc17af5068ec0ad46fbabb8a85460e5c25f0edb8f2767b01f3170d9d238b3f4e"),
-    (72, [], "4dbdc64b8f34c115b27387750cd8b97f01bd0cb862a6356e420632e686a9b753"),
     (72, [(240, 360), (2990, 3010)], "8d961a255e690c46ef28630e9f67d3932da5afc71b6ec7ce1413e0a64ef40b63"),
 ])  # fmt: skip
 def test_the_digest_of_100_steps_is_what_it_always_was(size, passed, digest):

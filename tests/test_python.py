@@ -173,7 +173,7 @@ def test_a_script_is_not_run_again_by_its_helpers(tmp_path):
 def test_the_page_runs_block_by_block(tmp_path):
     """As a notebook runs it, and nothing on the page is left out."""
     write_texts(tmp_path)
-    page = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) == page.count("```python")
     found = forked(["-c", "".join(blocks)], tmp_path)

@@ -56,7 +56,7 @@ class Page:
     """A page's source, text, and all rows of its tables by their first cell."""
 
     def __init__(self, file):
-        self.source = file.read_text(encoding="utf-8")
+        self.source = file.read_text()
         self.text = unescape(self.source)
         cells = [
             re.split(r"</t[hd]><t[hd]>", row)

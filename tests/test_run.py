@@ -261,7 +261,7 @@ def test_a_rank_that_is_lost_while_the_start_is_found_is_recorded(corpus, tmp_pa
 
 @pytest.mark.parametrize("way", ["save", "start"])
 def test_architecture_names_the_calls_of_a_save_and_of_a_start_in_their_order(trained, way):
-    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text()
     items = text.partition(f"**The way of a {way}**")[2].split("\n\n")[1].splitlines()
     names = [name for item in items for name in re.findall(r"`([\w.]+)`", item.partition(":")[0])]
     assert len(names) > 5

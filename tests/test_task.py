@@ -1,7 +1,6 @@
 """The design, tried: a kind of training that nobody thought of is one short class, and has all that the others have."""
 
 import math
-import signal
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -9,8 +8,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from close import assert_close
-from ranks import run_ranks
-from runs import complete, train_with_faults, untimed
+from runs import complete, untimed
 from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
@@ -94,23 +92,10 @@ class Letters:
         self.best = state.model_dump()["best"]
 
 
-# ---- What it is given
-
-
-class Quiet(Letters):
-    """Has no row of its own due, and evaluates every five steps."""
-
-    def due(self, step: int, last: bool) -> Due:
-        return Due(log=False, evaluate=step % 5 == 0, save=last)
-
-
 LettersConfig.task = Letters
 
 
-def letters(config: LettersConfig, make: Any, *faults: Any) -> str:
-    """`train_with_faults` of another task."""
-    LettersConfig.task = make
-    return train_with_faults(config, *faults)
+# ---- What it is given
 
 
 def test_a_bad_gradient_is_skipped(tmp_path):
@@ -126,16 +111,3 @@ def test_a_bad_gradient_is_skipped(tmp_path):
     checkpoint = find_checkpoint(tmp_path / "run")
     assert (checkpoint.kind, checkpoint.step) == ("letters", 7)
     assert checkpoint.state.task.model_dump()["best"] < 5
-
-
-def test_an_evaluation_writes_its_row_where_no_row_is_due(tmp_path):
-    """Its means are of all steps since the row before, over a stop too."""
-    config = LettersConfig(output_dir=str(tmp_path), run_name="run", steps=12)
-    stop = ((0, 0), math.nan, 5, signal.SIGTERM)
-    assert run_ranks(letters, 1, config, Quiet, *stop) == ["stopped"]
-    assert run_ranks(letters, 1, config, Quiet) == ["completed"]
-    found = untimed(tmp_path / "run")
-    assert [(row["step"], row["letters"], "val_loss" in row) for row in found] == [
-        *((0, 0, True), (5, 212, True), (10, 424, True))
-    ]
-    assert all(row["loss_mean"] > 0 for row in found[1:])
