@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 MOST = 0.1
 """Most of a tolerance that a test may use in CI. Other machines need the rest."""
-MARGINS: dict[str, float] = {}
+MARGINS = {}
 """The largest error of each test, divided by its tolerance."""
 
 

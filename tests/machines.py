@@ -24,7 +24,7 @@ class Machine:
         self.netns = f"gpt2-{os.getpid()}-{self.name}"
         self.folder = folder / self.name
         self.hosts = folder / f"{self.name}.hosts"
-        self.started: list[subprocess.Popen] = []
+        self.started = []
         self.folder.mkdir()
         for name in ("scripts", "configs"):
             (self.folder / name).symlink_to(ROOT / name)

@@ -1,7 +1,6 @@
 """Small models for the tests, transformers' models of the same weights, and changes of what those save."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from gpt2_ddp.model.transformers_layout import CLASSES, to_transformers, transfo
 
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 OTHERS = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}
-SHAPES: dict[str, dict[str, Any]] = {kind: {"architecture": kind, **OTHERS} for kind in ARCHITECTURES}
+SHAPES = {kind: {"architecture": kind, **OTHERS} for kind in ARCHITECTURES}
 SHAPES["gpt2"] = {"n_inner": 48}
 """What a model has of each architecture, other than the defaults."""
 

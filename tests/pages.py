@@ -19,8 +19,6 @@ from gpt2_ddp.config import cli
 ROOT = Path(__file__).parents[1]
 TRANSLATED = [ROOT / "README.zh-CN.md", ROOT / "docs/first-steps.zh-CN.md"]
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page not in TRANSLATED)]
-NOT_RUN = [*TRANSLATED, ROOT / "CONTRIBUTING.md"]
-"""Pages whose commands are others' that are run."""
 
 NEEDED = """\
 a package index

@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 
 from gpt2_ddp.distributed.signals import SIGNALS
 from gpt2_ddp.distributed.spawn import reserve_port
@@ -76,11 +75,11 @@ def forked_ranks(function, arguments):
     return [process for process, _ in started]
 
 
-RECEIVERS: list[Connection] = []
+RECEIVERS = []
 """Pipes of forked ranks, whose results nobody reads: a closed pipe would end a rank with an error."""
 
 
-OUTPUTS: list[str] = []
+OUTPUTS = []
 """Files for stdout and stderr of this process and of what it forks; none: what they were."""
 
 
@@ -155,7 +154,7 @@ def in_turn(*calls):
 
 def first_calls(function, *args):
     """The functions of the package that `function(*args)` calls in this thread, in the order of their first calls."""
-    found: dict[str, None] = {}
+    found = {}
 
     def note(frame, event, _):
         if event == "call":

@@ -9,7 +9,6 @@ import os
 import signal
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import yaml
@@ -29,7 +28,7 @@ from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State
 
-KINDS: dict[str, dict[str, Any]] = yaml.safe_load("""
+KINDS = yaml.safe_load("""
 regression:
   data: {points: 101, test_points: 31}
   optim: {momentum: 0.9}

@@ -13,11 +13,11 @@ import yaml
 from close import assert_close, distance
 from commands import ROOT, WITH_FLAGS, expect_error, launch
 
-from gpt2_ddp.config.base import flat, leaves
+from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import dump, help_text, load
 from gpt2_ddp.config.hints import check_resumable, complete
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
-from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import BUILT_IN, OWN_TEXT, TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
 
@@ -210,10 +210,7 @@ def test_all_mistakes_at_once(write):
     parts = ("optim.lr = fast", "model.n_layers", "trian", "train.steps = many", "eval.evry = 3", "model.dropout = 1.5")
     assert all(part in "\n".join(found) for part in (*parts, "command line = stray"))
     assert len(found) == 7
-    wrong = ["--model.n_embd", "100", "--train.global_batch_tokens", "1000", "--optim.min_lr", "1"]
-    text = "\n".join(mistakes(*wrong, "--optim.decay_steps", "5"))
-    fields = ("model.n_embd = 100", "train.global_batch_tokens = 1000", "optim.min_lr = 1", "optim.warmup_steps = 700")
-    assert all(field in text for field in (*fields, "train.steps = None"))
+    assert len(mistakes("--model.n_embd", "100", "--optim.min_lr", "1")) == 3, "train.steps is missing, too"
 
 
 def test_print_config_round_trips_through_config(write, capsys):
@@ -221,15 +218,10 @@ def test_print_config_round_trips_through_config(write, capsys):
     first = printed(capsys, TrainingConfig, *argv, "--print_config")
     assert printed(capsys, TrainingConfig, "--config", write(first), "--print_config") == first
     assert load(TrainingConfig, ["--config", write(first)]) == load(TrainingConfig, argv)
-    for command in (PrepareConfig, EvaluateConfig, GenerateConfig):
-        assert load(command, ["--config", write(dump(load(command, [])))]) == load(command, [])
 
 
-def test_help_lists_every_field_with_its_default(capsys):
-    text = printed(capsys, TrainingConfig, "--help", "all")
-    names = [name for name, _ in leaves(TrainingConfig)]
-    assert re.findall(r"^  --(\S+)", text, re.MULTILINE) == ["config", "print_config", *names]
-    words = " ".join(text.split())
+def test_help_names_what_a_field_takes_and_lists_few_fields_first(capsys):
+    words = " ".join(printed(capsys, TrainingConfig, "--help", "all").split())
     kinds = ("checkpoint.background {true,false,auto}", "train.loss_chunk {INT,null,auto}", "data.prepare {TEXT,null}")
     assert all(f"--{kind} " in words for kind in kinds)
     few = printed(capsys, TrainingConfig, "--seed", "1", "--help")

@@ -98,14 +98,13 @@ def apply(diff, folder):
 
 
 def test_each_diff_is_small_and_applies(tmp_path):
-    """Two files and 40 lines, of which none is longer than the package's."""
+    """Two files and 40 lines."""
     assert diffs().keys() == CHECKS.keys()
     for number, (title, diff) in enumerate(diffs().items()):
         files = re.findall(r"^\+\+\+ b/(.*)$", diff, re.MULTILINE)
         changed = [line for line in diff.splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
         assert 1 <= len(files) <= FILES, title
         assert len(changed) <= LINES, title
-        assert max(map(len, changed)) <= 121, title
         apply(diff, tmp_path / str(number))
 
 

@@ -1,6 +1,5 @@
 """GGUF: what llama.cpp reads is the model and its tokenizer; and what its converter asks of an exported folder."""
 
-import json
 from pathlib import Path
 
 import gguf
@@ -13,8 +12,7 @@ from commands import expect_error
 from models import tiny
 
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
-from gpt2_ddp.model.transformers_layout import CLASSES
+from gpt2_ddp.export.formats import write_gguf
 from gpt2_ddp.preparation.prepare import write_characters
 
 DEFINITION = Path(__file__).parent / "golden/corpus/tokenizer.json"
@@ -33,7 +31,7 @@ def expected(model):
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], 2)
     for name, tensor in models.in_transformers(model).named_parameters():
         their_name = names.get_name(name, (".weight", ".bias"))
-        if kind == "gpt2" and ".h." in name:
+        if kind == "gpt2" and ".h." in name and tensor.dim() == 2:
             tensor = tensor.T
         if kind == "llama" and ("q_proj" in name or "k_proj" in name):
             tensor = torch.cat([head[[0, 4, 1, 5, 2, 6, 3, 7]] for head in tensor.split(8)])
@@ -96,17 +94,3 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
         model = tiny(tokenizer.vocab_size)
         expect_error("tokenizer = ", write_gguf, model, tokenizer, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_path, kind):
-    """Its names of transformers' tensors are those of `write_gguf`."""
-    write_tokenizer(TOKENIZER, DEFINITION.read_bytes(), 16, tmp_path)
-    write_model(tiny(TOKENIZER.vocab_size, **SHAPES[kind]), TOKENIZER, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["vocab_size"], config["architectures"]) == (TOKENIZER.vocab_size, [CLASSES[kind]])
-    special = gguf.SpecialVocab(tmp_path, load_merges=True, n_vocab=TOKENIZER.vocab_size)
-    assert special.special_token_ids == dict.fromkeys(("bos", "eos", "pad"), TOKENIZER.eot)
-    definition = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    tokens = [definition.id_to_token(rank) for rank in range(config["vocab_size"])]
-    assert encoded(tokens, special.merges) == TOKENIZER.encode(TEXT).tolist()

