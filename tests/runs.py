@@ -365,11 +365,6 @@ def started(config):
         yield run
 
 
-def evaluate_checkpoint(config):
-    with built(config) as run:
-        return run.evaluate(lambda: None)
-
-
 def by_definition(seed, n, position):
     """The item at a position, from docs/verify.md in integers alone."""
     epoch, index = divmod(position, n)

@@ -16,6 +16,7 @@ from ranks import run_ranks
 from gpt2_ddp.data import feed as feed_module
 from gpt2_ddp.data.feed import Feed, GlobalBatch, Reading, interleaved, make_loader, padding_rows, split_batch
 from gpt2_ddp.data.order import Permutation, next_digest, skipped_digest
+from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.memory import micro_batches
 from gpt2_ddp.state import FIRST_DIGEST, FeedState
@@ -38,7 +39,8 @@ def test_a_micro_batch_is_the_largest_divisor_or_has_the_least_padding():
     expect_error("^processes = 9: ", split_batch, 8, 9, 16)
 
 
-def test_micro_batches_to_try():
+def test_numbers_of_windows_and_of_micro_batches_to_try():
+    assert [count_windows(tokens, 4) for tokens in (0, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
     assert list(micro_batches(512, 6)) == [86, 43, 29, 22, 11, 8, 4, 2, 1]
 
 
