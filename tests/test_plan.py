@@ -17,13 +17,12 @@ from commands import SCRIPTS, expect_error, held, run_script
 from golden_runs import CORPUS, GOLDEN
 from pages import ROOT
 from ranks import run_ranks
-from runs import edit_manifest, spoil, training_config
+from runs import spoil, training_config
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.files import read_json
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.memory import Setting, estimate, moments_of
 from gpt2_ddp.plan.plan import CPU_MARGIN, Seen, build_plan, find_target, format_plan, make_plan
@@ -45,11 +44,6 @@ def with_a_run(place):
     (place / "config.yaml").write_text(yaml.safe_dump(config))
 
 
-def no_validation(place):
-    manifest = read_json(place / "data/manifest.json")
-    edit_manifest(place / "data", splits={"train": manifest["splits"]["train"]})
-
-
 def no_intact_checkpoint(place):
     with_a_run(place)
     for file in place.glob("runs/run/checkpoints/*/model.safetensors"):
@@ -62,7 +56,6 @@ REFUSALS = [
     (lambda place: None, f"--train.init_from {GOLDEN}/gpt2_run", "model.n_layer = 2"),
     (lambda place: shutil.rmtree(place / "data"), "--data.prepare configs/data_stdlib.yaml", "writes to data/stdlib"),
     (lambda place: spoil(place / "data/train_000001.bin"), "", "SHA-256 differs"),
-    (no_validation, "--eval.patience 2", "eval.patience = 2"),
     (with_a_run, "--seed 5 --optim.lr 0.01", "seed = 5"),
     (no_intact_checkpoint, "", "none is intact"),
 ]

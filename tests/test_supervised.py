@@ -10,7 +10,7 @@ import torch
 from cifar import pictures, write_cifar
 from close import assert_close, float64, in_float64
 from commands import expect_error
-from ranks import RankError, in_turn, run_ranks
+from ranks import in_turn, run_ranks
 from runs import (
     complete,
     job_config,
@@ -21,6 +21,7 @@ from runs import run_small_job as train
 
 from gpt2_ddp.config.hints import check_resumable
 from gpt2_ddp.data.order import Permutation
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import JobData
 from gpt2_ddp.tasks.jobs import LeNet, make_job
 from gpt2_ddp.tasks.supervised import Samples, Supervised, job_schedule, score_each
@@ -138,10 +139,10 @@ def test_another_number_of_processes(tmp_path, name, value, processes):
     expect_error(f"^{name} = {value}: ", Supervised, make_job, config, accelerator, saved)
 
 
-def test_a_run_keeps_what_it_was_started_with(trained_job, tmp_path):
-    shutil.copytree(trained_job, tmp_path / "run")
+def test_a_run_keeps_what_it_was_started_with(tmp_path):
+    saved = job_config("regression", tmp_path).model_dump(mode="json")
     kept = {"seed": 5, "optim.lr": 0.5, "train.global_batch_size": 6, "data.noise": 0.2}
     fields = "|".join(f"{field} = {value}: " for field, value in kept.items())
-    with pytest.raises(RankError) as refused:
-        run_ranks(train, 1, job_config("regression", tmp_path, kept))
+    with pytest.raises(UserError) as refused:
+        check_resumable(job_config("regression", tmp_path, kept), "regression", saved, 18)
     assert len(re.findall(fields, str(refused.value))) == 4

@@ -78,14 +78,6 @@ def test_training_is_repeatable(trained, library, tmp_path):
     assert 257 < load_tokenizer(str(tmp_path)).vocab_size < 300
 
 
-def test_special_tokens_in_text_are_text(trained):
-    for tokenizer in (load_tokenizer("gpt2"), load_tokenizer(str(trained))):
-        ids = tokenizer.encode("a<|endoftext|>b")
-        assert tokenizer.eot not in ids
-        assert tokenizer.decode(ids) == "a<|endoftext|>b"
-        assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
-
-
 def test_lone_surrogates_and_endless_blanks():
     tokenizer = load_tokenizer("gpt2")
     assert tokenizer.decode(tokenizer.encode("x \ud800 y \U0001f600")) == "x \ufffd y \U0001f600"
