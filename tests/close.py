@@ -3,10 +3,9 @@ arithmetic in float64."""
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 MOST = 0.1
 """Most of a tolerance that a test may use in CI. Other machines need the rest."""
-MARGINS: dict[str, float] = {}
+MARGINS = {}
 """The largest error of each test, divided by its tolerance."""
 
 
-def assert_close(actual: Any, expected: Any, tolerance: float = 1e-9, scale: Any = None, says: object = "") -> None:
+def assert_close(actual, expected, tolerance=1e-9, scale=None, says=""):
     """Numbers, sequences, mappings, arrays or tensors, of equal structure, have a `distance` of at most `tolerance`."""
     margin = distance(actual, expected, scale) / tolerance
     test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
@@ -26,7 +25,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-9, scale: Any
     assert margin <= 1, f"{says} error {margin * tolerance:.3g}, tolerance {tolerance:g}"
 
 
-def distance(actual: Any, expected: Any, scale: Any = None) -> float:
+def distance(actual, expected, scale=None):
     """The largest difference, divided by the largest magnitude in all of `expected`, or in `scale`. NaN if there is
     one. Used alone for what differs by more than rounding: estimates, and numbers that must not be equal."""
     ours, theirs = (np.concatenate(parts) for parts in zip(*_pairs(actual, expected), strict=True))
@@ -35,7 +34,7 @@ def distance(actual: Any, expected: Any, scale: Any = None) -> float:
     return float(errors.max() / np.abs(whole[np.isfinite(whole)]).max()) if errors.size else 0.0
 
 
-def _pairs(actual: Any, expected: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _pairs(actual, expected):
     if isinstance(expected, Mapping):
         assert actual.keys() == expected.keys()
         for name, value in expected.items():
@@ -53,7 +52,7 @@ def _pairs(actual: Any, expected: Any) -> Iterator[tuple[np.ndarray, np.ndarray]
         yield one.ravel(), other.ravel()
 
 
-def report() -> bool:
+def report():
     """Prints the ten tests that are nearest to their tolerances, and writes all of them to the file MARGINS, if that
     is set. Returns whether one is too near in CI."""
     nearest = sorted(MARGINS.items(), key=lambda item: -item[1])[:10]
@@ -67,12 +66,12 @@ def report() -> bool:
 
 
 class _InFloat64(TorchFunctionMode):
-    def __init__(self, dtypes: tuple[torch.dtype, ...]):
+    def __init__(self, dtypes):
         super().__init__()
         self.dtypes = dtypes
         self.casts = [getattr(torch.Tensor, "float" if of == torch.float32 else "bfloat16") for of in dtypes]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         swap = lambda value: torch.float64 if isinstance(value, torch.dtype) and value in self.dtypes else value  # noqa: E731
         func = torch.Tensor.double if func in self.casts else func
         if "_fused_" in getattr(func, "__name__", ""):  # of these, single numbers are in float32: steps, a bad gradient
@@ -83,7 +82,7 @@ class _InFloat64(TorchFunctionMode):
 
 
 @contextmanager
-def float64(*others: torch.dtype) -> Iterator[None]:
+def float64(*others):
     """Inside, torch computes in float64, also where a library casts to float32 or to `others`. A decorator as well."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -93,7 +92,7 @@ def float64(*others: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def in_float64(function: Callable[..., Any], *args: Any) -> Any:
+def in_float64(function, *args):
     """Calls `function(*args)` in float64: for ranks."""
     with float64():
         return function(*args)

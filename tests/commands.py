@@ -1,6 +1,7 @@
 """Commands for the tests: a script in this process, and launchers as people type them."""
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
@@ -9,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -29,18 +29,18 @@ ACCELERATE = [str(BIN / "accelerate"), "launch"]
 TORCHRUN = [str(BIN / "torchrun")]
 
 
-def environment(**more) -> dict[str, str]:
+def environment(**more):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP_", "PET_"))}
     return kept | {"HF_HOME": str(Path(tempfile.gettempdir()) / "no_accelerate_config"), **more}
 
 
-def launch(command: Sequence[object], folder=ROOT, **env) -> subprocess.CompletedProcess:
+def launch(command, folder=ROOT, **env):
     """Runs a command in a folder, with the package of this tree."""
     env = {"PYTHONPATH": str(ROOT)} | env
     return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=300, cwd=folder)
 
 
-def run_script(name, arguments) -> tuple[int, str]:
+def run_script(name, arguments):
     """Runs a script as `python scripts/name.py arguments`; returns its exit code and what it wrote to stderr."""
     sys.argv = [f"{name}.py", *arguments]
     errors = io.StringIO()
@@ -53,7 +53,7 @@ def run_script(name, arguments) -> tuple[int, str]:
     return code, errors.getvalue()
 
 
-def forked(words, folder, world=1, **env) -> subprocess.CompletedProcess:
+def forked(words, folder, world=1, **env):
     """Runs `python words` in a folder, on each rank of a world; exit code, outputs and errors of them all.
 
     The processes are forked with torch loaded, and so are those that they start: a fresh one would import it for
@@ -76,7 +76,7 @@ def forked(words, folder, world=1, **env) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(words, code, out, err)
 
 
-def _as_command(words, folder, env: dict[str, str], outputs):
+def _as_command(words, folder, env, outputs):
     import torch
 
     from gpt2_ddp.distributed import spawn
@@ -99,7 +99,7 @@ def _as_command(words, folder, env: dict[str, str], outputs):
         runpy.run_path(words[0], run_name="__main__")
 
 
-def snapshot(folder) -> dict[str, str]:
+def snapshot(folder):
     not_counted = (".lock", ".verified.jsonl")
     files = (file for file in folder.rglob("*") if file.is_file() and file.name not in not_counted)
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -120,19 +120,9 @@ def expect_field(field, value, function, *args, **options):
     assert f"{value}: " in mistake
 
 
-HOLD = """import fcntl, os, sys
-lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
-fcntl.lockf(lock, fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()"""
-
-
 @contextlib.contextmanager
-def held(lock) -> Iterator[None]:
-    """Another process holds the lock meanwhile."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout.readline() == "held\n"
+def held(lock):
+    """This process holds the lock meanwhile, of which it knows nothing itself."""
+    with lock.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
         yield
-        holder.stdin.close()

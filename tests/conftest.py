@@ -122,7 +122,7 @@ def make_corpus(folder):
 
 def module_text(name):
     """The source of a module of the standard library."""
-    return (Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    return (Path(os.__file__).parent / f"{name}.py").read_text()
 
 
 def write_shards(folder, source, documents, tokenizer_name=""):

@@ -5,9 +5,6 @@ import errno
 import io
 import os
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 FULL = errno.ENOSPC
 NAMED = ("mkdir", "rename", "replace", "unlink", "rmdir")
@@ -16,31 +13,31 @@ NAMED = ("mkdir", "rename", "replace", "unlink", "rmdir")
 class File:
     """A file open for writing, whose writes are told."""
 
-    def __init__(self, file: Any, name: str, tell: Callable[[str, str], None]):
+    def __init__(self, file, name, tell):
         self._file, self._name, self._tell = file, name, tell
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._file, name)
 
-    def __enter__(self) -> "File":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._file.close()
 
-    def write(self, content: Any) -> int:
+    def write(self, content):
         self._tell("write", self._name)
         return self._file.write(content)
 
 
-def interpose(folder: Path, tell: Callable[[str, str], None]) -> None:
+def interpose(folder, tell):
     """From now on, and in this process, `tell(operation, name)` is called before whatever changes a file in `folder`:
     what it raises is raised in the place of the operation. `name` is the path inside `folder`, or the file's own name
     where a tree is removed. Only this thread's operations count, and those of the work behind the
     training."""
     thread = threading.get_ident()
 
-    def note(operation: str, path: Any, inside: bool = False) -> str | None:
+    def note(operation, path, inside=False):
         path = os.fspath(path) if not isinstance(path, int) else os.readlink(f"/proc/self/fd/{path}")
         own = threading.get_ident() == thread or threading.current_thread().name == "background"
         inside = (inside or str(path).startswith(str(folder))) and own
@@ -49,10 +46,10 @@ def interpose(folder: Path, tell: Callable[[str, str], None]) -> None:
             tell(operation, name)
         return name if inside else None
 
-    def named(operation: str) -> Callable[..., Any]:
+    def named(operation):
         original = getattr(os, operation)
 
-        def interposed(path: Any, *args: Any, **kwargs: Any) -> Any:
+        def interposed(path, *args, **kwargs):
             note(operation, path, inside=kwargs.get("dir_fd") is not None)
             return original(path, *args, **kwargs)
 
@@ -63,16 +60,16 @@ def interpose(folder: Path, tell: Callable[[str, str], None]) -> None:
 
     fsync, sendfile, opening = os.fsync, os.sendfile, io.open
 
-    def interposed_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    def interposed_open(file, mode="r", *args, **kwargs):
         name = note("open", file) if mode[0] in "wax" and not isinstance(file, int) else None
         opened = opening(file, mode, *args, **kwargs)
         return File(opened, name, tell) if name else opened
 
-    def interposed_fsync(descriptor: int) -> None:
+    def interposed_fsync(descriptor):
         note("fsync", descriptor)
         fsync(descriptor)
 
-    def interposed_sendfile(out: int, *args: Any, **kwargs: Any) -> int:
+    def interposed_sendfile(out, *args, **kwargs):
         note("write", out)
         return sendfile(out, *args, **kwargs)
 
@@ -80,6 +77,6 @@ def interpose(folder: Path, tell: Callable[[str, str], None]) -> None:
     io.open = builtins.open = interposed_open
 
 
-def refuse(number: int = FULL) -> None:
+def refuse(number=FULL):
     """What a disk answers."""
     raise OSError(number, os.strerror(number))

@@ -38,5 +38,5 @@ def items_file(folder, count=15):
 
 
 def write(path, rows):
-    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
     return path

@@ -32,7 +32,7 @@ ORDER = ("default", "avx2", "avx512")
 """torch's sets of instructions. A process with one that the processor lacks would crash."""
 
 
-def run(number: int, folder: Path) -> tuple[int, dict[str, float]]:
+def run(number, folder):
     """Runs the tests on a kind. Returns pytest's exit code and the margins."""
     instructions, onednn, mkl, threads = KINDS[number]
     kind = {"ATEN_CPU_CAPABILITY": instructions, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_CBWR": mkl}
@@ -45,7 +45,7 @@ def run(number: int, folder: Path) -> tuple[int, dict[str, float]]:
     return code, json.loads(margins.read_text()) if margins.is_file() else {}
 
 
-def main() -> int:
+def main():
     """Runs the kinds, and prints how each ended."""
     here = ORDER.index(torch.backends.cpu.get_cpu_capability().lower())
     numbers = [number for number, kind in enumerate(KINDS) if ORDER.index(kind[0]) <= here]

@@ -2,9 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,17 +19,17 @@ class Machine:
         number: from 0 on; its address is 10.0.0.(number + 1).
     """
 
-    def __init__(self, number: int, folder: Path):
+    def __init__(self, number, folder):
         self.name, self.address = f"node-{'abc'[number]}", f"10.0.0.{number + 1}"
         self.netns = f"gpt2-{os.getpid()}-{self.name}"
         self.folder = folder / self.name
         self.hosts = folder / f"{self.name}.hosts"
-        self.started: list[subprocess.Popen] = []
+        self.started = []
         self.folder.mkdir()
         for name in ("scripts", "configs"):
             (self.folder / name).symlink_to(ROOT / name)
 
-    def start(self, command: str, **env: str) -> subprocess.Popen:
+    def start(self, command, **env):
         """What a person types into a shell there; it ends, with all that it has started, when this process is killed.
         Its output is in the file `output`."""
         shell = f"mount --bind {self.hosts} /etc/hosts && hostname {self.name} && {command}"
@@ -47,38 +45,38 @@ class Machine:
         return process
 
     @property
-    def output(self) -> Path:
+    def output(self):
         return self.folder / "output"
 
     @property
-    def said(self) -> str:
+    def said(self):
         return self.output.read_text()
 
     @property
-    def errors(self) -> list[str]:
+    def errors(self):
         """The `error:` lines of what was started last."""
         return [line for line in self.said.splitlines() if line.startswith("error: ")]
 
-    def ranks(self) -> list[psutil.Process]:
+    def ranks(self):
         """The training processes that its launcher has started."""
         return [process for process in self._processes() if process.cmdline()[1:3] == ["-u", "scripts/train_gpt2.py"]]
 
-    def launcher(self) -> psutil.Process:
+    def launcher(self):
         """Its torchrun."""
         return next(process for process in self._processes() if process.cmdline()[1:2] == [str(BIN / "torchrun")])
 
-    def _processes(self) -> list[psutil.Process]:
+    def _processes(self):
         if not self.started or self.started[-1].poll() is not None:
             return []
         return psutil.Process(self.started[-1].pid).children(recursive=True)
 
-    def ip(self, command: str) -> None:
+    def ip(self, command):
         subprocess.run(["ip", "-n", self.netns, *command.split()], check=True)
 
-    def exec(self, command: str) -> None:
+    def exec(self, command):
         subprocess.run(["ip", "netns", "exec", self.netns, *command.split()], check=True)
 
-    def end(self) -> None:
+    def end(self):
         for process in self.started:
             if process.poll() is None:
                 process.kill()
@@ -86,7 +84,7 @@ class Machine:
 
 
 @contextmanager
-def joined_machines(folder: Path, count: int = 2) -> Iterator[tuple[Machine, ...]]:
+def joined_machines(folder, count=2):
     """Machines, and a switch between them, gone at the end with all that runs there."""
     if os.getuid() != 0:
         pytest.skip("network namespaces are made by root alone")
@@ -117,7 +115,7 @@ def joined_machines(folder: Path, count: int = 2) -> Iterator[tuple[Machine, ...
 
 
 @pytest.fixture
-def nothing_is_left(machines) -> Iterator[None]:
+def nothing_is_left(machines):
     """The next test has a cable, and nobody else on the port."""
     yield
     for machine in machines:

@@ -1,14 +1,10 @@
 """Small models for the tests, transformers' models of the same weights, and changes of what those save."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES
@@ -17,12 +13,12 @@ from gpt2_ddp.model.transformers_layout import CLASSES, to_transformers, transfo
 
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 OTHERS = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}
-SHAPES: dict[str, dict[str, Any]] = {kind: {"architecture": kind, **OTHERS} for kind in ARCHITECTURES}
+SHAPES = {kind: {"architecture": kind, **OTHERS} for kind in ARCHITECTURES}
 SHAPES["gpt2"] = {"n_inner": 48}
 """What a model has of each architecture, other than the defaults."""
 
 
-def tiny(vocab_size=65, eot: int | None = None, **changes):
+def tiny(vocab_size=65, eot=None, **changes):
     """A small model whose every weight differs from its initial value, LayerNorms and biases included."""
     torch.manual_seed(0)
     model = GPT(TINY.model_copy(update=changes), vocab_size, eot)
@@ -48,7 +44,7 @@ def in_transformers(model, eot=0):
     return theirs.eval()
 
 
-def edit_json(name, *gone, **changes) -> Callable[[Path], None]:
+def edit_json(name, *gone, **changes):
     """Changes fields of a file in a folder."""
 
     def edit(folder):
@@ -58,7 +54,7 @@ def edit_json(name, *gone, **changes) -> Callable[[Path], None]:
     return edit
 
 
-def edit_weights(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[Path], None]:
+def edit_weights(change):
     """Changes a folder's model.safetensors."""
 
     def edit(folder):

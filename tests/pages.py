@@ -19,8 +19,6 @@ from gpt2_ddp.config import cli
 ROOT = Path(__file__).parents[1]
 TRANSLATED = [ROOT / "README.zh-CN.md", ROOT / "docs/first-steps.zh-CN.md"]
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page not in TRANSLATED)]
-NOT_RUN = [*TRANSLATED, ROOT / "CONTRIBUTING.md"]
-"""Pages whose commands are others' that are run."""
 
 NEEDED = """\
 a package index
@@ -164,7 +162,7 @@ def commands(page):
     """The commands of a page, in its order: in blocks for a shell, in plain blocks that begin with one, and between
     single backticks."""
     found = []
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text()
     for language, block, span in re.findall(r"^```(.*)\n((?:.*\n)*?)```|`([^`\n]+)`", text, re.MULTILINE):
         if block:
             found += _of_block(language, block)

@@ -10,11 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 from gpt2_ddp.distributed.signals import SIGNALS
 from gpt2_ddp.distributed.spawn import reserve_port
@@ -32,7 +28,7 @@ THREADS = int(os.environ.get("TEST_THREADS", "1"))
 """Threads of torch in tests and ranks; tests/kinds.py has others."""
 
 
-def wait_until(condition: Callable[[], object], seconds=120, process: BaseProcess | subprocess.Popen | None = None):
+def wait_until(condition, seconds=120, process=None):
     """When the condition came to hold, by `time.monotonic`. Raises: AssertionError if it does not within so many
     seconds, or if the process ends before."""
     deadline = time.monotonic() + seconds
@@ -45,7 +41,7 @@ def wait_until(condition: Callable[[], object], seconds=120, process: BaseProces
     return time.monotonic()
 
 
-def start_ranks(function, world, *args) -> list[tuple[BaseProcess, Connection]]:
+def start_ranks(function, world, *args):
     """Starts `function(*args)` on each rank; one process alone gets no rank, like a plain `python script.py`."""
     port = reserve_port()
     started = []
@@ -66,24 +62,24 @@ def start(process):
         process.start()
 
 
-def rank_environment(rank, world, port) -> dict[str, str]:
+def rank_environment(rank, world, port):
     """The variables that torchrun gives a rank."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in values.items()}
 
 
-def forked_ranks(function, arguments: Sequence[tuple]) -> list[BaseProcess]:
+def forked_ranks(function, arguments):
     """Replaces `gpt2_ddp.distributed.spawn.start_ranks`: the ranks are forked, with torch loaded."""
     started = start_ranks(_own_arguments, len(arguments), function, arguments, OUTPUTS)
     RECEIVERS.extend(receiver for _, receiver in started)
     return [process for process, _ in started]
 
 
-RECEIVERS: list[Connection] = []
+RECEIVERS = []
 """Pipes of forked ranks, whose results nobody reads: a closed pipe would end a rank with an error."""
 
 
-OUTPUTS: list[str] = []
+OUTPUTS = []
 """Files for stdout and stderr of this process and of what it forks; none: what they were."""
 
 
@@ -96,12 +92,12 @@ def write_to(files):
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
-def _own_arguments(function, arguments: Sequence[tuple], outputs):
+def _own_arguments(function, arguments, outputs):
     write_to(outputs)
     function(*arguments[int(os.environ.get("RANK", "0"))])
 
 
-def results(started: list[tuple[BaseProcess, Connection]], timeout=120) -> list[Any]:
+def results(started, timeout=120):
     """What each rank returned; raises what the first failing rank raised, as text."""
     deadline = time.monotonic() + timeout
     values = []
@@ -125,7 +121,7 @@ def results(started: list[tuple[BaseProcess, Connection]], timeout=120) -> list[
     return values
 
 
-def run_ranks(function, world, *args, timeout=120) -> list[Any]:
+def run_ranks(function, world, *args, timeout=120):
     """Runs `function(*args)` on each rank of a world and returns what each returned."""
     return results(start_ranks(function, world, *args), timeout)
 
@@ -141,7 +137,7 @@ def run_until_killed(function, world, *args, timeout=120):
     assert exit_code == -signal.SIGKILL, exit_code
 
 
-def in_turn(*calls) -> list[Any]:
+def in_turn(*calls):
     """Calls one function after another in this process. Each call is a tuple of the function and its arguments.
 
     Returns:
@@ -158,7 +154,7 @@ def in_turn(*calls) -> list[Any]:
 
 def first_calls(function, *args):
     """The functions of the package that `function(*args)` calls in this thread, in the order of their first calls."""
-    found: dict[str, None] = {}
+    found = {}
 
     def note(frame, event, _):
         if event == "call":
@@ -176,7 +172,7 @@ class RankError(Exception):
     """A rank's traceback."""
 
 
-def _call(environment: dict[str, str], sender, function, args):
+def _call(environment, sender, function, args):
     import torch
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

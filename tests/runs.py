@@ -7,14 +7,12 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
-import pytest
 import torch
 import yaml
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, list_checkpoints, seal, steps_of
@@ -30,7 +28,7 @@ from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State
 
-KINDS: dict[str, dict[str, Any]] = yaml.safe_load("""
+KINDS = yaml.safe_load("""
 regression:
   data: {points: 101, test_points: 31}
   optim: {momentum: 0.9}
@@ -79,7 +77,7 @@ def job_config(kind, output_dir, changes=None):
     return command.model_validate(values)
 
 
-def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def changed(values, changes):
     """Nested values after changes of fields by their dotted names."""
     for name, value in changes.items():
         section, _, key = name.rpartition(".")
@@ -87,12 +85,12 @@ def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def open_folder(run, lock=True) -> RunFolder:
+def open_folder(run, lock=True):
     """The run folder of a small regression, which is made and locked."""
     return RunFolder(job_config("regression", run.parent, {"run_name": run.name}), lock)
 
 
-def open_store(run, keep_last=3, wish: bool | str = False, lock=True) -> CheckpointStore:
+def open_store(run, keep_last=3, wish=False, lock=True):
     """The checkpoints of a run folder, which is made and locked."""
     folder = open_folder(run, lock)
     return CheckpointStore(folder, RunLog(folder), keep_last, wish)
@@ -122,7 +120,7 @@ def train(config):
     return loop.train(config, make_pretraining if isinstance(config, TrainingConfig) else config.task).outcome
 
 
-def before_each_step(action: Callable[[Any], object]):
+def before_each_step(action):
     """From now on, each step of a training in this process begins with `action(run)`."""
     from gpt2_ddp.training import loop
 
@@ -130,7 +128,7 @@ def before_each_step(action: Callable[[Any], object]):
     loop.train_step = lambda run: (action(run), step(run))[1]
 
 
-def said(function, *args) -> tuple[Any, str, str]:
+def said(function, *args):
     """The value of a call, and what it printed to stdout and to stderr."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
         return function(*args), out.getvalue(), errors.getvalue()
@@ -171,31 +169,36 @@ def train_with_faults(
         loop.train_step = step
 
 
-def all_rows(run, file="metrics.jsonl") -> list[dict]:
+def complete(config, world=1, *faults):
+    """Trains to the end on so many ranks, with faults of `train_with_faults`."""
+    assert run_ranks(train_with_faults, world, config, *faults) == ["completed"] * world
+
+
+def all_rows(run, file="metrics.jsonl"):
     """The rows, events included, without their chain."""
     found = [json.loads(line) for line in (run / file).read_text().splitlines()]
     return [{name: value for name, value in row.items() if name != "chain"} for row in found]
 
 
-def rows(run, file="metrics.jsonl") -> list[dict]:
+def rows(run, file="metrics.jsonl"):
     """What a resumed run's rows have in common with those of one that was left alone, but for their timings: its steps
     and rollbacks."""
     return [row for row in all_rows(run, file) if row.get("event", "rollback") == "rollback"]
 
 
-def untimed(run, file="metrics.jsonl") -> list[dict]:
+def untimed(run, file="metrics.jsonl"):
     """The rows without timings: those of a resumed run are equal to those of the same run left alone."""
     return [
         {name: value for name, value in row.items() if field_of(name).kind != "measured"} for row in rows(run, file)
     ]
 
 
-def events(run, event) -> list[dict]:
+def events(run, event):
     """The rows of an event, such as `start`."""
     return [row for row in all_rows(run) if row.get("event") == event]
 
 
-def status(run) -> dict[str, Any]:
+def status(run):
     """What status.json holds; nothing before there is one."""
     file = run / "status.json"
     return json.loads(file.read_text()) if file.is_file() else {}
@@ -210,7 +213,7 @@ def checkpoint_at(run, step):
     return run / f"checkpoints/step-{step:08d}"
 
 
-def saved_steps(run) -> list[int]:
+def saved_steps(run):
     """The steps whose checkpoints a run has."""
     return steps_of(list_checkpoints(run / "checkpoints"))
 
@@ -221,12 +224,12 @@ def spoil(file):
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def state_of(run) -> dict[str, Any]:
+def state_of(run):
     """The state in the newest checkpoint."""
     return read_json(newest_checkpoint(run) / "state.json")
 
 
-def lasting_state(checkpoint) -> dict[str, Any]:
+def lasting_state(checkpoint):
     """The state in a checkpoint without run id and log, which differ between a run left alone and one resumed."""
     state = read_json(checkpoint / "state.json")
     del state["progress"]["run_id"], state["log"]
@@ -244,18 +247,18 @@ def newest_checkpoint(run):
     return max((run / "checkpoints").glob("step-*"))
 
 
-def weights(run) -> dict[str, torch.Tensor]:
+def weights(run):
     return tensors_of(newest_checkpoint(run), "model")
 
 
-def tensors_of(place, what) -> dict[str, torch.Tensor]:
+def tensors_of(place, what):
     """The tensors of a checkpoint's `model` or `optimizer`, whole: the rows of all parts, in their order."""
     parts = [load_file(file) for file in sorted(place.glob(f"{what}*.safetensors"))]
     found = {name: [part[name] for part in parts if name in part] for part in parts for name in part}
     return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in found.items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]):
+def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -292,9 +295,7 @@ def reseal(file):
     (file.parent / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
 
 
-def edit_rows(
-    run, edit: Callable[[list[dict]], object], before: Callable[[dict, dict[str, str]], object] = lambda *_: None
-):
+def edit_rows(run, edit, before=lambda *_: None):
     """Edits the rows, and computes all of the chain again. `before` is called with each row, and with the new chains of
     those before it by their old ones."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -310,10 +311,10 @@ def edit_rows(
     (run / "metrics.jsonl").write_text("".join(lines))
 
 
-def forge(run, edit: Callable[[list[dict]], object] = lambda rows: None):
+def forge(run, edit=lambda rows: None):
     """Edits the rows, and makes all hashes in rows and checkpoints fit again, as a patient forger would."""
 
-    def fit(row: dict, chains: dict[str, str]):
+    def fit(row, chains):
         saved = row if row.get("event") == "checkpoint" else row.get("checkpoint")
         place = checkpoint_at(run, saved["step"]) if saved else run
         if saved and (place / MANIFEST).is_file():
@@ -325,7 +326,7 @@ def forge(run, edit: Callable[[list[dict]], object] = lambda rows: None):
     edit_rows(run, edit, fit)
 
 
-def verified(run, capsys: pytest.CaptureFixture, **options) -> tuple[int, list[str], list[str]]:
+def verified(run, capsys, **options):
     """The exit code, the defects, and the other lines."""
     code = verify_run(VerifyConfig(run=str(run), **options))
     lines = capsys.readouterr().out.splitlines()
@@ -333,7 +334,7 @@ def verified(run, capsys: pytest.CaptureFixture, **options) -> tuple[int, list[s
     return code, defects, [line for line in lines if not line.startswith("defect  ")]
 
 
-def expect_defect(run, capsys: pytest.CaptureFixture, *defects):
+def expect_defect(run, capsys, *defects):
     """Each of `defects` is the beginning of one that is found."""
     code, found, others = verified(run, capsys)
     assert code == 1
@@ -350,7 +351,7 @@ def initial_weights(config):
 
 
 @contextmanager
-def built(config, make_task=None) -> Iterator[Any]:
+def built(config, make_task=None):
     """The `Trainer` of a configuration, as a training builds it."""
     from gpt2_ddp.tasks.jobs import make_job
     from gpt2_ddp.tasks.pretraining import Pretraining
@@ -363,17 +364,12 @@ def built(config, make_task=None) -> Iterator[Any]:
 
 
 @contextmanager
-def started(config) -> Iterator[Any]:
+def started(config):
     """The `Training` of a configuration, before its first step."""
     from gpt2_ddp.training.run import start
 
     with built(config) as trainer, start(trainer) as run:
         yield run
-
-
-def evaluate_checkpoint(config) -> dict[str, float]:
-    with built(config) as run:
-        return run.evaluate(lambda: None)
 
 
 def by_definition(seed, n, position):

@@ -5,9 +5,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import psutil
 from commands import BIN, ROOT, environment
@@ -57,34 +55,34 @@ PartitionName=urgent Nodes=n1,n2 PriorityTier=2
 class Slurm:
     """What a test does with it; `conf` is its slurm.conf."""
 
-    def __init__(self, conf: Path):
+    def __init__(self, conf):
         path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
         own = {name: value for name, value in environment().items() if not name.startswith("SLURM")}
         self.env = own | {"SLURM_CONF": str(conf), "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.env["GLOO_SOCKET_IFNAME"] = "lo"
 
-    def __call__(self, *command: str, cwd: Path | None = None) -> str:
+    def __call__(self, *command, cwd=None):
         done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
-    def sbatch(self, project: Path, *flags: str, training: tuple[str, ...] = ()) -> str:
+    def sbatch(self, project, *flags, training=()):
         """Submits train.sbatch from a project folder, without GPUs; returns the job's number."""
         small = ("--job-name", "run", "--gpus-per-node", "0", "--cpus-per-task", "1", "--time", "10")
         command = (*small, *flags, str(SBATCH), "--config", "config.yaml", *training)
         return self("sbatch", "--parsable", *command, cwd=project)
 
-    def job(self, job: str) -> dict[str, str]:
+    def job(self, job):
         """What Slurm says of a job, like its JobState and Restarts."""
         return dict(re.findall(r"(\S+?)=(\S*)", self("scontrol", "show", "job", "--oneliner", job)))
 
-    def wait(self, what: str, found: Callable[[], object], seconds: float = 200) -> None:
+    def wait(self, what, found, seconds=200):
         end = time.monotonic() + seconds
         while not found():
             assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self('squeue')}"
             time.sleep(1)
 
-    def restarted(self, job: str, times: int = 1) -> None:
+    def restarted(self, job, times=1):
         """Waits until the job has been requeued, and begins it again at once: Slurm itself waits for two minutes."""
         while (found := self.job(job))["Restarts"] != str(times):
             assert found["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), "not requeued"
@@ -93,7 +91,7 @@ class Slurm:
         if self.job(job)["JobState"] == "PENDING":
             self("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=10")
 
-    def ended(self, job: str) -> str:
+    def ended(self, job):
         """Waits until the job has ended for good; returns its state."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
         self.wait("ended", lambda: self.job(job)["JobState"] in over)
@@ -101,7 +99,7 @@ class Slurm:
 
 
 @contextmanager
-def slurm_in(folder: Path) -> Iterator[Slurm]:
+def slurm_in(folder):
     """Starts the daemons, and ends them and all that they have started, whatever happens."""
     conf, key = folder / "slurm.conf", folder / "munge.key"
     conf.write_text(CONF.format(folder=folder, port=reserve_port(), port1=reserve_port(), port2=reserve_port()))

@@ -5,16 +5,13 @@ import torch
 import torch.nn.functional as F
 from close import assert_close, float64
 from models import in_transformers, random_tokens
-from ranks import in_turn, run_ranks
-from runs import assert_same, rows, train, train_with_faults, training_config
-from torch import nn
 
-from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
+from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model import architecture
 from gpt2_ddp.model.architecture import causal_attention
 from gpt2_ddp.model.generate import KVCache, decode
 from gpt2_ddp.model.gpt import GPT, count_parameters
-from gpt2_ddp.model.optim import build_optimizer, muon_matrices
+from gpt2_ddp.model.optim import muon_matrices
 from gpt2_ddp.model.transformers_layout import to_transformers
 
 VOCABULARY = 300
@@ -23,7 +20,7 @@ each = pytest.mark.parametrize(("kind", "key_heads"), KINDS)
 ours_too = pytest.mark.parametrize(("kind", "key_heads"), [*KINDS, ("speedrun", 2)])
 
 
-def make(kind: str, key_heads: int | None = None, scale: float = 5.0, **changes) -> GPT:
+def make(kind, key_heads=None, scale=5.0, **changes):
     """A small model whose every weight matters."""
     torch.manual_seed(0)
     shape = {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 32} | changes
@@ -37,12 +34,8 @@ def make(kind: str, key_heads: int | None = None, scale: float = 5.0, **changes)
     return model
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def their_loss(theirs: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.parametrize(("shape", "length"), [({}, 32), ({"n_layer": 1, "n_head": 6, "n_embd": 96}, 7), ({}, 1)])
@@ -54,7 +47,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind, key_heads, shape, 
     tokens, targets = tokens[:, :-1], tokens[:, 1:]
     assert_close(model(tokens), theirs(tokens).logits)
     model(tokens, targets).backward()
-    their_loss(theirs, tokens, targets).backward()
+    F.cross_entropy(theirs(tokens).logits.mT, targets).backward()
     assert_close(to_transformers(gradients(model), model.config, VOCABULARY), gradients(theirs))
 
 
@@ -71,13 +64,11 @@ def test_short_attention_by_products_is_that_of_torch(key_heads, monkeypatch):
     used = []
     monkeypatch.setattr(architecture, "causal_attention", lambda *parts: used.append(len(parts)) or parts[0])
     model, tokens = make("gpt2", block_size=257), torch.zeros(1, 257, dtype=torch.int64)
-    for length, dtype, trains in [(64, "bf16", True), (256, "bf16", True), (64, "bf16", False), (64, "no", True)]:
+    others = [(257, "bf16", True), (32, "bf16", True), (64, "bf16", False), (64, "no", True)]
+    for length, dtype, trains in [(64, "bf16", True), (256, "bf16", True), *others]:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"), torch.set_grad_enabled(trains):
             model(tokens[:, :length])
-    assert len(used) == 2 * 3, "training in bf16 only, in each layer"
-    with torch.autocast("cpu", torch.bfloat16):
-        model(tokens), model(tokens[:, :32])
-    assert len(used) == 2 * 3
+    assert len(used) == 2 * 3, "training on 64 to 256 tokens in bf16 only, in each layer"
 
 
 @ours_too
@@ -95,21 +86,6 @@ def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_
     assert count_parameters(model.config, VOCABULARY) == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.filterwarnings("error")
-@ours_too
-def test_trains_in_bf16(kind, key_heads):
-    model, tokens = make(kind, key_heads, scale=1.0), random_tokens(VOCABULARY, length=33)
-    optimizer, found = build_optimizer(model, OptimConfig(name="muon", lr=2e-2)), []
-    for _ in range(5):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    assert found[-1] < found[0] - 1
-
-
 @torch.no_grad()
 @ours_too
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -121,23 +97,3 @@ def test_cached_logits_are_those_of_the_whole_forward(kind, key_heads, dtype):
     cut = [decode(model, tokens[:, a:b], positions[:, a:b], cache) for a, b in ((0, 20), (20, 21), (21, 32))]
     near = 1e-9 if dtype == torch.float64 else 0.2
     assert_close(model.head(torch.cat(cut, dim=1))[..., :VOCABULARY], whole, near)
-
-
-@pytest.mark.parametrize(
-    "kind", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "nanochat")), "speedrun"]
-)
-def test_a_run_keeps_what_runs_promise(short_documents, tmp_path, kind):
-    """With dropout and masked documents, bad steps and a rollback: resumed, it is the same to the bit."""
-    changes = {"model.architecture": kind, "model.n_kv_head": 1, "model.dropout": 0.1, "model.document_mask": True}
-    changes |= {"train.micro_batch_size": 2, "guard.patience": 2, "optim.decay_steps": 8, "checkpoint.every": 2}
-    changes |= {"model.n_layer": 1, "eval.every": 2}
-
-    def config(name: str, steps: int) -> TrainingConfig:
-        return training_config(short_documents, tmp_path / name, changes | {"train.steps": steps})
-
-    whole, begun = (tmp_path / name / "run" for name in ("whole", "begun"))
-    bad = (12 * 2, 12 * 5)  # the positions of steps 3 to 5
-    runs = (train_with_faults, config("whole", 8), bad), (train, config("begun", 2))
-    run_ranks(in_turn, 1, *runs, (train_with_faults, config("begun", 8), bad))
-    assert [row["event"] for row in rows(whole) if "event" in row] == ["rollback"]
-    assert_same(begun, whole)

@@ -14,6 +14,7 @@ from commands import expect_error
 from ranks import in_turn, run_ranks, run_until_killed
 from runs import (
     checkpoint_at,
+    complete,
     events,
     gpt_state,
     is_intact,
@@ -60,7 +61,7 @@ def branching(trained, tmp_path):
 
 def test_with_the_same_schedule_it_is_the_parent_that_goes_on(tmp_path, branching):
     """Bit for bit: rows, weights and moments; both sides record where it began."""
-    assert run_ranks(train, 2, branching()) == ["completed"] * 2
+    complete(branching(), 2)
     whole, branch = (untimed(tmp_path / name) for name in ("long", "branch"))
     (event,) = events(tmp_path / "branch", "branch")
     assert branch[1:] == whole[6:]
@@ -111,7 +112,7 @@ def test_killed_before_its_first_own_checkpoint(tmp_path, branching):
     config, run = branching(), tmp_path / "branch"
     run_until_killed(train_with_faults, 2, config, (0, 0), math.nan, 3)
     assert [row["step"] for row in untimed(run)] == [5, 6, 7]
-    run_ranks(train, 2, config)
+    complete(config, 2)
     assert len(events(run, "branch")) == 1
     assert untimed(run)[1:] == untimed(tmp_path / "long")[6:]
     assert is_intact(run)

@@ -51,7 +51,7 @@ from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.checkpoint.tensors import DTYPES, MODEL, OPTIMIZER, Part, as_safetensors, optimizer_state
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
-from gpt2_ddp.files import sha256_file, write_hashed
+from gpt2_ddp.files import read_json, sha256_file, write_hashed
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.state import LogEnd, Progress
@@ -159,7 +159,7 @@ def test_parts_that_do_not_belong_together(tmp_path):
     second, third = (tmp_path / f"model-0000{number}-of-00003.safetensors" for number in (2, 3))
     third.unlink()
     expect_damage(third.name, tmp_path)
-    files = json.loads((tmp_path / MANIFEST).read_text())["files"]
+    files = read_json(tmp_path / MANIFEST)["files"]
     del files[third.name]
     write_manifest(files, tmp_path)
     expect_damage("does not list model", tmp_path)

@@ -13,11 +13,11 @@ import yaml
 from close import assert_close, distance
 from commands import ROOT, WITH_FLAGS, expect_error, launch
 
-from gpt2_ddp.config.base import flat, leaves
+from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import dump, help_text, load
 from gpt2_ddp.config.hints import check_resumable, complete
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
-from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import BUILT_IN, OWN_TEXT, TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
 
@@ -62,33 +62,27 @@ def test_every_preset_loads_and_names_data_that_its_recipe_makes(preset):
     assert recipe.output == config.data.path
 
 
-SIZES = """
-gpt2_124m 12 12 768 6e-4 10e9
-gpt2_350m 24 16 1024 3e-4 10e9
-gpt2_774m 36 20 1280 2.5e-4 10e9
-gpt2_1558m 48 25 1600 2e-4 10e9
-llama_1b 24 32 2048 4e-4 25e9
-llama_7b 32 32 4096 3e-4 100e9
+PUBLISHED = """
+gpt2_124m 6e-4 10e9
+gpt2_350m 3e-4 10e9
+gpt2_774m 2.5e-4 10e9
+gpt2_1558m 2e-4 10e9
+llama_1b 4e-4 25e9
+llama_7b 3e-4 100e9
 """
+"""Presets, their learning rates and tokens."""
 
 
-@pytest.mark.parametrize("row", SIZES.strip().splitlines())
-def test_published_sizes(row):
-    """Only what differs from the defaults is written."""
+@pytest.mark.parametrize("row", PUBLISHED.strip().splitlines())
+def test_published_rates_and_tokens(row):
+    """test_plan.py has what follows from shapes."""
     name, *numbers = row.split()
-    *shape, lr, tokens = map(float, numbers)
-    file = ROOT / f"configs/{name}.yaml"
-    config = load(TrainingConfig, ["--config", str(file)])
-    is_llama = name.startswith("llama")
-    kind = (config.parallel, config.model.architecture, config.model.block_size)
-    assert kind == (("fsdp", "llama", 2048) if is_llama else ("ddp", "gpt2", 1024))
-    assert [config.model.n_layer, config.model.n_head, config.model.n_embd] == shape
+    lr, tokens = map(float, numbers)
+    config = load(TrainingConfig, ["--config", f"configs/{name}.yaml"])
     assert_close((config.optim.lr, config.optim.min_lr), (lr, lr / 10))
     assert distance(config.train.steps * config.train.global_batch_tokens, tokens) < 1e-4
+    is_llama = name.startswith("llama")
     assert is_llama or distance(config.optim.warmup_steps * config.train.global_batch_tokens, 375e6) < 1e-3
-    defaults = flat(train().model_dump())
-    written = [one for one in flat(yaml.safe_load(file.read_text())).items() if "." in one[0]]
-    assert not [name for name, value in written if defaults[name] == value]
 
 
 @pytest.mark.parametrize(("command", "flags", "preset", "is_noted"), [
@@ -206,8 +200,7 @@ def test_complete_fills_in_what_has_come_since_and_lists_what_is_there_no_more()
     old = {**today, "optim": {**today["optim"], "nesterov": True}, "legacy": {"a": 1}, "debug": 0, "eval": None}
     old["seed"] = {"data": 1}
     assert complete(TrainingConfig, old) == (today, ["seed.data", "optim.nesterov", "eval", "legacy.a", "debug"])
-    values, gone = complete(TrainingConfig, {"optim": {"lr": -1, "betas": "x"}, "model": {"n_embd": 100}})
-    assert (values["optim"]["lr"], values["optim"]["betas"], values["model"]["n_embd"], gone) == (-1, "x", 100, [])
+    assert complete(TrainingConfig, {"optim": {"betas": "x"}})[0]["optim"]["betas"] == "x"
 
 
 def test_all_mistakes_at_once(write):
@@ -216,10 +209,7 @@ def test_all_mistakes_at_once(write):
     parts = ("optim.lr = fast", "model.n_layers", "trian", "train.steps = many", "eval.evry = 3", "model.dropout = 1.5")
     assert all(part in "\n".join(found) for part in (*parts, "command line = stray"))
     assert len(found) == 7
-    wrong = ["--model.n_embd", "100", "--train.global_batch_tokens", "1000", "--optim.min_lr", "1"]
-    text = "\n".join(mistakes(*wrong, "--optim.decay_steps", "5"))
-    fields = ("model.n_embd = 100", "train.global_batch_tokens = 1000", "optim.min_lr = 1", "optim.warmup_steps = 700")
-    assert all(field in text for field in (*fields, "train.steps = None"))
+    assert len(mistakes("--model.n_embd", "100", "--optim.min_lr", "1")) == 3, "train.steps is missing, too"
 
 
 def test_print_config_round_trips_through_config(write, capsys):
@@ -227,15 +217,10 @@ def test_print_config_round_trips_through_config(write, capsys):
     first = printed(capsys, TrainingConfig, *argv, "--print_config")
     assert printed(capsys, TrainingConfig, "--config", write(first), "--print_config") == first
     assert load(TrainingConfig, ["--config", write(first)]) == load(TrainingConfig, argv)
-    for command in (PrepareConfig, EvaluateConfig, GenerateConfig):
-        assert load(command, ["--config", write(dump(load(command, [])))]) == load(command, [])
 
 
-def test_help_lists_every_field_with_its_default(capsys):
-    text = printed(capsys, TrainingConfig, "--help", "all")
-    names = [name for name, _ in leaves(TrainingConfig)]
-    assert re.findall(r"^  --(\S+)", text, re.MULTILINE) == ["config", "print_config", *names]
-    words = " ".join(text.split())
+def test_help_names_what_a_field_takes_and_lists_few_fields_first(capsys):
+    words = " ".join(printed(capsys, TrainingConfig, "--help", "all").split())
     kinds = ("checkpoint.background {true,false,auto}", "train.loss_chunk {INT,null,auto}", "data.prepare {TEXT,null}")
     assert all(f"--{kind} " in words for kind in kinds)
     few = printed(capsys, TrainingConfig, "--seed", "1", "--help")

@@ -1,20 +1,15 @@
 """Documents of a window do not see each other: gradients, documents run alone, generation, and whole trainings."""
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from close import assert_close, float64
 from models import tiny
-from ranks import run_ranks
-from runs import rows, train, training_config
+from runs import complete, rows, training_config
 
+from gpt2_ddp import evaluate
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model import documents
 from gpt2_ddp.model.generate import Sampling, generate
-from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.tasks.trained_model import load_model
 from gpt2_ddp.training.initial_weights import find_model
 
@@ -98,26 +93,12 @@ def test_generation_sees_what_the_plain_forward_sees():
     assert any(EOT in row for row in expected), [row.count(EOT) for row in expected]
 
 
-@torch.no_grad()
-def loss_of_documents_alone(run, data):
-    """The mean over the validation split's windows, each document of which is run alone, without a mask."""
-    trained, tokenizer = load_model(find_checkpoint(run))
-    model = GPT(trained.config.model_copy(update={"document_mask": False}), trained.vocab_size)
-    model.load_state_dict(trained.state_dict())
-    stream, total = TokenStream(data, read_manifest(data), "val"), 0.0
-    tokens = stream.read(np.array([0]), len(stream))[0].tolist()
-    for begin in range(0, len(tokens) - 1, model.config.block_size):
-        window = tokens[begin : begin + model.config.block_size + 1]
-        logits = torch.cat([model(torch.tensor([piece]))[0] for piece in pieces(window[:-1], tokenizer.eot)])
-        total += F.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum").item()
-    return total / (len(tokens) - 1)
-
-
 def test_trained_and_evaluated(short_documents, tmp_path):
-    """The recorded val_loss is that of documents run alone. Another run may begin with its weights, without a mask."""
+    """The recorded val_loss is that of the model with its mask. Another run may begin with its weights, without one."""
     changes = {"model.document_mask": True, "eval.tokens": None, "train.steps": 3, "model.n_layer": 1, "eval.every": 5}
-    run_ranks(train, 1, training_config(short_documents, tmp_path, changes))
+    complete(training_config(short_documents, tmp_path, changes))
     begun = {"model.document_mask": False, "train.init_from": str(tmp_path / "run")}
     assert find_model(training_config(short_documents, tmp_path, changes | begun))
-    last = rows(tmp_path / "run")[-1]
-    assert_close(last["val_loss"], loss_of_documents_alone(tmp_path / "run", short_documents), 1e-5, 1)
+    model, tokenizer = load_model(find_checkpoint(tmp_path / "run"))
+    assert model.eot == tokenizer.eot
+    assert_close(rows(tmp_path / "run")[-1]["val_loss"], evaluate(model, tokenizer, short_documents).loss, 1e-5, 1)

@@ -22,7 +22,9 @@ from gpt2_ddp.export import check, export
 from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.export import atomic_directory, export_hf
 from gpt2_ddp.export.formats import tokenizer_json
+from gpt2_ddp.files import read_json
 from gpt2_ddp.model.generate import Sampling, generate
+from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.preparation.prepare import write_characters
 from gpt2_ddp.state import FeedState, Progress
 from gpt2_ddp.tasks.trained_model import load_model
@@ -95,7 +97,9 @@ def test_transformers_does_with_it_what_the_model_does(name, bias, kind, corpus,
     prompts = ["abc(a, b):\n    (a", "abc("]  # which are padded to one length
     prompts[0] += ")" if name == "chars" else "<|endoftext|>)"
     assert encoder.is_fast
-    assert encoder.eos_token_id == tokenizer.eot
+    special = encoder.bos_token_id, encoder.eos_token_id, encoder.pad_token_id
+    assert special == (tokenizer.eot,) * 3
+    assert theirs.config.architectures == [CLASSES[kind]], "llama.cpp's converter asks for it"
     assert encoder(prompts, padding=True)["input_ids"][1][0] == tokenizer.eot
     settings = {"max_new_tokens": 10, "do_sample": False, "return_full_text": False, "add_special_tokens": False}
     said = pipeline("text-generation", model=str(tmp_path / "made"))(prompts, batch_size=2, **settings)
@@ -130,7 +134,7 @@ def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(tmp_path, litt
 
 def swap_merges(folder):
     """Two merges that compete for the same letters, in the other order."""
-    definition = json.loads((folder / "tokenizer.json").read_text())
+    definition = read_json(folder / "tokenizer.json")
     merges = definition["model"]["merges"]
     merges[0], merges[5] = merges[5], merges[0]
     (folder / "tokenizer.json").write_text(json.dumps(definition))

@@ -1,4 +1,4 @@
-"""The classes and diffs of docs/extend.md: each is small, and does what the page says of it.
+"""The classes and diffs of docs/extend.md: each does what the page says of it.
 
 `python test_extend.py KIND FOLDER CORPUS` is the process in which a test uses a patched copy of the package.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import ROOT, expect_error, launch
-from ranks import run_ranks, run_until_killed
-from runs import assert_same, rows, train, train_with_faults, training_config, verified
+from ranks import run_until_killed
+from runs import assert_same, complete, rows, train_with_faults, training_config, verified
 
 from gpt2_ddp.tasks.own_code import find, trust
 
@@ -28,7 +28,7 @@ FILES, LINES = 2, 40
 
 def diffs():
     """The diffs of the page, by the heading above."""
-    page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/extend.md").read_text()
     sections = [part.partition("\n") for part in re.split(r"^## ", page, flags=re.MULTILINE)]
     found = {title: re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for title, _, text in sections}
     return {title: diff for title, (diff,) in ((title, diff) for title, diff in found.items() if diff)}
@@ -36,7 +36,7 @@ def diffs():
 
 def classes():
     """The files of the page, by the names of their classes."""
-    page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/extend.md").read_text()
     files = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return {name[1]: file for file in files if (name := re.search(r"^class (\w+)\(Pretraining\)", file, re.MULTILINE))}
 
@@ -55,10 +55,8 @@ Rhymes: {}
 PARTS = ("whole", "parts")
 
 
-def test_each_class_is_one_short_file():
+def test_each_class_of_the_page_is_trained_below():
     assert classes().keys() == OWN.keys()
-    for name, file in classes().items():
-        assert len([line for line in file.splitlines() if line.strip()]) <= LINES, name
 
 
 LAYOUTS = [(1, "ddp"), (2, "ddp"), (2, "fsdp")]
@@ -75,9 +73,9 @@ def test_a_class_of_the_page_is_killed_and_resumed(short_documents, tmp_path, ca
     trust(find(task))
     own = {"launch.parallel": parallel, **OWN[name]}
     whole, parts = (training_config(short_documents, tmp_path / part, {"task": task, **own}) for part in PARTS)
-    assert run_ranks(train, world, whole) == ["completed"] * world
+    complete(whole, world)
     run_until_killed(train_with_faults, world, parts, (0, 0), math.nan, 8)
-    assert run_ranks(train, world, parts.model_copy(update={"task": None})) == ["completed"] * world
+    complete(parts.model_copy(update={"task": None}), world)
     one, other = (tmp_path / part / "run" for part in PARTS)
     assert_same(one, other)
     code, _, lines = verified(other, capsys)
@@ -98,14 +96,13 @@ def apply(diff, folder):
 
 
 def test_each_diff_is_small_and_applies(tmp_path):
-    """Two files and 40 lines, of which none is longer than the package's."""
+    """Two files and 40 lines."""
     assert diffs().keys() == CHECKS.keys()
     for number, (title, diff) in enumerate(diffs().items()):
         files = re.findall(r"^\+\+\+ b/(.*)$", diff, re.MULTILINE)
         changed = [line for line in diff.splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
         assert 1 <= len(files) <= FILES, title
         assert len(changed) <= LINES, title
-        assert max(map(len, changed)) <= 121, title
         apply(diff, tmp_path / str(number))
 
 

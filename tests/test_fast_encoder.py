@@ -159,12 +159,3 @@ def test_only_a_few_items_are_under_way(workers):
         assert found == taken
     assert (given, taken) == (50, 50)
     assert most == (AHEAD * workers if workers > 1 else 1)
-
-
-def test_samples_are_taken_all_over(rows, monkeypatch):
-    checked = []
-    stand_in(monkeypatch, lies=False)
-    monkeypatch.setattr(FastEncoder, "check", lambda self, text, ids: checked.append(text))
-    prepared(rows, "out")
-    assert 50 < len(checked) < 150  # of about 200,000 characters in documents of up to 1,500
-    assert sum(LIE in text for text in checked) > 5

@@ -49,7 +49,7 @@ class Numbers:
 
     def __init__(self, n):
         self.n = n
-        self.read_items: list[int] = []
+        self.read_items = []
 
     def __len__(self):
         return self.n

@@ -62,16 +62,6 @@ def test_attention_without_a_cache_is_encoded_anew(monkeypatch, layers):
     assert generate(model, [[1, 2, 3]], 64, Sampling(12, 0))[0] == plain_greedy(model, [1, 2, 3], 12)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_does_not_depend_on_the_others(temperature):
-    model, sampling = tiny(block_size=16), Sampling(50, temperature=temperature, top_k=None)
-    together = generate(model, PROMPTS, -1, sampling)  # rows outgrow the context at different steps
-    for row, prompt in enumerate(PROMPTS):
-        others = [[1], [2, 3], [4] * 12, [5] * 30]
-        others[row] = prompt
-        assert generate(model, others, -1, sampling)[row] == together[row]
-
-
 def test_more_rows_than_a_batch_each_heard_as_it_comes():
     model, heard = tiny(), {}
     hear = lambda row, token: heard.setdefault(row, []).append(token)  # noqa: E731

@@ -1,6 +1,5 @@
 """GGUF: what llama.cpp reads is the model and its tokenizer; and what its converter asks of an exported folder."""
 
-import json
 from pathlib import Path
 
 import gguf
@@ -13,22 +12,12 @@ from commands import expect_error
 from models import tiny
 
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
-from gpt2_ddp.model.transformers_layout import CLASSES
+from gpt2_ddp.export.formats import write_gguf
 from gpt2_ddp.preparation.prepare import write_characters
 
 DEFINITION = Path(__file__).parent / "golden/corpus/tokenizer.json"
 TOKENIZER = load_tokenizer(str(DEFINITION))  # 300 ids, of 384 rows
 TEXT = "def naïve(x):\n    return 'it''s 12 x ☃'  # \t don't 漢字\n\n" + Path(__file__).read_text()
-LINEAR = """
-attn_qkv attn.c_attn
-attn_output attn.c_proj
-ffn_up mlp.c_fc
-ffn_down mlp.c_proj
-attn_norm ln_1
-ffn_norm ln_2
-"""
-"""What llama.cpp calls the layers of a block, and what we call them."""
 
 
 SHAPES = {kind: models.SHAPES[kind] | {"n_head": 4, "n_kv_head": 2} for kind in ("llama", "qwen3")}
@@ -36,42 +25,18 @@ SHAPES["gpt2"] = models.SHAPES["gpt2"] | {"n_head": 4}
 
 
 def expected(model):
-    """The tensors by llama.cpp's own names, in its orientation, [out, in]."""
-    if model.lm_head is not None:
-        return expected_llama(model)
-    layers = {"output_norm": model.ln_f}
-    for number, block in enumerate(model.h):
-        layers |= {f"blk.{number}.{name}": layer for name, layer in linear(block).items()}
-    wanted = {"token_embd.weight": model.wte.weight[: model.vocab_size], "position_embd.weight": model.wpe.weight}
-    for name, layer in layers.items():
-        bias = torch.zeros(layer.weight.size(0)) if layer.bias is None else layer.bias
-        wanted |= {f"{name}.weight": layer.weight, f"{name}.bias": bias}
+    """The tensors of transformers' model by llama.cpp's names, in its orientation, [out, in]. A Llama's features that
+    rotate together are side by side, in each head of eight."""
+    kind, wanted = model.config.architecture, {}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], 2)
+    for name, tensor in models.in_transformers(model).named_parameters():
+        their_name = names.get_name(name, (".weight", ".bias"))
+        if kind == "gpt2" and ".h." in name and tensor.dim() == 2:
+            tensor = tensor.T
+        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+            tensor = torch.cat([head[[0, 4, 1, 5, 2, 6, 3, 7]] for head in tensor.split(8)])
+        wanted[their_name] = tensor
     return wanted
-
-
-def linear(block):
-    """The layers of a block by llama.cpp's names."""
-    return {name: block.get_submodule(ours) for name, ours in map(str.split, LINEAR.strip().splitlines())}
-
-
-def expected_llama(model):
-    """The same of a Llama or a Qwen3 with four heads of eight features, and two of keys."""
-    tables = {"token_embd": model.wte, "output": model.lm_head}
-    wanted = {name: table.weight[: model.vocab_size] for name, table in tables.items()}
-    wanted["output_norm"] = model.ln_f.weight
-    for number, block in enumerate(model.h):
-        q, k, v = block.attn.c_attn.weight.split([32, 16, 16])
-        if model.config.architecture == "llama":
-            pairs = [0, 4, 1, 5, 2, 6, 3, 7]  # a head's features, those that rotate together side by side
-            q, k = (torch.cat([head[pairs] for head in rows.split(8)]) for rows in (q, k))
-        else:
-            norms = {"attn_q_norm": block.attn.q_norm.weight, "attn_k_norm": block.attn.k_norm.weight}
-            wanted |= {f"blk.{number}.{name}": weight for name, weight in norms.items()}
-        gate, up = block.mlp.c_fc.weight.chunk(2)
-        weights = {"attn_q": q, "attn_k": k, "attn_v": v, "ffn_gate": gate, "ffn_up": up}
-        weights |= {name: layer.weight for name, layer in linear(block).items() if name not in ("attn_qkv", "ffn_up")}
-        wanted |= {f"blk.{number}.{name}": weight for name, weight in weights.items()}
-    return {f"{name}.weight": weight for name, weight in wanted.items()}
 
 
 def fields(file):
@@ -129,17 +94,3 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
         model = tiny(tokenizer.vocab_size)
         expect_error("tokenizer = ", write_gguf, model, tokenizer, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_path, kind):
-    """Its names of transformers' tensors are those of `write_gguf`."""
-    write_tokenizer(TOKENIZER, DEFINITION.read_bytes(), 16, tmp_path)
-    write_model(tiny(TOKENIZER.vocab_size, **SHAPES[kind]), TOKENIZER, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["vocab_size"], config["architectures"]) == (TOKENIZER.vocab_size, [CLASSES[kind]])
-    special = gguf.SpecialVocab(tmp_path, load_merges=True, n_vocab=TOKENIZER.vocab_size)
-    assert special.special_token_ids == dict.fromkeys(("bos", "eos", "pad"), TOKENIZER.eot)
-    definition = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    tokens = [definition.id_to_token(rank) for rank in range(config["vocab_size"])]
-    assert encoded(tokens, special.merges) == TOKENIZER.encode(TEXT).tolist()

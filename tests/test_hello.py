@@ -21,8 +21,7 @@ def test_it_stands_alone_and_is_as_short_as_the_pages_say(script):
     lines = len(script.read_text().splitlines())
     assert lines <= (180 if script == GPT else 62)
     assert not re.search(r"^\s*(import|from) gpt2_ddp", script.read_text(), re.MULTILINE)
-    for page, text in (("first-steps.md", f"It has {lines} lines."), ("first-steps.zh-CN.md", f"它有 {lines} 行")):
-        assert text in (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert f"It has {lines} lines." in (ROOT / "docs/first-steps.md").read_text()
 
 
 @pytest.mark.parametrize(("script", "gpus", "variable", "processes", "message"), [

@@ -14,6 +14,7 @@ from ranks import run_ranks
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.files import read_json
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.scoring import Item, Request, answer, as_row, encode_pair, judge, load_sets, make_set, read_items, save
 
@@ -126,7 +127,7 @@ def test_accuracies_standard_errors_and_what_is_saved(tmp_path):
     assert as_row(made, likelihoods) == {"t_acc": 0.5, "t_acc_norm": 0.5}
     save(tmp_path / "t", made, result, {"step": 7})
     assert read_items(tmp_path / "t.jsonl") == made.items
-    scores = json.loads((tmp_path / "t.json").read_text())
+    scores = read_json(tmp_path / "t.json")
     assert scores.items() >= {"acc": 0.5, "chance": 0.5, "items_sha256": made.sha256, "step": 7}.items()
     likelihoods[3] = math.nan
     assert all(map(math.isnan, judge(made, likelihoods).metrics["acc"]))

@@ -21,7 +21,7 @@ WAITING = ("unequal_batches", "collective_on_one_rank")  # for timeouts
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in WAITING else ()) for name in EXPERIMENTS]
 
 LAB = load_docs("lab")
-PAGE = (ROOT / "docs/ddp-lab.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/ddp-lab.md").read_text()
 MEASURED = dict(re.findall(r"^### Figures: (\w+)\n(?:(?!^###).*\n)*?- \*\*measured\*\*: (.*)", PAGE, re.MULTILINE))
 """The figures on docs/ddp-lab.md, by lesson."""
 NUMBER = r"\d+(?:\.\d+)?(?:e[-+]\d+)?"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import ACCELERATE, ROOT, environment, expect_error, run_script
 from ranks import RankError, run_ranks
-from runs import assert_same, events, state_of, train, training_config
+from runs import assert_same, complete, events, state_of, train, training_config
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
@@ -51,7 +51,7 @@ def digest(run):
 @pytest.mark.slow
 def test_two_machines_on_loopback(config_file, corpus, tmp_path):
     """docs/several-machines.md's template, each "machine" with a process of its own, trains like one process."""
-    assert run_ranks(train, 1, training_config(corpus, tmp_path, SHORT)) == ["completed"]
+    complete(training_config(corpus, tmp_path, SHORT))
     port = str(reserve_port())
     template = str(ROOT / "configs/accelerate/multi_node.yaml")
     words = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]

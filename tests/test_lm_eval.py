@@ -14,12 +14,13 @@ import yaml
 from close import assert_close
 from hellaswag import made_items, write
 from ranks import run_ranks
-from runs import train, training_config
+from runs import complete, training_config
 
 from gpt2_ddp.config.cli import load as load_config
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig
 from gpt2_ddp.export import check
 from gpt2_ddp.export.export import export_hf
+from gpt2_ddp.files import read_json
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 LM_EVAL = Path(sys.executable).with_name("lm_eval")
@@ -63,7 +64,7 @@ def lm_eval_of(exported, page, folder):
     env |= {"CUDA_VISIBLE_DEVICES": "", "DISABLE_MULTIPROC": "1"}
     subprocess.run([LM_EVAL, *words[1:]], cwd=folder, env=env, check=True, timeout=570)
     (results,) = (folder / "found").rglob("results_*.json")
-    return json.loads(results.read_text())["results"]
+    return read_json(results)["results"]
 
 
 @pytest.mark.slow
@@ -71,10 +72,10 @@ def lm_eval_of(exported, page, folder):
 def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path, monkeypatch):
     """A run's checkpoint, as `evaluate.py` scores it, and its export. Some of the items have contexts longer than the
     model's, or none."""
-    page = (Path(__file__).parent.parent / "docs/evaluation.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs/evaluation.md").read_text()
     local_tasks(tmp_path / "local", page)
     changes = {"model.block_size": 128, "train.global_batch_tokens": 12 * 128, "optim.lr": 0.03}
-    run_ranks(train, 1, training_config(corpus, tmp_path, changes))
+    complete(training_config(corpus, tmp_path, changes))
     monkeypatch.setattr(check, "library_files", lambda: [Path(heapq.__file__)])
     assert export_hf(load_config(ExportConfig, [str(tmp_path / "run"), "--output", str(tmp_path / "export")])) == 0
     theirs = lm_eval_of(tmp_path / "export", page, tmp_path)
@@ -90,7 +91,7 @@ def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path, monkeypatch):
             assert_close(row["log_likelihoods"], answers, 1e-4)
             hits = row["pick"] == row["label"], row["pick_norm"] == row["label"]
             assert hits == (sample["acc"], sample["acc_norm"])
-        found, said = json.loads((tmp_path / f"scores/{name}.json").read_text()), theirs[f"local_{name}"]
+        found, said = read_json(tmp_path / f"scores/{name}.json"), theirs[f"local_{name}"]
         for metric in ("acc", "acc_norm"):
             assert_close(found[metric], said[f"{metric},none"], 1e-4)
             assert_close(found[f"{metric}_stderr"], said[f"{metric}_stderr,none"], 1e-9)

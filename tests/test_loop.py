@@ -11,7 +11,19 @@ import pytest
 import torch
 from close import assert_close, float64, in_float64
 from ranks import in_turn, run_ranks
-from runs import before_each_step, checkpoint_at, is_intact, rows, saved_steps, status, train, training_config, weights
+from runs import (
+    before_each_step,
+    checkpoint_at,
+    complete,
+    is_intact,
+    rows,
+    saved_steps,
+    state_of,
+    status,
+    train,
+    training_config,
+    weights,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.data.manifest import read_manifest
@@ -120,13 +132,16 @@ def test_processes_times_accumulation(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(("dropout", "processes", "differ"), [(0.1, 1, 0), (0.1, 2, 0), (0.1, 4, 1), (0.0, 4, 0)])
-def test_a_resume_notes_that_dropout_masks_differ(tmp_path, dropout, processes, differ):
+def test_a_resume_keeps_a_chosen_micro_batch_and_notes_that_dropout_masks_differ(tmp_path, dropout, processes, differ):
     """12 windows on 4 processes are 3 each: no micro-batches of 2, which the run had."""
     config = training_config(tmp_path, tmp_path, {"model.dropout": dropout, "train.micro_batch_size": 2})
     here = SimpleNamespace(num_processes=processes, device=torch.device("cpu"))
-    before = SimpleNamespace(task=SimpleNamespace(micro_batch=2))
+    setup = SimpleNamespace(processes=processes, device="cpu")
+    before = SimpleNamespace(task=SimpleNamespace(micro_batch=2), setup=setup)
     size, notes = choose_micro_batch(config, here, None, before)
     assert size == 2 - (processes == 4)
+    auto = training_config(tmp_path, tmp_path, {"train.micro_batch_size": "auto"})
+    assert choose_micro_batch(auto, here, None, before) == (size, [])
     assert sum("dropout" in note for note in notes) == differ
 
 
@@ -141,12 +156,13 @@ def test_resumed_on_other_numbers_of_processes(corpus, tmp_path, trained):
     """A run of 1, 2 and 3 processes, which was complete before, trains what one process does. Its past is not
     changed."""
     changes = {"train.steps": 14, "optim.decay_steps": 10}
-    run_ranks(train, 1, training_config(corpus, tmp_path / "whole", changes))
+    complete(training_config(corpus, tmp_path / "whole", changes))
     shutil.copytree(trained, tmp_path / "run")
-    run_ranks(train, 3, training_config(trained.parent / "data", tmp_path, changes))
+    complete(training_config(trained.parent / "data", tmp_path, changes), 3)
     whole, parts = rows(tmp_path / "whole/run"), rows(tmp_path / "run")
     assert parts[:11] == rows(trained)
     assert_alike(whole[1:], parts[1:])
+    assert state_of(tmp_path / "run")["task"]["micro_batch"] == 2, "of 4 windows on each"
     assert is_intact(tmp_path / "run")
 
 
@@ -173,7 +189,7 @@ def test_time_budget_stops_with_a_checkpoint(tiny_config, tmp_path):
 
 
 def test_init_from_starts_with_the_weights_of_another_run(tiny_config, tmp_path, trained):
-    run_ranks(train, 1, tiny_config({"train.init_from": str(trained), "train.steps": 1}))
+    complete(tiny_config({"train.init_from": str(trained), "train.steps": 1}))
     assert_close(rows(tmp_path / "runs/run")[0]["val_loss"], rows(trained)[-1]["val_loss"], 1e-6)
 
 
@@ -192,7 +208,7 @@ def test_data_are_prepared_on_first_use(tmp_path):
         assert outcome == "completed"
     assert rows(tmp_path / "run")[-1]["val_tokens"] > 0
     made = (data / "manifest.json").stat()
-    run_ranks(train, 1, training_config(data, tmp_path, changes | {"train.steps": 2}))
+    complete(training_config(data, tmp_path, changes | {"train.steps": 2}))
     assert (data / "manifest.json").stat().st_mtime_ns == made.st_mtime_ns
 
 

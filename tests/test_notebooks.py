@@ -28,7 +28,7 @@ files = pytest.mark.parametrize("file", sorted(ROOT.glob("docs/notebooks/*.ipynb
 
 @files
 def test_a_notebook_is_committed_without_outputs(file):
-    notebook = json.loads(file.read_text(encoding="utf-8"))
+    notebook = json.loads(file.read_text())
     assert notebook["metadata"].keys() == {"kernelspec", "language_info"}
     assert notebook["metadata"]["language_info"] == {"name": "python"}
     for cell in notebook["cells"]:

@@ -6,9 +6,6 @@ import hashlib
 import json
 import os
 import random
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +13,6 @@ from pathlib import Path
 import datasets
 import nasty
 import numpy as np
-import psutil
 import pyarrow.parquet
 import pytest
 from commands import expect_error, snapshot
@@ -32,9 +28,6 @@ from gpt2_ddp.output import locked_output
 from gpt2_ddp.preparation import encode, source_files, sources
 from gpt2_ddp.preparation import prepare as prepare_module
 from gpt2_ddp.preparation.prepare import prepare, suitable_vocab_size
-
-PROJECT = Path(__file__).parents[1]
-SCRIPT = [sys.executable, str(PROJECT / "scripts/prepare_data.py")]
 
 
 @pytest.fixture(scope="module")
@@ -209,32 +202,6 @@ def test_another_recipe_or_other_files_are_left_alone(texts, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.slow
-def test_killed_and_run_again(tmp_path):
-    source = f"{Path(os.__file__).parent}/*.py"
-    arguments = [*SCRIPT, "--source", source, *["--tokenizer", "gpt2", "--shard_tokens", "20000", "--workers", "2"]]
-    output = tmp_path / "killed"
-    process = subprocess.Popen([*arguments, "--output", str(output)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not list(tmp_path.glob(".killed.tmp/train_*.bin")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    children = psutil.Process(process.pid).children()
-    process.kill()
-    process.communicate()
-    assert not output.exists()
-    output.mkdir()
-    for name in (".source.jsonl", "train_000999.bin"):  # of one that was killed while it published its files
-        (output / name).touch()
-    expect_error("create it with prepare_data.py", read_manifest, output)
-    subprocess.run([*arguments, "--output", str(output)], check=True)
-    alone = PrepareConfig(source=source, output=str(tmp_path / "whole"), tokenizer="gpt2", shard_tokens=20_000)
-    whole = prepare(alone.model_copy(update={"workers": 1}))
-    assert read_manifest(output) == whole
-    assert {path.name for path in output.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
-    verify_shards(output, whole)
-    assert not any(child.is_running() for child in children)  # none outlives its parent
-
-
 def test_two_at_once(texts, tmp_path):
     found = run_ranks(said, 2, prepare, config(texts, tmp_path / "out"))
     assert sorted("is already prepared" in output for _, output, _ in found) == [False, True]
@@ -263,12 +230,18 @@ def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, is_disk):
     folder, output = tmp_path / "place/out", tmp_path / "link"
     folder.mkdir(parents=True)
     (folder / ".train-000000001.tmp").write_text("precious")
+    for name in (".source.jsonl", "train_000999.bin"):  # of one that was killed while it published its files
+        (folder / name).touch()
+    expect_error("create it with prepare_data.py", read_manifest, folder)
+    (left := (folder if is_disk else folder.parent) / ".out.tmp").mkdir()
+    (left / "val_000999.bin").touch()  # and of one that was killed before
     output.symlink_to(folder)
     if is_disk:
         output = folder
         monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
     made = prepare(config(texts, output))
     verify_shards(output, read_manifest(output), record=False)
+    assert not [*folder.glob("*_000999.bin")]
     assert prepare(config(texts, output)) == made
     assert os.listdir(tmp_path / "place") == ["out"]
     expected = {".source.jsonl", "manifest.json", ".train-000000001.tmp"}

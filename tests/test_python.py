@@ -16,7 +16,7 @@ from commands import ROOT, expect_error, forked, launch
 from pages import write_texts
 from ranks import run_ranks
 from runs import rows as rows_of
-from runs import training_config
+from runs import status, training_config
 
 import gpt2_ddp
 from gpt2_ddp import load_config, load_rows, prepare
@@ -107,9 +107,11 @@ def train_again_and_again(corpus, place):
     found["after"] = run("four")
     loop.train_step = lambda run: (refused("five"), train_step(run))[1]
     run("six")
+    with pytest.raises(ZeroDivisionError):
+        run("seven", lambda row: 1 / (3 - row["step"]))
     assert not PartialState._shared_state, "Accelerate's state is gone"
     Accelerator(cpu=True)
-    refused("seven")
+    refused("eight")
     return found
 
 
@@ -119,6 +121,7 @@ def test_training_again_in_one_process(corpus, tmp_path):
     assert found["first"].metrics == found["thread"].metrics == found["after"].metrics != found["second"].metrics
     assert (found["stopped"].outcome, found["stopped"].step) == ("stopped", 3)
     assert found["rows"] == rows_of(tmp_path / "one")
+    assert "ZeroDivisionError" in status(tmp_path / "seven")["reason"]
     rows = load_rows(tmp_path / "one")
     scored = {row["step"]: "val_loss" in row for row in rows}
     assert scored == {0: True, **dict.fromkeys(range(1, 6), False), 6: True}
@@ -173,7 +176,7 @@ def test_a_script_is_not_run_again_by_its_helpers(tmp_path):
 def test_the_page_runs_block_by_block(tmp_path):
     """As a notebook runs it, and nothing on the page is left out."""
     write_texts(tmp_path)
-    page = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) == page.count("```python")
     found = forked(["-c", "".join(blocks)], tmp_path)

@@ -12,7 +12,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.loop import seed_micro_batch
 
 
-def drawn(seed: int, step: int, number: int) -> list[float]:
+def drawn(seed, step, number):
     seed_micro_batch(seed, step, number)
     return torch.rand(4).tolist()
 
@@ -36,14 +36,14 @@ def test_seeding_leaves_nothing_behind():
     assert len(torch.cuda._queued_calls) == queued
 
 
-def one_rank_fails(failing: int) -> str:
+def one_rank_fails(failing):
     from gpt2_ddp.distributed.launch import build_accelerator
     from gpt2_ddp.distributed.ranks import on_every_rank, on_main
 
     accelerator = build_accelerator("cpu", "no")
     assert on_main(lambda: accelerator.process_index) == 0
 
-    def work() -> int:
+    def work():
         if accelerator.process_index == failing:
             raise UserError("field", failing, "of one rank")
         return accelerator.process_index
@@ -65,7 +65,7 @@ def test_a_limit_of_open_files_is_raised(monkeypatch):
 def test_a_rank_that_ended_before_the_ranks_connected_is_noticed(monkeypatch, capfd):
     """It was on this machine, and no process has its number any more."""
 
-    def end(code: int) -> None:
+    def end(code):
         raise SystemExit(code)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -77,7 +77,7 @@ def test_a_rank_that_ended_before_the_ranks_connected_is_noticed(monkeypatch, ca
     assert capfd.readouterr().err == "error: processes = 2: rank 1 ended early; see its output\n"
 
 
-def compared(here: list[dict[str, object]]) -> str:
+def compared(here):
     """What check_ranks_agree says where each rank has its own of `here`."""
     import os
 

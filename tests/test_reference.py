@@ -23,7 +23,7 @@ from gpt2_ddp.distributed.signals import INTERRUPTED
 from gpt2_ddp.scoring import METRICS
 from gpt2_ddp.state import FeedState, GPTData, JobData, Parent, Section, Setup, State
 
-FILES = (ROOT / "docs/files.md").read_text(encoding="utf-8")
+FILES = (ROOT / "docs/files.md").read_text()
 
 
 REFERENCE = load_docs("reference")
@@ -31,7 +31,7 @@ REFERENCE = load_docs("reference")
 
 @pytest.mark.parametrize("page", REFERENCE.PAGES)
 def test_a_generated_page_is_what_the_code_gives(page):
-    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    written = (ROOT / "docs" / page).read_text()
     assert written == REFERENCE.whole(page), "run `python docs/reference.py`, and commit the page"
 
 

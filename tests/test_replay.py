@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import expect_error
 from ranks import in_turn, run_ranks
-from runs import checkpoint_at, events, forge, reseal, said, train_with_faults, training_config
+from runs import checkpoint_at, complete, events, forge, reseal, said, training_config
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
@@ -40,7 +40,7 @@ def recorded(corpus, tmp_path_factory):
     shutil.copytree(corpus, place / "data")
     changes = {"train.steps": 12, "checkpoint.every": 4, "eval.every": 3, "model.dropout": 0.1, "guard.patience": 2}
     changes |= {"train.global_batch_tokens": 128, "eval.tokens": 200, "train.micro_batch_size": 4}
-    run_ranks(train_with_faults, 1, training_config(place / "data", place, changes), (32, 48))
+    complete(training_config(place / "data", place, changes), 1, (32, 48))
     assert [row["step"] for row in events(place / "run", "rollback")] == [8]
     return place
 

@@ -16,6 +16,7 @@ from hellaswag import items_file
 from ranks import run_ranks, run_until_killed
 from runs import (
     assert_same,
+    complete,
     is_intact,
     job_config,
     lasting_state,
@@ -74,6 +75,7 @@ def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
         return job_config(kind, output, changes)
     changes |= {
         "launch.parallel": parallel,
+        "model.architecture": {"adamw": "gpt2", "muon": "nanochat"}[optimizer],
         "data": {"path": [str(corpus), str(short_documents)], "weights": [2, 1]},
         "model.document_mask": True,
         "model.dropout": 0.1,
@@ -157,10 +159,10 @@ def test_it_equals_the_run_left_alone(corpus, short_documents, tmp_path, kind, w
     given = kind, corpus, short_documents, tmp_path, name, parallel
     whole, parts = (config_of(*given, part) for part in ("whole", "parts"))
     one, other = tmp_path / "whole/run", tmp_path / "parts/run"
-    assert run_ranks(train_with_faults, world, whole, bad) == ["completed"] * world
+    complete(whole, world, bad)
     for number, stop in enumerate(STOPS[stops][kind]):
         stop_at(parts, bad, world, *stop, number % world)
-    assert run_ranks(train_with_faults, world, parts, bad) == ["completed"] * world
+    complete(parts, world, bad)
 
     assert_same(one, other)
     if kind == "gpt2":

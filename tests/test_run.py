@@ -7,15 +7,13 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from ranks import in_turn, run_ranks, run_until_killed
 from runs import (
     checkpoint_at,
+    complete,
     expect_defect,
-    forge,
     job_config,
     reseal,
     rows,
@@ -31,21 +29,19 @@ from runs import (
 
 from gpt2_ddp.checkpoint.run_files import METRICS, STATUS, is_locked
 from gpt2_ddp.checkpoint.run_folder import RunFolder
-from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.encode import write_manifest
 
 
-def files(folder: Path) -> dict[str, int]:
+def files(folder):
     return {str(file): file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
 
 
 # Captured and restored
 
 
-def there_and_back(config: RunConfig) -> list[Any]:
+def there_and_back(config):
     """Trains four steps, saves; then three times four more from there, and what they came to each time."""
     import torch
     from runs import built
@@ -84,37 +80,6 @@ def test_back_in_the_middle_of_a_run(corpus, tmp_path, kind):
 # Fields that have come or gone
 
 
-def edit(file: Path, change: Any) -> None:
-    """Changes the fields of a small file of a checkpoint, and its manifest with them."""
-    values = yaml.safe_load(file.read_text())
-    change(values)
-    file.write_text(json.dumps(values) if file.suffix == ".json" else yaml.safe_dump(values))
-    reseal(file)
-
-
-def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_path, trained):
-    run = Path(shutil.copytree(trained, tmp_path / "run"))
-    shutil.rmtree(checkpoint_at(run, 10))
-    place = checkpoint_at(run, 5)
-
-    def other(values: dict) -> None:
-        del values["optim"]["betas"], values["model"]["bias"]
-        values["optim"]["nesterov"] = True
-
-    edit(place / "config.yaml", other)
-
-    def less(state: dict) -> None:
-        for name in ("guard", "optimizer", "losses"):
-            del state[name]
-        state["progress"], state["feed"]["novel"], state["novel"] = {"step": 5}, 1, 1
-        del state["feed"]["skipped_ranges"], state["setup"]["threads"], state["setup"]["versions"]
-
-    edit(place / "state.json", less)
-    forge(run)
-    run_ranks(train, 2, training_config(trained.parent / "data", tmp_path))
-    assert untimed(run) == untimed(trained)
-
-
 def test_a_run_without_scores_begins_without_a_row(corpus, tmp_path):
     """One without a validation split; its evaluations have rows as other steps."""
     config = training_config(other_data(corpus, tmp_path), tmp_path, {"train.steps": 2, "eval.every": 2})
@@ -125,7 +90,7 @@ def test_a_run_without_scores_begins_without_a_row(corpus, tmp_path):
 # Refused before long work
 
 
-def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin", ".safetensors")) -> list[str]:
+def without_long_work(configs, large=(".bin", ".safetensors")):
     """What each training prints, or its refusal, while nothing is hashed but small files, and no model is built."""
     import hashlib
 
@@ -133,11 +98,11 @@ def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin"
 
     file_digest = hashlib.file_digest
 
-    def small(file: Any, algorithm: Any) -> Any:
+    def small(file, algorithm):
         assert Path(file.name).suffix not in large, f"{file.name} is hashed"
         return file_digest(file, algorithm)
 
-    def build(*args: object) -> None:
+    def build(*args):
         raise AssertionError("a model is built")
 
     os.environ["CXX"], hashlib.file_digest = "no-such-compiler", small
@@ -146,7 +111,7 @@ def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin"
     return [one if isinstance(one, str) else one[1] for one in found]
 
 
-def other_data(corpus: Path, folder: Path) -> Path:
+def other_data(corpus, folder):
     other = Path(shutil.copytree(corpus, folder / "other"))
     manifest = read_manifest(other)
     write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"]}))
@@ -215,7 +180,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(tmp_path, traine
     if is_forged:
         reseal(weights)
     config = training_config(trained.parent / "data", tmp_path, {"optim.decay_steps": 10})
-    assert run_ranks(train, 2, config) == ["completed"] * 2
+    complete(config, 2)
     assert weights.read_bytes() == content
     assert untimed(run) == untimed(trained)
     assert verified(run, capsys)[0] == is_forged
@@ -245,14 +210,14 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_starts_over(tmp_path, 
     config = job_config("regression", tmp_path, {"train.epochs": 2})
     run_until_killed(train_with_faults, 1, config, (0, 0), math.nan, 3)
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2]
-    assert run_ranks(train, 1, config) == ["completed"]
+    complete(config)
     assert untimed(tmp_path / "run") == untimed(trained_job)
 
 
 # Held by one trainer
 
 
-def is_locked_after(config: TrainingConfig) -> int:
+def is_locked_after(config):
     """Trains; whether another process then finds the folder locked."""
     train(config)
     child = os.fork()
@@ -266,7 +231,7 @@ def test_one_process_lets_go_of_its_folder(corpus, tmp_path):
     assert run_ranks(is_locked_after, 1, training_config(corpus, tmp_path, {"train.steps": 1})) == [0]
 
 
-def recorded_early(config: TrainingConfig) -> dict[str, Any]:
+def recorded_early(config):
     """What status.json holds if a rank is lost before the task is made."""
     from gpt2_ddp.distributed import watchdog
     from gpt2_ddp.training.run import open_run
@@ -277,7 +242,7 @@ def recorded_early(config: TrainingConfig) -> dict[str, Any]:
         report_to(self, report, record),
     )
 
-    def make_task(*_: object):
+    def make_task(*_):
         records[0]("rank 1 was killed")
         raise UserError("data", "x", "ends the start")
 
@@ -296,7 +261,7 @@ def test_a_rank_that_is_lost_while_the_start_is_found_is_recorded(corpus, tmp_pa
 
 @pytest.mark.parametrize("way", ["save", "start"])
 def test_architecture_names_the_calls_of_a_save_and_of_a_start_in_their_order(trained, way):
-    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text()
     items = text.partition(f"**The way of a {way}**")[2].split("\n\n")[1].splitlines()
     names = [name for item in items for name in re.findall(r"`([\w.]+)`", item.partition(":")[0])]
     assert len(names) > 5

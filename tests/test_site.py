@@ -19,7 +19,7 @@ HOOK = load_docs("site_hook")
 
 def without_code(page):
     """The page's text without fenced blocks."""
-    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(page):
@@ -50,7 +50,7 @@ class Loader(yaml.SafeLoader):
 
 
 Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
-MKDOCS = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
+MKDOCS = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
 
 
 def test_the_navigation_has_every_page_once():
@@ -73,11 +73,11 @@ def test_links_out_of_docs_become_addresses_or_text():
 
 @pytest.mark.parametrize("page", ["architecture", "reliability"])
 def test_the_tests_and_files_that_a_page_names_exist(page):
-    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    text = (ROOT / f"docs/{page}.md").read_text()
     named = re.findall(r"`((?:faults/)?test_\w+\.py)(?:(?: -k |::)(\"[^`]+\"|\w+))?`", text)
     assert len(named) > 12
     for file, chosen in named:
-        content = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        content = (ROOT / "tests" / file).read_text()
         assert all(word in content for word in re.findall(r"\w+", chosen)), (file, chosen)
     files = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
     assert [

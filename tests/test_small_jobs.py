@@ -26,7 +26,7 @@ def test_presets_load_and_are_taken_back(tmp_path, name, command):
     assert load(command, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
-def run_script(name: str, flags: str) -> None:
+def run_script(name, flags):
     found = forked([str(ROOT / "scripts" / name), *flags.split(), "--train.device", "cpu"], ROOT)
     assert found.returncode == 0, found.stderr
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import expect_error, expect_field
-from nasty import DECODABLE, LATIN, NOT_TEXT, PROSE, RUSSIAN, config, texts
+from nasty import DECODABLE, LATIN, PROSE, RUSSIAN, config, texts
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
@@ -84,15 +84,6 @@ def test_what_can_be_decoded_is_read_byte_for_byte(tmp_path):
         (tmp_path / name).write_bytes(data)
         assert texts(tmp_path / name) == [text], name
     assert texts(tmp_path) == [DECODABLE[name][1] for name in sorted(DECODABLE)]
-
-
-def test_what_is_not_text_is_left_out_whatever_its_name(tmp_path):
-    (tmp_path / "words.txt").write_text("words")
-    for name, data in NOT_TEXT.items():
-        (tmp_path / name).write_bytes(data)
-        expect_error(rf"source = .*{name}: ", scan, config(tmp_path / name))
-    assert {Path(line.split()[0]).name for line in scan(config(tmp_path)).left_out} == {*NOT_TEXT}
-    assert texts(tmp_path) == ["words"]
 
 
 def test_text_in_another_encoding_is_asked_for(tmp_path):

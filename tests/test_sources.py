@@ -98,21 +98,18 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """As much of the Hub as a stream of one parquet file, of the dataset `owner/name`, needs."""
 
     protocol_version = "HTTP/1.1"
-    file = "data/train-00000-of-00001.parquet"
+    file = "train-00000-of-00001.parquet"
     texts = tuple(f"document {number} of the hub" for number in range(300))
     buffer = io.BytesIO()
     pa.parquet.write_table(pa.table({"body": texts}), buffer)
     data = buffer.getvalue()
 
     def do_GET(self):
-        path, _, query = self.path.partition("?")
-        commit = "a" * 40
-        entry = {"type": "file", "path": self.file, "size": len(self.data), "oid": "b" * 40}
+        path = self.path.partition("?")[0]
         if "/tree/" in path:
-            inside = path.endswith("/data") or "recursive=true" in query
-            self.answer(json.dumps([entry if inside else {"type": "directory", "path": "data", "oid": "c" * 40}]))
+            self.answer(json.dumps([{"type": "file", "path": self.file, "size": len(self.data), "oid": "b" * 40}]))
         elif path.startswith("/api/datasets/owner/name"):
-            self.answer(json.dumps({"id": "owner/name", "sha": commit, "siblings": [{"rfilename": self.file}]}))
+            self.answer(json.dumps({"id": "owner/name", "sha": "a" * 40, "siblings": [{"rfilename": self.file}]}))
         elif path.endswith(self.file):
             first, _, last = self.headers.get("Range", "bytes=0-").partition("=")[2].partition("-")
             self.answer(self.data[int(first) : int(last or len(self.data)) + 1], 206)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import step
 from benchmarks.config import BenchmarkConfig
-from gpt2_ddp.config.training import TrainingConfig
 
 PRESET = str(Path(__file__).parents[1] / "configs/gpt2_124m.yaml")
 STEPS = 4
@@ -51,7 +50,7 @@ class Calls:
         self.total += event == "call"
 
 
-def count(counter, contender, *arguments) -> int:
+def count(counter, contender, *arguments):
     """What a counter finds in `STEPS` steps of a contender, after two others."""
 
     def steps():
@@ -72,7 +71,7 @@ def compared(counter, run):
     return count(counter(), step.ours, run), count(counter(), step.bare, run, torch.device("cpu"))
 
 
-def short_run(folder: Path, precision: str, changes: dict[str, int]) -> TrainingConfig:
+def short_run(folder, precision, changes):
     config = BenchmarkConfig(device="cpu", preset=PRESET, block_size=32)
     run = step.short_run(config, folder, 1, precision, "off", changes)
     step.random_tokens(Path(run.data.paths[0]), "bytes" if changes == step.TINY else "gpt2")

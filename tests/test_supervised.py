@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,20 +10,18 @@ import torch
 from cifar import pictures, write_cifar
 from close import assert_close, float64, in_float64
 from commands import expect_error
-from ranks import RankError, in_turn, run_ranks
+from ranks import in_turn, run_ranks
 from runs import (
-    assert_same,
-    expect_defect,
-    forge,
-    is_intact,
+    complete,
     job_config,
     rows,
-    train_with_faults,
     weights,
 )
 from runs import run_small_job as train
 
+from gpt2_ddp.config.hints import check_resumable
 from gpt2_ddp.data.order import Permutation
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import JobData
 from gpt2_ddp.tasks.jobs import LeNet, make_job
 from gpt2_ddp.tasks.supervised import Samples, Supervised, job_schedule, score_each
@@ -71,29 +68,14 @@ def test_rates_by_epochs(tmp_path):
     changes = {"optim.lr": 0.2, "optim.warmup_epochs": 1, "optim.schedule": "cosine"}
     cosine = job_schedule(job_config("regression", tmp_path, changes), 0.2, 7)
     assert_close([cosine(step) for step in (1, 7, 14, 28)], [0.2 / 7, 0.2, 0.15, 0.0])
+    saved = job_config("regression", tmp_path, changes).model_dump(mode="json")
+    longer = job_config("regression", tmp_path, changes | {"train.epochs": 6})
+    expect_error("train.epochs = 6: ", check_resumable, longer, "regression", saved, 14)
     changes |= {"optim.schedule": "step", "optim.step_epochs": (2, 3.5), "optim.step_factor": 0.5}
     steps = job_schedule(job_config("regression", tmp_path, changes), 0.2, 7)
     assert_close([steps(step) for step in (7, 14, 15, 24, 25)], [0.2, 0.2, 0.1, 0.1, 0.05])
     constant = job_schedule(job_config("regression", tmp_path), 0.01, 7)
     assert {constant(step) for step in (1, 28, 10**6)} == {0.01}
-
-
-@pytest.mark.slow
-def test_a_cosine_goes_on_to_the_end_that_it_had(tmp_path, capsys):
-    changes = {"optim.schedule": "cosine", "optim.warmup_epochs": 1.5}
-    run_ranks(train, 1, job_config("regression", tmp_path / "whole", changes))
-    parts = job_config("regression", tmp_path / "parts", changes)
-    assert run_ranks(train_with_faults, 1, parts, (0, 0), 1.0, 14, signal.SIGTERM) == ["stopped"]
-    with pytest.raises(RankError, match=r"train.epochs = 6: "):
-        run_ranks(train, 1, job_config("regression", tmp_path / "parts", {**changes, "train.epochs": 6}))
-    run_ranks(train, 1, parts)
-    run = tmp_path / "parts/run"
-    assert_same(tmp_path / "whole/run", run)
-    rates = [row["lr"] for row in rows(run)[1:]]
-    assert (max(rates), rates[-1]) == (rates[13], 0.0)
-    assert is_intact(run)
-    forge(run, lambda rows: [row.update(lr=rates[19]) for row in rows if row.get("lr") == rates[20]])
-    expect_defect(run, capsys, "metrics.jsonl, line 26: lr of step 21")
 
 
 SETS = ((1, 4), (2, 1), (37, 8), (48, 8))
@@ -143,18 +125,8 @@ def test_images_are_scored_as_by_a_plain_computation_and_their_folder_may_move(t
     assert_close({name: last[name] for name in expected}, expected, 1e-5, loss)
 
 
-def test_more_epochs_go_on(trained_job, tmp_path):
-    shutil.copytree(trained_job, tmp_path / "run")
-    before = rows(tmp_path / "run")
-    longer = job_config("regression", tmp_path, {"train.epochs": 3})
-    run_ranks(train, 2, longer)
-    assert rows(tmp_path / "run")[: len(before)] == before
-    assert rows(tmp_path / "run")[-1]["step"] == before[-1]["step"] // 2 * 3
-    assert_by_hand(tmp_path, longer)
-
-
 def test_scale_with_processes(tmp_path):
-    run_ranks(train, 2, job_config("regression", tmp_path, {"scale_with_processes": True}))
+    complete(job_config("regression", tmp_path, {"scale_with_processes": True}), 2)
     assert_by_hand(tmp_path, job_config("regression", tmp_path, {"train.global_batch_size": 24, "optim.lr": 0.02}))
 
 
@@ -167,10 +139,10 @@ def test_another_number_of_processes(tmp_path, name, value, processes):
     expect_error(f"^{name} = {value}: ", Supervised, make_job, config, accelerator, saved)
 
 
-def test_a_run_keeps_what_it_was_started_with(trained_job, tmp_path):
-    shutil.copytree(trained_job, tmp_path / "run")
+def test_a_run_keeps_what_it_was_started_with(tmp_path):
+    saved = job_config("regression", tmp_path).model_dump(mode="json")
     kept = {"seed": 5, "optim.lr": 0.5, "train.global_batch_size": 6, "data.noise": 0.2}
     fields = "|".join(f"{field} = {value}: " for field, value in kept.items())
-    with pytest.raises(RankError) as refused:
-        run_ranks(train, 1, job_config("regression", tmp_path, kept))
+    with pytest.raises(UserError) as refused:
+        check_resumable(job_config("regression", tmp_path, kept), "regression", saved, 18)
     assert len(re.findall(fields, str(refused.value))) == 4

@@ -1,7 +1,6 @@
 """The design, tried: a kind of training that nobody thought of is one short class, and has all that the others have."""
 
 import math
-import signal
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -9,8 +8,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from close import assert_close
-from ranks import run_ranks
-from runs import train_with_faults, untimed
+from runs import complete, untimed
 from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
@@ -75,7 +73,8 @@ class Letters:
         return nn.functional.cross_entropy(model(letters), following, reduction="sum")
 
     def due(self, step: int, last: bool) -> Due:
-        return Due(log=True, evaluate=self.feed.ended_epoch, save=last or step % 7 == 0)
+        log = step % self.config.tracking.log_every == 0
+        return Due(log=log, evaluate=self.feed.ended_epoch, save=last or step % 7 == 0)
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         for _ in range(4):
@@ -94,28 +93,15 @@ class Letters:
         self.best = state.model_dump()["best"]
 
 
-# ---- What it is given
-
-
-class Quiet(Letters):
-    """Has no row of its own due, and evaluates every five steps."""
-
-    def due(self, step: int, last: bool) -> Due:
-        return Due(log=False, evaluate=step % 5 == 0, save=last)
-
-
 LettersConfig.task = Letters
 
 
-def letters(config: LettersConfig, make: Any, *faults: Any) -> str:
-    """`train_with_faults` of another task."""
-    LettersConfig.task = make
-    return train_with_faults(config, *faults)
+# ---- What it is given
 
 
 def test_a_bad_gradient_is_skipped(tmp_path):
     """212 pairs in steps of 50: the last step of an epoch has 12."""
-    run_ranks(train_with_faults, 2, LettersConfig(output_dir=str(tmp_path), run_name="run", steps=7), (100, 150))
+    complete(LettersConfig(output_dir=str(tmp_path), run_name="run", steps=7), 2, (100, 150))
     found = untimed(tmp_path / "run")[1:]
     assert [row["letters"] for row in found] == [50, 100, 150, 200, 212, 262, 312]
     assert [row["step"] for row in found if "train_loss" in row] == [5]
@@ -129,11 +115,9 @@ def test_a_bad_gradient_is_skipped(tmp_path):
 
 
 def test_an_evaluation_writes_its_row_where_no_row_is_due(tmp_path):
-    """Its means are of all steps since the row before, over a stop too."""
-    config = LettersConfig(output_dir=str(tmp_path), run_name="run", steps=12)
-    stop = ((0, 0), math.nan, 5, signal.SIGTERM)
-    assert run_ranks(letters, 1, config, Quiet, *stop) == ["stopped"]
-    assert run_ranks(letters, 1, config, Quiet) == ["completed"]
+    """Its means are of all steps since the row before."""
+    rare = TrackingConfig(log_every=99)
+    complete(LettersConfig(output_dir=str(tmp_path), run_name="run", steps=12, tracking=rare))
     found = untimed(tmp_path / "run")
     assert [(row["step"], row["letters"], "val_loss" in row) for row in found] == [
         *((0, 0, True), (5, 212, True), (10, 424, True))

@@ -13,6 +13,7 @@ from runs import rows, said, train, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
+from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.scoring import read_items
 
@@ -61,7 +62,7 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
     assert elsewhere == [""]
     results = found_by_two + run_ranks(evaluate, 1, configs[1:])[0]
     found = run / "evaluations/step-00000010"
-    told = {name: json.loads((found / f"{name}.json").read_text()) for name in ("items", "my_items")}
+    told = {name: read_json(found / f"{name}.json") for name in ("items", "my_items")}
     for name, summary in told.items():
         kept = read_items(found / f"{name}.jsonl")
         scores = [json.loads(line) for line in (found / f"{name}.jsonl").read_text().splitlines()]
@@ -104,7 +105,7 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
     assert {step: names & {*row} for step, row in scored.items()} == {0: names, 10: names, 11: names}
     state = find_checkpoint(run / "checkpoints/step-00000010").state
     for name in ("items", "other"):
-        own = json.loads((told / f"{name}.json").read_text())
+        own = read_json(told / f"{name}.json")
         assert [scored[10][f"{name}_{metric}"] for metric in ("acc", "acc_norm")] == [own["acc"], own["acc_norm"]]
         assert state.task.tasks[name] == own["items_sha256"]
     assert "the items of other" in others

