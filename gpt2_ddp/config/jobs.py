@@ -149,19 +149,15 @@ class ClassifierDataConfig(Section):
     """data set: `clusters`, two uniform ones in a cube; `cifar10`; `cifar100`; `images`, your own, in path; or
     OWNER/NAME, images of a data set on the Hub"""
     path: str | None = None
-    """images: local folder (class folders, parquet files, ...: docs/small-jobs.md); null: from the Hub"""
+    """images: local folder (class folders, parquet files, archives: docs/small-jobs.md); null: from the Hub"""
     image_size: int | None = Field(default=None, ge=1, le=4096)
     """images: width and height in pixels, after a crop to the centred square; null: unchanged, all of one size"""
     image_column: str | None = None
-    """images of parquet files, save_to_disk or the Hub: column of images; null: img or image"""
+    """images of parquet files or the Hub: column of images; null: img or image"""
     label_column: str | None = None
     """the same sources: column of classes; null: label, fine_label, labels or class"""
     test_fraction: float = Field(default=0.1, gt=0, lt=1)
     """images without a test split: fraction of the training images to test on instead"""
-    memory_gb: NonNegativeFloat = 4
-    """images: memory per process for decoded images, in gigabytes; larger data sets are decoded at each read"""
-    workers: int = Field(default=0, ge=0, le=64)
-    """images above memory_gb: loader processes per rank that decode them; 0: the rank decodes them"""
     augment: bool = False
     """images: random crops after 4 pixels of padding, and random horizontal flips"""
     points: Count = 20_000
@@ -210,10 +206,6 @@ class ClassifierConfig(JobConfig):
         if self.model.sync_batchnorm and self.model.name != "resnet18":
             hint = f"{self.model.name} has no BatchNorm; use resnet18, or remove the flag"
             yield "model.sync_batchnorm", "true", hint
-
-    def may_change(self, name: str, before: Any, step: int) -> bool:
-        decoding = name in ("data.memory_gb", "data.workers")  # the images stay the same
-        return decoding or super().may_change(name, before, step)
 
 
 CLUSTERS, OWN_IMAGES = "configs/jobs/mlp_clusters.yaml", "configs/jobs/images.yaml"

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     found = values[:, plain:].T.numpy()
     if len(found) and (config.output or not config.data):  # without `output`, only the run's own samples are saved
         folder = Path(config.output or _evaluations(checkpoint))
-        lines = format_predictions(found[1:], job.facts.get("classes"), job.test.where, found[0])
+        lines = format_predictions(found[1:], job.facts.get("classes"), job.test.names, found[0])
         on_main(partial(write_predictions, folder, lines))
         line += f"; predictions are in {folder}"
     return line
@@ -213,7 +213,7 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
 
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     found = score_each(accelerator, prepared, images, score, config.batch_size)[1].T.numpy()
-    lines = [*format_predictions(found, record["classes"], images.where)]
+    lines = [*format_predictions(found, record["classes"], images.names)]
     if config.output:
         on_main(partial(write_predictions, Path(config.output), lines))
     best = [[f"{name} {share:.2%}" for name, share in line["probabilities"].items()][:SHOWN] for line in lines]
@@ -234,17 +234,17 @@ def predictions(outputs: Tensor) -> dict[str, Tensor]:
 
 
 def format_predictions(
-    found: np.ndarray, names: Sequence[str] | None, where: Callable[[int], str], targets: np.ndarray | None = None
+    found: np.ndarray, names: Sequence[str] | None, files: Sequence[str], targets: np.ndarray | None = None
 ) -> Iterator[dict[str, Any]]:
     """A line of predictions.jsonl for each sample. `found`: fp64 [., N], `predictions` of the samples. `names`: of the
-    classes; None: their numbers. `where`: names the samples of images. `targets`: fp64 [N]; None: unknown."""
+    classes; None: their numbers. `files`: the names of images. `targets`: fp64 [N]; None: unknown."""
     n = len(found) // 2
 
     def named(value: float) -> str | float:
         return names[int(value)] if names else str(int(value)) if n else value
 
     for item, values in enumerate(found.T.tolist()):
-        line = {"file": where(item)} if names else {"sample": item}
+        line = {"file": files[item]} if files else {"sample": item}
         line |= {} if targets is None else {"target": named(float(targets[item]))}
         shares = dict(zip(map(named, values[:n]), values[n:], strict=False))
         yield line | ({"class": named(values[0]), "probabilities": shares} if n else {"prediction": values[0]})

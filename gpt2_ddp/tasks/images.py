@@ -1,18 +1,16 @@
 """Images as samples: of class folders, of the archives of CIFAR and MNIST, and of what `datasets` reads.
 
-The split of an image is never guessed: only the name of a split's own file or folder decides it.
-Pixels are kept if they fit into memory, otherwise decoded at each read.
+The split of an image is never guessed: only the name of a split's own file or folder decides it. All images are decoded
+once, and kept in memory.
 """
 
 import glob
 import io
-import math
 import os
 import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,20 +21,18 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
-from gpt2_ddp.data.feed import Reading, make_loader, unwrap
-from gpt2_ddp.data.order import Permutation
-from gpt2_ddp.distributed.ranks import from_main, on_every_rank
+from gpt2_ddp.distributed.environment import free_memory
+from gpt2_ddp.distributed.ranks import on_every_rank
 from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import load_from_hub, regular
 from gpt2_ddp.preparation.source_files import files_below, open_bytes
-from gpt2_ddp.tasks.supervised import hash_of
+from gpt2_ddp.tasks.supervised import Samples
 
-SCANNED = 64  # images that are decoded at a time before training
 TEST = ("test", "validation", "val")  # splits that can be the one to test on; the first that is there is
 COLUMNS = {"image": ("img", "image"), "label": ("label", "fine_label", "labels", "class")}
 HINT = (
     "name a folder with train/CLASS/*.png and test/CLASS/*.png, all equally deep, with train and test parquet files, "
-    "of save_to_disk, or of the unpacked archive of CIFAR or MNIST; without a network, download such files"
+    "or of the unpacked archive of CIFAR or MNIST; without a network, download such files"
 )
 CIFAR = {"batches.meta": [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"], "meta": ["train", "test"]}
 """Files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
@@ -48,91 +44,49 @@ Rows = Iterator[tuple[str, dict[str, Any]]]
 class Images(NamedTuple):
     """A training and a test split, inputs uint8 [N, 3, H, W] and targets int64 [N]."""
 
-    train: "StoredImages"
-    test: "StoredImages"
+    train: Samples
+    test: Samples
     facts: dict[str, Any]  # what a checkpoint keeps of them
 
 
-@dataclass
-class StoredImages:
-    """The images of a split. They are decoded whenever they are read, and take no memory; or all at once by `scan`."""
-
-    place: str  # the split's name in messages
-    table: Any  # of `datasets`, with the column image
-    rows: np.ndarray  # int64 [N], of the table
-    targets: Tensor  # int64 [N]
-    config: ClassifierDataConfig
-    shape: tuple[int, ...]  # [3, H, W] of each; (): of the first that is read
-    workers: int = 0
-    field: str = "data.path"  # of messages
-    inputs: Tensor | None = None  # uint8 [N, 3, H, W], once they are kept
-    digest: str = ""  # of all samples
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def where(self, item: int) -> str:
-        """The sample's name in messages."""
-        row = int(self.rows[item])
-        stored = self.table[row]["image"]
-        if stored and stored["path"] and not stored["bytes"]:
-            return stored["path"]
-        return f"{self.place}, row {row}"
-
-    def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
-        """uint8 [b, 3, H, W] and int64 [b] of the samples int64 [b]. Raises: UserError where one cannot be decoded."""
-        targets = self.targets[items]
-        if self.inputs is not None:
-            return self.inputs[items], targets
-        images = []
-        for item, stored in zip(items, self.table[self.rows[items]]["image"], strict=True):
-            try:
-                image = decode_image(stored, self.config.image_size)
-                self.shape = self.shape or image.shape
-                if self.shape != image.shape:
-                    raise ValueError(f"its size differs from {self.shape[2]} x {self.shape[1]}; set data.image_size")
-            except Exception as error:  # Pillow raises any for a damaged file
-                reason = str(error).partition(" <")[0]  # without an address in memory
-                raise UserError(self.field, self.where(item), f"cannot be read as an image ({reason})") from error
-            images.append(image)
-        return torch.from_numpy(np.stack(images)), targets
-
-    def sha256(self) -> str:
-        assert self.digest, "load_images decodes all images once"
-        return self.digest
-
-    def scan(self, keep: bool) -> None:
-        """Decodes all images once, in order, and may keep them."""
-        inputs = torch.empty(len(self) if keep else 0, *self.shape, dtype=torch.uint8)
-        self.workers = 0 if keep else self.workers
-        parts = np.split(np.arange(len(self)), range(SCANNED, len(self), SCANNED))
-        loader = make_loader(Reading(self.read, parts), self.workers)
-
-        def batches() -> Iterator[Tensor]:
-            for items, (images, _) in zip(parts, map(unwrap, loader), strict=True):
-                if keep:
-                    inputs[items] = images
-                yield images
-
-        self.digest = hash_of(f"{torch.uint8} {(len(self), *self.shape)}", batches(), self.targets)
-        self.inputs = inputs if keep else None
+def decode(
+    stored: Sequence[Any], place: str, size: int | None, shape: tuple[int, ...], field: str = "data.path"
+) -> tuple[Tensor, list[str]]:
+    """uint8 [N, 3, H, W] of rows of `datasets`, and their names in messages: the file, or the row of `place`. `shape`:
+    [3, H, W] of each; (): of the first. Raises: UserError of `field` where one cannot be decoded, or memory does not
+    suffice."""
+    inputs, names = torch.empty(0), []
+    for row, image in enumerate(stored):
+        is_file = image and image["path"] and not image["bytes"]
+        names.append(image["path"] if is_file else f"{place}, row {row}")
+        try:
+            pixels = decode_image(image, size)
+            shape = shape or pixels.shape
+            if shape != pixels.shape:
+                raise ValueError(f"its size differs from {shape[2]} x {shape[1]}; set data.image_size")
+        except Exception as error:  # Pillow raises any for a damaged file
+            reason = str(error).partition(" <")[0]  # without an address in memory
+            raise UserError(field, names[-1], f"cannot be read as an image ({reason})") from error
+        if not row:
+            if (needed := len(stored) * pixels.size) > free_memory():
+                hint = f"images need {needed / 1e9:.1f} GB of memory; set a smaller data.image_size"
+                raise UserError(field, f"{len(stored):,}", hint)
+            inputs = torch.empty(len(stored), *shape, dtype=torch.uint8)
+        inputs.numpy()[row] = pixels
+    return inputs, names
 
 
-def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequence[int]) -> StoredImages:
-    """The images of files and folders, `images` of the user, prepared as those of a run, with targets 0. Decodes all of
-    them once. Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
-    from datasets import Dataset
-
+def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequence[int]) -> Samples:
+    """The images of files and folders, `images` of the user, prepared as those of a run, with targets 0.
+    Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
     files = []
     for name in names:
         files += _images_in(Path(name)) if os.path.isdir(name) else [Path(name)]
-    n = len(files)
-    if not n:
+    if not files:
         raise UserError("images", " ".join(names), "has no images")
-    table = Dataset.from_list([{"image": {"path": str(file), "bytes": None}} for file in files])
-    images = StoredImages("", table, np.arange(n), torch.zeros(n).long(), config, tuple(shape), field="images")
-    images.scan(keep=False)
-    return images
+    stored = [{"path": str(file), "bytes": None} for file in files]
+    inputs, paths = decode(stored, "", config.image_size, tuple(shape), "images")
+    return Samples(inputs, torch.zeros(len(files)).long(), paths)
 
 
 def load_images(
@@ -143,52 +97,22 @@ def load_images(
     Raises: UserError, on every rank, if they cannot be read or contradict the configuration."""
     first = accelerator.is_local_main_process
     early = on_every_rank(lambda: read_images(config, seed, facts) if first else None)
-    images = on_every_rank(lambda: early or read_images(config, seed, facts, look=False))
-    for samples in (images.train, images.test):
-        of_main = from_main(samples.digest)
-        samples.digest = samples.digest or of_main  # a rank that did not decode all of them has none
-    return images
+    return on_every_rank(lambda: early or read_images(config, seed, facts))
 
 
-def read_images(
-    config: ClassifierDataConfig, seed: int = 0, facts: Mapping[str, Any] | None = None, look: bool = True
-) -> Images:
-    """As `load_images`, in one process. `look`: also decode images that are not kept, which finds broken ones."""
+def read_images(config: ClassifierDataConfig, seed: int = 0, facts: Mapping[str, Any] | None = None) -> Images:
+    """As `load_images`, in one process."""
     facts = facts or {}
-    tables, classes, numbers = read_source(config, facts.get("classes"))
-    parts = [(name, np.arange(len(of_split))) for name, of_split in numbers.items()]
-    if len(parts) == 1:
-        parts = [("train", rows) for rows in _hold_out(numbers["train"], config, seed)]
+    tables, classes, numbers = read_source(config, seed, facts.get("classes"))
     shape = tuple(facts.get("image_shape", ()))
     splits = []
-    for name, rows in parts:
-        targets = torch.from_numpy(numbers[name][rows])
-        images = StoredImages(
-            f"{config.path or config.name}, split {name}", tables[name], rows, targets, config, shape, config.workers
-        )
-        images.read(np.zeros(1, int))
-        shape = images.shape
-        splits.append(images)
-    keep = sum(map(len, splits)) * math.prod(shape) <= config.memory_gb * 1e9
-    for images in splits:
-        if keep or look:
-            images.scan(keep)
+    for name, table in tables.items():
+        place = f"{config.path or config.name}, split {name}"
+        inputs, names = decode(table["image"], place, config.image_size, shape)
+        shape = tuple(inputs.shape[1:])
+        splits.append(Samples(inputs, torch.from_numpy(numbers[name]), names))
     train, test = splits
     return Images(train, test, {"classes": classes, "image_shape": [*shape]})
-
-
-def _hold_out(labels: np.ndarray, config: ClassifierDataConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of images that are for training and for testing, in order. `labels`: int64 [n]. The shares of each class
-    differ by less than an image."""
-    n = len(labels)
-    held = min(max(round(n * config.test_fraction), 1), n - 1)
-    # places at equal distances in the images sorted by class, in random order within each
-    order = Permutation(seed, n).items_at(np.arange(n)).astype(np.int64)
-    order = order[np.argsort(labels[order], kind="stable")]
-    chosen = (2 * np.arange(held) + 1) * n // (2 * held)
-    drawn = f"{held:,} of {n:,} images are test images, drawn from each class by the seed"
-    print_line(f"note: no split {', '.join(TEST)}: {drawn}")
-    return np.sort(np.delete(order, chosen)), np.sort(order[chosen])
 
 
 def number_classes(
@@ -232,10 +156,10 @@ def decode_image(stored: Any, size: int | None) -> np.ndarray:
 
 
 def read_source(
-    config: ClassifierDataConfig, known: Sequence[str] | None
+    config: ClassifierDataConfig, seed: int, known: Sequence[str] | None
 ) -> tuple[dict[str, Any], list[str], dict[str, np.ndarray]]:
-    """The split `train` and, if there is one, the first of `TEST`: tables of `datasets` with the columns image and
-    label, and the result of `number_classes`. Raises: UserError."""
+    """The split `train`, and the first of `TEST` or a share of the training images: tables of `datasets` with the
+    columns image and label, and the result of `number_classes`. Raises: UserError."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the message below has the reason
@@ -248,6 +172,10 @@ def read_source(
                 table = _with_columns(config, splits[name])
                 if table.unique("label") not in ([], [-1]):  # unlabelled
                     found[name] = table
+        if len(found) == 1:
+            found = found["train"].train_test_split(config.test_fraction, seed=seed)
+            held_out = f"{len(found['test']):,} images, drawn by the seed, are test images"
+            print_line(f"note: no split {', '.join(TEST)}: {held_out}")
         return found, *number_classes(found, config, known)
     except Exception as error:  # datasets, pyarrow and pickle raise any
         reason = truncate(repr(error.__cause__ or error), 150)
@@ -274,9 +202,6 @@ def _with_columns(config: ClassifierDataConfig, rows: Any) -> Any:
 def _open_folder(folder: Path) -> Any:
     import datasets
 
-    if {"dataset_dict.json", "state.json"} & {*os.listdir(folder)}:
-        saved = datasets.load_from_disk(str(folder))
-        return saved if isinstance(saved, dict) else {"train": saved}
     tables = defaultdict(list)
     for file in _files_in(folder):
         if file.suffix == ".parquet":

@@ -2,12 +2,12 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.loading import broadcast
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Reading, Shares, Source, prepare_loader, unwrap
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Reading, Shares, prepare_loader, unwrap
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import check_ranks_agree
@@ -30,32 +30,13 @@ from gpt2_ddp.state import JobData, Scores, TaskState
 from gpt2_ddp.training.task import Due, Poll
 
 
-class SampleSet(Source, Protocol):
-    """Training or test samples of a job, which `read` returns as inputs and targets."""
-
-    targets: Tensor  # one row per sample
-    workers: int  # loader processes that read the samples; 0: the training reads them itself
-
-    def sha256(self) -> str:
-        """Hash of all samples."""
-        ...
-
-    def where(self, item: int) -> str:
-        """The name of a sample in messages and predictions."""
-        ...
-
-
 @dataclass
 class Samples:
-    """Samples as two CPU tensors."""
+    """Training or test samples as two CPU tensors. `names`: of the samples of images, in messages and predictions."""
 
     inputs: Tensor
     targets: Tensor
-    workers: int = 0
-
-    def where(self, item: int) -> str:
-        """The name of a sample in messages."""
-        return f"sample {item}"
+    names: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -66,17 +47,12 @@ class Samples:
         return self.inputs[index], self.targets[index]
 
     def sha256(self) -> str:
-        return hash_of(f"{self.inputs.dtype} {tuple(self.inputs.shape)}", [self.inputs], self.targets)
-
-
-def hash_of(kind: str, inputs: Iterable[Tensor], targets: Tensor) -> str:
-    """SHA-256 of samples. `kind`: dtype and shape of all inputs, which may come in several parts."""
-    digest = hashlib.sha256(kind.encode())
-    for part in inputs:
-        digest.update(part.contiguous().numpy().data)
-    digest.update(f"{targets.dtype} {tuple(targets.shape)}".encode())
-    digest.update(targets.contiguous().numpy().data)
-    return digest.hexdigest()
+        """Hash of all samples."""
+        digest = hashlib.sha256()
+        for part in (self.inputs, self.targets):
+            digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            digest.update(part.contiguous().numpy().data)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -86,8 +62,8 @@ class Job:
     Positions in the order, int64 [batch], seed the augmentation; None in evaluation."""
 
     model: nn.Module  # plain, fp32, on the CPU; inputs -> outputs
-    train: SampleSet
-    test: SampleSet
+    train: Samples
+    test: Samples
     losses: Callable[[Tensor, Tensor], Tensor]  # (outputs fp32, targets) -> fp32 [batch], each sample's loss
     scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
     transform: Callable[[Tensor, np.ndarray | None], Tensor] = lambda inputs, positions: inputs
@@ -154,7 +130,7 @@ class Supervised:
         order = Permutation(config.seed, len(self.job.train))
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
         batch = GlobalBatch(self.batch_size, shares, by_epoch=True)
-        self.feed = Feed(order, batch, self.job.train, accelerator, self.job.train.workers)
+        self.feed = Feed(order, batch, self.job.train, accelerator)
         self.model = self.job.model
         self._rate = job_schedule(config, self.lr, math.ceil(len(self.job.train) / self.batch_size))
 
@@ -256,7 +232,7 @@ def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> 
 def score_each(
     accelerator: Accelerator,
     model: nn.Module,
-    samples: SampleSet,
+    samples: Samples,
     score: Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]],
     batch_size: int,
     poll: Callable[[], None] = lambda: None,
@@ -271,7 +247,7 @@ def score_each(
     padding = -count % (batch_size * world) if world > 1 else 0
     items = np.arange(count + padding).clip(max=count - 1)
     batches = np.split(items, range(batch_size, len(items), batch_size))
-    loader = prepare_loader(accelerator, Reading(samples.read, batches[rank::world]), samples.workers)
+    loader = prepare_loader(accelerator, Reading(samples.read, batches[rank::world]), 0)
     rows: list[Any] = []
     names: list[str] = []
     was_training = model.training
