@@ -11,12 +11,10 @@ import numpy as np
 from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
-from gpt2_ddp.reports.runs import Row, RunRecord, share_tokens
+from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
-SCORES = {"last_val_loss": "last val_loss", "last_val_bits_per_byte": "last bits/byte"}
-"""Scores of a run, and their columns in the table."""
 CELLS = 1_000_000
 """Cells of the sum in place of an integral."""
 VALUE, LINE = 60, 130
@@ -39,10 +37,10 @@ class Group:
     @property
     def scored(self) -> list[RunRecord]:
         """The runs that the means include: completed ones with a finite last val_loss."""
-        return [run for run in self.completed if run.scores["last_val_loss"] is not None]
+        return [run for run in self.completed if run.scores["val_loss"] is not None]
 
     def values(self, score: str) -> dict[str, float]:
-        """One of SCORES by seed. Runs with equal seeds count as one, with their mean."""
+        """One of SCORED by seed. Runs with equal seeds count as one, with their mean."""
         found: dict[str, list[float]] = {}
         for run in self.scored:
             if (value := run.scores[score]) is not None:
@@ -115,28 +113,30 @@ def critical_value(level: float, freedom: int) -> float:
 
 
 def content(groups: Sequence[Group]) -> list[Row]:
-    """The groups for JSON: None for what is undefined."""
+    """The groups for JSON: None for what is undefined. Their score is the last val_loss, or bits per byte where the
+    tokenizers differ."""
+    score = SCORED[not share_tokens(run for group in groups for run in group.runs)]
     found: list[Row] = []
     for group in groups:
-        values = {score: [] if _unlike(group.scored, score) else [*group.values(score).values()] for score in SCORES}
-        differences = {}
-        for score in SCORES if found else ():
-            reason = _unlike([*groups[0].scored, *group.scored], score)
-            values_of = (groups[0].values(score), group.values(score))
-            each = Difference(reason) if reason else compare(*values_of, len(groups) - 1)
-            differences[score] = each._asdict()
+        values = group.values(score)
+        alike = [] if _unlike(group.scored) else [*values.values()]
+        each = None
+        if found:
+            reason = _unlike([*groups[0].scored, *group.scored])
+            each = Difference(reason) if reason else compare(groups[0].values(score), values, len(groups) - 1)
         found.append({
             "heading": group.heading,
             "fields": finite(group.fields),
             "runs": [
-                finite({"name": run.name, "seed": run.config.get("seed"), "state": run.state, **run.scores})
+                finite({"name": run.name, "seed": run.config.get("seed"), "state": run.state, score: run.scores[score]})
                 for run in group.runs
             ],
             "completed": len(group.completed),
-            "n": len(group.values("last_val_loss")),
-            "mean": {score: fmean(each) if each else None for score, each in values.items()},
-            "sd": {score: stdev(each) if len(each) > 1 else None for score, each in values.items()},
-            "differences": differences,
+            "n": len(values),
+            "score": score,
+            "mean": fmean(alike) if alike else None,
+            "sd": stdev(alike) if len(alike) > 1 else None,
+            "difference": each and each._asdict(),
             "remarks": _remarks(group),
         })  # fmt: skip
     return found
@@ -145,16 +145,13 @@ def content(groups: Sequence[Group]) -> list[Row]:
 def describe(groups: Sequence[Group]) -> list[str]:
     """A table as lines of text. Below the numbered rows are headings, differences to the first group, and remarks."""
     found = content(groups)
-    scores = [score for score in SCORES if any(group["mean"][score] is not None for group in found)]
-    rows, below = [["group", "completed", "n", *(SCORES[score] for score in scores)]], []
+    rows, below = [["group", "completed", "n", *{f"last {group['score']}" for group in found}]], []
     for number, group in enumerate(found, 1):
-        row = [str(number), f"{group['completed']} of {len(group['runs'])}", str(group["n"])]
-        for score in scores:
-            mean, deviation = group["mean"][score], group["sd"][score]
-            row.append("–" if mean is None else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.2g}"))
-        rows.append(row)
-        differences = [f"{SCORES[score]} {each['text']}" for score, each in group["differences"].items()]
-        texts = [group["heading"], *differences, *group["remarks"]]
+        mean, deviation = group["mean"], group["sd"]
+        figure = "–" if mean is None else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.2g}")
+        rows.append([str(number), f"{group['completed']} of {len(group['runs'])}", str(group["n"]), figure])
+        difference = [group["difference"]["text"]] if group["difference"] else []
+        texts = [group["heading"], *difference, *group["remarks"]]
         below.append([f"  {truncate(text, LINE - 2)}" for text in texts])
     first, *lines = text_table(rows).split("\n")
     return [first, *(text for line, texts in zip(lines, below, strict=True) for text in (line, *texts))]
@@ -162,7 +159,7 @@ def describe(groups: Sequence[Group]) -> list[str]:
 
 def _remarks(group: Group) -> list[str]:
     """What limits the means, and the runs that they leave out."""
-    reason = _unlike(group.scored, "last_val_loss")
+    reason = _unlike(group.scored)
     found = [reason] if reason else []
     for run in group.runs:
         if run not in group.scored:
@@ -171,9 +168,7 @@ def _remarks(group: Group) -> list[str]:
     return found
 
 
-def _unlike(runs: Sequence[RunRecord], score: str) -> str:
-    """Why a score of these runs does not compare; empty if it does."""
+def _unlike(runs: Sequence[RunRecord]) -> str:
+    """Why the scores of these runs do not compare; empty if they do."""
     counts = sorted({str(run.last("val_loss").get(f"val_{run.unit}", "unknown")) for run in runs})
-    if len(counts) > 1:
-        return f"not compared: evaluations of {' and '.join(counts)} {runs[0].unit}"
-    return "not compared: the tokenizers differ" if score.endswith("val_loss") and not share_tokens(runs) else ""
+    return f"not compared: evaluations of {' and '.join(counts)} {runs[0].unit}" if len(counts) > 1 else ""

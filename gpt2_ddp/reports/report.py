@@ -4,6 +4,7 @@ The page is one HTML document that links to nothing, fetches nothing and runs no
 """
 
 import json
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import groupby
@@ -14,7 +15,7 @@ from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
 from gpt2_ddp.reports.groups import content, describe, differing, group_runs
-from gpt2_ddp.reports.picture import as_png, as_svg, draw
+from gpt2_ddp.reports.picture import as_png, draw
 from gpt2_ddp.reports.runs import RunRecord, read_runs
 
 UNKNOWN = "–"
@@ -37,8 +38,8 @@ def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
     rows and files are omitted, with a note on the page. Raises: UserError if a folder has no metrics to show, or
     `output` cannot be written."""
     loaded = read_runs(runs)
-    figure = draw(loaded)
-    files = {"png": as_png(figure), "html": page(loaded, as_svg(figure)).encode(errors="replace")}
+    png = as_png(draw(loaded))
+    files = {"png": png, "html": page(loaded, png).encode(errors="replace")}
     if output.suffix == ".json" and not output.is_dir():
         text = json.dumps({"groups": content(group_runs(loaded))}, ensure_ascii=False, default=str, indent=2)
         files["json"] = f"{text}\n".encode(errors="replace")  # a text may hold half a character
@@ -49,9 +50,9 @@ def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
     return output / f"{name}.html"
 
 
-def page(runs: Sequence[RunRecord], svg: str) -> str:
+def page(runs: Sequence[RunRecord], png: bytes) -> str:
     """The document, from page.html and page.css: the figure, and the content of the runs' files, escaped."""
-    body = [f"<figure>{svg}</figure>"]
+    body = [f'<figure><img src="data:image/png;base64,{b64encode(png).decode()}"></figure>']
     if len(groups := group_runs(runs)) < len(runs):
         text = escape("\n".join(describe(groups)))
         body += ["<h2>Groups of runs that differ only in their seed</h2>", f"<pre>{text}</pre>"]
