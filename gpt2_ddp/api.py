@@ -4,7 +4,6 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
 
 if TYPE_CHECKING:  # what follows is slow to import
-    from gpt2_ddp.checkpoint.checkpoint import Checkpoint
     from gpt2_ddp.data.tokenizer import Tokenizer
     from gpt2_ddp.model.evaluate import Evaluation
     from gpt2_ddp.model.gpt import GPT
@@ -30,8 +28,6 @@ if TYPE_CHECKING:  # what follows is slow to import
     from gpt2_ddp.training.task import MakeTask
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
-Which = int | Literal["newest", "best"]
-"""A checkpoint of a run: a step, the newest intact one, or the one with the lowest val_loss."""
 _trained: list[str] = []
 """The runs that this process has trained."""
 
@@ -141,8 +137,7 @@ def _train(config: RunConfig, task: "MakeTask | None", on_row: Callable[[dict[st
 
 
 def load_model(
-    run: str | os.PathLike[str],
-    checkpoint: Which = "newest",
+    checkpoint: str | os.PathLike[str],
     device: Device = "auto",
     trust_run_code: bool = False,
 ) -> "tuple[GPT, Tokenizer]":
@@ -150,41 +145,16 @@ def load_model(
     [B, T] and a vocabulary of V tokens. `encode(text)` returns ids [n], `decode(ids)` the text; `eot` is end-of-text.
 
     Args:
-        run: a run folder, or one checkpoint in it.
-        checkpoint: in a run folder: the newest intact one, the best (lowest val_loss), or the number of a step.
+        checkpoint: a run folder, for its newest intact one; or one in it, RUN/checkpoints/step-XXXXXXXX.
         trust_run_code: execute the class that the run recorded, even if it was never given on this machine.
     """
+    from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
     from gpt2_ddp.distributed.launch import pick_device
     from gpt2_ddp.tasks.trained_model import load_model
 
     target = pick_device(device)
-    model, tokenizer = load_model(_find(run, checkpoint), trust_run_code)
+    model, tokenizer = load_model(find_checkpoint(Path(checkpoint), kind="gpt2"), trust_run_code)
     return model.to(target), tokenizer
-
-
-def _find(run: str | os.PathLike[str], checkpoint: Which) -> "Checkpoint":
-    from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
-
-    if checkpoint == "newest":
-        return find_checkpoint(Path(run), "run", kind="gpt2")
-    step = _best_step(Path(run)) if checkpoint == "best" else checkpoint
-    return find_checkpoint(Path(run, "checkpoints", f"step-{step:08d}"), kind="gpt2")
-
-
-def _best_step(run: Path) -> int:
-    """The step of the checkpoint with the lowest val_loss."""
-    from gpt2_ddp.checkpoint.checkpoint import find_checkpoint, list_checkpoints
-    from gpt2_ddp.state import Best
-
-    best = Best()
-    for place in list_checkpoints(run / "checkpoints"):
-        with suppress(UserError):  # a damaged one, or one that was removed meanwhile
-            progress = find_checkpoint(place, "checkpoint", weights=False).state.progress
-            if progress.val_loss is not None:
-                best = best.after(progress.step, progress.scores)
-    if best.tokens is None:
-        raise UserError("checkpoint", "best", f"{run} has no checkpoint with a val_loss; use newest, or a step")
-    return best.step
 
 
 def generate(  # noqa: PLR0913
@@ -213,22 +183,21 @@ def generate(  # noqa: PLR0913
     return sample_texts(model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, sampling)
 
 
-def export_hf(
-    run: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, checkpoint: Which = "newest"
-) -> Path:
+def export_hf(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Path:
     """Writes a folder in transformers' format, and compares transformers' results with the checkpoint's.
 
     Args:
-        output: the folder, which is returned; None: exports/RUN-step-STEP.
         checkpoint: as for `load_model`.
+        output: the folder, which is returned; None: exports/RUN-step-STEP.
 
     Raises:
         gpt2_ddp.export.check.ExportMismatch: transformers' results differ; no folder is written.
     """
+    from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
     from gpt2_ddp.export.export import default_output, export, require_package
 
     require_package("transformers", "the export is checked")
-    found = _find(run, checkpoint)
+    found = find_checkpoint(Path(checkpoint), kind="gpt2")
     folder = Path(output) if output else default_output(found)
     export(found, folder)
     return folder

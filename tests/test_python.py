@@ -64,7 +64,7 @@ def in_a_cell():
     (lambda: prepare(vocab_sise=512), "vocab_sise = 512"),
     (lambda: load_rows("nowhere"), "runs = "),
     (lambda: gpt2_ddp.verify("nowhere"), "run = nowhere"),
-    (lambda: gpt2_ddp.load_model("nowhere", "best"), "checkpoint = "),
+    (lambda: gpt2_ddp.load_model("nowhere"), "checkpoint = "),
     (lambda: gpt2_ddp.load_model("nowhere", device="nix"), "device = nix"),
     (lambda: gpt2_ddp.generate(None, None, temperature=-1), "temperature = -1"),
     (lambda: gpt2_ddp.train(load_config(), processes=0), "processes = 0"),
@@ -126,23 +126,21 @@ def test_training_again_in_one_process(corpus, tmp_path):
     scored = {row["step"]: "val_loss" in row for row in rows}
     assert scored == {0: True, **dict.fromkeys(range(1, 6), False), 6: True}
     assert not any({"chain", "event"} & row.keys() for row in rows)
-    assert gpt2_ddp.load_model(tmp_path / "one", 5)[0].training is False
+    assert gpt2_ddp.load_model(tmp_path / "one/checkpoints/step-00000005")[0].training is False
 
-    best, tokenizer = gpt2_ddp.load_model(tmp_path / "one", "best", "cpu")
-    assert_close(
-        gpt2_ddp.evaluate(best, tokenizer, corpus, tokens=500).loss, min(rows[0]["val_loss"], rows[6]["val_loss"])
-    )
+    newest, tokenizer = gpt2_ddp.load_model(tmp_path / "one", "cpu")
+    assert_close(gpt2_ddp.evaluate(newest, tokenizer, corpus, tokens=500).loss, rows[6]["val_loss"])
     text = "def f(self):\n    return None\n" * 9  # longer than the context
     whole = torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()])
-    scored = gpt2_ddp.score(best, tokenizer, text)
+    scored = gpt2_ddp.score(newest, tokenizer, text)
     expected = 0.0
     for x in (whole[begin : begin + 33] for begin in range(0, len(whole) - 1, 32)):
-        expected += torch.nn.functional.cross_entropy(best(x[None, :-1])[0].double(), x[1:], reduction="sum").item()
+        expected += torch.nn.functional.cross_entropy(newest(x[None, :-1])[0].double(), x[1:], reduction="sum").item()
     assert (scored.tokens, scored.bytes) == (len(whole) - 1, len(text))
     assert_close(scored.loss, expected / scored.tokens, 1e-6)
-    expect_error("text =", gpt2_ddp.score, best, tokenizer, "")
-    one, two = gpt2_ddp.generate(best, tokenizer, ["def ", "import "], 5)
-    assert ((one[:4], two[:7]), gpt2_ddp.generate(best, tokenizer, "def ", 5)) == (("def ", "import "), [one])
+    expect_error("text =", gpt2_ddp.score, newest, tokenizer, "")
+    one, two = gpt2_ddp.generate(newest, tokenizer, ["def ", "import "], 5)
+    assert ((one[:4], two[:7]), gpt2_ddp.generate(newest, tokenizer, "def ", 5)) == (("def ", "import "), [one])
 
 
 def train_twice(corpus, place):
