@@ -27,11 +27,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
+from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
 from gpt2_ddp.distributed.watchdog import Watchdog
-from gpt2_ddp.errors import UserError, is_main_process
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.output import text_table
 
 AFTERMATH = 5.0  # seconds that a failed rank 0 serves the store for ranks that still wait
@@ -43,8 +43,6 @@ WARM_UP = 3  # all-reduces of a size before it is timed: the first opens connect
 def check_cluster(config: CheckClusterConfig) -> None:
     """Checks this process's world; rank 0 prints and saves the results. Raises UserError for ranks that do not
     connect, differ or sum wrongly. If a rank dies or hangs later, all end with an `error:` line and exit code 2."""
-    if config.output and is_main_process():
-        check_writable(config.output)
     if world_size() == 1:
         build_accelerator(config.device, "no")  # raises where more were asked for
         print(f"note: only one process, so there is nothing to check; {USE_TORCHRUN.format(n=2)}")
@@ -61,7 +59,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
         raise UserError("rank", 0, "ended early; see its output") from error
     results = _measure(config, store, ranks, rank)
     if rank == 0:
-        _report(config, ranks, results)
+        _report(ranks, results)
     wrong = [f"{row['bytes']} bytes on ranks {row['wrong_ranks']}" for row in results if row["wrong_ranks"]]
     if wrong:
         raise UserError("all-reduce", "; ".join(wrong), "wrong sums")
@@ -215,11 +213,8 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
     return {"bytes": size, "median_us": round(seconds * 1e6, 1), **rates, "wrong_ranks": wrong_ranks}
 
 
-def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict]) -> None:
+def _report(ranks: list[Facts], results: list[dict]) -> None:
     shown = ("rank", "host", "device", "python", "torch", "accelerate", "cuda", "nccl")
     print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]), end="\n\n")
     print(text_table([[*results[0]], *([str(value) for value in row.values()] for row in results)]))
     print(f"\n{len(ranks)} processes; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
-    if config.output:
-        found = {"ranks": ranks, "all_reduce": results}
-        Path(config.output).write_text(json.dumps(found, indent=1) + "\n")

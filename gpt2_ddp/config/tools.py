@@ -204,8 +204,6 @@ class CheckClusterConfig(Command):
     repeats: PositiveInt = 20
     """timed all-reduces per size"""
     device: Device = "auto"
-    output: str | None = None
-    """JSON file for all results; null: none"""
 
 
 class CompareConfig(Command):
