@@ -8,15 +8,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint
 from gpt2_ddp.config.tools import ExportConfig
-from gpt2_ddp.config.training import DataConfig
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import ExportMismatch, check_export
 from gpt2_ddp.export.formats import LLAMA_CPP, write_gguf, write_model, write_tokenizer
@@ -95,7 +92,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         if gguf:
             write_gguf(model, tokenizer, folder / "model.gguf")
         feed, scores = checkpoint.state.feed, checkpoint.state.progress.scores
-        rows = [*_data_rows(checkpoint, settings.data)]
+        rows = [f"| data | {path} |" for path in settings.data.paths]
         rows += [f"| {name} | {score:,} |" for name, score in scores.items() if score is not None]
         weights = their_views(model.state_dict(), model.config, model.vocab_size)
         card = CARD.read_text(encoding="utf-8").format(
@@ -129,14 +126,3 @@ def atomic_directory(output: Path) -> Iterator[Path]:
         with writing(output):
             yield aside
         publish(aside, output)
-
-
-def _data_rows(checkpoint: Checkpoint, data: DataConfig) -> Iterator[str]:
-    """Description of the data, as rows of the card; with their source if the folders still exist unchanged."""
-    mixture = recorded(checkpoint.state.record)
-    for path, digest in zip(data.paths, mixture.manifests if mixture else (), strict=False):
-        text = ""
-        with suppress(UserError):
-            manifest = read_manifest(Path(path))
-            text = f"{manifest.source}; " if manifest.hash == digest else ""
-        yield f"| data {path} | {text}hash `{digest}` |"
