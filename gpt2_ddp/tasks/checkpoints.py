@@ -32,7 +32,6 @@ from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best, re
 
 LONGEST_NAME = 4096  # characters of a file's, as systems allow them
 NO_IMAGES = "is for runs of classifiers of images; name such a run, or remove it"
-SHOWN, LIKELIEST = 3, 10  # most classes of an image to print and to write, likeliest first
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:
@@ -198,7 +197,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
 
 
 def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """A line with the likeliest classes of each of `images`. Saves predictions if `output` names a folder."""
+    """A line with the likeliest class of each of `images`. Saves predictions if `output` names a folder."""
     settings, record = _job_settings(config, checkpoint), checkpoint.state.record
     if not isinstance(settings, ClassifierConfig) or not settings.data.images:
         raise UserError("images", " ".join(config.images), NO_IMAGES)
@@ -216,21 +215,19 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
     lines = [*format_predictions(found, record["classes"], images.names)]
     if config.output:
         on_main(partial(write_predictions, Path(config.output), lines))
-    best = [[f"{name} {share:.2%}" for name, share in line["probabilities"].items()][:SHOWN] for line in lines]
-    shown = (f"{truncate(line['file'], LONGEST_NAME)}: {', '.join(of)}" for line, of in zip(lines, best, strict=True))
+    shown = (f"{truncate(line['file'], LONGEST_NAME)}: {line['class']} {line['probability']:.2%}" for line in lines)
     return "\n".join([f"{len(lines):,} images", *shown])
 
 
 def predictions(outputs: Tensor) -> dict[str, Tensor]:
-    """Predictions of each sample, [b] by name: the number of [b]; of logits [b, K] the LIKELIEST classes, likeliest
-    first, then their probabilities; none of sequences."""
+    """Predictions of each sample, [b] by name: the number of [b]; of logits [b, K] the likeliest class, and its
+    probability; none of sequences."""
     if outputs.dim() > 2:
         return {}
     if outputs.dim() == 1:
         return {"prediction": outputs}
-    shares, classes = outputs.softmax(1).topk(min(LIKELIEST, outputs.shape[1]))
-    found = {f"class {k}": column for k, column in enumerate(classes.T)}
-    return found | {f"probability {k}": column for k, column in enumerate(shares.T)}
+    shares, classes = outputs.softmax(1).max(1)
+    return {"class": classes, "probability": shares}
 
 
 def format_predictions(
@@ -238,16 +235,15 @@ def format_predictions(
 ) -> Iterator[dict[str, Any]]:
     """A line of predictions.jsonl for each sample. `found`: fp64 [., N], `predictions` of the samples. `names`: of the
     classes; None: their numbers. `files`: the names of images. `targets`: fp64 [N]; None: unknown."""
-    n = len(found) // 2
+    is_class = len(found) > 1
 
     def named(value: float) -> str | float:
-        return names[int(value)] if names else str(int(value)) if n else value
+        return names[int(value)] if names else str(int(value)) if is_class else value
 
     for item, values in enumerate(found.T.tolist()):
         line = {"file": files[item]} if files else {"sample": item}
         line |= {} if targets is None else {"target": named(float(targets[item]))}
-        shares = dict(zip(map(named, values[:n]), values[n:], strict=False))
-        yield line | ({"class": named(values[0]), "probabilities": shares} if n else {"prediction": values[0]})
+        yield line | ({"class": named(values[0]), "probability": values[1]} if is_class else {"prediction": values[0]})
 
 
 def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
