@@ -1,7 +1,6 @@
 """The feed: each item once per epoch, whatever the ranks, micro-batches, workers and restarts."""
 
 import math
-import multiprocessing
 import random
 from itertools import chain, islice
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from commands import expect_error
 from ranks import run_ranks
 
 from gpt2_ddp.data import feed as feed_module
-from gpt2_ddp.data.feed import Feed, GlobalBatch, Reading, interleaved, make_loader, padding_rows, split_batch
+from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, padding_rows, split_batch
 from gpt2_ddp.data.order import Permutation, next_digest, skipped_digest
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
@@ -89,7 +88,7 @@ def step_by_definition(n, size, by_epoch, passed, position):
     return step
 
 
-def walk(seed, accelerator, workers=0, actions=25):
+def walk(seed, accelerator, actions=25):
     """Random steps, looks at the next micro-batch, ranges passed over, moves and restarts on one rank. All that the
     feed returns is what the definition gives; a rank reads its own items alone, and at most one micro-batch ahead."""
     rng = random.Random(seed)
@@ -98,7 +97,7 @@ def walk(seed, accelerator, workers=0, actions=25):
     share, least = (contiguous(world, batch), 1) if by_epoch else (interleaved(world, batch), batch)
     order, source, random_state = Permutation(seed, n), Numbers(n), torch.get_rng_state()
     whole = GlobalBatch(size, share, by_epoch=by_epoch, rows=least)
-    feed = Feed(order, whole, source, accelerator, workers)
+    feed = Feed(order, whole, source, accelerator)
     state, delivered = FeedState(), []
 
     def check(found, positions, number):
@@ -147,14 +146,13 @@ def walk(seed, accelerator, workers=0, actions=25):
         else:
             at = rng.choice([state.position, rng.randrange(1000), 10**9])
             state = FeedState(position=at, skipped_ranges=[(at + 2, at + 5)], order_digest="5" * 64)
-            if action == "restart" and not workers:
-                feed = Feed(order, whole, source, accelerator, workers)
+            if action == "restart":
+                feed = Feed(order, whole, source, accelerator)
             feed.load_state_dict(state)
-            assert len(multiprocessing.active_children()) <= workers, "a move ends the loader's workers"
         assert feed.state_dict() == state
         if action in ("pass", "move", "restart"):
             source.read_items, delivered = [], []
-        elif not workers:
+        else:
             assert source.read_items[: len(delivered)] == delivered
             assert len(source.read_items) <= len(delivered) + 2 * batch
     feed.load_state_dict(FeedState())
@@ -176,21 +174,21 @@ class Vanished(Numbers):
         raise UserError("data.path", "photos/1.png", "is not an image")
 
 
-def walk_with_workers():
-    """Through all moves; an error in a worker is a user error."""
+def walk_and_fail():
+    """Through all moves; an image that cannot be read is a user error."""
     from gpt2_ddp.distributed.launch import build_accelerator
     from gpt2_ddp.tasks.supervised import score_each
 
     accelerator = build_accelerator("cpu", "no")
-    walk(246, accelerator, workers=2, actions=9)
+    walk(246, accelerator, actions=9)
     source, batch = Vanished(4), GlobalBatch(4, interleaved(2, 2))
-    feed = Feed(Permutation(1, 4), batch, source, accelerator, workers=1)
+    feed = Feed(Permutation(1, 4), batch, source, accelerator)
     expect_error("^data.path = photos/1.png: ", feed.first_micro_batch)
     expect_error("^data.path = photos/1.png: ", score_each, accelerator, torch.nn.Identity(), source, None, 4)
 
 
-def test_workers_of_two_ranks_deliver_the_same():
-    run_ranks(walk_with_workers, 2)
+def test_two_ranks_deliver_the_same():
+    run_ranks(walk_and_fail, 2)
 
 
 @pytest.mark.parametrize("order", [[1], [1, 0], [0, 0], [2, 3]], ids=["lost", "swapped", "twice", "of another step"])
@@ -218,9 +216,3 @@ def test_the_time_waited_for_the_loader_is_counted(monkeypatch):
     feed.seek(40, FIRST_DIGEST, [])
     list(feed.next_step().micro_batches)
     assert len(GradientState().dataloader_references) == known + 1
-
-
-def test_a_loader_has_the_processes_that_were_asked_for():
-    loader = make_loader(Reading(list, [[0]]), 2)
-    assert [make_loader(Reading(list, [[0]]), 0).num_workers, loader.num_workers] == [0, 2]
-    assert loader.multiprocessing_context.get_start_method() == "forkserver", "the training has threads"

@@ -87,7 +87,7 @@ def help():
 
 def have_helpers(folder, end):
     """Starts two helpers and signals them at once; their exit codes once the file `end` is there."""
-    helpers = [worker_context("time").Process(target=help, daemon=True) for _ in range(2)]
+    helpers = [worker_context().Process(target=help, daemon=True) for _ in range(2)]
     for helper in helpers:
         helper.start()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

@@ -142,7 +142,6 @@ def memory_config(model=None, **train):
     return TrainingConfig.model_validate({"train": train, "model": model or {}})
 
 
-<<<<<<< HEAD
 def test_memory_by_part():
     memory = estimate(setting())
     n = 16 * 1024
@@ -168,8 +167,6 @@ def test_a_checkpoint_behind_the_training_takes_its_copy(kind, on_device, host):
     assert still.host == 0
 
 
-=======
->>>>>>> h-b
 @pytest.mark.parametrize(("kind", "key_heads"), [("gpt2", None), ("llama", 2), ("qwen3", None), ("nanochat", None)])
 def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
     def saved(layers):

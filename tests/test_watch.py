@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from ranks import run_ranks, wait_until
 from gpt2_ddp.distributed import signals
 from gpt2_ddp.distributed import watchdog as watching
 from gpt2_ddp.distributed.launch import COLLECTIVE
-from gpt2_ddp.distributed.process import Process, stopped_children, this_process
+from gpt2_ddp.distributed.process import Process, this_process
 from gpt2_ddp.distributed.watchdog import (
     AFTERMATH,
     FIRST_TIMEOUT,
@@ -31,7 +30,6 @@ from gpt2_ddp.distributed.watchdog import (
     Watchdog,
     judge,
 )
-from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError
 
 HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
@@ -211,23 +209,6 @@ def test_idleness_is_counted_from_the_last_progress_and_shows_the_stack(clock):
     time.watch.progress()
     sign = time.pass_by(HEARTBEAT_INTERVAL)
     assert (sign.progress_count, sign.idle, sign.stack) == (2, 0, "")
-
-
-def test_a_worker_that_was_stopped_is_named_and_ended(clock, monkeypatch, capfd):
-    worker = worker_context().Process(target=time.sleep, args=(100,))
-    worker.start()
-    os.kill(worker.pid, signal.SIGSTOP)
-    wait_until(stopped_children)
-    one, codes = clock(patience=1), []
-    one.watch.heartbeat("data", 1)
-    one.watch.heartbeat("data", 2)
-    one.pass_by(HEARTBEAT_INTERVAL)
-    one.pass_by(6)
-    monkeypatch.setattr(watching.os, "_exit", codes.append)
-    one.observer._end(one.observer._judge())
-    assert f"  its worker process {worker.pid} is stopped" in capfd.readouterr().err
-    worker.join(100)
-    assert (worker.exitcode, codes) == (-signal.SIGKILL, [1])
 
 
 def test_one_that_was_suspended_forgets_what_it_saw(clock):

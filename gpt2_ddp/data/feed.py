@@ -1,80 +1,46 @@
 """The feed: the items of each step, and this rank's micro-batches of them.
 
 A step takes the next positions of the order (`data.order`), without those in `skipped_ranges`. Its items depend on the
-seed, the step's size, `position` and `skipped_ranges` alone: not on ranks, micro-batches, loader workers or restarts.
+seed, the step's size, `position` and `skipped_ranges` alone: not on ranks, micro-batches or restarts.
 The items are counted as they are delivered.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch import Generator, Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from gpt2_ddp.data.order import Order, next_digest, skipped_digest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import FIRST_DIGEST, FeedState
 
-T = TypeVar("T")
-
 
 class Reading(IterableDataset):
-    """What `read` returns for each of the `parts` of a data set, in their order; worker w of N reads each N-th part. A
-    UserError is returned in place of a part, since a worker's exception would keep only its text: `unwrap` raises it.
-    """
+    """What `read` returns for each of the `parts` of a data set, in their order."""
 
     def __init__(self, read: Callable[[Any], Any], parts: Iterable[Any]):
         self._read = read
         self._parts = parts
 
     def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        first, every = (worker.id, worker.num_workers) if worker else (0, 1)
-        return map(self._attempt, islice(self._parts, first, None, every))
-
-    def _attempt(self, part: Any) -> Any:
-        try:
-            return self._read(part)
-        except UserError as error:
-            return error
+        return map(self._read, self._parts)
 
 
-def make_loader(reading: Reading, workers: int, pin_memory: bool = False) -> DataLoader:
-    """A loader whose batches are the parts, each to be unwrapped. `workers`: processes that read; 0: this one."""
-    options: dict[str, Any] = {}
-    if workers:
-        from gpt2_ddp.distributed.workers import worker_context
-
-        context = worker_context(__name__)
-        options = {"num_workers": workers, "prefetch_factor": 4, "multiprocessing_context": context}
-    no_draw = Generator()  # the default would draw from dropout's generator
-    return DataLoader(reading, batch_size=None, collate_fn=_same, pin_memory=pin_memory, generator=no_draw, **options)
-
-
-def prepare_loader(accelerator: Accelerator, reading: Reading, workers: int) -> Any:
-    """A loader of this rank's parts, prepared by Accelerate, which moves them to the device one part ahead."""
-    loader = make_loader(reading, workers, pin_memory=accelerator.device.type == "cuda")
+def prepare_loader(accelerator: Accelerator, reading: Reading) -> Any:
+    """A loader whose batches are this rank's parts, prepared by Accelerate, which moves them to the device one part
+    ahead."""
+    pins, no_draw = accelerator.device.type == "cuda", Generator()  # the default would draw from dropout's generator
+    loader = DataLoader(reading, batch_size=None, collate_fn=lambda part: part, pin_memory=pins, generator=no_draw)
     # Accelerator.prepare would keep a reference to every loader, and take the parts for those of all ranks
     return prepare_data_loader(
         loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, non_blocking=True
     )
-
-
-def _same(batch: Any) -> Any:
-    return batch
-
-
-def unwrap(part: T | UserError) -> T:
-    """The part. Raises: UserError where it is one."""
-    if isinstance(part, UserError):
-        raise part
-    return part
 
 
 class Source(Protocol):
@@ -88,7 +54,7 @@ class Source(Protocol):
 
 
 Shares = Callable[[int], list[list[range]]]
-"""Partition of a step's n items: [m][r] is the part of range(n) in micro-batch m of rank r. Workers receive it."""
+"""Partition of a step's n items: [m][r] is the part of range(n) in micro-batch m of rank r."""
 
 
 class GlobalBatch(NamedTuple):
@@ -152,7 +118,6 @@ class Feed:
 
     Args:
         source, accelerator: the training set and the rank that reads it; None for a replay, without micro-batches.
-        workers: loader processes; 0 reads in this process.
 
     Attributes:
         position: first that no step has taken. skipped_ranges: [start, stop) of positions that no step takes.
@@ -168,15 +133,14 @@ class Feed:
         batch: GlobalBatch,
         source: Source | None = None,
         accelerator: Accelerator | None = None,
-        workers: int = 0,
     ):
-        self.order, self.batch, self.source, self.workers = order, batch, source, workers
+        self.order, self.batch, self.source = order, batch, source
         self._accelerator = accelerator
         self.position, self.order_digest = 0, FIRST_DIGEST
         self.skipped_ranges: list[tuple[int, int]] = []
         self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0
         self._loader: Any = None
-        self._deliveries: Iterator[_Delivery | UserError] = iter(())
+        self._deliveries: Iterator[_Delivery] = iter(())
         self._next: _Delivery | None = None  # once somebody looked at it
 
     @property
@@ -280,32 +244,32 @@ class Feed:
     def _receive(self, first: int, number: int) -> _Delivery:
         """The loader's next micro-batch, of the step that begins at position `first`."""
         started = time.perf_counter()
-        delivery = unwrap(next(self._deliveries))
+        delivery = next(self._deliveries)
         self.waited += time.perf_counter() - started
         if (delivery.first, delivery.number) != (first, number):
             found = f"micro-batch {delivery.number} of the step at position {delivery.first}"
             raise RuntimeError(f"the loader delivered {found}, not number {number} of the step at {first}")
         return delivery
 
-    def _load(self) -> tuple[Any, Iterator[_Delivery | UserError]]:
+    def _load(self) -> tuple[Any, Iterator[_Delivery]]:
         assert self.source is not None
         assert self._accelerator is not None
         ahead = Feed(self.order, self.batch)
         ahead.load_state_dict(self.state_dict())
         parts = _Parts(ahead, self._accelerator.process_index)
         reading = Reading(partial(_read_part, self.source, self.batch.rows), parts)
-        loader = prepare_loader(self._accelerator, reading, self.workers)
+        loader = prepare_loader(self._accelerator, reading)
         return loader, iter(loader)
 
     def _stop_loading(self) -> None:
-        self._next, self._deliveries = None, iter(())  # drops the last reference, which ends the loader's workers
+        self._next, self._deliveries = None, iter(())
         if self._loader is not None:
             self._loader.end()
             self._loader = None
 
 
 class _Parts:
-    """One rank's parts of all steps from a feed's position on, endlessly. Workers receive it."""
+    """One rank's parts of all steps from a feed's position on, endlessly."""
 
     def __init__(self, feed: Feed, rank: int):
         self._feed, self._rank = feed, rank

@@ -144,11 +144,11 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
     return max(int(min(cores, _quota())), 1)
 
 
-def spare_core(device: str, threads: int, workers: int = 0) -> bool:
+def spare_core(device: str, threads: int) -> bool:
     """Whether training leaves a core of this machine idle, with CPU `threads` and loader `workers` per process. On an
     accelerator (`device` is not cpu), a process keeps one core busy."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return processes * ((threads if device == "cpu" else 1) + workers) < usable_cores()
+    return processes * (threads if device == "cpu" else 1) < usable_cores()
 
 
 def free_memory() -> int:

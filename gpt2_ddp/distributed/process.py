@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from functools import cache
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,21 +61,11 @@ def _machine() -> str:
 
 def _started(pid: int) -> int:
     """Start time of a process; 0 if it is missing or a zombie."""
-    fields = _stat(pid)
-    return 0 if fields[0] in "ZX" else int(fields[19])
-
-
-def _stat(pid: int) -> list[str]:
-    """State and further numbers of a process; only the state X if it is missing."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
     except OSError:
-        return ["X"]
-
-
-def stopped_children() -> list[BaseProcess]:
-    """This process's workers that SIGSTOP has stopped. They do not end with it."""
-    return [child for child in multiprocessing.active_children() if child.pid and _stat(child.pid)[0] == "T"]
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
 
 
 def end_with_parent(number: int) -> None:

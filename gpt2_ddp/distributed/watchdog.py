@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout, _world
 
 from gpt2_ddp.distributed.launch import COLLECTIVE
-from gpt2_ddp.distributed.process import Process, stopped_children, this_process
+from gpt2_ddp.distributed.process import Process, this_process
 from gpt2_ddp.distributed.signals import Stopped, before_forced_end
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
@@ -268,7 +268,6 @@ class _Observer:
         if idle >= 2 * HEARTBEAT_INTERVAL and (frame := sys._current_frames().get(pulse.thread)):
             calls = traceback.extract_stack(frame)
             stack = "".join(traceback.format_list(calls)[-12:]).rstrip()
-            stack += "".join(f"\n  its worker process {child.pid} is stopped (SIGSTOP)" for child in stopped_children())
             idle = 0.0 if any(call.filename.endswith(("bdb.py", "pydevd.py")) for call in calls) else idle  # debugged
         done, started = pulse.count - pulse.count_before, _collectives() if self._link.world > 1 else 0
         place = pulse.stage, pulse.step, done, started
@@ -311,8 +310,6 @@ class _Observer:
         last.join(AFTERMATH)  # the disk may block
         if link.reports_verdict and link.world > 1:
             time.sleep(3 * HEARTBEAT_INTERVAL)  # until the other ranks have read the verdict
-        for child in stopped_children():
-            child.kill()
         os._exit(self._exit_code)  # the main thread may be inside a collective that never returns
 
 

@@ -1,4 +1,4 @@
-"""Worker processes of loaders and pools; only their parent ends them, signals do not. No torch."""
+"""Worker processes of pools; only their parent ends them, signals do not. No torch."""
 
 import copy
 import multiprocessing
@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext, ForkServerProcess, SpawnProcess
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import BaseContext, SpawnProcess
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -28,9 +27,9 @@ AHEAD = 3
 """Items per worker that are in work, or whose results wait."""
 
 
-class _Worker(BaseProcess):
-    """A process that ends with its parent or by `terminate`, without the user's script. Signals are blocked,
-    since the parent handles them."""
+class _Worker(SpawnProcess):
+    """A process in a fresh interpreter, without the user's script, that ends with its parent or by `terminate`. Signals
+    are blocked, since the parent handles them."""
 
     def start(self) -> None:
         self._end, sender = multiprocessing.Pipe(duplex=False)
@@ -64,24 +63,11 @@ class _Worker(BaseProcess):
         super().join(None if timeout is None else min(timeout, LEAVE_SECONDS))
 
 
-class _SpawnedWorker(_Worker, SpawnProcess):
-    """A worker in a fresh interpreter."""
-
-
-class _ForkedWorker(_Worker, ForkServerProcess):
-    """A worker that a server of one thread forks, with its modules loaded."""
-
-
-def worker_context(*preload: str) -> BaseContext:
-    """A multiprocessing context for workers in fresh interpreters. With modules to `preload`, a server of one thread
-    imports them once and forks the workers: the child of a process with threads may wait for a lock for ever."""
+def worker_context() -> BaseContext:
+    """A multiprocessing context for workers."""
     start_resource_tracker()
-    context = copy.copy(multiprocessing.get_context("forkserver" if preload else "spawn"))
-    context.Process = _ForkedWorker if preload else _SpawnedWorker  # pyright: ignore[reportAttributeAccessIssue]
-    if preload:
-        context.set_forkserver_preload([*preload])
-        with block_signals():
-            forkserver.ensure_running()
+    context = copy.copy(multiprocessing.get_context("spawn"))
+    context.Process = _Worker  # pyright: ignore[reportAttributeAccessIssue]
     return context
 
 

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
 PAIR_HASH, PAIR_DROPOUT = 92_821, 0.3
-"""Prime factor of the first token in the hash of a pair; dropout of the embeddings of pairs, which would learn a text by
-heart in its second epoch (docs/speedrun.md)."""
+"""Prime factor of the first token in the hash of a pair; dropout of the embeddings of pairs, which would learn a text
+by heart in its second epoch (docs/speedrun.md)."""
 GPU_LOSS_CHUNK = 8192
 """`train.loss_chunk: auto` on GPUs without a compiler, in tokens: GPT-2's logits take about 1 GB in bf16."""
 
 
 def resolve_loss_chunk(train: TrainConfig, device_type: str) -> int | None:
-    """`train.loss_chunk` with `auto` resolved: tokens per chunk, or None for all tokens at once. The compiled loss keeps
-    no logits in fp32, so chunks would save little."""
+    """`train.loss_chunk` with `auto` resolved: tokens per chunk, or None for all tokens at once. The compiled loss
+    keeps no logits in fp32, so chunks would save little."""
     if train.loss_chunk != "auto":
         return train.loss_chunk
     return GPU_LOSS_CHUNK if device_type == "cuda" and train.compile == "off" else None

@@ -19,7 +19,7 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.loading import broadcast
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Reading, Shares, prepare_loader, unwrap
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Reading, Shares, prepare_loader
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import check_ranks_agree
@@ -247,13 +247,13 @@ def score_each(
     padding = -count % (batch_size * world) if world > 1 else 0
     items = np.arange(count + padding).clip(max=count - 1)
     batches = np.split(items, range(batch_size, len(items), batch_size))
-    loader = prepare_loader(accelerator, Reading(samples.read, batches[rank::world]), 0)
+    loader = prepare_loader(accelerator, Reading(samples.read, batches[rank::world]))
     rows: list[Any] = []
     names: list[str] = []
     was_training = model.training
     model.eval()
     try:
-        for inputs, targets in map(unwrap, loader):
+        for inputs, targets in loader:
             poll()
             with accelerator.autocast():
                 scores = score(model, inputs, targets)

@@ -326,7 +326,7 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
             compile=how,
             versions=versions(),
         ),
-        has_core=spare_core(device.type, threads, task.feed.workers),
+        has_core=spare_core(device.type, threads),
     )
     if run.checkpoint:
         trainer.load(run.checkpoint)

@@ -1,12 +1,10 @@
 """Stops, as people and schedulers ask for them: what was trained is saved, or there was nothing to save."""
 
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from contextlib import suppress
@@ -18,15 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import pytest
-import torch
 from commands import ACCELERATE, ROOT, TORCHRUN, environment
-from ranks import run_ranks, start_ranks, wait_until, write_to
+from ranks import start_ranks, wait_until, write_to
 from runs import assert_same, job_config, rows, saved_steps, status, train, training_config
-from test_feed import Numbers
 
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
-from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import on_every_rank
 from gpt2_ddp.distributed.signals import exit_on_signal
@@ -35,64 +29,6 @@ from gpt2_ddp.tasks.supervised import Supervised
 SLOW = pytest.mark.slow
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-
-class Stuck(Numbers):
-    """Numbers of which a worker never reads some."""
-
-    def __init__(self, n, stuck):
-        super().__init__(n)
-        self.stuck, self.reader = stuck, os.getpid()
-
-    def read(self, items):
-        if os.getpid() != self.reader and set(items.tolist()) & set(self.stuck):
-            time.sleep(600)
-        return super().read(items)
-
-
-def load_under_signals():
-    """Loads with three workers that are signalled from their first moment on; returns how many signals they got."""
-    from gpt2_ddp.distributed.launch import build_accelerator
-
-    accelerator, sent, over = build_accelerator("cpu", "no"), 0, threading.Event()
-
-    def flood():
-        nonlocal sent
-        while not over.is_set():
-            for worker, number in product(multiprocessing.active_children(), SIGNALS):
-                os.kill(worker.pid, number)
-                sent += 1
-
-    threading.Thread(target=flood, daemon=True).start()
-    feed = Feed(Permutation(1, 1000), GlobalBatch(6, interleaved(1, 2)), Numbers(1000), accelerator, workers=3)
-    for _ in range(20):
-        step = feed.next_step()
-        assert torch.cat([batch.rows[0] for batch in step.micro_batches]).tolist() == step.items.tolist()
-        time.sleep(0.01)
-    over.set()
-    return sent
-
-
-def test_loader_workers_outlive_signals_to_their_group():
-    assert run_ranks(load_under_signals, 1)[0] > 50
-
-
-def leave_stuck_workers():
-    """Leaves four workers of which three never answer. Returns how many are there before and after that."""
-    from gpt2_ddp.distributed.launch import build_accelerator
-
-    order, batch = Permutation(1, 1000), GlobalBatch(1, interleaved(1, 1))
-    source = Stuck(1000, order.items_at(np.arange(5, 40)).tolist())
-    feed = Feed(order, batch, source, build_accelerator("cpu", "no"), workers=4)
-    list(feed.next_step().micro_batches)
-    workers = [psutil.Process(worker.pid) for worker in multiprocessing.active_children()]
-    feed.seek(500, feed.order_digest, [])
-    return len(workers), len(psutil.wait_procs(workers, timeout=5)[1])
-
-
-@SLOW
-def test_stuck_workers_hold_nothing_up():
-    assert run_ranks(leave_stuck_workers, 1, timeout=60) == [(4, 0)]
 
 
 @SLOW
