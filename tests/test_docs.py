@@ -1,5 +1,7 @@
 """Each command of README.md and docs/*.md: it fits the real parsers, and where it can run here it is run."""
 
+import hashlib
+import json
 import os
 import re
 import shlex
@@ -10,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from cifar import write_cifar, write_sets_of_images
 from commands import environment, forked
 from conftest import once
@@ -38,6 +41,15 @@ RUN = [
     - (README if page.name != "README.md" else set())
 ]
 """Pages with a command that can run here, and that README does not have."""
+
+
+def test_the_speedruns_record_is_of_the_shipped_entry():
+    """A change of the entry needs a new record, and README quotes no other."""
+    entry = json.dumps(yaml.safe_load((ROOT / "configs/speedrun.yaml").read_text()), sort_keys=True)
+    digest = hashlib.sha256(entry.encode()).hexdigest()[:16]
+    (figure,) = re.findall(rf"^\| `{digest}` .*?\*\*(.*?)\*\*", (ROOT / "docs/speedrun.md").read_text(), re.MULTILINE)
+    for name in ("README.md", "README.zh-CN.md"):
+        assert f" {figure} " in (ROOT / name).read_text()
 
 
 def parse(command, folder):
