@@ -41,7 +41,7 @@ WARM_UP = 3  # all-reduces of a size before it is timed: the first opens connect
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
-    """Checks this process's world; rank 0 prints and saves the results. Raises UserError for ranks that do not
+    """Checks this process's world; rank 0 prints the results. Raises UserError for ranks that do not
     connect, differ or sum wrongly. If a rank dies or hangs later, all end with an `error:` line and exit code 2."""
     if world_size() == 1:
         build_accelerator(config.device, "no")  # raises where more were asked for

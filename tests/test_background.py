@@ -74,11 +74,10 @@ def test_after_each_step_an_overdue_save_is_waited_for():
 
 def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):
     cores = usable_cores()
-    assert not spare_core("cpu", cores, 0)
-    assert spare_core("cuda", cores, 0) == (cores > 1)
-    assert not spare_core("cuda", 1, cores - 1)
+    assert not spare_core("cpu", cores)
+    assert spare_core("cuda", cores) == (cores > 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
-    assert not spare_core("cpu", 1, 0)
+    assert not spare_core("cpu", 1)
     monkeypatch.setattr(store, "free_memory", lambda: 1251)
     assert should_save_async("auto", 1000, True)
     assert not should_save_async("auto", 1000, False)

@@ -10,6 +10,8 @@ from runs import assert_same, events, is_intact, said, saved_steps, train, train
 from gpt2_ddp.config.cli import load, read_yaml, resolve
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.reports.groups import group_runs
+from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training import minutes
 from gpt2_ddp.training.loop import train as train_task
@@ -59,6 +61,8 @@ def test_a_run_of_minutes_is_the_run_of_as_many_steps(corpus, tmp_path, world, p
         assert run_ranks(train, world, known) == ["completed"] * world
         assert_same(run, tmp_path / f"{steps}/run")
         assert read_yaml(str(run / "config.yaml"))["train"] == known.model_dump(mode="json")["train"]
+    records = read_runs([tmp_path / "timed/run", tmp_path / "killed/run"])
+    assert len(group_runs(records)) == 1, "seeds of equal minutes are compared"
 
 
 @pytest.mark.slow

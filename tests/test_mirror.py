@@ -229,15 +229,16 @@ def test_old_copies_stay_until_the_newest_is_copied(copied, bucket, tmp_path, mo
     """A slow copy: the run deletes what is copied, before its last file."""
     run = tmp_path / "run"
     shutil.copytree(copied / "run", run)
-    one = Mirror(f"file://{bucket}", run, 5)
-    one.start()
+    shutil.copytree(run / "checkpoints/step-00000010", tmp_path / "later/step-00000012")
 
     def put(there, file, name, sha256):
         raise FileNotFoundError(file)
 
     monkeypatch.setattr(Bucket, "put", put)
-    shutil.move(run / "checkpoints/step-00000010", run / "checkpoints/step-00000012")
-    shutil.rmtree(run / "checkpoints/step-00000008")
+    one = Mirror(f"file://{bucket}", run, 5)
+    one.start()
+    shutil.move(run / "checkpoints", tmp_path / "aside")
+    shutil.move(tmp_path / "later", run / "checkpoints")
     one.close()
     assert Bucket(f"file://{bucket}/run", "").checkpoints().keys() == models(copied / "run").keys()
 

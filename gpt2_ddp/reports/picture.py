@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, Formatter, LogFormatter, StrMethodFormatter
+from matplotlib.ticker import EngFormatter, Formatter, StrMethodFormatter
 
 from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.errors import truncate
@@ -114,7 +114,7 @@ def _make_logarithmic(panel: Axes) -> None:
     if panel.dataLim.y0 > 0:
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
+        panel.yaxis.set_minor_formatter("{x:g}" if panel.dataLim.y1 < 30 * panel.dataLim.y0 else "")
 
 
 def as_png(figure: Figure) -> bytes:

@@ -120,13 +120,16 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     rows, events = _read_rows(folder / METRICS, notes)
     if not rows:
         raise UserError("runs", folder, "has no complete row in metrics.jsonl yet; wait for one, or name another run")
-    config = _read(folder / CONFIG, lambda file: read_yaml(str(file)), notes)
+    config = flat(_read(folder / CONFIG, lambda file: read_yaml(str(file)), notes))
+    for event in events:  # runs of equal minutes belong together, whatever steps they had the time for
+        if event["event"] == "length" and event["steps"] == config.get("train.steps"):
+            config |= {"train.minutes": event["minutes"], "train.steps": None, "optim.decay_steps": None}
     status = _read(folder / STATUS, read_json, notes)
     if status.get("state") == "running":  # it may have been killed since
         found = health(folder)
         status |= {"state": found.state, "reason": found.detail}
     samples = [row for row in _read_rows(folder / SAMPLES, notes)[0] if isinstance(row.get("text"), str)]
-    return RunRecord(name, rows, events, flat(config), status, samples, notes)
+    return RunRecord(name, rows, events, config, status, samples, notes)
 
 
 def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:

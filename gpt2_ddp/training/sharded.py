@@ -72,9 +72,9 @@ FILLS = ("normal_.default", "uniform_.default", "zero_.default", "fill_.Scalar")
 
 
 def make_model(make: Callable[[], Any], begins: bool) -> Any:
-    """The model that `make` returns, on the meta device. Its attribute `initial` yields names and values of its weights
-    if it `begins` a run, drawn as `make` draws them from the seed: one tensor after another, or of a model that does
-    more than to fill whole tensors, all at once."""
+    """The model that `make` returns, on the meta device. If it `begins` a run, its attribute `initial` yields names and
+    values of its weights, drawn as `make` draws them from the seed: one tensor after another. A model that does more
+    than to fill whole tensors yields all at once."""
     calls: list[Any] = []  # that fill the tensor with this id; 0: another operation
 
     class Record(TorchDispatchMode):
