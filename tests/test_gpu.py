@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
 from typing import get_args
@@ -23,15 +24,20 @@ import yaml
 from cifar import pictures, write_folders
 from commands import ROOT
 from runs import train_with_faults
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.config import Benchmark, BenchmarkConfig
 from benchmarks.harness import environment_info
-from benchmarks.step import random_tokens
+from benchmarks.step import quiet_run, random_tokens, short_run
 from gpt2_ddp.checkpoint.run_files import is_event
+from gpt2_ddp.compare.run import read_clock
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.files import read_json
+from gpt2_ddp.files import read_json, write_json
+from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training.loop import train_loop
+from gpt2_ddp.training.task import Due
 
 OUT = Path(os.environ.get("GPU_OUTPUT", ROOT / "runs/gpu")).absolute()
 DEVICE = os.environ.get("GPU_DEVICE", "cuda")
@@ -69,7 +75,7 @@ resume:
 stop:
   - "{small} --run_name stopped --train.max_minutes 0.001 --train.steps 50"
   - "{small} --run_name stopped --train.steps 50"
-Inf: ["tests/test_gpu.py {flags}{tiny} --run_name inf --train.mixed_precision {fp16} --train.steps 50"]
+Inf: ["tests/test_gpu.py Inf {flags}{tiny} --run_name inf --train.mixed_precision {fp16} --train.steps 50"]
 verify: ["scripts/verify_run.py {out}/resumed"]
 generate: ["scripts/generate.py {out}/resumed --max_new_tokens 20"]
 evaluate: ["scripts/evaluate.py {out}/resumed --device {device}"]
@@ -81,7 +87,8 @@ sharded: ["{sharded} --train.steps 20", "{sharded} --train.steps 40", "scripts/v
 step: ["{step}step --repeats 3 --compile model --micro_batch 32{nanogpt}{short}"]
 steps: ["{step}steps --repeats 2 --compile off blocks model --micro_batch 16 64"]
 124M: ["{124M} --run_name 124M"]
-logits whole: ["{124M} --run_name whole_logits --train.loss_chunk null"]
+logits in chunks: ["{124M} --run_name chunks --train.loss_chunk 8192"]
+trace: ["tests/test_gpu.py trace {device} {out}{preset}"]
 # what the guarantees cost
 guards off: ["{124M} --run_name unguarded --guard.norm_sigmas null --guard.loss_sigmas null"]
 saves in the background: ["{124M} --run_name background --checkpoint.every 10 --checkpoint.background yes"]
@@ -112,7 +119,7 @@ LIMITS = {
 """Seconds of the parts that may take longer than others."""
 GPU_ONLY = ("steps", "350M", "1558M", "1558M recomputed")
 RATES = {
-    "logits whole": ("124M", "whole_logits"),
+    "logits in chunks": ("124M", "chunks"),
     "guards off": ("124M", "unguarded"),
     "saves while training stands still": ("background", "standing"),
 }
@@ -252,6 +259,11 @@ def findings():
         if found := apart(*pair):
             spread = f"{max(found):.2%} apart at most, {mean(found):.2%} on average"
             yield f"loss of the first {len(found)} steps, {what}: {spread}"
+    if (OUT / "trace.json").exists():
+        traced = read_json(OUT / "trace.json")
+        yield "trace: a step takes {step_ms:.1f} ms, of which its kernels {busy_ms:.1f}".format(**traced)
+        for name in sorted(traced["kernels"], key=traced["kernels"].get)[:-25:-1]:
+            yield f"{traced['kernels'][name]:8.2f} ms  {name[:110]}"
     if rates := [row["samples_per_second"] for row in rows_of("resnet") if "samples_per_second" in row]:
         yield f"resnet: {median(rates):,.0f} images/s"
 
@@ -289,11 +301,12 @@ def train_with_inf(flags):
 def test_the_commands_are_such_that_a_script_takes_them(device, monkeypatch, tmp_path):
     monkeypatch.setattr(sys.modules[__name__], "OUT", tmp_path)  # a trial with DEVICE=cpu leaves other runs
     kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmarks": BenchmarkConfig}
-    kinds |= {"test_gpu": TrainingConfig}
+    kinds |= {"Inf": TrainingConfig}
     for part in PARTS:
         for command in commands_of(part, device):
             script = next(number for number, word in enumerate(command) if word.endswith((".py", "benchmarks")))
             assert (ROOT / command[script]).exists(), part
+            script += command[script] == "tests/test_gpu.py"
             if kind := kinds.get(Path(command[script]).stem):
                 default = "configs/gpt2_stdlib.yaml" if kind is TrainingConfig else None
                 config = load(kind, command[script + 1 :], default)
@@ -301,5 +314,39 @@ def test_the_commands_are_such_that_a_script_takes_them(device, monkeypatch, tmp
     assert {*LIMITS, *GPU_ONLY} <= {*PARTS}
 
 
+class Enough(Exception):
+    """All steps of the trace are taken."""
+
+
+def trace(words):
+    """Writes the milliseconds of a step of 64 windows, and those of its kernels in five further steps; on a CPU, of its
+    operations."""
+    device, out, *preset = words
+    settings = BenchmarkConfig(device=device, **({"preset": preset[1], "block_size": 32} if preset else {}))
+    batch, precision = (2, "no") if preset else (64, "bf16")
+    config = short_run(settings, Path(out), batch, precision, "off" if preset else "model", {})
+    random_tokens(Path(config.data.paths[0]))
+    kind = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    profiler, begun = profile(activities=[kind]), []
+
+    class Traced(Pretraining):
+        def due(self, step, last):
+            if step in (10, 30, 35):
+                begun.append(read_clock(self.accelerator.device))
+            if step == 30:
+                profiler.start()
+            if step == 35:
+                profiler.stop()
+                raise Enough
+            return Due(False)
+
+    with suppress(Enough), quiet_run(config, Traced) as run:
+        train_loop(run)
+    time_of = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    kernels = {event.key: getattr(event, time_of) / 5000 for event in profiler.key_averages()}
+    found = {"step_ms": (begun[1] - begun[0]) * 50, "busy_ms": sum(kernels.values()), "kernels": kernels}
+    write_json(Path(out) / "trace.json", found)
+
+
 if __name__ == "__main__":
-    train_with_inf(sys.argv[1:])
+    {"Inf": train_with_inf, "trace": trace}[sys.argv[1]](sys.argv[2:])
