@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 57_397, "reachable": 81_070, "product": 141_334, "tests": 168_984}
+CEILINGS = {"loaded": 57_397, "reachable": 81_070, "product": 141_334, "tests": 168_911}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

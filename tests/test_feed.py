@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate.state import GradientState
 from commands import expect_error
-from ranks import run_ranks
 
 from gpt2_ddp.data import feed as feed_module
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, padding_rows, split_batch
@@ -174,21 +173,9 @@ class Vanished(Numbers):
         raise UserError("data.path", "photos/1.png", "is not an image")
 
 
-def walk_and_fail():
-    """Through all moves; an image that cannot be read is a user error."""
-    from gpt2_ddp.distributed.launch import build_accelerator
-    from gpt2_ddp.tasks.supervised import score_each
-
-    accelerator = build_accelerator("cpu", "no")
-    walk(246, accelerator, actions=9)
-    source, batch = Vanished(4), GlobalBatch(4, interleaved(2, 2))
-    feed = Feed(Permutation(1, 4), batch, source, accelerator)
+def test_what_cannot_be_read_is_a_users_error():
+    feed = Feed(Permutation(1, 4), GlobalBatch(4, interleaved(2, 2)), Vanished(4), rank_of(2, 1))
     expect_error("^data.path = photos/1.png: ", feed.first_micro_batch)
-    expect_error("^data.path = photos/1.png: ", score_each, accelerator, torch.nn.Identity(), source, None, 4)
-
-
-def test_two_ranks_deliver_the_same():
-    run_ranks(walk_and_fail, 2)
 
 
 @pytest.mark.parametrize("order", [[1], [1, 0], [0, 0], [2, 3]], ids=["lost", "swapped", "twice", "of another step"])

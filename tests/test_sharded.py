@@ -216,7 +216,7 @@ def test_four_processes(corpus, tmp_path, changes):
 def test_the_same_initial_weights(text, tmp_path):
     """Drawn one after another, they are those of a model that is made whole."""
     (whole,) = run_ranks(initial_weights, 1, cell(text, tmp_path / "ddp", "gpt2", "adamw"))
-    assert run_ranks(initial_weights, 3, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP)) == [whole] * 3
+    assert run_ranks(initial_weights, 2, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP)) == [whole] * 2
 
 
 def growth(work):
