@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 57_397, "reachable": 81_070, "product": 141_334, "tests": 168_911}
+CEILINGS = {"loaded": 57_412, "reachable": 81_085, "product": 141_495, "tests": 168_921}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

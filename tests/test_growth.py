@@ -80,7 +80,8 @@ def measured(script, *args):
 
 @pytest.mark.slow
 def test_the_memory_of_300_000_rows(trained, tmp_path):
-    """290,000 further rows take less than 0.12 GB. Libraries take 0.3 GB with torch's CPU build, else more."""
+    """290,000 further rows take less than 0.12 GB; in a report, which draws each, less than 0.25 GB. Libraries take
+    0.3 GB with torch's CPU build, else more."""
     peaks = []
     for steps in (10_000, 300_000):
         folder = tmp_path / str(steps)
@@ -93,7 +94,7 @@ def test_the_memory_of_300_000_rows(trained, tmp_path):
         )
         print(steps, *found, sep="\n")
         peaks.append([peak for peak, _ in found])
-    assert all(after - before < 0.12 for before, after in zip(*peaks, strict=True)), peaks
+    assert all(after - before < most for before, after, most in zip(*peaks, (0.12, 0.25, 0.12), strict=True)), peaks
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableSequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -117,9 +117,11 @@ def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
     return found["step"], found["sha256"]
 
 
-def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of steps that no rollback undid; without events."""
-    found = list[dict[str, Any]]()
+def valid_rows(
+    rows: Iterable[dict[str, Any]], found: MutableSequence[dict[str, Any]] | None = None
+) -> MutableSequence[dict[str, Any]]:
+    """The rows of steps that no rollback undid; without events. They are appended to `found`, or to a new list."""
+    found = [] if found is None else found
     for row in rows:
         if is_rollback(row):
             while found and found[-1]["step"] > row["step"]:

@@ -1,7 +1,9 @@
 """Reads run folders for reports, without torch. Missing and torn parts are omitted, with a note."""
 
+import marshal
 import math
 import os
+from collections import UserList
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,12 +26,28 @@ Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a v
 LARGEST = 3.4e38  # about the largest number in fp32
 
 
+class PackedRows(UserList[Any]):
+    """Rows as bytes of their values, with shared names: a fifth of the memory of dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[tuple[str, ...], tuple[str, ...]] = {}  # of all rows that were appended
+
+    def append(self, item: Row) -> None:
+        names = tuple(item)
+        self.data.append((self.names.setdefault(names, names), marshal.dumps([*item.values()])))
+
+    def __getitem__(self, i: Any) -> Any:
+        names, values = self.data[i]
+        return dict(zip(names, marshal.loads(values), strict=True))
+
+
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     """The readable content of a run folder. In the names of metrics, `tokens` stands for the run's unit."""
 
     name: str
-    rows: list[Row]  # without events and what rollbacks have undone; `loss_mean` is the `loss` where that is not known
+    rows: PackedRows  # without events and what rollbacks have undone; `loss_mean` is the `loss` where that is not known
     events: list[Row]  # starts, rollbacks ...
     config: Row  # config.yaml, flat, with dotted keys
     status: Row
@@ -39,7 +57,7 @@ class RunRecord:
     @cached_property
     def fields(self) -> list[str]:
         """The names in the rows, in the order of their first rows."""
-        return [*dict.fromkeys(name for row in self.rows for name in row)]
+        return [*dict.fromkeys(name for names in self.rows.names for name in names)]
 
     @cached_property
     def unit(self) -> str:
@@ -132,23 +150,25 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     return RunRecord(name, rows, events, config, status, samples, notes)
 
 
-def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
+def _read_rows(file: Path, notes: list[str]) -> tuple[PackedRows, list[Row]]:
     """The rows of a .jsonl file that no rollback has undone, and its events; `notes` get the number of other lines."""
-    rows, unreadable = list[Row](), 0
+    rows, events, unreadable = PackedRows(), [], 0
     for line in read_lines(file):
         row = line.row or {}
         step = row.get("step")
         if type(step) is not int or step < 0:
             unreadable += bool(line.text.strip())
             continue
+        if is_event(row):
+            events.append(row)
         row.pop("chain", None)
         row |= {name: math.nan for name, value in row.items() if value is None and not field_of(name).kind}
         if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
             row["loss_mean"] = row["loss"]
-        rows.append(row)
+        valid_rows([row], rows)
     if unreadable:
         notes.append(f"{file.name}: unreadable lines omitted: {unreadable}")
-    return valid_rows(rows), [*filter(is_event, rows)]
+    return rows, events
 
 
 def _read(file: Path, read: Callable[[Path], Row], notes: list[str]) -> Row:
