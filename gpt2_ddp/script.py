@@ -1,5 +1,6 @@
 """The body of every script: command line, exit code, signals, errors on one line."""
 
+import faulthandler
 import os
 import select
 import signal
@@ -30,6 +31,7 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
         main: the work, or its name, `module:function`. It is imported after `--help`, which stays fast.
         default: preset without `--config`.
     """
+    faulthandler.enable(2)  # a library that crashes is found by the calls on stderr
     unset_unfilled_variables()
     with exit_on_signal(print_line):
         if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on

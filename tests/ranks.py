@@ -3,6 +3,7 @@
 A fresh interpreter would take 4 s to import torch, and forking the test process deadlocks in its thread pools.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -175,6 +176,7 @@ class RankError(Exception):
 def _call(environment, sender, function, args):
     import torch
 
+    faulthandler.enable(2)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # a rank that starts others, or loader workers, has them forked by the same server
     forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None

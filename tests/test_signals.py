@@ -233,6 +233,9 @@ COMMAND = """
 
 def test_a_script_that_is_interrupted(tmp_path):
     """Of all scripts alike: the library is imported inside, after signals are taken."""
-    main, other = (run(tmp_path, COMMAND, RANK=rank, WORLD_SIZE="2") for rank in "01")
+    main, other, crashes = (run(tmp_path, COMMAND, RANK=rank, WORLD_SIZE="2") for rank in "011")
     assert signalled(main, signal.SIGINT) == (75, "", last_words("SIGINT"))
     assert signalled(other, signal.SIGINT) == (75, "", "")  # the main process says it
+    code, _, calls = signalled(crashes, signal.SIGSEGV)
+    assert code == -signal.SIGSEGV
+    assert " in main\n" in calls

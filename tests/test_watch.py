@@ -1,7 +1,9 @@
 """Who is to blame, judged from recorded signs of life; and what the watch itself counts and tells."""
 
+import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from gpt2_ddp.distributed.watchdog import (
     Observed,
     Watchdog,
     judge,
+    stack_of,
 )
 from gpt2_ddp.errors import UserError
 
@@ -209,6 +212,42 @@ def test_idleness_is_counted_from_the_last_progress_and_shows_the_stack(clock):
     time.watch.progress()
     sign = time.pass_by(HEARTBEAT_INTERVAL)
     assert (sign.progress_count, sign.idle, sign.stack) == (2, 0, "")
+
+
+def test_the_stack_of_a_thread_that_goes_on_meanwhile_is_of_one_moment():
+    """Frames that are made one by one would show two: the line of `outer` in the second call, and `inner`."""
+    first, second, went_on = threading.Lock(), threading.Lock(), threading.Event()
+
+    def inner():
+        first.acquire()
+
+    def outer():
+        inner()
+        went_on.set()
+        second.acquire()
+
+    def go_on(phase, _):
+        if not went_on.is_set():
+            first.release()
+            went_on.wait(10)
+
+    first.acquire()
+    second.acquire()
+    thread, usual = threading.Thread(target=outer), gc.get_threshold()
+    thread.start()
+    wait_until(lambda: "in inner" in stack_of(thread.ident))
+    before = re.findall("line .* in outer", stack_of(thread.ident))
+    gc.callbacks.append(go_on)
+    gc.set_threshold(1)
+    try:
+        stack = stack_of(thread.ident)
+    finally:
+        gc.set_threshold(*usual)
+        gc.callbacks.remove(go_on)
+        second.release()
+        thread.join()
+    assert went_on.is_set()
+    assert (re.findall("line .* in outer", stack) == before) == ("in inner" in stack)
 
 
 def test_one_that_was_suspended_forgets_what_it_saw(clock):

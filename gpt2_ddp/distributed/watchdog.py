@@ -4,15 +4,17 @@ Every rank writes a heartbeat to the rendezvous store twice a second. Rank 0 jud
 A verdict ends a process even while its main thread is inside a collective.
 """
 
+import faulthandler
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -98,6 +100,20 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
         return None
     lines = [f"{names[rank]}: no progress for {beat.idle:.0f} s at {_at(beat, True)}" for rank, beat in behind.items()]
     return Verdict("\n".join(lines), [])
+
+
+def stack_of(thread: int) -> str:
+    """The newest calls of a thread of this process, the last one last. `faulthandler` reads them at one moment: frames
+    of `sys._current_frames` may change meanwhile, which can crash Python 3.11."""
+    with suppress(OSError):
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)  # what does not fit is cut off
+        faulthandler.dump_traceback(writing)
+        os.close(writing)
+        with open(reading, errors="replace") as file:
+            if found := re.search(rf"hread 0x0*{thread:x}\b.*\n((  File .*\n)+)", file.read()):
+                return "\n".join(reversed(found[1].splitlines()[:12]))
+    return ""
 
 
 def _at(beat: Heartbeat, stack: bool = False) -> str:
@@ -265,10 +281,9 @@ class _Observer:
             self._slowest = max(self._slowest, 0.0 if self._had_timeout else idle)
             self._seen_count, self._progress_time, idle = pulse.count, time.time(), 0.0
         self._had_timeout = pulse.timeout > 0
-        if idle >= 2 * HEARTBEAT_INTERVAL and (frame := sys._current_frames().get(pulse.thread)):
-            calls = traceback.extract_stack(frame)
-            stack = "".join(traceback.format_list(calls)[-12:]).rstrip()
-            idle = 0.0 if any(call.filename.endswith(("bdb.py", "pydevd.py")) for call in calls) else idle  # debugged
+        if idle >= 2 * HEARTBEAT_INTERVAL:
+            stack = stack_of(pulse.thread)
+            idle = 0.0 if 'bdb.py"' in stack or 'pydevd.py"' in stack else idle  # debugged
         done, started = pulse.count - pulse.count_before, _collectives() if self._link.world > 1 else 0
         place = pulse.stage, pulse.step, done, started
         self.beat = Heartbeat(before.process, before.turn + 1, *place, idle, limit + pulse.timeout, stack)
