@@ -31,8 +31,8 @@ from gpt2_ddp.checkpoint.run_files import (
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.process import this_process
-from gpt2_ddp.distributed.ranks import is_main, on_every_rank, on_main, runs_on_main
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.distributed.ranks import on_every_rank, on_main, runs_on_main
+from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.files import check_can_make, fsync_path, make_folder, size_of, write_atomically, writing
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress
 
@@ -138,7 +138,7 @@ class RunLog:
     """The records of a run, on every rank; the main process writes them. `more`: keys for status.json while it runs."""
 
     def __init__(self, folder: RunFolder, more: Callable[[], Row] = dict):
-        self.path, self.is_main, self._folder = folder.path, is_main(), folder
+        self.path, self.is_main, self._folder = folder.path, is_main_process(), folder
         self._more = more
         self.is_gone = False  # by the last heartbeat
         self._state, self._writing, self._appending = "", threading.RLock(), threading.Lock()

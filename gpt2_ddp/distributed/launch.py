@@ -9,16 +9,25 @@ from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import psutil
 import torch
+import torch.distributed as dist
 import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.environment import CONNECTED, accelerate_words, under_launcher, usable_cores, world_size
+from gpt2_ddp.distributed.environment import (
+    CONNECTED,
+    accelerate_words,
+    processes_here,
+    under_launcher,
+    usable_cores,
+    world_size,
+)
 from gpt2_ddp.errors import UserError
 
 USE_TORCHRUN = (
@@ -45,10 +54,21 @@ def start_run(config: RunConfig) -> PartialState:
         from gpt2_ddp.distributed.connecting import connect
 
         processes = connect(start, train.patience_seconds)
-        _set_pg_timeout(LONGEST)  # from now on, the watchdog detects late ranks
+        let_wait(dist.group.WORLD)
     if str(processes.device).startswith("cuda") and not train.deterministic:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
     return processes
+
+
+WATCHED: WeakSet[Any] = WeakSet()
+"""The groups of processes whose collectives the watchdog ends if a rank is late."""
+
+
+def let_wait(group: Any) -> Any:
+    """The group, once it is connected: from now on, its collectives may take `LONGEST`."""
+    group.set_timeout(LONGEST)
+    WATCHED.add(group)
+    return group
 
 
 def build_accelerator(
@@ -171,10 +191,9 @@ def _accelerate_config(config_file: str | None) -> dict[str, object]:
 
 def _check_environment(target: torch.device, backend: str) -> None:
     """Raises UserError for too many processes per GPU, nccl without GPUs, or plugins of `accelerate config`."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if target.type == "cuda" and local > torch.cuda.device_count():
+    if target.type == "cuda" and processes_here() > torch.cuda.device_count():
         hint = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
-        raise UserError("processes", local, hint)
+        raise UserError("processes", processes_here(), hint)
     if backend == "nccl" and target.type != "cuda":
         raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
     for plugin in ("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "DYNAMO_BACKEND"):

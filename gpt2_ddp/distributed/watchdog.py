@@ -17,9 +17,9 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout, _world
+from torch.distributed import PrefixStore, Store
 
-from gpt2_ddp.distributed.launch import COLLECTIVE
+from gpt2_ddp.distributed.launch import COLLECTIVE, WATCHED
 from gpt2_ddp.distributed.process import Process, this_process
 from gpt2_ddp.distributed.signals import Stopped, before_forced_end
 
@@ -147,8 +147,9 @@ class _Link:
         # the process that serves the store; 0 for a store of rank 0
         self._launcher = os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         if world > 1:
-            self._base_store: Store = store or _get_default_store()  # a reference: on rank 0 it may be the server
-            own: Store = self._base_store.clone()  # pyright: ignore  # a store serves one call at a time
+            everyone: Any = dist.group.WORLD
+            self._base_store = store or everyone.get_group_store()  # a reference: on rank 0 it may be the server
+            own = self._base_store.clone()  # a store serves one call at a time
             self._store = PrefixStore(f"watch/{next(self._number)}", own)
 
     def run(self, outgoing: Callable[[], Heartbeat]) -> None:
@@ -168,8 +169,8 @@ class _Link:
                 self.wake.clear()
         except dist.DistError:  # for good; a store of rank 0 ends with rank 0, a launcher's may end by itself
             self.is_cut_off = self._launcher > 0
-            for group in _world.pg_map if self.is_cut_off else ():  # nobody judges live ranks any more
-                _set_pg_timeout(COLLECTIVE, group)
+            for group in WATCHED if self.is_cut_off else ():  # nobody judges live ranks any more
+                group.set_timeout(COLLECTIVE)
         finally:
             self._is_running = False
 
@@ -367,6 +368,6 @@ class Watchdog(Pulse):
 def _collectives() -> int:
     """Number of started collectives; 0: unknown. It alone tells a rank stalled in a backward pass from waiting ones."""
     try:
-        return dist.group.WORLD._get_sequence_number_for_group()  # pyright: ignore
-    except (AttributeError, RuntimeError):  # private; or the group has ended
+        return dist.group.WORLD._get_sequence_number_for_group()  # pyright: ignore  # torch has no public one
+    except (AttributeError, RuntimeError):  # it may change; or the group has ended
         return 0
