@@ -20,6 +20,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     checkpoint_ref,
     list_checkpoints,
     newest_intact,
+    step_of,
     steps_of,
     verify_recorded,
     write_manifest,
@@ -244,7 +245,7 @@ class CheckpointStore:
     def remove_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, after a rollback."""
         there = list_checkpoints(self.folder)
-        self._delete_except([place for place in there if int(place.name[5:]) <= step])
+        self._delete_except([place for place in there if step_of(place) <= step])
 
     @runs_on_main
     def prune(self, last_good: int | None = None) -> None:
