@@ -99,7 +99,8 @@ def machines() -> int:
 def elastic_nodes() -> str:
     """torchrun's `--nnodes MIN:MAX`, if it restarts the ranks with whatever machines are there; empty otherwise."""
     nodes = torchrun_option("nnodes") if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else ""
-    return nodes if ":" in nodes and len(set(nodes.split(":"))) > 1 else ""
+    least, _, most = nodes.partition(":")
+    return nodes if most not in ("", least) else ""
 
 
 def torchrun_option(name: str) -> str:

@@ -126,10 +126,6 @@ class Pulse:
         """Records progress in the stage, and ends its additional timeout."""
         self.timeout, self.count = 0.0, self.count + 1
 
-    def end(self, error: str = "", lost: str = "", stopped: bool = False) -> None:
-        """Records the error of this rank, the one of a lost collective, or a stop."""
-        self.ended_at, self.error, self.lost, self.stopped = time.monotonic(), error, lost, stopped
-
 
 class _Link:
     """The exchange with other ranks. Its thread may block: a stopped process that serves the store blocks clients."""
@@ -335,7 +331,7 @@ class Watchdog(Pulse):
         self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
-        before_forced_end(self._stop)
+        before_forced_end(lambda: self.end(stopped=True))
 
     def failed(self, error: BaseException) -> None:
         """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank.
@@ -346,15 +342,13 @@ class Watchdog(Pulse):
         message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower()):
             self.end(lost=message)
-            self._link.deliver()
             self._observer.ended.wait(AFTERMATH + 3 * GRACE)
         stopped = isinstance(error, Stopped)
         self.end(error="" if stopped else message, stopped=stopped)
-        self._link.deliver()
 
-    def _stop(self) -> None:
-        """Sends to the other ranks that a signal ends this one. For any thread."""
-        self.end(stopped=True)
+    def end(self, error: str = "", lost: str = "", stopped: bool = False) -> None:
+        """Sends the error of this rank, the one of a lost collective, or a stop to the other ranks. For any thread."""
+        self.ended_at, self.error, self.lost, self.stopped = time.monotonic(), error, lost, stopped
         self._link.deliver()
 
     def close(self) -> None:
