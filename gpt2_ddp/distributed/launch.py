@@ -205,21 +205,15 @@ def pick_precision(name: str, target: torch.device, section: str = "") -> str:
     UserError if it is not available."""
     on_gpu = "bf16" if target.type == "cuda" and multiplies_bf16(target) else "no"
     fast = "fast" if target.type == "cpu" else on_gpu
-    precision = {"fast": fast, "auto": _accelerate_precision() or on_gpu}.get(name, name)
+    choices, chosen = _accelerate_choices(), os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if choices and not choices.get("mixed_precision"):  # then `accelerate launch` sets the variable to `no`
+        chosen = None
+    precision = {"fast": fast, "auto": chosen or on_gpu}.get(name, name)
     if precision == "fp16" and target.type != "cuda":
         raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
     if precision not in ("no", "bf16", "fp16", "fast"):
         raise UserError(f"{section}mixed_precision", precision, "use no, bf16 or fp16")
     return precision
-
-
-def _accelerate_precision() -> str | None:
-    """The precision of `accelerate launch --mixed_precision`, its configuration file or the environment; without any,
-    `accelerate launch` sets the variable to `no`, which counts as unset."""
-    choices = _accelerate_choices()
-    if choices and not choices.get("mixed_precision"):
-        return None
-    return os.environ.get("ACCELERATE_MIXED_PRECISION")
 
 
 def multiplies_bf16(target: torch.device) -> bool:
