@@ -392,7 +392,7 @@ def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -
     if saved:
         from gpt2_ddp.config.hints import complete
 
-        known = complete(TrainingConfig, saved.config)[0]
+        known = complete(TrainingConfig, saved.config)
     tokens = config.eval.tokens
     if tokens == "auto":
         tokens = known["eval"]["tokens"] if known else config.auto_eval_tokens

@@ -114,7 +114,7 @@ def _folder(named: str, patterns: list[str]) -> Path:
 
 def _model_of(checkpoint: Checkpoint) -> ModelConfig:
     with _reading(checkpoint.path, f"its {CONFIG} cannot be read"):
-        return ModelConfig.model_validate(complete(TrainingConfig, checkpoint.config)[0]["model"])
+        return ModelConfig.model_validate(complete(TrainingConfig, checkpoint.config)["model"])
 
 
 def _read_config(named: str, path: Path) -> ModelConfig:
