@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpt2_ddp.distributed.launch import COLLECTIVE, WATCHED
 from gpt2_ddp.distributed.process import Process, this_process
@@ -144,7 +144,7 @@ class _Link:
         self._launcher = os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         if world > 1:
             everyone: Any = dist.group.WORLD
-            self._base_store = store or everyone.get_group_store()  # a reference: on rank 0 it may be the server
+            self._base_store: Any = store or everyone.get_group_store()  # a reference: on rank 0 it may be the server
             own = self._base_store.clone()  # a store serves one call at a time
             self._store = PrefixStore(f"watch/{next(self._number)}", own)
 

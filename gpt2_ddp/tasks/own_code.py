@@ -198,7 +198,8 @@ def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None
     is_gone = (
         before and before.name == config.task and before.place.endswith(".py") and not os.path.exists(before.place)
     )
-    if not given and (is_gone or not config.task):
+    name = config.task if config.task and not is_gone else ""
+    if not (given or name):
         assert saved, "a new run without a task is Pretraining"
         code = trusted(saved)
         assert code, "the checkpoint has a class of one's own"
@@ -206,12 +207,12 @@ def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None
             shown = "; ".join(line for line in changes if not line.startswith("@@"))
             raise UserError("task", code.name, f"has changed ({truncate(shown, 150)}); --task {code.name} accepts that")
         return code, []
-    code = of_class(given) if given else find(config.task)
+    code = of_class(given) if given else find(name)
     if given:
         check_imports(code)
-    elif not is_trusted(code) and config.task not in (word.removeprefix("--task=") for word in sys.argv):
-        hint = f"only a file names this code; if you trust it, give --task {config.task}"
-        raise UserError("task", config.task, hint)
+    elif not is_trusted(code) and name not in (word.removeprefix("--task=") for word in sys.argv):
+        hint = f"only a file names this code; if you trust it, give --task {name}"
+        raise UserError("task", name, hint)
     trust(code)
     if saved and not before and saved.step > saved.state.progress.first_step:
         hint = "the run was started without it; choose another run_name, or start from it with train.branch_from"
