@@ -117,7 +117,7 @@ def _train(config: RunConfig, task: "MakeTask | None", on_row: Callable[[dict[st
     from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
     from gpt2_ddp.training.loop import train
 
-    if PartialState._shared_state:
+    if PartialState._shared_state:  # Accelerate has no public way to see or reset it
         hint = "by another training or your own Accelerator, and a process has one Accelerate state; use processes=1"
         raise UserError("train", "Accelerate is in use in this process", hint)
     if world_size() > 1 and _trained:

@@ -161,7 +161,7 @@ def parse_json(text: str | bytes) -> Any:
     """The value of JSON text that anybody may have written; numbers may be NaN or infinite. Raises: ValueError, also
     as `check_limits`."""
     try:
-        return check_limits(json.loads(text if isinstance(text, str) else text.decode()))
+        return check_limits(json.loads(text))
     except RecursionError as error:
         raise ValueError(f"is nested more than {DEEPEST} levels deep") from error
 

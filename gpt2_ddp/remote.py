@@ -117,21 +117,19 @@ def with_local_runs(config: Config) -> Config:
 
 
 def _local_run(path: str, field: str) -> str:
-    return fetch_run(path, field, weights=field != "runs") if "://" in path else path
-
-
-def fetch_run(url: str, field: str, weights: bool) -> str:
-    """The folder in the cache with a copy of the run at a URL: its records and, if `weights`, its whole checkpoints.
-    Raises: UserError if there is no such run."""
-    bucket, folder = Bucket(url, field), Path(local_copy(url))
-    with reading(url, field):
+    """The path or, of a URL, the folder in the cache with a copy of the run: its records and, unless the command reads
+    only `runs`' rows, its whole checkpoints. Raises: UserError if there is no such run."""
+    if "://" not in path:
+        return path
+    bucket, folder = Bucket(path, field), Path(local_copy(path))
+    with reading(path, field):
         records = [name for name in bucket.names() if "." in name]
         if not records:
             raise FileNotFoundError("there is no run")
         folder.mkdir(parents=True, exist_ok=True)
         for name in records:
             bucket.get_file(name, folder / name)
-        there = bucket.checkpoints() if weights else {}
+        there = bucket.checkpoints() if field != "runs" else {}
         for place in (folder / "checkpoints").glob("*"):
             if place.name not in there:
                 shutil.rmtree(place)

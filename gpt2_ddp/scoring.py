@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from gpt2_ddp.data.tokenizer import Tokenizer
-from gpt2_ddp.distributed.ranks import is_main, sum_over_ranks
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.distributed.ranks import sum_over_ranks
+from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.files import load_from_hub, parse_json, read_small, write_atomically, write_json
 from gpt2_ddp.model.evaluate import IGNORED
 
@@ -186,7 +186,7 @@ def answer(
     found = torch.zeros(len(requests), dtype=torch.float64)
     was_training = model.training
     model.eval()
-    hidden = None if is_main() else True  # None: where there is no terminal
+    hidden = None if is_main_process() else True  # None: where there is no terminal
     of_ranks = range(0, len(order), batch_size * accelerator.num_processes)
     try:
         for first in tqdm(of_ranks, "scoring", unit="batch", leave=False, delay=2, disable=hidden):

@@ -379,10 +379,6 @@ def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_h
     expect_error("another tokenizer", load_initial_weights, config(place, **own), model, other)
 
 
-def test_what_wants_a_checkpoint_says_what_such_a_folder_is_for(theirs):
-    expect_error(r"checkpoint = .* is a transformers model; .*train\.init_from", find_checkpoint, theirs)
-
-
 def test_a_wrong_folder_is_refused_before_the_corpus_is_hashed(theirs, tmp_path):
     another_tokenizer(theirs)
     shutil.copytree(GOLDEN / "corpus", tmp_path / "data", ignore=shutil.ignore_patterns(".*"))

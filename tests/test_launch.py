@@ -22,6 +22,7 @@ from gpt2_ddp.distributed import launch as launching
 from gpt2_ddp.distributed.environment import unset_unfilled_variables, usable_cores
 from gpt2_ddp.distributed.launch import pick_precision, start_run
 from gpt2_ddp.distributed.spawn import reserve_port
+from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.training import precision
 from gpt2_ddp.training.precision import describe_precision, settle_precision
 
@@ -93,7 +94,7 @@ def wait_for_main(config):
     launch.COLLECTIVE = timedelta(seconds=1)
     start_run(config)
     work = lambda: time.sleep(2.5) or "done"  # noqa: E731
-    return [ranks.on_main(work), ranks.on_every_rank(work if ranks.is_main() else lambda: "done")]
+    return [ranks.on_main(work), ranks.on_every_rank(work if is_main_process() else lambda: "done")]
 
 
 def test_an_interface_that_is_not_there_is_named_by_each_rank(tiny_config):

@@ -37,7 +37,7 @@ def everything(folder):
 
 def with_a_run(place):
     shutil.copytree(GOLDEN / "gpt2_run", place / "runs/run")
-    config, _ = complete(TrainingConfig, yaml.safe_load((place / "runs/run/config.yaml").read_text()))
+    config = complete(TrainingConfig, yaml.safe_load((place / "runs/run/config.yaml").read_text()))
     config |= {"output_dir": str(place / "runs"), "run_name": "run"}
     config["data"]["path"] = str(CORPUS)
     config["train"]["steps"] = 20

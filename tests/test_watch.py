@@ -357,13 +357,12 @@ def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
     assert watch._link.deliver()
     monkeypatch.setattr(watching.os, "getppid", lambda: 1)
     bounded = []  # as ranks that stand still are not judged any more
-    monkeypatch.setitem(watching._world.pg_map, "group", None)
-    monkeypatch.setattr(watching, "_set_pg_timeout", lambda *given: bounded.append(given))
+    monkeypatch.setattr(watching, "WATCHED", [SimpleNamespace(set_timeout=bounded.append)])
     monkeypatch.setattr(watch._link, "_exchange", lambda outgoing: pytest.fail("torch would print a C++ stack"))
     watch._link.wake.set()
     watch._threads[-1].join(10)
     assert watch._link.is_cut_off
-    assert bounded == [(COLLECTIVE, "group")]
+    assert bounded == [COLLECTIVE]
     watch.close()
 
 

@@ -337,7 +337,7 @@ def test_text_and_shards_in_the_place_of_something_else(place, monkeypatch):
     expect_error(command, read_manifest, Path("texts"))
     expect_error(command, missing_data, training_config(Path("texts"), place, {"data.prepare": "data_stdlib.yaml"}))
     for field in ("checkpoint", "train.init_from"):
-        expect_error(f"{field} = data: holds token shards; name a run folder", find_checkpoint, Path("data"), field)
+        expect_error(f"{field} = data: holds no intact checkpoint", find_checkpoint, Path("data"), field)
     for look, command in ((show_status, StatusConfig), (report, ReportConfig)):
         for folder in ("data", "nowhere"):
             expect_error(f"runs = .*{folder}: ", look, load(command, [folder]))

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.run_files import METRICS, is_data, read_events, recorded_checkpoint
+from gpt2_ddp.checkpoint.run_files import METRICS, read_events, recorded_checkpoint
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Part, as_safetensors, part_name, part_names
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.environment import usable_cores
@@ -48,7 +48,6 @@ FORMAT = 1
 """Format of a checkpoint folder."""
 STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
 TENSORS = ".safetensors"  # end of the large files' names
-TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
 FOLDER, RUN_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})"), re.compile(r"\w[\w.-]*")
 
 PAUSES = (0.1, 1.0, 3.0)  # seconds after which a file is read again that the disk or the network failed to read
@@ -152,16 +151,21 @@ class Checkpoint:
 def list_checkpoints(folder: Path) -> list[Path]:
     """The folders `step-XXXXXXXX` in a checkpoints folder, oldest step first, corrupt ones included."""
     found = (place for place in folder.glob("step-*") if FOLDER.fullmatch(place.name) and place.is_dir())
-    return sorted(found, key=lambda place: int(place.name[5:]))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name[5:])
 
 
 def steps_of(checkpoints: list[Path]) -> list[int]:
-    return [int(place.name[5:]) for place in checkpoints]
+    return [*map(step_of, checkpoints)]
 
 
 def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
     """A checkpoint's step and the SHA-256 of its manifest, for rows."""
-    return {"step": int(checkpoint.name[5:]), "sha256": sha256_file(checkpoint / MANIFEST)}
+    return {"step": step_of(checkpoint), "sha256": sha256_file(checkpoint / MANIFEST)}
 
 
 def newest_intact(
@@ -172,7 +176,7 @@ def newest_intact(
     `weights`. Raises: UserError."""
     for place in reversed(list_checkpoints(folder)):
         try:
-            if int(place.name[5:]) <= until:
+            if step_of(place) <= until:
                 return verify_recorded(place, weights)
         except CorruptCheckpoint as damage:
             if not place.is_dir():  # its running trainer has written a newer one and deleted this
@@ -201,7 +205,7 @@ def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], befo
     """Why a checkpoint is not the one that the events of its run record; empty if it is. It was written after the first
     `before` events. A kill may have come before its row; then no checkpoint of its step or a later one follows."""
     folder, later = checkpoint.path, events[before:]
-    step = int(folder.name[5:]) if FOLDER.fullmatch(folder.name) else checkpoint.step
+    step = step_of(folder) if FOLDER.fullmatch(folder.name) else checkpoint.step
     recorded = [found for row in later if (found := recorded_checkpoint(row)) and found[0] == step]
     if recorded:
         is_same = recorded[-1][1] == sha256_file(folder / MANIFEST)
@@ -235,9 +239,7 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
     weights_size = sum(files[name][0] for name in part_names(MODEL, files))
     if isinstance(state, GPTState) and state.task.vocab_size > weights_size:  # each id has some bytes of weights
         raise CorruptCheckpoint(checkpoint / STATE, f"has vocab_size = {state.task.vocab_size}")
-    config = _parse_fields(checkpoint / CONFIG, content[CONFIG])
-    if defect := _config_defect(config, state.kind):
-        raise CorruptCheckpoint(checkpoint / CONFIG, defect)
+    config = _parse_config(checkpoint / CONFIG, content[CONFIG], state.kind)
     return Checkpoint(checkpoint, state, config, files)
 
 
@@ -290,40 +292,32 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
         hint = f"has format {format}, this release reads format {FORMAT}; use the release that wrote it"
         raise UserError("checkpoint", checkpoint, hint)
     for name in (CONFIG, MODEL, OPTIMIZER, STATE):
-        if name not in files and not part_names(name, files):
+        if not part_names(name, files):
             raise CorruptCheckpoint(file, f"does not list {name}")
     if outside := [name for name in files if os.path.basename(name) != name]:
         raise CorruptCheckpoint(file, f"lists {truncate(outside[0], 40)}, outside of the folder")
     return files
 
 
-def _parse_fields(file: Path, content: bytes) -> dict[str, Any]:
+def _parse_config(file: Path, content: bytes, kind: str) -> dict[str, Any]:
+    """The configuration of a run of this kind. Raises: CorruptCheckpoint for what readers cannot use, such as an absent
+    section or a run name that is a path."""
     try:
-        fields = parse_yaml(content.decode()) or {}
-    except ValueError as error:
-        raise CorruptCheckpoint(file, f"cannot be read ({' '.join(str(error).split())})") from error
-    if not isinstance(fields, dict):
-        raise CorruptCheckpoint(file, "contains no fields")
-    return fields
-
-
-def _config_defect(config: dict[str, Any], kind: str) -> str:
-    """What readers of a checkpoint's configuration cannot use: an absent section, or a run name that is a path."""
-    for section in ("optim", "train", *["data", "model"] * (kind == "gpt2")):
-        if not isinstance(config.get(section), dict):
-            return f"has no section {section}"
-    name = config.get("run_name")
-    return "" if isinstance(name, str) and RUN_NAME.fullmatch(name) else f"has run_name = {truncate(name, 40)}"
+        config = parse_yaml(content.decode()) or {}
+        for section in ("optim", "train", *["data", "model"] * (kind == "gpt2")):
+            if not isinstance(config.get(section), dict):
+                raise ValueError(f"has no section {section}")
+        if not (isinstance(name := config.get("run_name"), str) and RUN_NAME.fullmatch(name)):
+            raise ValueError(f"has run_name = {truncate(name, 40)}")
+    except (ValueError, AttributeError) as error:
+        raise CorruptCheckpoint(file, " ".join(str(error).split())) from error
+    return config
 
 
 def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True, kind: str = "") -> Checkpoint:
     """The checkpoint `path`, or the newest intact one of the run folder `path`, of a run of this `kind` (empty: any).
     Hashes the large files too if `weights`. Raises: UserError for the user's `field`, which names this path."""
-    if os.path.isfile(path / TRANSFORMERS) and not os.path.isfile(path / MANIFEST):
-        raise UserError(field, path, "is a transformers model; name a run that starts from it (train.init_from)")
-    if is_data(path):
-        raise UserError(field, path, "holds token shards; name a run folder or a step-XXXXXXXX folder in it")
-    if os.path.isfile(path / MANIFEST) or os.path.isfile(path / MODEL):
+    if FOLDER.fullmatch(path.name) or os.path.isfile(path / STATE):
         try:
             found = verify_recorded(path, weights)
         except CorruptCheckpoint as damage:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.tensors import DTYPES, OPTIMIZER
-from gpt2_ddp.distributed.ranks import on_main, world_size
+from gpt2_ddp.distributed.ranks import has_others, on_main
 from gpt2_ddp.errors import UserError
 
 
@@ -81,7 +81,7 @@ def fill(targets: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def broadcast(targets: Mapping[str, Tensor]) -> None:
     """Copies the main process's targets into those of the other ranks. Collective."""
-    for target in targets.values() if world_size() > 1 else ():
+    for target in targets.values() if has_others() else ():
         dist.broadcast(target, src=0)
 
 

@@ -49,10 +49,10 @@ RETRIES = (1.0, 5.0, 30.0)
 
 
 class Mirror:
-    """The copy of a run, on its main process. `seconds`: longest wait for it when the run ends."""
+    """The copy of a run, which its main process starts. `seconds`: longest wait for it when the run ends."""
 
     def __init__(self, url: str, run: Path, seconds: float):
-        self._run, self._seconds, self._bucket = run, seconds, Bucket(f"{url.rstrip('/')}/{run.name}", FIELD)
+        self._run, self._seconds, self._url = run, seconds, f"{url.rstrip('/')}/{run.name}"
         self._owner = f"{socket.gethostname()}:{run.absolute()}"
         self._whole: dict[str, str] = {}  # manifests of the copied checkpoints, by name
         self._problem = ""  # of the newest attempt
@@ -63,7 +63,8 @@ class Mirror:
     def start(self) -> None:
         """Takes the lease, restores what is newer there than here, and begins to copy. Raises: UserError if the URL
         cannot be read, has another run, or another machine trains this one."""
-        with reading(self._bucket.url, FIELD):
+        self._bucket = Bucket(self._url, FIELD)
+        with reading(self._url, FIELD):
             self._take_lease()
             try:
                 self._whole = self._bucket.checkpoints()
@@ -88,7 +89,7 @@ class Mirror:
         copying.join(None if self._is_complete() else self._seconds)
         if copying.is_alive() or self._problem:
             problem = self._problem or f"it takes more than {self._seconds:g} s (checkpoint.mirror_seconds)"
-            warn(f"{self._bucket.url} lacks the end of the run: {problem}; the same command copies it")
+            warn(f"{self._url} lacks the end of the run: {problem}; the same command copies it")
 
     def _is_complete(self) -> bool:
         with suppress(OSError, ValueError):
@@ -107,7 +108,7 @@ class Mirror:
             if self._fetch(name, with_records=not restored):
                 restored.append(name)
         if restored:
-            print(f"note: restored {', '.join(restored)} from {self._bucket.url}", file=sys.stderr)
+            print(f"note: restored {', '.join(restored)} from {self._url}", file=sys.stderr)
 
     def _fetch(self, name: str, with_records: bool) -> bool:
         """Copies a checkpoint from there, unless it is damaged; before it is in place, maybe the records."""
@@ -119,7 +120,7 @@ class Mirror:
             verify(aside)
         except CorruptCheckpoint as damage:
             shutil.rmtree(aside)
-            warn(f"{self._bucket.url}/{name}: {damage.file.name} {damage.reason}; it is left out")
+            warn(f"{self._url}/{name}: {damage.file.name} {damage.reason}; it is left out")
             return False
         for record in RECORDS if with_records else ():
             if (content := self._bucket.read(record)) is not None:
@@ -133,7 +134,7 @@ class Mirror:
             there = State.parse(self._bucket.read(f"{name}/{STATE}") or b"")
             if there.progress.run_id != here.state.progress.run_id:
                 hint = f"has another run of this name than {self._run}; choose another run_name"
-                raise UserError(FIELD, self._bucket.url, hint)
+                raise UserError(FIELD, self._url, hint)
 
     def _copy_loop(self) -> None:
         failures = 0
@@ -145,7 +146,7 @@ class Mirror:
             except Exception as error:  # each kind of storage has its own
                 self._problem = describe(error)
                 if not failures:
-                    warn(f"{self._bucket.url} cannot be written ({self._problem}); the run goes on and tries again")
+                    warn(f"{self._url} cannot be written ({self._problem}); the run goes on and tries again")
                 failures += 1
             if is_last and (not failures or failures > len(RETRIES)):
                 return
@@ -189,14 +190,14 @@ class Mirror:
                     yield name, (place / MANIFEST).read_bytes()
 
     def _take_lease(self) -> None:
-        first: dict[str, Any] | None = None
+        seen = None
         while (lease := self._lease()) and lease["owner"] != self._owner and time.time() - lease["time"] < EXPIRES:
-            if first and lease["time"] != first["time"]:
+            if seen not in (None, lease["time"]):
                 hint = f"{lease['owner']} trains this run now; stop it, or choose another run_name"
-                raise UserError(FIELD, self._bucket.url, hint)
-            if not first:
+                raise UserError(FIELD, self._url, hint)
+            if not seen:
                 print(f"note: waiting for {lease['owner']}, which trained this run until now", file=sys.stderr)
-            first = lease
+            seen = lease["time"]
             time.sleep(LOOK)
         self._renew()
 
@@ -229,17 +230,11 @@ class Mirror:
 def open_mirror(config: KeepConfig, run: Path, watchdog: Watchdog, closing: ExitStack) -> Callable[[], dict[str, Any]]:
     """Starts the mirror on the main process, and closes it with the stack; returns its `status`. What was newer there
     is here now. Collective."""
-    started: list[Mirror] = []  # of this process, as on_main would send it to all
-
-    def start() -> None:
-        started.append(Mirror(str(config.mirror), run, config.mirror_seconds))
-        started[0].start()
-
+    mirror = Mirror(str(config.mirror), run, config.mirror_seconds)
     watchdog.heartbeat("restoring", timeout=LONGEST.total_seconds())
-    on_main(start)
-    for mirror in started:
-        closing.callback(mirror.close)
-    return started[0].status if started else dict
+    on_main(mirror.start)
+    closing.callback(mirror.close)
+    return mirror.status
 
 
 def warn(text: str) -> None:

@@ -7,7 +7,6 @@ metrics.jsonl ends with its `chain`, a hash of all lines up to it, so changed an
 import fcntl
 import hashlib
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, MutableSequence
 from contextlib import suppress
@@ -71,11 +70,6 @@ def is_locked(folder: Path) -> bool:
         except OSError:
             return True
     return False
-
-
-def is_data(folder: Path) -> bool:
-    """Whether it is a folder of token shards, as people take it for a run."""
-    return os.path.isfile(folder / "manifest.json") and any(folder.glob("*.bin"))
 
 
 def next_chain(chain: str, text: str) -> str:

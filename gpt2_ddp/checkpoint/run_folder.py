@@ -31,8 +31,8 @@ from gpt2_ddp.checkpoint.run_files import (
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.process import this_process
-from gpt2_ddp.distributed.ranks import is_main, on_every_rank, on_main, runs_on_main
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.distributed.ranks import on_every_rank, on_main, runs_on_main
+from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.files import check_can_make, fsync_path, make_folder, size_of, write_atomically, writing
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress
 
@@ -135,14 +135,15 @@ class RunFolder:
 
 
 class RunLog:
-    """The records of a run, on every rank; the main process writes them. `more`: keys for status.json while it runs."""
+    """The records of a run, on every rank; the main process writes them. `more`: keys for status.json while it runs.
+    `chain`: of the last row."""
 
     def __init__(self, folder: RunFolder, more: Callable[[], Row] = dict):
-        self.path, self.is_main, self._folder = folder.path, is_main(), folder
+        self.path, self.is_main, self._folder = folder.path, is_main_process(), folder
         self._more = more
         self.is_gone = False  # by the last heartbeat
         self._state, self._writing, self._appending = "", threading.RLock(), threading.Lock()
-        self._chain, self._samples = FIRST_CHAIN, hashlib.sha256()  # of the rows, and of samples.jsonl
+        self.chain, self._samples = FIRST_CHAIN, hashlib.sha256()  # of the rows, and of samples.jsonl
         self._sizes: dict[str, int] = {}  # bytes of both files after this process's last change
         self._lost = ""  # that of them which another program has changed
 
@@ -188,11 +189,6 @@ class RunLog:
         if not file.is_file() or file.read_text(errors="replace") != content:
             write_atomically(file, content, durable)
 
-    @property
-    def chain(self) -> str:
-        """The chain of the last row."""
-        return self._chain
-
     def append(self, row: Row, name: str = METRICS) -> None:
         """Appends a row to metrics.jsonl, with its chain, or to samples.jsonl. For any thread. Does nothing if the
         folder is lost, or if the file has not the size that it should: at the next heartbeat, all ranks stop."""
@@ -226,15 +222,15 @@ class RunLog:
 
     def _chained(self, row: Row) -> str:
         text = json.dumps(row)
-        self._chain = next_chain(self._chain, text)
-        return f'{text[:-1]}, "chain": "{self._chain}"}}\n'
+        self.chain = next_chain(self.chain, text)
+        return f'{text[:-1]}, "chain": "{self.chain}"}}\n'
 
     def end(self) -> LogEnd:
         """The end of the rows and samples so far, for a checkpoint."""
         with self._appending:
             rows, samples = (self._sizes.get(name) or size_of(self.path / name) for name in (METRICS, SAMPLES))
             sha256 = self._samples.hexdigest()
-            return LogEnd(chain=self._chain, bytes=rows, samples_bytes=samples, samples_sha256=sha256)
+            return LogEnd(chain=self.chain, bytes=rows, samples_bytes=samples, samples_sha256=sha256)
 
     def sync(self) -> None:
         """Waits until all rows are on disk. For any thread."""
@@ -253,22 +249,24 @@ class RunLog:
         self._samples, known = hashlib.sha256(), hashlib.sha256()
         for line in head(samples, end.samples_bytes):
             known.update(line)
-        is_same, problem = known.hexdigest() == end.samples_sha256, "the checkpoint has another SHA-256 of it"
+        is_same = known.hexdigest() == end.samples_sha256
+        problem = "" if is_same else "the checkpoint has another SHA-256 of it"
 
         def kept_samples() -> Iterator[bytes]:
-            for line in _kept(samples, end.samples_bytes, progress, "" if is_same else problem):
+            for line in _kept(samples, end.samples_bytes, progress, problem):
                 self._samples.update(line)
                 yield line
 
         if end.samples_bytes or os.path.lexists(samples):  # also a link that leads nowhere, which appends would follow
             write_atomically(samples, kept_samples())
-        is_same, changed = chain_of(file, end.bytes) == end.chain, "a row before the checkpoint is missing or changed"
+        is_whole = chain_of(file, end.bytes) == end.chain
+        gap = "" if is_whole else "a row before the checkpoint is missing or changed"
 
         def kept_rows() -> Iterator[bytes]:
             line = b""
-            for line in _kept(file, end.bytes, progress, "" if is_same else changed):
+            for line in _kept(file, end.bytes, progress, gap):
                 yield line
-            self._chain = split_chain(line.decode(errors="replace").rstrip("\n"))[1] or FIRST_CHAIN
+            self.chain = split_chain(line.decode(errors="replace").rstrip("\n"))[1] or FIRST_CHAIN
             if start:
                 yield self._chained({**start, HASH: self._samples.hexdigest()}).encode()
 

@@ -1,7 +1,6 @@
 """The checkpoints of a run: found, read, saved in the background or not, and deleted. Each is complete or absent."""
 
 import math
-import os
 import shutil
 import sys
 import threading
@@ -21,6 +20,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     checkpoint_ref,
     list_checkpoints,
     newest_intact,
+    step_of,
     steps_of,
     verify_recorded,
     write_manifest,
@@ -28,7 +28,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
 )
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Part
-from gpt2_ddp.distributed.environment import free_memory
+from gpt2_ddp.distributed.environment import free_memory, processes_here
 from gpt2_ddp.distributed.ranks import from_main, gather, on_every_rank, on_main, runs_on_main
 from gpt2_ddp.distributed.watchdog import TIMEOUT
 from gpt2_ddp.errors import UserError
@@ -150,7 +150,7 @@ class CheckpointStore:
         self.wait()
         self._prepare(snapshot.state.step)
         more = snapshot.part_bytes - sum(tensor.nbytes for tensor in self._memory.values())
-        parts_here = min(snapshot.part.count, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        parts_here = min(snapshot.part.count, processes_here())
         if wait or not from_main(should_save_async(self._wish, more * parts_here, spare_core)):
             on_every_rank(lambda: self._write(snapshot, last_good))
         elif snapshot.part.is_own:
@@ -245,7 +245,7 @@ class CheckpointStore:
     def remove_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, after a rollback."""
         there = list_checkpoints(self.folder)
-        self._delete_except([place for place in there if int(place.name[5:]) <= step])
+        self._delete_except([place for place in there if step_of(place) <= step])
 
     @runs_on_main
     def prune(self, last_good: int | None = None) -> None:

@@ -81,7 +81,8 @@ def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None =
     places, end = list(DTYPES), 0
     names = sorted(tensors, key=lambda name: (places.index(tensors[name].dtype), name))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    for tensor, name in ((tensors[name], name) for name in names):
+    for name in names:
+        tensor = tensors[name]
         place, end = [end, end + tensor.nbytes], end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.distributed.ranks import is_main
+from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.state import Scores
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
@@ -48,7 +48,7 @@ def measure(config: TrainingConfig | JobConfig, data_parallel: bool, steps: int,
         memory = peak_memory(accelerator.device)
         metrics = run.evaluate(run.watchdog.progress)
         parameters = nn.utils.parameters_to_vector(run.task.model.parameters()).detach().cpu()
-        if is_main():
+        if is_main_process():
             torch.save(parameters, weights)
         seconds_of_ranks, peaks = zip(*gather_object([(seconds, memory)]), strict=True)
         accelerator.end_training()

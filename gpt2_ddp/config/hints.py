@@ -35,22 +35,18 @@ def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
             yield "data.phases", phase.at_tokens, hint
 
 
-def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a saved configuration of any release, without validation. `saved` is parsed output of `dump`.
-
-    Returns:
-        All fields of `command`, as `dump` writes them: newer fields have defaults. Then the dotted names of saved
-        fields that no longer exist.
-    """
+def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of `command` in a saved configuration of any release, as `dump` writes them, without validation: newer
+    fields have defaults, and those that no longer exist are left out. `saved` is parsed output of `dump`."""
     values, given = command.model_construct().model_dump(mode="json"), flat(saved)
     known = flat(values)
     merge(values, {name: value for name, value in given.items() if name in known})
-    return values, [name for name in given if name not in known]
+    return values
 
 
 def differences(config: Command, saved: Mapping[str, Any], parts: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
     """(field, value, saved value) of the fields in `parts` (sections and fields) that differ."""
-    before, now = flat(complete(type(config), saved)[0]), flat(config.model_dump(mode="json"))
+    before, now = flat(complete(type(config), saved)), flat(config.model_dump(mode="json"))
     inside = tuple(f"{part}." for part in parts)
     names = [name for name in now if f"{name}.".startswith(inside) and name != "data.path"]
     return [(name, now[name], before[name]) for name in names if now[name] != before[name]]

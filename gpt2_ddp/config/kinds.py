@@ -18,7 +18,7 @@ def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
         hint = f"{place} holds an unknown kind of run; this release supports {', '.join(CONFIGS)}"
         raise UserError("kind", kind, hint)
     try:
-        return CONFIGS[kind].model_validate(complete(CONFIGS[kind], saved)[0])
+        return CONFIGS[kind].model_validate(complete(CONFIGS[kind], saved))
     except UserError as error:
         mistakes = [f"in {place}: {mistake}; restore the run's original file" for mistake in error.mistakes]
         raise UserError.join(mistakes) from error

@@ -47,6 +47,11 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if has_other_ranks() else 1
 
 
+def processes_here() -> int:
+    """Number of processes that the launcher started on this machine; 1 if it does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def has_other_ranks() -> bool:
     """Whether the launcher started several processes; they may not be connected yet."""
     return os.environ.get("WORLD_SIZE", "").strip() not in (*UNFILLED, "1")
@@ -94,7 +99,8 @@ def machines() -> int:
 def elastic_nodes() -> str:
     """torchrun's `--nnodes MIN:MAX`, if it restarts the ranks with whatever machines are there; empty otherwise."""
     nodes = torchrun_option("nnodes") if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else ""
-    return nodes if ":" in nodes and len(set(nodes.split(":"))) > 1 else ""
+    least, _, most = nodes.partition(":")
+    return nodes if most not in ("", least) else ""
 
 
 def torchrun_option(name: str) -> str:
@@ -147,8 +153,7 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
 def spare_core(device: str, threads: int) -> bool:
     """Whether training leaves a core of this machine idle, with CPU `threads` and loader `workers` per process. On an
     accelerator (`device` is not cpu), a process keeps one core busy."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return processes * (threads if device == "cpu" else 1) < usable_cores()
+    return processes_here() * (threads if device == "cpu" else 1) < usable_cores()
 
 
 def free_memory() -> int:

@@ -1,6 +1,5 @@
 """The Accelerator of every script, on the requested device, processes and threads."""
 
-import argparse
 import os
 import resource
 import warnings
@@ -9,16 +8,25 @@ from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import psutil
 import torch
+import torch.distributed as dist
 import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.environment import CONNECTED, accelerate_words, under_launcher, usable_cores, world_size
+from gpt2_ddp.distributed.environment import (
+    CONNECTED,
+    accelerate_words,
+    processes_here,
+    under_launcher,
+    usable_cores,
+    world_size,
+)
 from gpt2_ddp.errors import UserError
 
 USE_TORCHRUN = (
@@ -31,13 +39,13 @@ LONGEST = timedelta(days=7)  # timeout of collectives that a watchdog ends earli
 def start_run(config: RunConfig) -> PartialState:
     """Connects the processes of a training run, deterministic if configured. Raises UserError as `connect_processes`;
     also for a missing tracker package, and for ranks that cannot connect."""
+    train = config.train
     for name in config.tracking.log_with:
         if find_spec(name) is None:
             raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or remove it")
-    if config.train.deterministic:
+    if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    train = config.train
     start = partial(connect_processes, train.device, train.mixed_precision, section="train.", backend=config.backend)
     if world_size() == 1:
         processes = start()
@@ -45,10 +53,21 @@ def start_run(config: RunConfig) -> PartialState:
         from gpt2_ddp.distributed.connecting import connect
 
         processes = connect(start, train.patience_seconds)
-        _set_pg_timeout(LONGEST)  # from now on, the watchdog detects late ranks
+        let_wait(dist.group.WORLD)
     if str(processes.device).startswith("cuda") and not train.deterministic:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
     return processes
+
+
+WATCHED: WeakSet[Any] = WeakSet()
+"""The groups of processes whose collectives the watchdog ends if a rank is late."""
+
+
+def let_wait(group: Any) -> Any:
+    """The group, once it is connected: from now on, its collectives may take `LONGEST`."""
+    group.set_timeout(LONGEST)
+    WATCHED.add(group)
+    return group
 
 
 def build_accelerator(
@@ -145,36 +164,32 @@ def processes_asked_for() -> int:
     asked = [world_size(), *(int(env.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
     per_node = env.get("PET_NPROC_PER_NODE", "1")  # Kubeflow; torchrun reads PET_*, accelerate does not
     asked.append(int(env.get("PET_NNODES", "1").split(":")[0]) * (int(per_node) if per_node.isdigit() else 1))
-    launch = _accelerate_arguments()
-    if launch is not None and "WORLD_SIZE" not in env:
-        count = launch.num_processes or _accelerate_config(launch.config_file).get("num_processes")
+    if "WORLD_SIZE" not in env:
+        count = _accelerate_choices().get("num_processes")
         asked.append(count if isinstance(count, int) else 1)
     return max(asked)
 
 
-def _accelerate_arguments() -> argparse.Namespace | None:
+def _accelerate_choices() -> dict[str, Any]:
+    """What the user chose of the `accelerate launch` that is this process's parent, by arguments or its configuration
+    file; empty without one."""
     words = accelerate_words()
     if words is None:
-        return None
+        return {}
+    from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
-    return launch_command_parser().parse_args(words)  # only this parser finds where the script's arguments begin
-
-
-def _accelerate_config(config_file: str | None) -> dict[str, object]:
-    from accelerate.commands.config.config_args import default_config_file
-
-    file = Path(config_file or default_config_file)
+    given = vars(launch_command_parser().parse_args(words))  # only this parser finds where the script's arguments begin
+    file = Path(given["config_file"] or default_config_file)
     values = yaml.safe_load(file.read_text()) if file.is_file() else None  # JSON is YAML
-    return values if isinstance(values, dict) else {}
+    return (values if isinstance(values, dict) else {}) | {name: value for name, value in given.items() if value}
 
 
 def _check_environment(target: torch.device, backend: str) -> None:
     """Raises UserError for too many processes per GPU, nccl without GPUs, or plugins of `accelerate config`."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if target.type == "cuda" and local > torch.cuda.device_count():
+    if target.type == "cuda" and processes_here() > torch.cuda.device_count():
         hint = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
-        raise UserError("processes", local, hint)
+        raise UserError("processes", processes_here(), hint)
     if backend == "nccl" and target.type != "cuda":
         raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
     for plugin in ("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "DYNAMO_BACKEND"):
@@ -190,21 +205,15 @@ def pick_precision(name: str, target: torch.device, section: str = "") -> str:
     UserError if it is not available."""
     on_gpu = "bf16" if target.type == "cuda" and multiplies_bf16(target) else "no"
     fast = "fast" if target.type == "cpu" else on_gpu
-    precision = {"fast": fast, "auto": _accelerate_precision() or on_gpu}.get(name, name)
+    choices, chosen = _accelerate_choices(), os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if choices and not choices.get("mixed_precision"):  # then `accelerate launch` sets the variable to `no`
+        chosen = None
+    precision = {"fast": fast, "auto": chosen or on_gpu}.get(name, name)
     if precision == "fp16" and target.type != "cuda":
         raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
     if precision not in ("no", "bf16", "fp16", "fast"):
         raise UserError(f"{section}mixed_precision", precision, "use no, bf16 or fp16")
     return precision
-
-
-def _accelerate_precision() -> str | None:
-    """The precision of `accelerate launch --mixed_precision`, its configuration file or the environment; without any,
-    `accelerate launch` sets the variable to `no`, which counts as unset."""
-    launch = _accelerate_arguments()
-    if launch and not (launch.mixed_precision or _accelerate_config(launch.config_file).get("mixed_precision")):
-        return None
-    return os.environ.get("ACCELERATE_MIXED_PRECISION")
 
 
 def multiplies_bf16(target: torch.device) -> bool:
@@ -217,12 +226,12 @@ def multiplies_bf16(target: torch.device) -> bool:
 def set_cpu_threads() -> None:
     """Divides the cores among this machine's processes, unless the user set a number of threads: a launcher's own
     OMP_NUM_THREADS=1 counts as unset."""
-    launch, parent = _accelerate_arguments(), psutil.Process().parent()
+    parent = psutil.Process().parent()
     try:
         chosen = "OMP_NUM_THREADS" in (parent.environ() if under_launcher() and parent else os.environ)
     except psutil.Error:
         chosen = False
-    if not chosen and not (launch and launch.num_cpu_threads_per_process):
-        threads = max(usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    if not (chosen or _accelerate_choices().get("num_cpu_threads_per_process")):
+        threads = max(usable_cores() // processes_here(), 1)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # or Accelerate would choose a number, too

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from gpt2_ddp.distributed.launch import COLLECTIVE, LONGEST
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.distributed.launch import WATCHED, let_wait
+from gpt2_ddp.errors import UserError, is_main_process, truncate
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,21 +20,17 @@ CONTROL = "control"  # description of the control group
 MOST = 5  # differences between ranks that an error lists
 
 
-def is_main() -> bool:
-    """Whether this is the main process, rank 0."""
-    return world_size() == 1 or dist.get_rank() == 0
-
-
-def world_size() -> int:
-    """Number of ranks."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+def has_others() -> bool:
+    """Whether other ranks are connected to this one."""
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def on_main(function: Callable[[], T]) -> T:
     """The picklable result of `function` on the main process, on every rank. Raises its UserError on every rank."""
-    outcome = [_attempt(function) if is_main() else (None, None)]
-    if world_size() > 1:
-        broadcast_object_list(outcome)
+    if not has_others():
+        return function()
+    outcome = [_attempt(function) if is_main_process() else (None, None)]
+    broadcast_object_list(outcome)
     result, error = outcome[0]
     _raise_on_every_rank([error])
     return result  # pyright: ignore[reportReturnType]
@@ -61,19 +56,16 @@ def control_group() -> dist.ProcessGroup:
     it. Each rank keeps a connection to all others in a group, so a training has no further one. All ranks start the
     group's collectives in the same order; several may be under way, since gloo numbers them. They may wait for work of
     unknown length, and end at once if a rank ends."""
-    for group in _world.pg_map:
+    for group in WATCHED:
         if group.group_desc == CONTROL:
             return group
-    group = dist.new_group(backend="gloo", timeout=COLLECTIVE, group_desc=CONTROL)
-    assert isinstance(group, dist.ProcessGroup)
-    _set_pg_timeout(LONGEST, group)  # once it is connected
-    return group
+    return let_wait(dist.new_group(backend="gloo", group_desc=CONTROL))
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
     """This rank's result of `function`, once all ranks have succeeded. Raises, on every rank, any rank's first
     UserError."""
-    group = control_group() if world_size() > 1 else None  # before the work, since connecting has a shorter timeout
+    group = control_group() if has_others() else None  # before the work, since connecting has a shorter timeout
     results: list[T] = []  # of this process, as it may be no object to send
     gather(lambda: results.append(function()), group)
     return results[0]
@@ -82,10 +74,11 @@ def on_every_rank(function: Callable[[], T]) -> T:
 def gather(function: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """The picklable results of `function` on the ranks of a gloo group, on each of them; None: of this rank alone.
     Raises, on every rank of the group, any rank's first UserError."""
-    outcomes = [_attempt(function)]
-    if group:
-        own, outcomes = outcomes[0], outcomes * group.size()
-        dist.all_gather_object(outcomes, own, group=group)
+    if not group:
+        return [function()]
+    own = _attempt(function)
+    outcomes = [own] * group.size()
+    dist.all_gather_object(outcomes, own, group=group)
     _raise_on_every_rank([error for _, error in outcomes])
     return [result for result, _ in outcomes]  # pyright: ignore[reportReturnType]
 
@@ -132,7 +125,7 @@ def start_sum(values: Sequence[float]) -> Callable[[], list[float]]:
     Every rank calls it equally often, in the same order as other work of the control group. Until the result is asked
     for, no rank waits for another, and no GPU either.
     """
-    if world_size() == 1:
+    if not has_others():
         return lambda: [*values]
     total = torch.tensor(values, dtype=torch.float64)
     work = dist.all_reduce(total, group=control_group(), async_op=True)

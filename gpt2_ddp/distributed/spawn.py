@@ -18,7 +18,7 @@ from gpt2_ddp.distributed.environment import STOPPED, unset_unfilled_variables, 
 from gpt2_ddp.distributed.process import POLL_SECONDS, end_with_parent
 from gpt2_ddp.distributed.signals import SIGNALS, Stopped, exit_on_signal, install_handlers
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, is_main_process
 
 T = TypeVar("T")
 
@@ -108,12 +108,11 @@ def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> Non
 
 
 def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object, ...]) -> None:
-    main = os.environ.get("RANK", "0") == "0"
     try:
         answer: tuple[T | None, UserError | None] = (function(*args), None)
     except UserError as error:
         answer = (None, error)
-    if main:
+    if is_main_process():
         with suppress(BrokenPipeError):  # the parent was killed
             sender.send(answer)
     sender.close()

@@ -19,9 +19,9 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpt2_ddp.distributed.launch import COLLECTIVE
+from gpt2_ddp.distributed.launch import COLLECTIVE, WATCHED
 from gpt2_ddp.distributed.process import Process, this_process
 from gpt2_ddp.distributed.signals import Stopped, before_forced_end
 
@@ -142,10 +142,6 @@ class Pulse:
         """Records progress in the stage, and ends its additional timeout."""
         self.timeout, self.count = 0.0, self.count + 1
 
-    def end(self, error: str = "", lost: str = "", stopped: bool = False) -> None:
-        """Records the error of this rank, the one of a lost collective, or a stop."""
-        self.ended_at, self.error, self.lost, self.stopped = time.monotonic(), error, lost, stopped
-
 
 class _Link:
     """The exchange with other ranks. Its thread may block: a stopped process that serves the store blocks clients."""
@@ -163,8 +159,9 @@ class _Link:
         # the process that serves the store; 0 for a store of rank 0
         self._launcher = os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         if world > 1:
-            self._base_store: Store = store or _get_default_store()  # a reference: on rank 0 it may be the server
-            own: Store = self._base_store.clone()  # pyright: ignore  # a store serves one call at a time
+            everyone: Any = dist.group.WORLD
+            self._base_store: Any = store or everyone.get_group_store()  # a reference: on rank 0 it may be the server
+            own = self._base_store.clone()  # a store serves one call at a time
             self._store = PrefixStore(f"watch/{next(self._number)}", own)
 
     def run(self, outgoing: Callable[[], Heartbeat]) -> None:
@@ -184,8 +181,8 @@ class _Link:
                 self.wake.clear()
         except dist.DistError:  # for good; a store of rank 0 ends with rank 0, a launcher's may end by itself
             self.is_cut_off = self._launcher > 0
-            for group in _world.pg_map if self.is_cut_off else ():  # nobody judges live ranks any more
-                _set_pg_timeout(COLLECTIVE, group)
+            for group in WATCHED if self.is_cut_off else ():  # nobody judges live ranks any more
+                group.set_timeout(COLLECTIVE)
         finally:
             self._is_running = False
 
@@ -349,7 +346,7 @@ class Watchdog(Pulse):
         self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
-        before_forced_end(self._stop)
+        before_forced_end(lambda: self.end(stopped=True))
 
     def failed(self, error: BaseException) -> None:
         """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank.
@@ -360,15 +357,13 @@ class Watchdog(Pulse):
         message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower()):
             self.end(lost=message)
-            self._link.deliver()
             self._observer.ended.wait(AFTERMATH + 3 * GRACE)
         stopped = isinstance(error, Stopped)
         self.end(error="" if stopped else message, stopped=stopped)
-        self._link.deliver()
 
-    def _stop(self) -> None:
-        """Sends to the other ranks that a signal ends this one. For any thread."""
-        self.end(stopped=True)
+    def end(self, error: str = "", lost: str = "", stopped: bool = False) -> None:
+        """Sends the error of this rank, the one of a lost collective, or a stop to the other ranks. For any thread."""
+        self.ended_at, self.error, self.lost, self.stopped = time.monotonic(), error, lost, stopped
         self._link.deliver()
 
     def close(self) -> None:
@@ -382,6 +377,6 @@ class Watchdog(Pulse):
 def _collectives() -> int:
     """Number of started collectives; 0: unknown. It alone tells a rank stalled in a backward pass from waiting ones."""
     try:
-        return dist.group.WORLD._get_sequence_number_for_group()  # pyright: ignore
-    except (AttributeError, RuntimeError):  # private; or the group has ended
+        return dist.group.WORLD._get_sequence_number_for_group()  # pyright: ignore  # torch has no public one
+    except (AttributeError, RuntimeError):  # it may change; or the group has ended
         return 0

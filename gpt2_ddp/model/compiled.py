@@ -4,13 +4,13 @@ import os
 import shutil
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils._triton import has_triton
 
 from gpt2_ddp.errors import UserError
 
@@ -28,7 +28,7 @@ def missing_compiler(device: torch.device) -> str | None:
     """What inductor lacks: a C++ compiler for CPUs; Triton or a C compiler for GPUs. None: nothing."""
     if device.type == "mps":
         return None  # Metal has its own compiler
-    if device.type == "cuda" and not has_triton():
+    if device.type == "cuda" and (not find_spec("triton") or torch.cuda.get_device_capability(device) < (7, 0)):
         return "Triton"
     variable, names = ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
     compilers = [os.environ[variable]] if variable in os.environ else names

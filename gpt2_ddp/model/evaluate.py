@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gpt2_ddp.data.shards import TokenStream, count_windows
-from gpt2_ddp.distributed.ranks import is_main
+from gpt2_ddp.errors import is_main_process
 
 IGNORED = -100
 BATCH = 16
@@ -87,7 +87,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     batches = range(0, len(windows), batch_size * accelerator.num_processes)
-    hidden = None if is_main() else True  # None hides the bar only without a terminal
+    hidden = None if is_main_process() else True  # None hides the bar only without a terminal
     try:
         with tqdm(batches, "evaluating", unit="batch", leave=False, delay=2, disable=hidden) as progress:
             for first_of_ranks in progress:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -182,15 +181,14 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
         predicted = predictions(outputs)
         return {**scores, "target": targets, **predicted} if predicted else scores
 
-    kinds, values = score_each(accelerator, prepared, job.test, score, config.batch_size)
-    plain = kinds.index("target") if "target" in kinds else len(kinds)
-    scores = means(kinds[:plain], values[:, :plain])
+    names, values = score_each(accelerator, prepared, job.test, score, config.batch_size)
+    plain = names.index("target") if "target" in names else len(names)
+    scores = means(names[:plain], values[:, :plain])
     count = scores.pop("val_samples")
     line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
-    found = values[:, plain:].T.numpy()
-    if len(found) and (config.output or not config.data):  # without `output`, only the run's own samples are saved
+    if names[plain:] and (config.output or not config.data):  # without `output`, only the run's own samples are saved
         folder = Path(config.output or _evaluations(checkpoint))
-        lines = format_predictions(found[1:], job.facts.get("classes"), job.test.names, found[0])
+        lines = format_predictions(names[plain:], values[:, plain:], job.test.names, job.facts.get("classes"))
         on_main(partial(write_predictions, folder, lines))
         line += f"; predictions are in {folder}"
     return line
@@ -211,8 +209,8 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
         return predictions(model(normalise(images)).float())
 
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
-    found = score_each(accelerator, prepared, images, score, config.batch_size)[1].T.numpy()
-    lines = [*format_predictions(found, record["classes"], images.names)]
+    found = score_each(accelerator, prepared, images, score, config.batch_size)
+    lines = [*format_predictions(*found, images.names, record["classes"])]
     if config.output:
         on_main(partial(write_predictions, Path(config.output), lines))
     shown = (f"{truncate(line['file'], LONGEST_NAME)}: {line['class']} {line['probability']:.2%}" for line in lines)
@@ -231,19 +229,18 @@ def predictions(outputs: Tensor) -> dict[str, Tensor]:
 
 
 def format_predictions(
-    found: np.ndarray, names: Sequence[str] | None, files: Sequence[str], targets: np.ndarray | None = None
+    names: Sequence[str], values: Tensor, files: Sequence[str], classes: Sequence[str] | None
 ) -> Iterator[dict[str, Any]]:
-    """A line of predictions.jsonl for each sample. `found`: fp64 [., N], `predictions` of the samples. `names`: of the
-    classes; None: their numbers. `files`: the names of images. `targets`: fp64 [N]; None: unknown."""
-    is_class = len(found) > 1
+    """A line of predictions.jsonl for each sample. `values`: fp64 [N, .], a column for each name of `predictions`, and
+    `target` if it is known. `files`: the names of images. `classes`: their names; None: their numbers."""
+    numbers = ("target", "class") if "class" in names else ()  # columns with the number of a class
 
-    def named(value: float) -> str | float:
-        return names[int(value)] if names else str(int(value)) if is_class else value
+    def shown(name: str, value: float) -> str | float:
+        return value if name not in numbers else classes[int(value)] if classes else str(int(value))
 
-    for item, values in enumerate(found.T.tolist()):
+    for item, row in enumerate(values.tolist()):
         line = {"file": files[item]} if files else {"sample": item}
-        line |= {} if targets is None else {"target": named(float(targets[item]))}
-        yield line | ({"class": named(values[0]), "probability": values[1]} if is_class else {"prediction": values[0]})
+        yield line | {name: shown(name, value) for name, value in zip(names, row, strict=True)}
 
 
 def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:

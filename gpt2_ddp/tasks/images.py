@@ -50,9 +50,14 @@ class Images(NamedTuple):
 
 
 def decode(
-    stored: Sequence[Any], place: str, size: int | None, shape: tuple[int, ...], field: str = "data.path"
-) -> tuple[Tensor, list[str]]:
-    """uint8 [N, 3, H, W] of rows of `datasets`, and their names in messages: the file, or the row of `place`. `shape`:
+    stored: Sequence[Any],
+    targets: Tensor,
+    place: str,
+    size: int | None,
+    shape: tuple[int, ...],
+    field: str = "data.path",
+) -> Samples:
+    """The images uint8 [N, 3, H, W] of rows of `datasets`; their names are the file, or the row of `place`. `shape`:
     [3, H, W] of each; (): of the first. Raises: UserError of `field` where one cannot be decoded, or memory does not
     suffice."""
     inputs, names = torch.empty(0), []
@@ -73,7 +78,7 @@ def decode(
                 raise UserError(field, f"{len(stored):,}", hint)
             inputs = torch.empty(len(stored), *shape, dtype=torch.uint8)
         inputs.numpy()[row] = pixels
-    return inputs, names
+    return Samples(inputs, targets, names)
 
 
 def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequence[int]) -> Samples:
@@ -85,8 +90,7 @@ def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequen
     if not files:
         raise UserError("images", " ".join(names), "has no images")
     stored = [{"path": str(file), "bytes": None} for file in files]
-    inputs, paths = decode(stored, "", config.image_size, tuple(shape), "images")
-    return Samples(inputs, torch.zeros(len(files)).long(), paths)
+    return decode(stored, torch.zeros(len(files)).long(), "", config.image_size, tuple(shape), "images")
 
 
 def load_images(
@@ -108,16 +112,15 @@ def read_images(config: ClassifierDataConfig, seed: int = 0, facts: Mapping[str,
     splits = []
     for name, table in tables.items():
         place = f"{config.path or config.name}, split {name}"
-        inputs, names = decode(table["image"], place, config.image_size, shape)
-        shape = tuple(inputs.shape[1:])
-        splits.append(Samples(inputs, torch.from_numpy(numbers[name]), names))
+        splits.append(decode(table["image"], numbers[name], place, config.image_size, shape))
+        shape = tuple(splits[0].inputs.shape[1:])
     train, test = splits
     return Images(train, test, {"classes": classes, "image_shape": [*shape]})
 
 
 def number_classes(
     tables: Mapping[str, Any], config: ClassifierDataConfig, known: Sequence[str] | None
-) -> tuple[list[str], dict[str, np.ndarray]]:
+) -> tuple[list[str], dict[str, Tensor]]:
     """The names of the classes of all splits, and the number of each image's class. `known`: those of a run, which
     allows no others; None: those of the data, sorted. Raises: any exception for other labels."""
     labels = {}
@@ -131,7 +134,7 @@ def number_classes(
     for label in found:
         if label not in number_of:
             raise ValueError(f"the label {label} is none of {', '.join(number_of)}")
-    numbers = {split: np.array([number_of[str(label)] for label in of_split]) for split, of_split in labels.items()}
+    numbers = {split: torch.tensor([number_of[str(label)] for label in of]) for split, of in labels.items()}
     if len(number_of) < 2 or len(numbers["train"]) < 2:
         raise ValueError("less than two classes, or less than two images")
     return [*number_of], numbers
@@ -157,7 +160,7 @@ def decode_image(stored: Any, size: int | None) -> np.ndarray:
 
 def read_source(
     config: ClassifierDataConfig, seed: int, known: Sequence[str] | None
-) -> tuple[dict[str, Any], list[str], dict[str, np.ndarray]]:
+) -> tuple[dict[str, Any], list[str], dict[str, Tensor]]:
     """The split `train`, and the first of `TEST` or a share of the training images: tables of `datasets` with the
     columns image and label, and the result of `number_classes`. Raises: UserError."""
     import datasets

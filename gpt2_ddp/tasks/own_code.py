@@ -77,15 +77,10 @@ class Code(NamedTuple):
 def find(name: str) -> Code:
     """The code that `task` names. Raises: UserError if there is none."""
     place = name.rpartition(":")[0]
-    file = place
-    if not place.endswith(".py"):
-        spec = None
-        with suppress(ImportError, ValueError):
-            spec = find_spec(place)
-        file = str(spec and spec.origin)
     try:
+        file = place if place.endswith(".py") else str(getattr(find_spec(place), "origin", None))
         return Code(name, read_small(Path(file), LARGEST))
-    except (OSError, ValueError) as error:
+    except (OSError, ImportError, ValueError) as error:
         hint = "cannot be read; name FILE.py:CLASS, or MODULE:CLASS of an installed module"
         raise UserError("task", name, hint) from error
 
@@ -198,39 +193,31 @@ def make(
 
 
 def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None) -> tuple[Code, list[str]]:
-    """The code to train with, and notes."""
-    if given:
-        code = of_class(given)
-        check_imports(code)
-        return _compare(code, saved)
+    """The code to train with, and notes on what is new in it."""
     before = recorded(saved) if saved else None
     is_gone = (
         before and before.name == config.task and before.place.endswith(".py") and not os.path.exists(before.place)
     )
-    if config.task and not is_gone:
-        code = find(config.task)
-        if not is_trusted(code) and config.task not in (word.removeprefix("--task=") for word in sys.argv):
-            hint = f"only a file names this code; if you trust it, give --task {config.task}"
-            raise UserError("task", config.task, hint)
-        return _compare(code, saved)
-    assert saved, "a new run without a task is Pretraining"
-    code = trusted(saved)
-    assert code, "the checkpoint has a class of one's own"
-    if code.place.endswith(".py") and os.path.isfile(code.place) and (changes := _changes(code, find(code.name))):
-        shown = "; ".join(line for line in changes if not line.startswith("@@"))
-        raise UserError("task", code.name, f"has changed ({truncate(shown, 150)}); --task {code.name} accepts that")
-    return code, []
-
-
-def _compare(code: Code, saved: Checkpoint | None) -> tuple[Code, list[str]]:
-    """A given code, and notes on what is new in it."""
+    name = config.task if config.task and not is_gone else ""
+    if not (given or name):
+        assert saved, "a new run without a task is Pretraining"
+        code = trusted(saved)
+        assert code, "the checkpoint has a class of one's own"
+        if code.place.endswith(".py") and os.path.isfile(code.place) and (changes := _changes(code, find(code.name))):
+            shown = "; ".join(line for line in changes if not line.startswith("@@"))
+            raise UserError("task", code.name, f"has changed ({truncate(shown, 150)}); --task {code.name} accepts that")
+        return code, []
+    code = of_class(given) if given else find(name)
+    if given:
+        check_imports(code)
+    elif not is_trusted(code) and name not in (word.removeprefix("--task=") for word in sys.argv):
+        hint = f"only a file names this code; if you trust it, give --task {name}"
+        raise UserError("task", name, hint)
     trust(code)
-    before = recorded(saved) if saved else None
-    if not saved or not before:
-        begins = saved is None or saved.step == saved.state.progress.first_step
-        if not begins:
-            hint = "the run was started without it; choose another run_name, or start from it with train.branch_from"
-            raise UserError("task", code.name, hint)
+    if saved and not before and saved.step > saved.state.progress.first_step:
+        hint = "the run was started without it; choose another run_name, or start from it with train.branch_from"
+        raise UserError("task", code.name, hint)
+    if not before:
         return code, []
     renamed = [f"task changes from {before.name} to {code.name}"] * (before.name != code.name)
     changes = _changes(before, code)

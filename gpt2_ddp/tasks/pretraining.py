@@ -25,9 +25,9 @@ from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.process import run_script
-from gpt2_ddp.distributed.ranks import check_ranks_agree, is_main, on_every_rank, on_main
+from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, resolve_loss_chunk, without_init
@@ -249,7 +249,9 @@ class Pretraining:
         torch.manual_seed(config.seed)
         loss_chunk = resolve_loss_chunk(config.train, self.accelerator.device.type)
         make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot, loss_chunk)
-        begins = is_main() and not self._saved  # others receive their weights from there, or from the checkpoint
+        begins = (
+            is_main_process() and not self._saved
+        )  # others receive their weights from there, or from the checkpoint
         if config.parallel == "fsdp":
             from gpt2_ddp.training.sharded import make_model
 
@@ -358,7 +360,7 @@ class Pretraining:
         """Does nothing: `open_data` compared the data, and the feed has a state of its own."""
 
     def _print(self, notes: Iterable[str]) -> None:
-        for note in notes if is_main() else ():
+        for note in notes if is_main_process() else ():
             print(f"note: {note}", file=sys.stderr)
 
 
@@ -390,7 +392,7 @@ def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -
     if saved:
         from gpt2_ddp.config.hints import complete
 
-        known = complete(TrainingConfig, saved.config)[0]
+        known = complete(TrainingConfig, saved.config)
     tokens = config.eval.tokens
     if tokens == "auto":
         tokens = known["eval"]["tokens"] if known else config.auto_eval_tokens

@@ -1,6 +1,5 @@
 """A trained GPT and its tokenizer from a checkpoint, and the text that it writes."""
 
-import io
 import math
 import os
 import sys
@@ -25,6 +24,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
+from gpt2_ddp.tasks.own_code import trusted
 
 if TYPE_CHECKING:
     from gpt2_ddp.tasks.pretraining import Pretraining
@@ -55,14 +55,11 @@ def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, T
 
 def own_task(checkpoint: Checkpoint, trust_code: bool) -> "Pretraining | None":
     """The task of a class of one's own, without its data; None for runs of this package's."""
-    if not getattr(checkpoint.state.task, "code", None):
-        return None
-    from gpt2_ddp.tasks.own_code import trusted
-    from gpt2_ddp.tasks.pretraining import Pretraining
+    if code := trusted(checkpoint, trust_code):
+        from gpt2_ddp.tasks.pretraining import Pretraining
 
-    code = trusted(checkpoint, trust_code)
-    assert code, "the checkpoint has one"
-    return code.load(Pretraining)(read_settings(checkpoint))
+        return code.load(Pretraining)(read_settings(checkpoint))
+    return None
 
 
 def read_settings(checkpoint: Checkpoint) -> TrainingConfig:
@@ -96,9 +93,8 @@ def note_best(named: str, checkpoint: Checkpoint) -> str:
     """A note if a run is named and another checkpoint than the newest has the lowest val_loss; or empty."""
     best = checkpoint.state.progress.best
     place = checkpoint.path.with_name(f"step-{best.step:08d}")
-    if not math.isfinite(best.val_loss):
-        return ""
-    if os.path.realpath(named) == os.path.realpath(checkpoint.path) or place == checkpoint.path or not place.is_dir():
+    is_named = os.path.realpath(named) == os.path.realpath(checkpoint.path)
+    if is_named or place == checkpoint.path or not math.isfinite(best.val_loss) or not place.is_dir():
         return ""
     lowest = f"the one with the lowest val_loss, {best.val_loss:.4f}, is {place}"
     return f"note: using {checkpoint.path}, the newest; {lowest}\n"
@@ -167,16 +163,11 @@ def _read_prompts(config: GenerateConfig) -> Sequence[str]:
     """`prompts`, or the lines of `prompts_file` or standard input that are not empty. Raises: UserError for none."""
     if not (name := config.prompts_file):
         return config.prompts
-    if name == "-" and sys.stdin and sys.stdin.isatty():
-        print("type prompts, one per line, and end them with Ctrl-D", file=sys.stderr)
     try:
-        typed = sys.stdin.buffer if sys.stdin else io.BytesIO()  # closed
-        content = typed.read() if name == "-" else read_small(Path(name), LONGEST)
+        content = sys.stdin.buffer.read() if name == "-" else read_small(Path(name), LONGEST)
         text = content.decode("utf-8-sig")
-    except OSError as error:
-        raise UserError("prompts_file", name, f"cannot be read ({error.strerror}); name a text file") from error
-    except UnicodeDecodeError as error:
-        raise UserError("prompts_file", name, "is not UTF-8; save it as UTF-8") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("prompts_file", name, f"cannot be read ({error}); name a text file in UTF-8") from error
     prompts = [line for line in text.replace("\r\n", "\n").split("\n") if line]
     if not prompts:
         raise UserError("prompts_file", name, "is empty; write one prompt per line")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, TRANSFORMERS, Checkpoint, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
 from gpt2_ddp.checkpoint.loading import fit_weights
 from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.hints import complete
@@ -23,6 +23,7 @@ from gpt2_ddp.model.transformers_layout import CLASSES, SHAPE, fixed_fields, loa
 
 FIELD, HUB = "train.init_from", "hub:"
 POSITIONS = "wpe.weight"
+TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
 NEEDED = [TRANSFORMERS, "model*.safetensors", f"{MODEL}.index.json", TOKENIZER_FILE]  # to fetch from the Hub
 OPTIONAL = ("n_kv_head", "n_inner")  # null: follows from other fields
 SIZES = ("architecture", "n_layer", "n_head", "n_embd", *OPTIONAL)  # decide on names and shapes of the weights
@@ -113,7 +114,7 @@ def _folder(named: str, patterns: list[str]) -> Path:
 
 def _model_of(checkpoint: Checkpoint) -> ModelConfig:
     with _reading(checkpoint.path, f"its {CONFIG} cannot be read"):
-        return ModelConfig.model_validate(complete(TrainingConfig, checkpoint.config)[0]["model"])
+        return ModelConfig.model_validate(complete(TrainingConfig, checkpoint.config)["model"])
 
 
 def _read_config(named: str, path: Path) -> ModelConfig:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -26,7 +25,7 @@ from gpt2_ddp.checkpoint.tensors import Part
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import rows
-from gpt2_ddp.distributed.launch import LONGEST
+from gpt2_ddp.distributed.launch import let_wait
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.stop import StopRequest
@@ -77,7 +76,7 @@ def make_model(make: Callable[[], Any], begins: bool) -> Any:
     than to fill whole tensors yields all at once."""
     calls: list[Any] = []  # that fill the tensor with this id; 0: another operation
 
-    class Record(TorchDispatchMode):
+    class Record(TorchDispatchMode):  # torch has no public way to see operations
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **kwargs or {})
             if func.__name__ != "empty.memory_format" and getattr(result, "is_meta", True):
@@ -122,13 +121,13 @@ class Sharded(Replicated):
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=0, world_size=1)
         mesh = init_device_mesh(kind, (replicas, shards), mesh_dim_names=("replicas", "shards"))
         for group in mesh.get_all_groups():
-            _set_pg_timeout(LONGEST, group)  # the watchdog detects late ranks
+            let_wait(group)
         self.mesh = mesh if replicas > 1 else mesh["shards"]
         self.shards = mesh.get_group("shards")
         if replicas > 1:
             self.replicas = mesh.get_group("replicas")
         # for what ranks with a part of their own say in the background
-        group: Any = dist.new_group([*range(shards)], timeout=LONGEST, backend="gloo") if shards > 1 else None
+        group = let_wait(dist.new_group([*range(shards)], backend="gloo")) if shards > 1 else None
         self.part = Part(self.shards.rank(), shards, not self.replicas or self.replicas.rank() == 0, group)
 
     def prepare(self, model: Any, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
@@ -139,7 +138,10 @@ class Sharded(Replicated):
         policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
         for module in (*blocks(model), model):
             fully_shard(module, mesh=self.mesh, mp_policy=policy)
-        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+        made = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+        model.to_empty(device=device)
+        for name, buffer in made.items():
+            model.get_buffer(name).copy_(buffer)
         targets = model.state_dict()
         while self.deal(targets, initial):
             pass

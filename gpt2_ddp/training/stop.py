@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
-from gpt2_ddp.distributed.ranks import is_main, start_sum
+from gpt2_ddp.distributed.ranks import start_sum
 from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second_interrupt
+from gpt2_ddp.errors import is_main_process
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class StopRequest:
         by_machine: bool = False,
     ):
         self.reason, self.is_agreed, self._by_machine = "", False, by_machine
-        self._progress, self._is_main = progress, is_main()
+        self._progress, self._is_main = progress, is_main_process()
         self._alone = accelerator.num_processes == 1
         self._deadlines: list[tuple[float, str]] = []
         if self._is_main and max_minutes:

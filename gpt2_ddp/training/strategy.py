@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.metrics import Metrics
 from gpt2_ddp.checkpoint.tensors import Part
-from gpt2_ddp.distributed.ranks import is_main
+from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.training.stop import StopRequest
 
 
@@ -27,7 +27,7 @@ class Replicated:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.keeps_gradients = accelerator.num_processes > 1  # as views of the buckets, between steps
-        self.part = Part(is_own=is_main())  # of a checkpoint
+        self.part = Part(is_own=is_main_process())  # of a checkpoint
 
     def prepare(self, model: nn.Module, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
         """The model on its device as the loop calls it, with the main process's weights; its optimizer. Collective."""
