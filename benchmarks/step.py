@@ -35,7 +35,6 @@ from gpt2_ddp.training.run import Training, build, open_run, start
 from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"
-TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}  # whose step is bookkeeping
 ENDLESS, GRAD_CLIP = 10**9, 1.0  # steps of a contender, and the norm to which it clips gradients
 
 

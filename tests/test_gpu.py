@@ -30,7 +30,7 @@ from benchmarks.config import Benchmark, BenchmarkConfig
 from benchmarks.harness import environment_info
 from benchmarks.step import quiet_run, random_tokens, short_run
 from gpt2_ddp.checkpoint.run_files import is_event
-from gpt2_ddp.compare.run import read_clock
+from gpt2_ddp.cluster import read_clock
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
