@@ -46,12 +46,14 @@ LOOK = 1.0
 """Seconds between two looks for new checkpoints."""
 RETRIES = (1.0, 5.0, 30.0)
 """Seconds before the next attempt after one, two and more failures in a row."""
+LAST = 20.0
+"""Longest wait when the run is stopped. Clouds announce the end of a machine 30 s before it, or earlier."""
 
 
 class Mirror:
     """The copy of a run, on its main process. `seconds`: longest wait for it when the run ends."""
 
-    def __init__(self, url: str, run: Path, seconds: float):
+    def __init__(self, url: str, run: Path, seconds: float = LAST):
         self._run, self._seconds, self._bucket = run, seconds, Bucket(f"{url.rstrip('/')}/{run.name}", FIELD)
         self._owner = f"{socket.gethostname()}:{run.absolute()}"
         self._whole: dict[str, str] = {}  # manifests of the copied checkpoints, by name
@@ -87,7 +89,7 @@ class Mirror:
         self._end.set()
         copying.join(None if self._is_complete() else self._seconds)
         if copying.is_alive() or self._problem:
-            problem = self._problem or f"it takes more than {self._seconds:g} s (checkpoint.mirror_seconds)"
+            problem = self._problem or f"it takes more than {self._seconds:g} s"
             warn(f"{self._bucket.url} lacks the end of the run: {problem}; the same command copies it")
 
     def _is_complete(self) -> bool:
@@ -232,7 +234,7 @@ def open_mirror(config: KeepConfig, run: Path, watchdog: Watchdog, closing: Exit
     started: list[Mirror] = []  # of this process, as on_main would send it to all
 
     def start() -> None:
-        started.append(Mirror(str(config.mirror), run, config.mirror_seconds))
+        started.append(Mirror(str(config.mirror), run))
         started[0].start()
 
     watchdog.heartbeat("restoring", timeout=LONGEST.total_seconds())

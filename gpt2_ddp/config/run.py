@@ -90,8 +90,6 @@ class KeepConfig(Section):
     mirror: Annotated[str | None, only(Url | None, MIRROR)] = None
     """URL of a folder for a copy of the run, such as s3://BUCKET/runs (any URL of fsspec); each checkpoint is copied in
     the background, and a machine without the run restores it from there (docs/cloud.md); null: no copy"""
-    mirror_seconds: NonNegativeFloat = 20
-    """longest wait for the mirror when the run ends or is stopped"""
 
 
 class TrackingConfig(Section):
@@ -101,10 +99,6 @@ class TrackingConfig(Section):
     """steps between rows of metrics.jsonl"""
     log_with: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
     """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without a login"""
-    project: str = Field(default="gpt2_ddp", pattern=r"^\w[^/\\#?%:]*$")
-    """project name in the trackers"""
-    peak_flops: PositiveFloat | None = None
-    """peak of one device in dense bf16 FLOP/s, for the MFU; null: the data sheet's value, for known devices"""
 
 
 PER_MACHINE = ("output_dir", "data.path", "data.prepare", "train.init_from", "train.branch_from")

@@ -207,9 +207,6 @@ class TrainConfig(LoopConfig):
     micro_batch_size: Windows = 16
     """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; auto: as many
     as fit a GPU, by an estimate and a trial, or 512 tokens on a CPU; kept by a resume on equal devices"""
-    loss_chunk: Tokens = "auto"
-    """tokens whose logits are in memory at a time; null: the whole micro-batch; auto: 8,192 on GPUs if train.compile is
-    off, else null"""
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
