@@ -136,9 +136,10 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
 def task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
     """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing."""
     lines: list[tuple[str, ...]] = [("task", "items", *METRICS, "chance")]
-    for name, (items, result) in results.items():
-        shown = (f"{mean.value:.4f} ± {mean.error:.4f}" for mean in result.metrics.values())
-        lines.append((name, f"{len(items.items):,}", *shown, f"{items.chance:.4f}"))
+    for task, (items, result) in results.items():
+        metrics = result.metrics
+        shown = (f"{metrics[name]:.4f} ± {metrics[f'{name}_stderr']:.4f}" for name in METRICS)
+        lines.append((task, f"{len(items.items):,}", *shown, f"{items.chance:.4f}"))
     return text_table(lines)
 
 
