@@ -16,7 +16,7 @@ import torch
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, interleave, make_case
 from benchmarks.step import quiet_run, random_tokens, short_run
-from gpt2_ddp.compare.run import read_clock
+from gpt2_ddp.cluster import read_clock
 from gpt2_ddp.files import fsync_path
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step

@@ -21,7 +21,7 @@ from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, Contender, Done, make_case, time_contenders
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, read_manifest
+from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.model.compiled import compiled
@@ -29,13 +29,13 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.model.transformers_layout import CLASSES, transformers_config
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
+from gpt2_ddp.preparation.prepare import make_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
 from gpt2_ddp.training.run import Training, build, open_run, start
 from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"
-TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}  # whose step is bookkeeping
 ENDLESS, GRAD_CLIP = 10**9, 1.0  # steps of a contender, and the norm to which it clips gradients
 
 
@@ -200,5 +200,4 @@ def random_tokens(folder: Path, tokenizer: str = "gpt2", count: int = 1_000_000)
     known = load_tokenizer(tokenizer)
     writer = ShardWriter(folder, "train", count, known.vocab_size)
     writer.add(np.random.default_rng(0).integers(0, known.vocab_size, count))
-    shards = {"train": writer.close()}
-    write_manifest(folder, Manifest(2, tokenizer, known.sha256, known.vocab_size, known.eot, "random", shards))
+    write_manifest(folder, make_manifest(known, "random", {"train": writer.close()}, {}))

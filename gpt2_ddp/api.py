@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # what follows is slow to import
     from gpt2_ddp.training.loop import Result
     from gpt2_ddp.training.task import MakeTask
 
-Device = Literal["auto", "cpu", "cuda", "mps"]
+OnRow = Callable[[dict[str, Any]], object]
+Place = str | os.PathLike[str]
 _trained: list[str] = []
 """The runs that this process has trained."""
 
@@ -51,22 +52,20 @@ def _plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def prepare(
-    source: str | os.PathLike[str] = "stdlib", output: str | os.PathLike[str] | None = None, **settings: Any
-) -> Manifest:
+def prepare(source: Place = "stdlib", output: Place | None = None, **settings: Any) -> Manifest:
     """Creates a folder of token shards, as prepare_data.py does, or keeps a prepared one. Returns its manifest:
     `.tokens("train")`, `.vocab_size`, ... `settings` are other flags of prepare_data.py, such as `tokenizer="gpt2"`.
     """
     from gpt2_ddp.preparation.prepare import prepare
 
-    return prepare(PrepareConfig(source=_plain(source), output=_plain(output), **_plain(settings)))
+    return prepare(PrepareConfig(**_plain({"source": source, "output": output, **settings})))
 
 
 def train(
     config: RunConfig,
     task: "MakeTask | None" = None,
     processes: int | None = None,
-    on_row: Callable[[dict[str, Any]], object] | None = None,
+    on_row: OnRow | None = None,
 ) -> "Result":
     """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does. Returns `outcome`
     (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`, `run` (the folder), `checkpoint`
@@ -111,7 +110,7 @@ def _check_importable(name: str, value: object) -> None:
         raise UserError(name, getattr(value, "__name__", value), hint)
 
 
-def _train(config: RunConfig, task: "MakeTask | None", on_row: Callable[[dict[str, Any]], object] | None) -> "Result":
+def _train(config: RunConfig, task: "MakeTask | None", on_row: OnRow | None) -> "Result":
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
@@ -137,8 +136,8 @@ def _train(config: RunConfig, task: "MakeTask | None", on_row: Callable[[dict[st
 
 
 def load_model(
-    checkpoint: str | os.PathLike[str],
-    device: Device = "auto",
+    checkpoint: Place,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     trust_run_code: bool = False,
 ) -> "tuple[GPT, Tokenizer]":
     """A trained GPT (fp32, in evaluation mode) and its tokenizer. `model(ids)` returns logits [B, T, V] for ids int64
@@ -183,7 +182,7 @@ def generate(  # noqa: PLR0913
     return sample_texts(model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, sampling)
 
 
-def export_hf(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Path:
+def export_hf(checkpoint: Place, output: Place | None = None) -> Path:
     """Writes a folder in transformers' format, and compares transformers' results with the checkpoint's.
 
     Args:
@@ -206,7 +205,7 @@ def export_hf(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]
 def evaluate(
     model: "GPT",
     tokenizer: "Tokenizer",
-    data: str | os.PathLike[str],
+    data: Place,
     split: str = "val",
     tokens: int | None = None,
     batch_size: int = 16,
@@ -247,7 +246,7 @@ def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
     return Evaluation(nll, len(ids), int(tokenizer.token_bytes()[ids].sum()))
 
 
-def load_rows(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def load_rows(run: Place) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl, one for each logged step, also while it still trains.
 
     Keys are those of the file: step, tokens, loss, lr, ...; val_loss only where there was an evaluation. Left out are
@@ -261,10 +260,10 @@ def load_rows(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [*record.rows]
 
 
-def verify(run: str | os.PathLike[str], **settings: Any) -> bool:
+def verify(run: Place, **settings: Any) -> bool:
     """Checks that all records of a run agree, and prints the lines of verify_run.py. Returns whether the run is intact.
     `settings` are other flags of verify_run.py, such as `replay="40:60"`.
     """
     from gpt2_ddp.reports.verify import verify_run
 
-    return verify_run(VerifyConfig(run=_plain(run), **_plain(settings))) == 0
+    return verify_run(VerifyConfig(**_plain({"run": run, **settings}))) == 0

@@ -13,8 +13,7 @@ import socket
 import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,10 @@ def check_cluster(config: CheckClusterConfig) -> None:
         raise UserError("rank", 0, "ended early; see its output") from error
     results = _measure(config, store, ranks, rank)
     if rank == 0:
-        _report(ranks, results)
+        shown = ("rank", "host", "device", "python", "torch", "accelerate", "cuda", "nccl")
+        print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]), end="\n\n")
+        print(text_table([[*results[0]], *([str(value) for value in row.values()] for row in results)]))
+        print(f"\n{len(ranks)} processes; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
     wrong = [f"{row['bytes']} bytes on ranks {row['wrong_ranks']}" for row in results if row["wrong_ranks"]]
     if wrong:
         raise UserError("all-reduce", "; ".join(wrong), "wrong sums")
@@ -130,12 +132,10 @@ def rendezvous(store: Store, facts: Facts, timeout: float) -> list[Facts]:
         time.sleep(0.05)
     missing = [number for number, key in enumerate(keys) if not store.check([key])]
     found = [json.loads(store.get(key)) for number, key in enumerate(keys) if number not in missing]
+    mistakes = [mistake for name in SAME_EVERYWHERE for mistake in _difference(found, name)]
     if missing:
         hint = f"did not connect within {timeout:g} s (connected: {_names(found)})"
         mistakes = UserError("ranks", ", ".join(map(str, missing)), hint).mistakes
-    else:
-        differing = [name for name in SAME_EVERYWHERE if len({facts[name] for facts in found}) > 1]
-        mistakes = [_difference(found, name) for name in differing]
     if mistakes:
         error = UserError.join(mistakes)
         error.on_every_rank = 0 not in missing
@@ -144,17 +144,15 @@ def rendezvous(store: Store, facts: Facts, timeout: float) -> list[Facts]:
     return found
 
 
-def _names(found: list[Facts]) -> str:
+def _names(found: Iterable[Facts]) -> str:
     return ", ".join(f"{facts['rank']} ({facts['host']})" for facts in found)
 
 
-def _difference(found: list[Facts], name: str) -> str:
+def _difference(found: list[Facts], name: str) -> list[str]:
     """The error of a fact that differs: each value, and the ranks that have it."""
-    members = defaultdict[str, list[Facts]](list)
-    for facts in found:
-        members[facts[name]].append(facts)
-    values = "; ".join(f"{value} on ranks {_names(having)}" for value, having in members.items())
-    return UserError(name, values, "must be equal on all ranks").mistakes[0]
+    values = dict.fromkeys(facts[name] for facts in found)
+    texts = [f"{value} on ranks {_names(facts for facts in found if facts[name] == value)}" for value in values]
+    return UserError(name, "; ".join(texts), "must be equal on all ranks").mistakes if len(values) > 1 else []
 
 
 def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
@@ -188,33 +186,33 @@ def time_all_reduce(
     device, factors = accelerator.device, [rank % 8 + 1 for rank in range(accelerator.num_processes)]
     index = torch.arange(size // 4, device=device) % 128
     value, expected = (index * factors[accelerator.process_index]).float(), (index * sum(factors)).float()
-    total = value.clone()
-    dist.all_reduce(total)
-    wrong = int((total != expected).sum().item())
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    seconds, buffer = [], torch.zeros_like(value)
-    for turn in range(WARM_UP + repeats):
+    dist.all_reduce(value)
+    wrong = int((value != expected).sum().item())
+    value.zero_()
+    seconds = []
+    for _ in range(WARM_UP + repeats):
         progress()
-        synchronize()
-        start = time.perf_counter()
-        dist.all_reduce(buffer)
-        synchronize()
-        if turn >= WARM_UP:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds), wrong
+        start = read_clock(device)
+        dist.all_reduce(value)
+        seconds.append(read_clock(device) - start)
+    return statistics.median(seconds[WARM_UP:]), wrong
+
+
+def read_clock(device: torch.device) -> float:
+    """Wall seconds, once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _row(size: int, measured: list[tuple[float, int]]) -> dict:
     """A size's row: the slowest rank's median; bandwidths as nccl-tests defines them, in 10^9 bytes per second."""
     seconds, n = max(median for median, _ in measured), len(measured)
     algorithm = size / seconds / 1e9
-    rates = {"algorithm_gb_per_s": round(algorithm, 4), "bus_gb_per_s": round(algorithm * 2 * (n - 1) / n, 4)}
-    wrong_ranks = [rank for rank, (_, wrong) in enumerate(measured) if wrong]
-    return {"bytes": size, "median_us": round(seconds * 1e6, 1), **rates, "wrong_ranks": wrong_ranks}
-
-
-def _report(ranks: list[Facts], results: list[dict]) -> None:
-    shown = ("rank", "host", "device", "python", "torch", "accelerate", "cuda", "nccl")
-    print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]), end="\n\n")
-    print(text_table([[*results[0]], *([str(value) for value in row.values()] for row in results)]))
-    print(f"\n{len(ranks)} processes; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
+    return {
+        "bytes": size,
+        "median_us": round(seconds * 1e6, 1),
+        "algorithm_gb_per_s": round(algorithm, 4),
+        "bus_gb_per_s": round(algorithm * 2 * (n - 1) / n, 4),
+        "wrong_ranks": [rank for rank, (_, wrong) in enumerate(measured) if wrong],
+    }

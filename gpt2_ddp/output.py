@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import fsync_path, writing
+from gpt2_ddp.files import check_can_make, fsync_path, writing
 
 ATTEMPTS = 1000  # attempts to lock a folder while other processes end and remove their locks
 
@@ -29,10 +29,11 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def make_output_folder(output: str | Path) -> Path:
-    """Creates the folder that `--output` names. Raises: UserError if that fails."""
+    """Creates the folder that `--output` names. Raises: UserError if that fails, or it is read-only."""
     folder = Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        check_can_make(folder)
     except OSError as error:
         raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
     return folder

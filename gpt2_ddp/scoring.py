@@ -218,18 +218,11 @@ def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[T
     return x, y
 
 
-class Mean(NamedTuple):
-    """A mean over a task's items and its standard error, NaN for a single item."""
-
-    value: float
-    error: float
-
-
 class Result(NamedTuple):
     """Scores of a task: `acc` is the fraction of items whose right choice has the highest log-likelihood, `acc_norm`
     the same per character."""
 
-    metrics: dict[str, Mean]  # by their names in METRICS
+    metrics: dict[str, float]  # METRICS, and the standard error of each, as `acc_stderr`; NaN for a single item
     rows: list[dict[str, Any]]  # the items in a form that can be read again, each with its score
 
 
@@ -245,14 +238,11 @@ def judge(items: ItemSet, log_likelihoods: np.ndarray) -> Result:
         hits.append([pick == item.label if known else math.nan for pick in picks])
         scores = {"log_likelihoods": [*map(_json, nats)], "pick": picks[0], "pick_norm": picks[1]}
         rows.append(item.model_dump() | scores)
-    columns = np.array(hits, dtype=np.float64).T
-    return Result({name: _mean(column) for name, column in zip(METRICS, columns, strict=True)}, rows)
-
-
-def _mean(values: np.ndarray) -> Mean:
-    count = len(values)
-    error = values.std(ddof=1) / math.sqrt(count) if count > 1 else math.nan
-    return Mean(float(values.mean()), float(error))
+    metrics = {}
+    for name, right in zip(METRICS, np.array(hits, dtype=np.float64).T, strict=True):
+        error = right.std(ddof=1) / math.sqrt(len(hits)) if len(hits) > 1 else math.nan
+        metrics |= {name: float(right.mean()), f"{name}_stderr": float(error)}
+    return Result(metrics, rows)
 
 
 def _json(value: float) -> float | None:
@@ -263,8 +253,7 @@ def save(place: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) 
     """Writes `PLACE.jsonl`, the items and their scores, then `PLACE.json`, the metrics, each by a rename. `facts`: the
     scored checkpoint and settings."""
     scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
-    for name, (value, error) in result.metrics.items():
-        scores |= {name: _json(value), f"{name}_stderr": _json(error)}
+    scores |= {name: _json(value) for name, value in result.metrics.items()}
     scores |= {"contexts_cut": items.cut, **facts}
     write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
     write_json(Path(f"{place}.json"), scores)
@@ -272,4 +261,5 @@ def save(place: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) 
 
 def as_row(items: ItemSet, log_likelihoods: np.ndarray) -> dict[str, float]:
     """The metrics by the names that they have in a row of metrics.jsonl, such as `hellaswag_acc`."""
-    return {f"{items.name}_{name}": mean.value for name, mean in judge(items, log_likelihoods).metrics.items()}
+    metrics = judge(items, log_likelihoods).metrics
+    return {f"{items.name}_{name}": metrics[name] for name in METRICS}

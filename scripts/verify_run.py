@@ -2,7 +2,6 @@
 
     python scripts/verify_run.py                                                  # the built-in run
     python scripts/verify_run.py --run runs/gpt2_124m --data /mnt/shards          # where the shards have moved
-    python scripts/verify_run.py runs/gpt2_124m --anchor ../anchor                # also compares with an anchor
     python scripts/verify_run.py runs/gpt2_124m --replay 8000:8100                # also trains these steps again
 
 Exit code: 0 without defects, else 1. docs/verify.md lists the checks and their limits.

@@ -12,6 +12,7 @@ from benchmarks.config import BenchmarkConfig
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import HEAD, to_transformers
 
+TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}  # whose step is bookkeeping
 IDS, CPU = 257, torch.device("cpu")
 
 
@@ -21,7 +22,7 @@ def end():
 
 def a_run_of_one_window(folder):
     """The shard has one window, so all contenders read the same; large weights make the loss depend on all of them."""
-    run = step.short_run(BenchmarkConfig(device="cpu"), folder, 1, "no", "off", step.TINY)
+    run = step.short_run(BenchmarkConfig(device="cpu"), folder, 1, "no", "off", TINY)
     step.random_tokens(Path(run.data.paths[0]), "bytes", run.model.block_size + 1)
     torch.manual_seed(1)
     model = GPT(run.model, IDS)

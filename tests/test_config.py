@@ -182,7 +182,7 @@ def test_a_value_in_yaml_is_that_of_the_same_flag(write):
 
 
 def test_what_a_command_sets_in_a_section_stays_when_another_key_of_it_is_set(write, capsys):
-    for argv in ([], ["--tracking.project", "x"], ["--config", write("tracking: {project: x}")]):
+    for argv in ([], ["--tracking.log_with", "wandb"], ["--config", write("tracking: {log_with: [wandb]}")]):
         assert load(ClassifierConfig, argv).tracking.log_every == 50
     assert load(ClassifierConfig, ["--config", write("tracking: {log_every: 5}")]).tracking.log_every == 5
     text = " ".join(printed(capsys, ClassifierConfig, "--help").split())
@@ -191,11 +191,11 @@ def test_what_a_command_sets_in_a_section_stays_when_another_key_of_it_is_set(wr
 
 def test_complete_fills_in_what_has_come_since_and_lists_what_is_there_no_more():
     """It checks no values."""
-    saved = yaml.safe_load(dump(train("--optim.lr", "1e-3", "--tracking.project", "x")))
+    saved = yaml.safe_load(dump(train("--optim.lr", "1e-3", "--tracking.log_with", "wandb")))
     today = yaml.safe_load(dump(train("--optim.lr", "1e-3")))
     del saved["optim"]["betas"], saved["tracking"], saved["seed"]
     assert complete(TrainingConfig, saved) == complete(TrainingConfig, today) == (today, [])
-    for given in ({"tracking": {"project": "x"}}, {}):
+    for given in ({"tracking": {"log_with": ["wandb"]}}, {}):
         assert complete(ClassifierConfig, given)[0]["tracking"]["log_every"] == 50
     old = {**today, "optim": {**today["optim"], "nesterov": True}, "legacy": {"a": 1}, "debug": 0, "eval": None}
     old["seed"] = {"data": 1}
@@ -221,7 +221,7 @@ def test_print_config_round_trips_through_config(write, capsys):
 
 def test_help_names_what_a_field_takes_and_lists_few_fields_first(capsys):
     words = " ".join(printed(capsys, TrainingConfig, "--help", "all").split())
-    kinds = ("checkpoint.background {true,false,auto}", "train.loss_chunk {INT,null,auto}", "data.prepare {TEXT,null}")
+    kinds = ("checkpoint.background {true,false,auto}", "eval.tokens {INT,null,auto}", "data.prepare {TEXT,null}")
     assert all(f"--{kind} " in words for kind in kinds)
     few = printed(capsys, TrainingConfig, "--seed", "1", "--help")
     assert few.count("\n  --") == len(TrainingConfig.first) + 2  # --config and --print_config

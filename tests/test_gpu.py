@@ -30,7 +30,7 @@ from benchmarks.config import Benchmark, BenchmarkConfig
 from benchmarks.harness import environment_info
 from benchmarks.step import quiet_run, random_tokens, short_run
 from gpt2_ddp.checkpoint.run_files import is_event
-from gpt2_ddp.compare.run import read_clock
+from gpt2_ddp.cluster import read_clock
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -87,7 +87,6 @@ sharded: ["{sharded} --train.steps 20", "{sharded} --train.steps 40", "scripts/v
 step: ["{step}step --repeats 3 --compile model --micro_batch 32{nanogpt}{short}"]
 steps: ["{step}steps --repeats 2 --compile off blocks model --micro_batch 16 64"]
 124M: ["{124M} --run_name 124M"]
-logits in chunks: ["{124M} --run_name chunks --train.loss_chunk 8192"]
 trace: ["tests/test_gpu.py trace {device} {out}{preset}"]
 # what the guarantees cost
 guards off: ["{124M} --run_name unguarded --guard.norm_sigmas null --guard.loss_sigmas null"]
@@ -119,7 +118,6 @@ LIMITS = {
 """Seconds of the parts that may take longer than others."""
 GPU_ONLY = ("steps", "350M", "1558M", "1558M recomputed")
 RATES = {
-    "logits in chunks": ("124M", "chunks"),
     "guards off": ("124M", "unguarded"),
     "saves while training stands still": ("background", "standing"),
 }

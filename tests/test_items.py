@@ -123,14 +123,14 @@ def test_accuracies_standard_errors_and_what_is_saved(tmp_path):
     likelihoods = np.array([-1.0, -1.9, -1.0, -3.0, -2.0, -2.0, -5.0, -1.0])
     result = judge(made, likelihoods)
     assert [(row["pick"], row["pick_norm"]) for row in result.rows] == [(0, 1), (0, 0), (0, 1), (1, 1)]
-    assert_close(result.metrics["acc"], (0.5, math.sqrt(1 / 3) / 2))
+    assert_close((result.metrics["acc"], result.metrics["acc_stderr"]), (0.5, math.sqrt(1 / 3) / 2))
     assert as_row(made, likelihoods) == {"t_acc": 0.5, "t_acc_norm": 0.5}
     save(tmp_path / "t", made, result, {"step": 7})
     assert read_items(tmp_path / "t.jsonl") == made.items
     scores = read_json(tmp_path / "t.json")
     assert scores.items() >= {"acc": 0.5, "chance": 0.5, "items_sha256": made.sha256, "step": 7}.items()
     likelihoods[3] = math.nan
-    assert all(map(math.isnan, judge(made, likelihoods).metrics["acc"]))
+    assert all(map(math.isnan, judge(made, likelihoods).metrics.values()))
 
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)

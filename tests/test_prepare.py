@@ -67,15 +67,14 @@ def documents_of(folder, split):
 ROWS = ("a.jsonl", "b.JSONL.GZ", "c.json.zst", "d.json", "e.csv", "f.TSV", "g.parquet", "saved")
 OPTIONS = {
     "lines.txt": {"documents": "line"},
-    "paragraphs.txt": {"documents": "paragraph"},
     "blank.txt": {"document_separator": "\n\n"},
     "stories.txt": {"document_separator": "<|end|>"},
     "stories.jsonl": {"document_separator": "<|end|>"},
     "g.parquet": {"tokenizer": "gpt2"},
     "files": {"tokenizer": "chars"},
 }
-IN_PARTS = {"a.jsonl", "g.parquet", "lines.txt", "paragraphs.txt", "stories.txt", "files", "utf-16"}
-ALONE = {"blank.txt": "\n\n\n", "lines.txt": "\r\n", "paragraphs.txt": "\n\r\n", "stories.txt": "\n<|end|>\r\n"}
+IN_PARTS = {"a.jsonl", "g.parquet", "lines.txt", "stories.txt", "files", "utf-16"}
+ALONE = {"blank.txt": "\n\n\n", "lines.txt": "\r\n", "stories.txt": "\n<|end|>\r\n"}
 
 
 def documents_for(kind):
@@ -121,7 +120,6 @@ def write_documents(place, kind, documents):
 HASHES = {
     "a.jsonl": "2e2b95e0cd13d601c3d9fd6e9ce272f6b487e0b377f9e5115676aa3c8d8ed87c",
     "lines.txt": "e7acb3262e7cb8a06639001fa0eee10f62767f063ad65e977d339883a45b8393",
-    "paragraphs.txt": "a6c9dd35e6eeaa98395d08af7436614d83546bfaa6335e4dc5f8bf4798535a6d",
 }
 """Hashes of manifests, which hold those of the shards, as earlier releases wrote them."""
 

@@ -61,11 +61,6 @@ def test_the_first_documents(tmp_path):
     assert [texts(tmp_path, max_documents=most) for most in (2, 4)] == [["1a"], ["1a", "3a", "1b"]]
 
 
-def test_paragraphs_end_at_lines_of_white_space(tmp_path):
-    (tmp_path / "text").write_bytes(b"one\ntwo\r\n\n \nthree\n\n\nfour\nfive")
-    assert texts(tmp_path / "text", documents="paragraph") == ["one\ntwo", "three", "four\nfive"]
-
-
 @pytest.mark.parametrize("pattern", ["gpt2", CL100K_PATTERN])
 def test_pieces_of_a_document_encode_as_the_whole(tmp_path, monkeypatch, pattern):
     library = library_texts(15)

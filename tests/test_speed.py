@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from test_baselines import TINY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -74,7 +75,7 @@ def compared(counter, run):
 def short_run(folder, precision, changes):
     config = BenchmarkConfig(device="cpu", preset=PRESET, block_size=32)
     run = step.short_run(config, folder, 1, precision, "off", changes)
-    step.random_tokens(Path(run.data.paths[0]), "bytes" if changes == step.TINY else "gpt2")
+    step.random_tokens(Path(run.data.paths[0]), "bytes" if changes == TINY else "gpt2")
     return run
 
 
@@ -88,5 +89,5 @@ def test_a_step_is_the_arithmetic_of_a_loop_written_by_hand(tmp_path, precision)
 
 def test_a_step_makes_few_calls(tmp_path):
     """Order, digest, guard and rows together call less than the bare loop's `model.parameters()` does."""
-    ours, bare = compared(Calls, short_run(tmp_path, "no", step.TINY))
+    ours, bare = compared(Calls, short_run(tmp_path, "no", TINY))
     assert 0 < ours <= 1.1 * bare

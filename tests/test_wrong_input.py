@@ -53,7 +53,6 @@ train_gpt2 --train.steps null | train.steps
 train_gpt2 --run_name ../x | run_name
 train_gpt2 --run_name 'my run' | run_name
 train_gpt2 --run_name '' | run_name
-train_gpt2 --tracking.project a/b | tracking.project
 train_gpt2 --tracking.log_with wandb mlflow | tracking.log_with
 train_gpt2 --seed -1 | seed
 train_gpt2 --seed | seed
@@ -74,7 +73,6 @@ train_gpt2 --optim.betas 0.9 | optim.betas
 train_gpt2 --optim.lr fast | optim.lr
 train_gpt2 --optim.lr -1e-3 | optim.lr
 train_gpt2 --train.epochs nan | train.epochs
-train_gpt2 --train.loss_chunk 0 | train.loss_chunk
 train_gpt2 --train.micro_batch_size true | train.micro_batch_size
 train_gpt2 --train.compile maybe | train.compile
 train_gpt2 --checkpoint.background maybe | checkpoint.background
@@ -89,7 +87,6 @@ train_gpt2 --optim 3 | optim
 train_gpt2 --model.n_layers 3 | model.n_layers | model.n_layer
 train_gpt2 --lr 3 | lr | optim.lr
 train_gpt2 --train.lr 3 | train.lr | optim.lr
-train_gpt2 --train.loss_chunk 99999999999999999999 | train.loss_chunk
 train_gpt2 --train.steps 99999999999999999999 | train.steps
 train_gpt2 --data.path a b c --data.weights 1 2 | data.weights
 train_gpt2 --data.path a b c --data.weights 1 -1 2 | data.weights
@@ -177,8 +174,8 @@ seed: 2026-01-02 | seed
 optim: {lr: 1:30.5} | optim.lr
 seed: [[2.5]] | seed
 seed: 0o17 | seed
-train: {loss_chunk: 1e29} | train.loss_chunk
-train: {loss_chunk: 1.0e+29} | train.loss_chunk
+eval: {tokens: 1e29} | eval.tokens
+eval: {tokens: 1.0e+29} | eval.tokens
 <<: {seed: 1} | <<
 model: {n_layers: 3} | model.n_layers
 optimizer: {lr: 1} | optimizer

@@ -17,6 +17,8 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 from gpt2_ddp.checkpoint.run_files import METRICS, read_lines, valid_rows
 from gpt2_ddp.config.run import RunConfig
 
+PROJECT = os.environ.get("WANDB_PROJECT") or "gpt2_ddp"
+"""Name of the project in all trackers."""
 T = TypeVar("T")
 Attempt = Callable[[str, Callable[[], T]], T | None]
 """(name, function) -> the function's result, or None after an exception."""
@@ -60,9 +62,9 @@ class Trackers:
 
 
 def _tensorboard(config: RunConfig, run_id: str, folder: Path) -> Running:
-    for before in (folder / config.tracking.project).glob("events.out.tfevents.*"):
+    for before in (folder / PROJECT).glob("events.out.tfevents.*"):
         before.unlink()
-    tracker = TensorBoardTracker(config.tracking.project, folder)
+    tracker = TensorBoardTracker(PROJECT, folder)
     tracker.start()
     tracker.log({"config": f"```\n{config.model_dump_json(indent=1)}\n```"}, 0)
     return Running(tracker, -1)
@@ -76,7 +78,7 @@ def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
             shutil.rmtree(before, ignore_errors=True)
     resume = "allow" if mode == "online" else None  # offline it would be ignored, with a warning
     own = {"name": config.run_name, "id": run_id, "resume": resume, "mode": mode, "dir": str(folder)}
-    tracker = WandBTracker(config.tracking.project, **own)
+    tracker = WandBTracker(PROJECT, **own)
     tracker.start()
     tracker.store_init_configuration(config.model_dump(mode="json"))
     return Running(tracker, tracker.run.starting_step - 1)
@@ -85,7 +87,7 @@ def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
 def _trackio(config: RunConfig, run_id: str, folder: Path) -> Running:
     """A run of trackio, which finds its runs by their names: so the id is part of it."""
     settings = {"name": f"{config.run_name}-{run_id}", "config": config.model_dump(mode="json")}
-    tracker = TrackioTracker(config.tracking.project, resume="allow", **settings)
+    tracker = TrackioTracker(PROJECT, resume="allow", **settings)
     tracker.start()
     return Running(tracker, tracker.run._next_step - 1)  # of a Space, too, where no file here would say
 

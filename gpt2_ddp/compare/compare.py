@@ -18,7 +18,8 @@ import torch
 
 from gpt2_ddp.compare.run import RunResult, measure
 from gpt2_ddp.config.cli import resolve
-from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
+from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.kinds import CONFIGS
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.environment import refuse_launcher
@@ -30,13 +31,13 @@ from gpt2_ddp.lab.experiment import distance
 from gpt2_ddp.output import make_output_folder, markdown_table
 
 Job = TrainingConfig | JobConfig
-KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
-    "regression": (RegressionConfig, "configs/jobs/regression.yaml"),
-    "classifier": (ClassifierConfig, "configs/jobs/mlp_clusters.yaml"),
-    "transformer": (TransformerConfig, "configs/jobs/transformer.yaml"),
-    "gpt2": (TrainingConfig, "configs/gpt2_30m.yaml"),
+DEFAULTS = {
+    "regression": "configs/jobs/regression.yaml",
+    "classifier": "configs/jobs/mlp_clusters.yaml",
+    "transformer": "configs/jobs/transformer.yaml",
+    "gpt2": "configs/gpt2_30m.yaml",
 }
-"""The jobs: the configuration class of each one's script, and its default file."""
+"""The jobs, and the default configuration of each."""
 
 TRIAL = 10  # timed steps of the run that determines the number of steps for `seconds`
 STEPS = (5, 5000)  # least and most steps
@@ -60,16 +61,16 @@ def compare(config: CompareConfig) -> list[Row]:
     output = make_output_folder(config.output)
     os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
     rows: list[Row] = []
+    machine = {"device": device, "gpus": gpus, "torch": torch.__version__}
     with TemporaryDirectory(prefix="compare-") as folder:
         # all user errors before any work
         jobs = [read_job(word, config, device, Path(folder)) for word in config.jobs]
         found = ways(config.processes, gpus)
         for name, job in jobs:
             rows += compare_job(name, job, config, found, Path(folder))
-            machine = {"device": device, "gpus": gpus, "torch": torch.__version__}
-            record = {"machine": machine, "settings": config.model_dump(mode="json"), "rows": rows}
             write_atomically(output / "compare.md", as_markdown(rows) + "\n")
-            write_json(output / "compare.json", record)
+            settings = config.model_dump(mode="json")
+            write_json(output / "compare.json", {"machine": machine, "settings": settings, "rows": rows})
     print(as_markdown(rows))
     return rows
 
@@ -77,15 +78,16 @@ def compare(config: CompareConfig) -> list[Row]:
 def read_job(word: str, config: CompareConfig, device: str, folder: Path) -> tuple[str, Job]:
     """The name and configuration of a job, KIND or KIND:FILE, changed for a comparison. Raises: UserError."""
     kind, _, file = word.partition(":")
-    if kind not in KINDS:
-        raise UserError("jobs", word, f"is not a job; use {', '.join(KINDS)}, with or without :CONFIGURATION")
-    command, default = KINDS[kind]
+    if kind not in DEFAULTS:
+        raise UserError("jobs", word, f"is not a job; use {', '.join(DEFAULTS)}, with or without :CONFIGURATION")
+    file = file or DEFAULTS[kind]
+    # not compiled: nn.DataParallel cannot
     changes = {"output_dir": str(folder / "runs"), "tracking.log_with": (), "train.compile": "off"}
     changes |= {"train.mixed_precision": config.mixed_precision, "train.device": device}
     if kind != "gpt2":
         changes |= {"scale_with_processes": False, "launch.processes": None, "launch.threads": None}
-    # not compiled: nn.DataParallel cannot
-    return Path(file or default).stem, resolve(command, [file or default], changes)
+    job: Any = resolve(CONFIGS[kind], [file], changes)
+    return Path(file).stem, job
 
 
 def ways(processes: Sequence[int], gpus: int) -> list[Strategy]:
@@ -112,8 +114,8 @@ def compare_job(name: str, job: Job, config: CompareConfig, found: Sequence[Stra
             shutil.copyfile(weights, reference)
         runs[way].append(run)
         differences[way] = max(differences[way], difference(weights, reference))
-        progress = f"{name}  {way.name}  {repeat + 1}/{config.repeats}: {run.seconds:.3g} s for {steps} steps"
-        print(progress, file=sys.stderr, flush=True)
+        measured = f"{run.seconds:.3g} s for {steps} steps"
+        print(f"{name}  {way.name}  {repeat + 1}/{config.repeats}: {measured}", file=sys.stderr)
     return [
         {"job": name, "way": way.name} | numbers(measured, runs[single], steps, differences[way])
         for way, measured in runs.items()
@@ -155,20 +157,18 @@ def steps_for(name: str, job: Job, seconds: float, single: Strategy, folder: Pat
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """The table."""
-    return markdown_table(COLUMNS, [table_row(row) for row in rows])
-
-
-def table_row(row: Row) -> list[str]:
-    """The cells of a row. A figure is the median of the repeats, with the least and the largest."""
-    seconds, speed_up = row["seconds"], row["speed_up"]
-    metric = next((name for name in ("val_accuracy", "val_loss") if name in row["metrics"]), None)
-    return [
-        row["job"],
-        row["way"],
-        f"{median(seconds):.3g} ({min(seconds):.3g}–{max(seconds):.3g})",
-        f"{median(speed_up):.2f} ({min(speed_up):.2f}–{max(speed_up):.2f})",
-        f"{row['peak_memory_bytes'] / 1e6:,.0f}",
-        f"{metric} {row['metrics'][metric]:.4f}" if metric else "–",
-        f"{row['difference']:.1e}",
-    ]
+    """The table. A figure is the median of the repeats, with the least and the largest."""
+    lines = []
+    for row in rows:
+        seconds, speed_up, metrics = row["seconds"], row["speed_up"], row["metrics"]
+        metric = "val_accuracy" if "val_accuracy" in metrics else "val_loss"
+        lines.append([
+            row["job"],
+            row["way"],
+            f"{median(seconds):.3g} ({min(seconds):.3g}–{max(seconds):.3g})",
+            f"{median(speed_up):.2f} ({min(speed_up):.2f}–{max(speed_up):.2f})",
+            f"{row['peak_memory_bytes'] / 1e6:,.0f}",
+            f"{metric} {metrics[metric]:.4f}" if metric in metrics else "–",
+            f"{row['difference']:.1e}",
+        ])  # fmt: skip
+    return markdown_table(COLUMNS, lines)

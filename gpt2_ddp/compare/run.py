@@ -2,7 +2,6 @@
 
 import resource
 import sys
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from gpt2_ddp.cluster import read_clock
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import is_main_process
@@ -56,19 +56,13 @@ def measure(config: TrainingConfig | JobConfig, data_parallel: bool, steps: int,
 
 
 def time_steps(run: Trainer, steps: int) -> float:
-    """Trains steps, which all ranks begin together; returns this rank's seconds."""
+    """Trains steps, which all ranks begin together; returns this rank's seconds. DataParallel's last work, too, is on
+    the first GPU."""
     run.accelerator.wait_for_everyone()
     begun = read_clock(run.accelerator.device)
     for _ in range(steps):
         train_step(run)
     return read_clock(run.accelerator.device) - begun
-
-
-def read_clock(device: torch.device) -> float:
-    """Wall seconds, once the device has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # DataParallel's last work too happens here, on the first GPU
-    return time.perf_counter()
 
 
 def peak_memory(device: torch.device) -> int:

@@ -17,10 +17,8 @@ class PlanConfig(TrainingConfig):
     """processes on all machines, one per GPU; null: as many as the launcher started, or 1"""
     gpu_memory: PositiveFloat | None = Field(default=None, exclude=True)
     """memory per process in GB (1e9 bytes); null: the GPU's, or this machine's free memory"""
-    mfu: float = Field(default=0.4, gt=0, le=1, exclude=True)
-    """model FLOP/s utilization to assume if no rate is given, as a fraction of the GPUs' peak"""
     tokens_per_second: PositiveFloat | None = Field(default=None, exclude=True)
-    """tokens per second of all processes, without evaluations and checkpoints; null: by the MFU"""
+    """tokens per second of all processes, without evaluations and checkpoints; null: by an MFU of 40 %"""
     price: NonNegativeFloat | None = Field(default=None, exclude=True)
     """price of one GPU per hour, in any currency; null: no price is printed"""
 

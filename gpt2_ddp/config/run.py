@@ -101,10 +101,6 @@ class TrackingConfig(Section):
     """steps between rows of metrics.jsonl"""
     log_with: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
     """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without a login"""
-    project: str = Field(default="gpt2_ddp", pattern=r"^\w[^/\\#?%:]*$")
-    """project name in the trackers"""
-    peak_flops: PositiveFloat | None = None
-    """peak of one device in dense bf16 FLOP/s, for the MFU; null: the data sheet's value, for known devices"""
 
 
 PER_MACHINE = ("output_dir", "data.path", "data.prepare", "train.init_from", "train.branch_from")

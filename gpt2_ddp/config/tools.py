@@ -10,15 +10,13 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from gpt2_ddp.config.base import Command, Count, Fraction
-from gpt2_ddp.config.run import only
-from gpt2_ddp.errors import UserError
 
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
 TRUST = "execute the class that the run recorded (docs/extend.md), even if it was never given on this machine"
 TrustRunCode = Annotated[bool, Field(description=TRUST)]
 Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$")]
-Replay = Annotated[str | None, only(Steps | None, "the step of a checkpoint and a later step, like 1000:1100")]
+Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class CheckpointCommand(Command):
@@ -69,10 +67,11 @@ class PrepareConfig(Command):
     """Hub: the dataset's configuration, such as sample-10BT; null: its default"""
     revision: str | None = None
     """Hub: branch, tag or commit; null: the default branch"""
-    documents: Literal["file", "line", "paragraph"] = "file"
-    """text files: one document per file, per line, or per paragraph (blank lines between)"""
+    documents: Literal["file", "line"] = "file"
+    """text files: one document per file or per line"""
     document_separator: str | None = Field(default=None, min_length=1, max_length=1000)
-    """text between the documents of a file, such as `<|endoftext|>`; line breaks around it count as part of it"""
+    """text between the documents of a file, such as `<|endoftext|>`, or two line breaks for paragraphs; line breaks
+    around it count as part of it"""
     max_documents: PositiveInt | None = None
     """number of documents to stop after; null: all"""
 
@@ -182,16 +181,13 @@ class VerifyConfig(Command):
     """run folder"""
     data: tuple[str, ...] = ()
     """folder of token shards, or all folders of a mixture in their order; none: the run's own"""
-    shards: Literal["full", "none"] = "full"
-    """token shards to hash, at about 1 s per GB (estimate); full: all; none: none"""
-    replay: Replay = None
+    replay: Steps | None = None
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
     folder, on as many processes as the run had; null: train nothing"""
     trust_run_code: TrustRunCode = False
-    anchor: str | None = None
-    """chain of a row, which the run must have; or a file outside the run folder, with the newest
-    checkpoint's step, chain and SHA-256 of its weights. An existing file is compared with the run. If the run is
-    intact, its newest checkpoint is written to the file. null: no anchor"""
+    anchor: Chain | None = None
+    """chain of a row that was kept elsewhere, as this script and each row show it: the run must have that row; null: no
+    anchor"""
 
 
 class CheckClusterConfig(Command):
@@ -235,16 +231,3 @@ class LabConfig(Command):
 
     only: tuple[str, ...] = ()
     """names of the experiments to run; empty: all"""
-
-
-def check_writable(output: str, field: str = "output") -> None:
-    """Raises UserError, for this field, if the file `output` cannot be written; for use before long work.
-    Does not change the file."""
-    path = Path(output)
-    try:
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise UserError(field, output, f"cannot be written ({error.strerror}); name another file") from error

@@ -207,9 +207,6 @@ class TrainConfig(LoopConfig):
     micro_batch_size: Windows = 16
     """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; auto: as many
     as fit a GPU, by an estimate and a trial, or 512 tokens on a CPU; kept by a resume on equal devices"""
-    loss_chunk: Tokens = "auto"
-    """tokens whose logits are in memory at a time; null: the whole micro-batch; auto: 8,192 on GPUs if train.compile is
-    off, else null"""
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
@@ -293,9 +290,7 @@ class TrainingConfig(RunConfig):
         "checkpoint.every",
     )
 
-    task: Annotated[str | None, only(TaskName | None, "FILE.py:CLASS or MODULE:CLASS, a subclass of Pretraining")] = (
-        None
-    )
+    task: TaskName | None = None
     """FILE.py:CLASS or MODULE:CLASS, a subclass of `Pretraining` (docs/extend.md); checkpoints record its file, and a
     resume takes it from there; null: Pretraining, or the class that the run recorded"""
     data: DataConfig = DataConfig()
@@ -354,8 +349,7 @@ class TrainingConfig(RunConfig):
             yield from self._model_mistakes()
         yield from self._length_mistakes()
         if train.branch_from is not None and train.init_from is not None:
-            hint = "continues the whole training state, train.init_from only the weights; remove one of the two"
-            yield "train.branch_from", train.branch_from, hint
+            yield "train.branch_from", train.branch_from, "excludes train.init_from; remove one of the two"
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
         yield from self._ignored_fields()
@@ -363,10 +357,12 @@ class TrainingConfig(RunConfig):
             from gpt2_ddp.config.hints import mixture_mistakes
 
             yield from mixture_mistakes(self)
-        end = optim.decay_steps
-        if end is not None and optim.warmup_steps >= end:
-            hint = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
-            yield "optim.warmup_steps", optim.warmup_steps, hint
+        if optim.decay_steps is not None and optim.warmup_steps >= optim.decay_steps:
+            yield (
+                "optim.warmup_steps",
+                optim.warmup_steps,
+                f"should be less than optim.decay_steps ({optim.decay_steps})",
+            )
 
     def _length_mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors of the run's length, and of a schedule that does not fit `train.minutes`."""
@@ -391,9 +387,10 @@ class TrainingConfig(RunConfig):
         owners = {"optim.muon_lr": "optim.name muon"} if self.optim.name != "muon" else {}
         if self.launch.parallel != "fsdp" and os.environ.get("ACCELERATE_USE_FSDP") != "true":
             owners |= dict.fromkeys(("launch.replicas", "launch.reduce"), "launch.parallel fsdp")
-        for name, value in flat(self.model_dump(exclude_defaults=True)).items():
-            if owner := owners.get(name):
-                yield name, value, f"is for --{owner} only; add that flag, or remove this one"
+        given = flat(self.model_dump(exclude_defaults=True))
+        for name in owners:
+            if name in given:
+                yield name, given[name], f"is for --{owners[name]} only; add that flag, or remove this one"
 
     def _model_mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors of the shape, and of a step's tokens, which depend on it."""
@@ -401,17 +398,12 @@ class TrainingConfig(RunConfig):
         gpt2 = self.model.architecture == "gpt2"
         unit = heads if gpt2 else 2 * heads  # rotary positions rotate pairs
         if width % unit:
-            lower = max(width // unit, 1) * unit
-            yield "model.n_embd", width, f"should be a multiple of {unit}, for model.n_head {heads}, like {lower}"
+            yield "model.n_embd", width, f"should be a multiple of {unit}, for model.n_head {heads}"
         if heads % keys or (gpt2 and keys != heads):
-            yield "model.n_kv_head", keys, f"should divide model.n_head ({heads})" + ", or be it for gpt2" * gpt2
+            yield "model.n_kv_head", keys, f"should divide model.n_head ({heads}), or be null for gpt2"
         tokens, size = self.train.global_batch_tokens, self.model.block_size
-        if tokens % size:
-            near = max(round(tokens / size), 1) * size
-            hint = f"should be a multiple of model.block_size ({size}), like {near}"
-            yield "train.global_batch_tokens", tokens, hint
-        elif tokens > MOST_ITEMS * size:
-            hint = f"should be at most {MOST_ITEMS:,} times model.block_size ({size})"
+        if tokens % size or tokens > MOST_ITEMS * size:
+            hint = f"should be a multiple of model.block_size ({size}), up to {MOST_ITEMS:,} times as much"
             yield "train.global_batch_tokens", tokens, hint
 
 

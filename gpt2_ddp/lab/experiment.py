@@ -70,8 +70,9 @@ def train(model: nn.Module, rows: Sequence[Tensor], steps: int, lr: float) -> No
         optimizer.step()
 
 
-def gradient(model: nn.Module) -> Tensor:
-    """All gradients as one vector."""
+def gradient(model: nn.Module, rows: Sequence[Tensor], weight: float | Tensor = 1.0) -> Tensor:
+    """All gradients as one vector, after those of the weighted loss of these rows were added."""
+    (mse(model, *rows) * weight).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
 
 

@@ -31,11 +31,10 @@ from gpt2_ddp.lab.experiment import distance, experiment, gradient, largest, mak
     holds=lambda m: m.ddp < 1e-5 and m.alone > 0.01,
 )
 def mean_of_gradients(accelerator: Accelerator):
-    rows, big = make_rows(32), make_model()
-    mse(big, *rows).backward()
+    rows = make_rows(32)
+    big = gradient(make_model(), rows)
     for way, model in (("alone", make_model()), ("ddp", DDP(make_model()))):
-        mse(model, *share(rows, accelerator)).backward()
-        yield {way: largest(distance(gradient(model), gradient(big)))}
+        yield {way: largest(distance(gradient(model, share(rows, accelerator)), big))}
 
 
 def record_bytes(sizes: list[int], bucket) -> torch.futures.Future[Tensor]:
@@ -53,16 +52,15 @@ def record_bytes(sizes: list[int], bucket) -> torch.futures.Future[Tensor]:
 )
 def no_sync(accelerator: Accelerator):
     micro_batches = [part.chunk(4) for part in share(make_rows(32), accelerator)]
-    gradients = []
+    found = {}
     for way, saves in (("every", False), ("last", True)):
         model, sizes = DDP(make_model()), []
         model.register_comm_hook(sizes, record_bytes)
         for i, rows in enumerate(zip(*micro_batches, strict=True)):
             with model.no_sync() if saves and i < 3 else nullcontext():
-                (mse(model, *rows) / 4).backward()
-        gradients.append(gradient(model))
+                found[way] = gradient(model, rows, 1 / 4)
         yield {way: sum(sizes)}
-    yield {"parameter_bytes": gradients[0].nbytes, "apart": distance(gradients[1], gradients[0])}
+    yield {"parameter_bytes": found["last"].nbytes, "apart": distance(found["last"], found["every"])}
 
 
 @experiment(
@@ -98,9 +96,8 @@ def batch_norm(accelerator: Accelerator):
     rows = make_rows(32)
     for way, norm in (("plain", nn.BatchNorm1d), ("group", partial(nn.GroupNorm, 4))):
         model, big = DDP(make_model().insert(1, norm(16))), make_model().insert(1, norm(16))
-        mse(big, *rows).backward()
-        mse(model, *share(rows, accelerator)).backward()
-        yield {way: largest(distance(gradient(model), gradient(big)))}
+        mine = gradient(model, share(rows, accelerator))
+        yield {way: largest(distance(mine, gradient(big, rows)))}
 
 
 def gap(model: nn.Module) -> float:
@@ -122,8 +119,7 @@ def gap(model: nn.Module) -> float:
 def called_module(accelerator: Accelerator):
     for way in ("module", "model"):
         model = DDP(make_model())
-        called = model.module if way == "module" else model  # the same weights
-        train(called, share(make_rows(32), accelerator), steps=10, lr=0.01)
+        train(model.module if way == "module" else model, share(make_rows(32), accelerator), steps=10, lr=0.01)
         yield {way: gap(model)}
 
 
@@ -178,14 +174,14 @@ def set_epoch(accelerator: Accelerator):
     samples = TensorDataset(torch.arange(1000))
     torch.manual_seed(0)
     loader = Accelerator(cpu=True).prepare_data_loader(DataLoader(samples, batch_size=10, shuffle=True))
-    orders: dict[str, list[list[int]]] = {"forgotten": [], "told": [], "prepared": []}
     told, forgotten = DistributedSampler(samples), DistributedSampler(samples)
+    orders = []
     for epoch in range(2):
         told.set_epoch(epoch)
-        orders["told"].append(gather_object([*told]))
-        orders["forgotten"].append(gather_object([*forgotten]))
-        orders["prepared"].append(gather_object([int(index) for (batch,) in loader for index in batch]))
-    yield {way: sum(map(int.__eq__, *epochs)) / len(samples) for way, epochs in orders.items()}
+        prepared = [int(index) for (batch,) in loader for index in batch]
+        orders.append([gather_object(order) for order in ([*forgotten], [*told], prepared)])
+    for way, first, second in zip(("forgotten", "told", "prepared"), *orders, strict=True):
+        yield {way: sum(map(int.__eq__, first, second)) / len(samples)}
 
 
 @experiment(
@@ -312,14 +308,11 @@ def every_rank_saves(accelerator: Accelerator):
     holds=lambda m: m.sums < 1e-5 and m.means > 0.1,
 )
 def unequal_shares(accelerator: Accelerator):
-    rows, big = make_rows(4), make_model()
-    mse(big, *rows).backward()
+    rows = make_rows(4)
     mine = [part[:3] if accelerator.is_main_process else part[3:] for part in rows]
     count = torch.as_tensor(accelerator.reduce(torch.tensor(len(mine[0])), reduction="sum"))
     for way, weight in (("means", 1), ("sums", len(mine[0]) * accelerator.num_processes / count)):
-        model = DDP(make_model())
-        (mse(model, *mine) * weight).backward()
-        yield {way: distance(gradient(model), gradient(big))}
+        yield {way: distance(gradient(DDP(make_model()), mine, weight), gradient(make_model(), rows))}
 
 
 @experiment(

@@ -26,14 +26,12 @@ PAIR_HASH, PAIR_DROPOUT = 92_821, 0.3
 """Prime factor of the first token in the hash of a pair; dropout of the embeddings of pairs, which would learn a text
 by heart in its second epoch (docs/speedrun.md)."""
 GPU_LOSS_CHUNK = 8192
-"""`train.loss_chunk: auto` on GPUs without a compiler, in tokens: GPT-2's logits take about 1 GB in bf16."""
+"""Tokens per chunk of the loss on GPUs without a compiler: GPT-2's logits take about 1 GB in bf16."""
 
 
 def resolve_loss_chunk(train: TrainConfig, device_type: str) -> int | None:
-    """`train.loss_chunk` with `auto` resolved: tokens per chunk, or None for all tokens at once. The compiled loss
-    keeps no logits in fp32, so chunks would save little."""
-    if train.loss_chunk != "auto":
-        return train.loss_chunk
+    """Tokens per chunk of the loss, or None for all tokens at once. The compiled loss keeps no logits in fp32, so
+    chunks would save little."""
     return GPU_LOSS_CHUNK if device_type == "cuda" and train.compile == "off" else None
 
 

@@ -27,7 +27,7 @@ from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import without_init
-from gpt2_ddp.model.memory import Memory, estimate, micro_batches, peak_of, pick_micro_batch, setting_of
+from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, peak_of, pick_micro_batch, setting_of
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining, missing_data
 from gpt2_ddp.training.meters import device_name
@@ -37,6 +37,7 @@ from gpt2_ddp.training.run import Opened, open_run
 
 CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
 FIRST_STEP = 4e7  # bytes that the first step on a CPU loads: libraries and kernels
+MFU = 0.4  # assumed model FLOP/s utilization, as a fraction of the GPUs' peak
 FITS = ("DOES NOT FIT", "fits")
 DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkpoint
 START = {"cuda": 180.0, "cpu": 60.0, "mps": 60.0}  # assumed seconds to the first step; GPUs compile
@@ -117,13 +118,12 @@ def find_target(config: PlanConfig, started: int) -> Target:
         names = [name for name in GPUS if f" {name}".lower().endswith(f" {config.gpu}".lower())]
         name = names[0] if len(names) == 1 else config.gpu
         if name not in GPUS and not config.gpu_memory:
-            hint = "is no known name of nvidia-smi; set --gpu_memory, in GB, and --tracking.peak_flops, in FLOP/s"
+            hint = "is no known name of nvidia-smi; set --gpu_memory, in GB, and --tokens_per_second"
             raise UserError("gpu", config.gpu, hint)
         memory = GPUS[name].memory * 1e9 if name in GPUS else 0.0
     if config.gpu_memory:
         memory = config.gpu_memory * 1e9
-    peak = config.tracking.peak_flops or peak_flops(name)
-    return Target(name, kind, processes, memory, peak, config.gpu is None)
+    return Target(name, kind, processes, memory, peak_flops(name), config.gpu is None)
 
 
 class Corpus(NamedTuple):
@@ -171,12 +171,10 @@ class Plan:
 
     config: PlanConfig
     machine: Target
-    precision: str
-    parameters: int
+    setting: Setting  # of the memory estimate
     flops_per_token: int
     corpus: Corpus
     step: int  # of the newest checkpoint
-    micro_batch: int
     padding: int  # rows of a step, over all processes
     memory: Memory
     largest_micro_batch: int  # that fits, up to a rank's share; 0 for none
@@ -186,7 +184,7 @@ class Plan:
 
     @property
     def accumulation(self) -> int:
-        return ceil(self.config.global_batch_windows / (self.machine.processes * self.micro_batch))
+        return ceil(self.config.global_batch_windows / (self.machine.processes * self.setting.micro_batch))
 
     @property
     def fits(self) -> bool:
@@ -201,10 +199,8 @@ class Plan:
     @property
     def speed(self) -> float | None:
         """Tokens per second over all processes, as given or by the MFU; None without a known peak in this precision."""
-        peak = self.machine.peak
-        if self.precision == "no" and self.machine.kind == "cuda":
-            peak = self.config.tracking.peak_flops  # the table has bf16's
-        by_mfu = peak and self.config.mfu * peak * self.machine.processes / self.flops_per_token
+        peak = self.machine.peak if self.setting.precision != "no" else None  # the table has bf16's
+        by_mfu = peak and MFU * peak * self.machine.processes / self.flops_per_token
         return self.config.tokens_per_second or by_mfu
 
     @property
@@ -295,22 +291,21 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
         setting = replace(setting, base=base)
     windows = config.global_batch_windows
     processes = min(machine.processes, windows)  # more are refused
-    size = config.train.micro_batch_size
-    if size == "auto":
+    batch = config.train.micro_batch_size
+    if batch == "auto":
         batch = pick_micro_batch(replace(setting, processes=processes), machine.memory)
     else:
-        batch = split_batch(windows, processes, size)
+        batch = split_batch(windows, processes, batch)
+    setting = replace(setting, micro_batch=batch)
     return Plan(
         config,
         machine,
-        precision,
-        setting.parameters,
+        setting,
         model.flops_per_token(),
         corpus,
         seen.step,
-        batch,
         padding_rows(windows, processes, batch),
-        estimate(replace(setting, micro_batch=batch)),
+        estimate(setting),
         next((size for size in micro_batches(windows, processes) if peak_of(setting, size) <= machine.memory), 0),
         checkpoint,
         free_disk(config),
@@ -320,14 +315,14 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
 
 def format_plan(plan: Plan) -> Iterator[str]:
     """The plan as lines of text."""
-    config, machine, memory = plan.config, plan.machine, plan.memory
+    config, machine, setting, memory = plan.config, plan.machine, plan.setting, plan.memory
     windows = config.global_batch_windows
     assumed = "" if plan.corpus.windows else " (assumed: the data do not exist yet)"
-    step = f"{machine.processes} x {plan.accumulation} x {plan.micro_batch} (processes x accumulation x batch)"
+    step = f"{machine.processes} x {plan.accumulation} x {setting.micro_batch} (processes x accumulation x batch)"
     padding = f", {plan.padding / windows:.1%} padding" if plan.padding else ""
     margin = f" (estimate, ±{CPU_MARGIN:.0%})" if machine.kind == "cpu" else ""
-    yield f"{config.run_name} on {machine.processes} x {machine.device}, precision {plan.precision}"
-    yield f"  parameters   {plan.parameters:,}, vocabulary {plan.corpus.vocab_size:,}{assumed}"
+    yield f"{config.run_name} on {machine.processes} x {machine.device}, precision {setting.precision}"
+    yield f"  parameters   {setting.parameters:,}, vocabulary {plan.corpus.vocab_size:,}{assumed}"
     yield f"  training     {_training(plan)}"
     yield f"  a step       {windows:,} windows: {step}{padding}"
     yield f"  memory       {_gb(memory.peak)}{margin} of {_gb(machine.memory)} GB per process, in {memory.moment}"
@@ -339,7 +334,7 @@ def format_plan(plan: Plan) -> Iterator[str]:
     kept = f"{_gb(plan.checkpoint)} GB per checkpoint, at most {_gb(plan.checkpoints)} GB for all kept ones"
     yield f"  disk         {kept}; {_gb(plan.free)} GB free: {FITS[plan.checkpoints <= plan.free]}"
     if not plan.seconds:
-        yield "  time         unknown: set --tokens_per_second or --tracking.peak_flops"
+        yield "  time         unknown: set --tokens_per_second"
         return
     yield f"  time         {_duration(sum(plan.seconds.values()))} at {plan.speed:,.0f} tokens/s"
     yield "    " + ", ".join(f"{what} {_duration(time)}" for what, time in plan.seconds.items())

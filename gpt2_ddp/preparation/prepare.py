@@ -176,31 +176,28 @@ def index_shards(config: PrepareConfig) -> Manifest:
         print(f"{folder} is already indexed: {_summary(manifest)}")
         return manifest
 
-    splits: dict[str, list[Shard]] = {_split(path): [] for path in files}
+    splits: dict[str, list[Shard]] = {}
     with ThreadPoolExecutor() as pool:  # hashing runs outside the GIL
-        for path, shard in zip(files, pool.map(partial(_index, tokenizer=tokenizer), files), strict=True):
-            splits[_split(path)].append(shard)
+        for split, shard in pool.map(partial(_index, tokenizer=tokenizer), files):
+            splits.setdefault(split, []).append(shard)
     manifest = make_manifest(tokenizer, config.source, splits, recipe)
     write_manifest(folder, manifest)
     print(f"{folder} is indexed: {_summary(manifest)}")
     return manifest
 
 
-def _split(path: Path) -> str:
-    names = [split for split in ("val", "train") if re.search(f"(?<![a-z]){split}", path.name)]  # not for `interval`
-    if len(names) != 1:
+def _index(path: Path, tokenizer: Tokenizer) -> tuple[str, Shard]:
+    """The split of a shard, by its name, and its entry in the manifest."""
+    splits = [split for split in ("val", "train") if re.search(f"(?<![a-z]){split}", path.name)]  # not for `interval`
+    if len(splits) != 1:
         raise UserError("shard", path, "its name should contain either train or val; rename it, or narrow the glob")
-    return names[0]
-
-
-def _index(path: Path, tokenizer: Tokenizer) -> Shard:
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = read_header(path, dtype)
     largest = np.memmap(path, dtype, "r", HEADER_BYTES).max()
     if largest >= tokenizer.vocab_size:
         hint = f"has token id {largest}, {tokenizer.name} has {tokenizer.vocab_size} ids; name its tokenizer"
         raise UserError("shard", path, hint)
-    return describe(path, tokens)
+    return splits[0], describe(path, tokens)
 
 
 def make_tokenizer(source: Source, path: Path) -> None:

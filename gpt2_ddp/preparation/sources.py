@@ -116,17 +116,11 @@ def _of_part(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
 
 
 def _of_text(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
-    """A text file as one document, or its lines or paragraphs."""
-    kind = config.documents
-    with open_text(part, None if kind == "line" else "") as file:
+    """A text file as one document, or its lines."""
+    in_lines = config.documents == "line"
+    with open_text(part, None if in_lines else "") as file:
         blocks = iter(lambda: file.read(BLOCK), "")
-        if kind == "file":
-            yield blocks
-        elif kind == "line":
-            yield from divide(blocks, "\n")
-        else:
-            paragraphs = groupby(file, key=str.isspace)
-            yield from (["".join(lines).rstrip("\r\n")] for blank, lines in paragraphs if not blank)
+        yield from divide(blocks, "\n") if in_lines else [blocks]
 
 
 def _of_rows(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
@@ -233,14 +227,12 @@ def _row_groups(path: Path) -> list[Part]:
 def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
     """Pattern of places where a file of UTF-8 may be cut; empty if there are none."""
     suffix = path.suffix.lower()
-    if suffix in (".jsonl", ".ndjson"):
+    is_text = suffix not in COMPRESSED and kind_of(path) == "text"
+    if suffix in (".jsonl", ".ndjson") or (is_text and config.documents == "line"):
         return b"\n"
-    if suffix in COMPRESSED or kind_of(path) != "text":
-        return b""
     separator = (config.document_separator or "").encode()
     straddles = any(separator.endswith(separator[:length]) for length in range(1, len(separator)))
-    ends = {"file": b"" if straddles else re.escape(separator), "line": b"\n", "paragraph": rb"\n\r?\n"}
-    return ends[config.documents]
+    return re.escape(separator) if is_text and not straddles else b""
 
 
 def scan(config: PrepareConfig, pool: Pool = None) -> Source:

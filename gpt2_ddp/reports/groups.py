@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
@@ -92,7 +92,7 @@ def compare(one: dict[str, float], two: dict[str, float], comparisons: int = 1) 
     n, difference = len(pairs), fmean(pairs)
     if n == 1:
         return Difference(f"{difference:+.3g} (one seed: no spread)", difference, n=n)
-    error = math.sqrt(variance(pairs) / n)
+    error = stdev(pairs) / math.sqrt(n)
     width = critical_value(1 - 0.05 / comparisons, n - 1) * error
     low, high = difference - width, difference + width
     differs = not low <= 0 <= high

@@ -7,7 +7,6 @@ steps can be trained again (`replay`).
 
 import hashlib
 import os
-import re
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from gpt2_ddp.checkpoint.checkpoint import (
     MANIFEST,
@@ -41,21 +40,20 @@ from gpt2_ddp.checkpoint.run_files import (
     sets_config,
     split_chain,
 )
-from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import MOST_ITEMS
-from gpt2_ddp.config.tools import VerifyConfig, check_writable
+from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
 from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import read_json, sha256_file, write_atomically
+from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.reports.recompute import Data, Record, recompute
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
-from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, Digest, FeedState, Mixture, Positive
+from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, FeedState, Mixture, Positive
 from gpt2_ddp.tasks.own_code import trusted
 from gpt2_ddp.tasks.pretraining import Pretraining
 
@@ -63,7 +61,6 @@ LINE = 1000
 """Most characters of a printed line."""
 SHOWN = 5
 """Most defects of one kind to print; the others are counted."""
-CHAIN = re.compile("[0-9a-f]{64}")
 Checkpoints = dict[str, Checkpoint]
 """Intact checkpoints, by their place in the run folder."""
 
@@ -83,16 +80,6 @@ class Row(FeedState, strict=True):
     undone: Count = Field(0, alias="from")
     kept: list[Count] = Field([])
     rejected: list[str] = Field([])
-
-
-class Anchor(BaseModel, strict=True):
-    """The chain that a run must have had. From a file also: the step and weights of the checkpoint with this chain, and
-    the chain of the last row then."""
-
-    chain: Digest
-    step: Count | None = None
-    sha256: Digest | None = None
-    newest: Digest | None = None
 
 
 class Log:
@@ -177,16 +164,13 @@ class Found:
 
 def verify_run(command: VerifyConfig) -> int:
     """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the defects of each check, and
-    a `note` for what could not be checked. With `--replay`, trains a part of the run again. With `--anchor`, compares
-    the run with a chain or a file, and writes the file anew if all is intact.
+    a `note` for what could not be checked. With `--replay`, trains a part of the run again.
     Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in `--data`."""
     run, n_defects = Path(command.run), 0
     if not any(os.path.isfile(run / name) for name in (CONFIG, METRICS)):
         raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
-    anchor = _read_anchor(command.anchor) if command.anchor else None
     span = plan(run, command.replay) if command.replay else None
-    found = _read(run, anchor)
-    for what, defects in _check(found, command, span, anchor):
+    for what, defects in _check(_read(run, command.anchor or ""), command, span):
         if not defects:
             _print(f"{'note' if defects is None else 'ok':8}{what}")
             continue
@@ -195,8 +179,6 @@ def verify_run(command: VerifyConfig) -> int:
         if len(defects) > SHOWN:
             _print(f"defect  ... and {len(defects) - SHOWN} more like these")
         n_defects += len(defects)
-    if command.anchor and not CHAIN.fullmatch(command.anchor) and not n_defects:
-        _print(_write_anchor(Path(command.anchor), found))
     _print(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}")
     return 1 if n_defects else 0
 
@@ -206,7 +188,7 @@ def _print(line: str) -> None:
     print(truncate(line, LINE))
 
 
-def _read(run: Path, anchor: Anchor | None) -> Found:
+def _read(run: Path, anchor: str) -> Found:
     """Reads the run's files. A running training writes a row before a sample, and after a checkpoint; and the samples
     that a checkpoint pins before it."""
     settings = _read_settings(run)
@@ -214,7 +196,7 @@ def _read(run: Path, anchor: Anchor | None) -> Found:
     checkpoints, damaged = _read_checkpoints(run)
     samples = _hash_samples(run)
     chains = {checkpoint.state.log.chain for checkpoint in checkpoints.values()}
-    log = Log(run / METRICS, chains | {anchor.chain, anchor.newest or ""} if anchor else chains)
+    log = Log(run / METRICS, chains | {anchor})
     if log.last.get("event") == "end":  # the samples are complete by now
         samples = _hash_samples(run)
     return Found(run, settings, status or _read_status(run), checkpoints, damaged, log, samples)
@@ -256,9 +238,9 @@ def _read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
     return checkpoints, defects
 
 
-def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Anchor | None) -> Iterator[Finding]:
+def _check(found: Found, command: VerifyConfig, span: Span | None) -> Iterator[Finding]:
     log = found.log
-    yield f"{METRICS}: {log.count} rows of steps, all rows chained by hashes up to {log.chain[:12]}", log.defects
+    yield f"{METRICS}: {log.count} rows of steps, all rows chained by hashes up to {log.chain}", log.defects
     pins = {place: _pin_defect(checkpoint, log) for place, checkpoint in found.checkpoints.items()}
     wrong = [f"{place}: {defect}" for place, defect in pins.items() if defect]
     wrong = [*found.damaged, *wrong, *_check_folder(found)]
@@ -274,8 +256,9 @@ def _check(found: Found, command: VerifyConfig, span: Span | None, anchor: Ancho
         is_same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
         state = "is unchanged" if is_same else "is missing or changed"
         yield f"the parent checkpoint {manifest.parent} {state}: verify its own run, too", None
-    if anchor:
-        yield "the anchor is part of the run", [*_check_anchor(anchor, found)]
+    if command.anchor:
+        lost = [f"{METRICS}: lacks the anchor: rows were rewritten or cut off"]
+        yield "the anchor is the chain of a row", [] if command.anchor in log.seen else lost
     if span is None:
         yield "losses, norms and weights: pinned, not recomputed; --replay A:B trains again", None
     elif is_right:
@@ -397,7 +380,7 @@ def _check_training(found: Found, command: VerifyConfig) -> Generator[Finding, N
             yield "data", [f"{' '.join(folders)}: {hint}; if they have moved, name the folder with --data"]
             return False
         for folder, manifest in zip(folders, manifests, strict=True):
-            yield _check_shards(Path(folder), manifest, command.shards)
+            yield _check_shards(Path(folder), manifest)
             sources.append(Windows(TokenStream(Path(folder), manifest, "train", check=False), config.model.block_size))
     kind, problem = _task_class(found, command.trust_run_code)
     if problem:
@@ -425,10 +408,8 @@ def _task_class(found: Found, trust_code: bool) -> tuple[type[Pretraining], str]
     return Pretraining, "the class changed during the run, or no checkpoint has it"
 
 
-def _check_shards(folder: Path, manifest: Manifest, how: str) -> Finding:
-    """Hashes the tokenizer and all shards, unless `how` is none."""
-    if how == "none":
-        return "no shard was read: the tokens are not checked", None
+def _check_shards(folder: Path, manifest: Manifest) -> Finding:
+    """Hashes the tokenizer and all shards."""
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
     defects = []
     tokenizer = folder / manifest.tokenizer
@@ -442,40 +423,3 @@ def _check_shards(folder: Path, manifest: Manifest, how: str) -> Finding:
         except UserError as error:
             defects += error.mistakes
     return f"data: {len(shards)} shards unchanged in {folder}", defects
-
-
-def _read_anchor(anchor: str) -> Anchor | None:
-    """A chain, or the anchor in a file; None without a file. Raises: UserError, also for an unwritable file."""
-    if CHAIN.fullmatch(anchor):
-        return Anchor(chain=anchor)
-    check_writable(anchor, "anchor")
-    try:
-        return Anchor.model_validate(read_json(Path(anchor))) if os.path.exists(anchor) else None
-    except ValueError as error:
-        hint = "is no anchor; name a file that --anchor has written, a new file, or the chain of a row"
-        raise UserError("anchor", anchor, hint) from error
-
-
-def _write_anchor(file: Path, found: Found) -> str:
-    """Writes an anchor of the newest checkpoint. Returns a line of output."""
-    newest = found.newest
-    if newest is None or newest.state.log.chain == FIRST_CHAIN:
-        return "note    no checkpoint holds a chain yet: no anchor is written"
-    chain = newest.state.log.chain
-    anchor = Anchor(step=newest.step, chain=chain, sha256=newest.sha256(MODEL), newest=found.log.chain)
-    write_atomically(file, anchor.model_dump_json() + "\n")
-    return f"ok      the anchor of step {newest.step} is in {file}"
-
-
-def _check_anchor(anchor: Anchor, found: Found) -> Iterator[str]:
-    """Whether the rows have the anchor's chains, and its checkpoint, if it still exists, the same weights."""
-    seen = found.log.seen
-    if anchor.chain not in seen:
-        yield f"{METRICS}: lacks the anchor's chain {anchor.chain[:12]}: rows were rewritten or cut off"
-    elif anchor.newest and anchor.newest not in seen:
-        after = [*found.log.events.values()][seen[anchor.chain] :]
-        if not after or after[0]["event"] != "start":  # a resume cuts the rows after its checkpoint
-            yield f"{METRICS}: rows after step {anchor.step} were rewritten or cut off since the anchor"
-    for place, checkpoint in found.checkpoints.items():
-        if checkpoint.step == anchor.step and checkpoint.sha256(MODEL) != anchor.sha256:
-            yield f"{place}/{MODEL}: differs from the anchor's weights"

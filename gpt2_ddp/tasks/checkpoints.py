@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.tools import EvaluateConfig, check_writable
+from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.mixture import source_weights
 from gpt2_ddp.data.shards import TokenStream
@@ -114,7 +114,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
 
     def load() -> list[ItemSet]:
         sets = load_sets("tasks", config.tasks, config.task_items, tokenizer, size)
-        check_writable(str(make_output_folder(folder) / f"{sets[0].name}.json"))
+        make_output_folder(folder)
         return sets
 
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
@@ -135,9 +135,10 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
 def task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
     """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing."""
     lines: list[tuple[str, ...]] = [("task", "items", *METRICS, "chance")]
-    for name, (items, result) in results.items():
-        shown = (f"{mean.value:.4f} ± {mean.error:.4f}" for mean in result.metrics.values())
-        lines.append((name, f"{len(items.items):,}", *shown, f"{items.chance:.4f}"))
+    for task, (items, result) in results.items():
+        metrics = result.metrics
+        shown = (f"{metrics[name]:.4f} ± {metrics[f'{name}_stderr']:.4f}" for name in METRICS)
+        lines.append((task, f"{len(items.items):,}", *shown, f"{items.chance:.4f}"))
     return text_table(lines)
 
 

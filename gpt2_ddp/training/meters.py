@@ -88,12 +88,11 @@ def copy_to_host(values: Tensor) -> Later:
 
 
 class Throughput:
-    """Units (tokens, samples) per second of training, without pauses. All ranks must create it together.
-    `peak_flops` is of one device (`tracking.peak_flops`); None: the value of its data sheet."""
+    """Units (tokens, samples) per second of training, without pauses. All ranks must create it together."""
 
-    def __init__(self, task: Task, device: torch.device, peak_flops: float | None = None):
+    def __init__(self, task: Task, device: torch.device):
         self.task, self.device = task, device
-        self.peak = peak_of_ranks(device, peak_flops)
+        self.peak = peak_of_ranks(device)
         self.restart()
 
     def restart(self) -> None:
@@ -147,10 +146,10 @@ def versions() -> dict[str, str]:
     return found | {"python": platform.python_version()}
 
 
-def peak_of_ranks(device: torch.device, own: float | None = None) -> float | None:
+def peak_of_ranks(device: torch.device) -> float | None:
     """FLOP/s of all ranks' devices together; None if one is unknown. Collective."""
-    peak = own
-    if device.type == "cuda" and not own:
+    peak = None
+    if device.type == "cuda":
         from gpt2_ddp.training.peaks import peak_flops
 
         peak = peak_flops(device_name(device))

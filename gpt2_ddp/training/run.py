@@ -423,7 +423,7 @@ def start(trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = 
     """Installs the signal handlers, starts the trackers, and records that the run is running; an exception inside is
     recorded as its failure. The main process passes each row to `on_row`. Collective."""
     config, accelerator, log = trainer.config, trainer.accelerator, trainer.log
-    throughput = Throughput(trainer.task, accelerator.device, config.tracking.peak_flops)
+    throughput = Throughput(trainer.task, accelerator.device)
     metrics = Metrics(log, trainer.steps, on_row)
     by_machine = bool(elastic_nodes()) and machines() > 1
     stop = StopRequest(accelerator, trainer.begun, config.train.max_minutes, trainer.watchdog.progress, by_machine)
