@@ -13,7 +13,7 @@ from gpt2_ddp.training.run import Training
 
 TIMED = 64
 """Steps that are timed, unless the warm-up is shorter. A checkpoint or a stop ends that earlier."""
-SAMPLE = 1.5
+SAMPLE = 0.5
 """Seconds of a sample of text (estimate)."""
 
 
