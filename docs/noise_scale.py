@@ -59,11 +59,11 @@ class NoiseScale(Pretraining):
     def loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
         """As `Pretraining`. Before, measures the gradient of a step's first micro-batch if the row will be written."""
         feed = self.feed
-        if feed.position != self._position:  # the first micro-batch of a step
-            self._position, self._count, self._square = feed.position, 0, None
+        if feed.state.position != self._position:  # the first micro-batch of a step
+            self._position, self._count, self._square = feed.state.position, 0, None
         self._count += 1
         if self._count == 2:
-            step = feed.consumed // feed.step_size
+            step = feed.state.consumed // feed.step_size
             due = self.due(step, step == self.total_steps(self.epoch_size))
             self._square = self._squared_norm() if due.log or due.evaluate else None
         return super().loss(model, batch)

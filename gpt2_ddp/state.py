@@ -1,12 +1,11 @@
 """The state of a run without its tensors: one typed value, the content of a checkpoint's state.json. No torch.
 
-Each part of a run returns its section of it (`state_dict`), and loads it (`load_state_dict`). Types, defaults and the
-JSON form stand here alone. What a file lacks takes its default; fields that are unknown here are ignored.
+Each part of a run has its section of it, or returns it (`state_dict`) and loads it (`load_state_dict`). Types, defaults
+and the JSON form stand here alone. What a file lacks takes its default; fields that are unknown here are ignored.
 """
 
 import hashlib
 import math
-from operator import add
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError
@@ -179,12 +178,6 @@ class Losses(Section):
     epoch: LossSum = LossSum()
     since_row: LossSum = LossSum()
     skipped: Count = 0
-
-    def add(self, losses: LossSum, skipped: bool) -> None:
-        """Adds those of a step."""
-        self.since_row = LossSum(*map(add, self.since_row, losses))
-        self.epoch = LossSum(*map(add, self.epoch, (0, 0, losses.units) if skipped else losses))
-        self.skipped += skipped
 
 
 class LogEnd(Section):

@@ -30,7 +30,7 @@ from gpt2_ddp.checkpoint.store import Background, should_save_async
 from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.distributed.environment import spare_core, usable_cores
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.training.run import Training
+from gpt2_ddp.training.loop import poll_save
 
 STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eval.every": 100, "guard.patience": 3}
 
@@ -59,16 +59,16 @@ def test_after_each_step_an_overdue_save_is_waited_for():
     behind, told = run.store.background, run.stop.record_duration
     run.watchdog.heartbeat = lambda stage: gate.set()
     behind.start(gate.wait, timeout=60.0)
-    Training.poll_save(run)
+    poll_save(run)
     assert told.call_args.args[0] == "write"
     assert behind.is_working
     behind.timeout = 0.0
-    Training.poll_save(run)
+    poll_save(run)
     assert not behind.is_working
     assert told.call_args.args == ("write", behind.seconds)
     run.stop.request.assert_not_called()
     run.log.is_gone = True
-    Training.poll_save(run)
+    poll_save(run)
     run.stop.request.assert_called_once()
 
 

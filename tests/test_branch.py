@@ -33,10 +33,10 @@ from gpt2_ddp.config.hints import check_resumable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.state import LogEnd, Pending, Progress
 from gpt2_ddp.tasks.pretraining import Pretraining, resolve
 from gpt2_ddp.training.branch import branch_off, find_parent
+from gpt2_ddp.training.optimizer import lr_at
 
 ALONE = SimpleNamespace(num_processes=1, is_main_process=True)
 """What a task asks of the accelerator before any long work."""

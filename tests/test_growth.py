@@ -21,10 +21,10 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.project import PROJECT
 from gpt2_ddp.state import Best, LogEnd, Progress
 from gpt2_ddp.tasks.supervised import contiguous
+from gpt2_ddp.training.optimizer import lr_at
 
 MEASURED = """
 import runpy, sys
@@ -49,16 +49,16 @@ def make_long_run(trained, place, steps):
     feed = Feed(Permutation(config.seed, start["epoch_size"]), GlobalBatch(12, contiguous(1, 1)))
     for step in range(1, steps + 1):
         feed.next_step()
-        row = {"step": step, "epoch": round(feed.position / len(feed.order), 4), "tokens": step * 12 * 32}
+        row = {"step": step, "epoch": round(feed.state.position / len(feed.order), 4), "tokens": step * 12 * 32}
         row |= {"loss": 5.0, "loss_mean": 5.0, "lr": lr_at(step, config.optim), "grad_norm": 1.0 + 1 / step}
         row |= {"skipped": 0, "tokens_per_second": 5000.5, "mfu": None, "data_share": 0.01}
-        log.append(row | {"order_digest": feed.order_digest} | (scores if step == steps else {}))
+        log.append(row | {"order_digest": feed.state.order_digest} | (scores if step == steps else {}))
     content = verify(checkpoint_at(trained, 10))
     best = Best(step=0, val_loss=5.5, tokens=512, since=1)
     progress = {"step": steps, "scores": scores, "scored_at": steps, "best": best}
     sections = {"guard": {"judged": steps - 2}, "setup": {"processes": start["processes"]}, "progress": progress}
     own = {name: getattr(content.state, name).model_copy(update=changes) for name, changes in sections.items()}
-    state = content.state.model_copy(update={"feed": feed.state_dict(), "log": log.end()} | own)
+    state = content.state.model_copy(update={"feed": feed.state, "log": log.end()} | own)
     model, moments = ({**content.tensors(file)} for file in (MODEL, OPTIMIZER))
     counts = {name: torch.tensor(float(steps)) for name in moments if name.startswith("step.")}
     CheckpointStore(folder, log).save(Snapshot(state, dump(config), model, moments | counts))

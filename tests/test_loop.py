@@ -30,10 +30,10 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.state import Pending, Progress
 from gpt2_ddp.tasks.pretraining import choose_micro_batch
 from gpt2_ddp.training.loop import Result, finish_pending
+from gpt2_ddp.training.optimizer import lr_at
 
 
 def losses(run):

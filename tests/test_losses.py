@@ -10,54 +10,60 @@ from ranks import in_turn, run_ranks
 from runs import events, rows, said, saved_steps, state_of, status, train, train_with_faults, untimed
 
 from gpt2_ddp.checkpoint.run_files import valid_rows
+from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.distributed.launch import build_accelerator
-from gpt2_ddp.state import Best, Losses, LossSum
-from gpt2_ddp.training.meters import StepSums
+from gpt2_ddp.state import Best, Losses, LossSum, Unjudged
+from gpt2_ddp.training.guard import Guard
 
 # Sums
 
 
+def numbers(*values):
+    return [torch.tensor(float(value)) for value in values]
+
+
 def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
     rng = random.Random(0)
-    parts = [LossSum(torch.tensor(rng.lognormvariate(5, 1.5)).item(), 3, 3) for _ in range(1000)]
+    parts = [torch.tensor(rng.lognormvariate(5, 1.5)).item() for _ in range(1000)]
     found = set()
     for _ in range(5):
         rng.shuffle(parts)
-        losses = Losses()
+        guard = Guard(GuardConfig())
         for number, part in enumerate(parts):
-            losses.add(part, skipped=False)
+            guard.add(number, 3, numbers(0, 0, 0.1, part))
             if number == rng.randrange(1000):
-                losses = Losses.model_validate_json(losses.model_dump_json(), strict=True)
-        assert losses.epoch == losses.since_row
-        found.add(losses.epoch.mean)
-    assert found == {math.fsum(part.loss for part in parts) / 3000}
+                guard.flush()
+                losses = guard.losses.model_dump_json()
+                guard = Guard(GuardConfig())
+                guard.losses.load_state_dict(Losses.model_validate_json(losses, strict=True))
+        guard.flush()
+        assert guard.losses.epoch == guard.losses.since_row
+        found.add(guard.losses.epoch.mean)
+    assert found == {math.fsum(parts) / 3000}
     assert math.isnan(LossSum().mean)
 
 
 def sums_of_a_rank():
-    """Of three steps: the second is not finite on rank 1, the third is skipped."""
-    rank, sums, known = build_accelerator("cpu", "no").process_index, StepSums(), []
+    """Of three steps: the second is not finite on rank 1, the third is skipped. What is known after each."""
+    rank, guard, known = build_accelerator("cpu", "no").process_index, Guard(GuardConfig()), []
     for step, loss in enumerate((6.0, math.nan if rank else 4.0, 3.0), 1):
-        flag = torch.tensor(float(step == 3))
-        new = sums.add(step, 2, [flag, flag, torch.tensor(0.1), torch.tensor(loss), torch.tensor(1.0)])
-        assert [one.step for one in new] == [1] * (step == 3), "two steps late"
-        known += new
-    known += sums.flush()
-    assert not sums.flush()
-    return known
+        flag = step == 3
+        guard.add(step, 2, numbers(flag, flag, 0.1, loss, 1))
+        known.append(guard.newest)
+    known.append(guard.flush())
+    return known, guard.losses, guard.state_dict().unjudged
 
 
 def test_the_numbers_of_steps_over_all_ranks():
-    losses, known = Losses(), run_ranks(sums_of_a_rank, 2)
+    known = run_ranks(sums_of_a_rank, 2)
     assert str(known[0]) == str(known[1])
-    for numbers in known[0]:
-        losses.add(numbers.losses, numbers.skipped)
-    first, second, third = known[0]
-    assert first == (1, False, False, torch.tensor(0.1).item(), (12, 4, 4), 3, [2])
-    assert (second.losses, second.bad) == ((4, 2, 4), False)
-    assert math.isnan(second.loss)
-    assert (third.step, third.loss, third.bad, third.skipped) == (3, 1.5, True, True)
+    (none, later, first, last), losses, unjudged = known[0]
+    assert (none, later) == (None, None), "two steps late"
+    norm = torch.tensor(0.1).item()
+    assert (first, last) == ((1, norm, 3, [2]), (3, norm, 1.5, [2]))
     assert losses == Losses(epoch=(16, 6, 12), since_row=(22, 10, 12), skipped=1)
+    assert str(unjudged[1]) == str(Unjudged(2, math.nan, bad=False))
+    assert unjudged[::2] == [(1, 3, False), (3, 1.5, True)]
 
 
 def train_and_record(config):

@@ -105,7 +105,7 @@ def test_the_digest_of_100_steps_is_what_it_always_was(size, passed, digest):
             feed.skip_range(start, stop)
         for _ in range(100):
             feed.next_step()
-        assert feed.order_digest == digest
+        assert feed.state.order_digest == digest
 
 
 def test_each_window_once_per_epoch_of_its_source_in_order_of_time():

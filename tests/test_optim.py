@@ -14,6 +14,7 @@ from torch import nn
 
 from gpt2_ddp.checkpoint.tensors import optimizer_state
 from gpt2_ddp.config.jobs import JobOptimConfig
+from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.model import muon
@@ -24,24 +25,31 @@ from gpt2_ddp.model.optim import (
     MOMENTUM,
     OPTIMIZERS,
     build_optimizer,
-    default_decay_steps,
-    lr_at,
     muon_matrices,
-    schedule_note,
 )
 from gpt2_ddp.tasks.supervised import build_job_optimizer
-from gpt2_ddp.training.optimizer import GuardedOptimizer, set_values
+from gpt2_ddp.training.guard import Guard
+from gpt2_ddp.training.optimizer import GuardedOptimizer, default_decay_steps, lr_at, schedule_note, set_values
 from gpt2_ddp.training.strategy import Replicated
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 
 
-def guarded(optimizer, scaler=None, norm_sigmas=None):
+def guarded(optimizer, scaler=None):
     """A guarded optimizer of one process on the CPU, with this loss scaler."""
     accelerator = build_accelerator("cpu", "no")
     accelerator.scaler, accelerator.unscale_gradients = scaler, lambda prepared: scaler.unscale_(optimizer)
     prepared = AcceleratedOptimizer(optimizer, device_placement=False, scaler=scaler)
-    return GuardedOptimizer(prepared, Replicated(accelerator), norm_sigmas)
+    return GuardedOptimizer(prepared, Replicated(accelerator))
+
+
+def take_step(optimizer, norm, guard=None, lr=1e-3):
+    """Takes a step; whether it was skipped, and whether it was bad."""
+    guard = guard or Guard(GuardConfig())
+    skip = guard.judge_gradient(norm)
+    bad = optimizer.step({"lr": lr}, norm, skip)
+    assert guard.config.norm_sigmas or guard.norms.state_dict() == (0, 0, 0), "norms are kept where they have a limit"
+    return skip.item(), bad.item()
 
 
 RATES = """
@@ -178,7 +186,7 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
         assert_close(*losses, says=step)
         optimizer.backward(losses[0] + losses[1])
         share = step / 20
-        optimizer.step({"lr": 4e-3 * share}, optimizer.clip(list(ours.parameters()), 1.0))
+        take_step(optimizer, nn.utils.clip_grad_norm_(ours.parameters(), 1.0), lr=4e-3 * share)
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         for one in theirs:
             for group in one.param_groups:
@@ -252,25 +260,24 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
     spared, hit = small_model(), small_model()
     optimizers = {model: guarded(BUILDERS[name](model)) for model in (spared, hit)}
 
-    def step(model, number, poison=False):
+    def step_of(model, number, poison=False):
         torch.manual_seed(number)
         optimizer = optimizers[model]
         optimizer.backward((model(torch.randn(4, 6)) ** 2).sum())
         if poison:
             next(model.parameters()).grad[3, 3] = bad
-        return optimizer.step({"lr": 1e-3}, optimizer.clip(list(model.parameters()), 1.0)).item()
+        return take_step(optimizer, nn.utils.clip_grad_norm_(model.parameters(), 1.0))[0]
 
     if not first:
-        assert step(spared, 1) == step(hit, 1) == 0
+        assert step_of(spared, 1) == step_of(hit, 1) == 0
     before = deepcopy(hit.state_dict())
-    assert step(hit, 2, poison=True) == 1
+    assert step_of(hit, 2, poison=True) == 1
     assert same(before, hit.state_dict())
     for number in (3, 4):
-        assert step(spared, number) == step(hit, number) == 0
+        assert step_of(spared, number) == step_of(hit, number) == 0
     assert same(spared.state_dict(), hit.state_dict())
     states = [optimizer_state(model, optimizer.plain) for model, optimizer in optimizers.items()]
     assert same(*states)
-    assert optimizers[hit].norms.state_dict() == (0, 0, 0)  # norms are kept only where they have a limit
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "plain sgd"])
@@ -281,16 +288,15 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
     waits = not getattr(optimizer.plain, "_step_supports_amp_scaling", False)
     assert waits == (name == "plain sgd")  # a step would wait for the device
 
-    def step(size):
+    def step_of(size):
         optimizer.backward((model(torch.ones(4, 6)) * size).sum())
-        optimizer.unscale()
-        return optimizer.step({"lr": 1e-3}, optimizer.clip(list(model.parameters()), 0.0)).item()
+        return take_step(optimizer, nn.utils.clip_grad_norm_(model.parameters(), math.inf))[0]
 
-    assert step(1e-3) == 0
+    assert step_of(1e-3) == 0
     before = deepcopy(model.state_dict())
-    assert step(1e30) == 1
+    assert step_of(1e30) == 1
     assert same(before, model.state_dict())
-    assert step(1e-3) == 0
+    assert step_of(1e-3) == 0
     assert not same(before, model.state_dict())
 
 
@@ -298,14 +304,14 @@ def test_the_search_for_a_scale_is_not_bad():
     """An overflow is left out; bad it is only where the scale cannot be lowered. A large norm always is."""
     scaler = torch.amp.GradScaler("cpu")
     layer = nn.Linear(2, 2)
-    optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), scaler, norm_sigmas=3.0)
-    optimizer.norms.load_state_dict((50.0, 1.0, 0.01))
+    optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), scaler)
+    guard = Guard(GuardConfig(norm_sigmas=3.0))
+    guard.norms.load_state_dict((50.0, 1.0, 0.01))
     for norm, scale, skipped, bad in ((math.inf, 9.0, 1, 0), (math.inf, 1.0, 1, 1), (9.0, 9.0, 1, 1), (1.0, 9.0, 0, 0)):
         optimizer.backward(layer(torch.ones(1, 2)).sum())
-        optimizer.unscale()
         scaler.update(scale)
-        assert (optimizer.step({"lr": 1e-3}, torch.tensor(norm)).item(), optimizer.bad.item()) == (skipped, bad)
-    assert optimizer.norms.state_dict()[0] == 51
+        assert take_step(optimizer, torch.tensor(norm), guard) == (skipped, bad)
+    assert guard.norms.state_dict()[0] == 51
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

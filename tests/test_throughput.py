@@ -25,22 +25,23 @@ def read(throughput):
 def test_throughput_counts_training_alone(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    task = SimpleNamespace(unit="tokens", flops_per_unit=100, feed=SimpleNamespace(waited=3.0))
+    task = SimpleNamespace(unit="tokens", flops_per_unit=100, units_per_item=2)
+    task.feed = SimpleNamespace(waited=3.0, state=SimpleNamespace(consumed=8))
     throughput = Throughput(task, torch.device("cpu"))
     clock.now += 50
     task.feed.waited += 50
-    throughput.add(7)
+    task.feed.state.consumed += 7
     throughput.restart()  # what happened before it is in no reading
     clock.now += 1
     task.feed.waited += 0.25
     with throughput.paused():
         clock.now += 30
-    throughput.add(600)
+    task.feed.state.consumed += 300
     clock.now += 1
-    throughput.add(400)
+    task.feed.state.consumed += 200
     assert read(throughput) == [500.0, None, 0.125]
     clock.now += 4  # a reading begins where the last one ended
-    throughput.add(10)
+    task.feed.state.consumed += 5
     assert read(throughput) == [2.5, None, 0.0]
     task.flops_per_unit = 0
     clock.now += 1

@@ -8,6 +8,7 @@ The items are counted as they are delivered.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from itertools import chain, tee
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,26 +19,29 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gpt2_ddp.data.order import Order, next_digest, skipped_digest
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.state import FIRST_DIGEST, FeedState
+from gpt2_ddp.state import FeedState
 
 
-class Reading(IterableDataset):
-    """What `read` returns for each of the `parts` of a data set, in their order."""
+class _Batches(IterableDataset):
+    """Batches, in their order, for a DataLoader."""
 
-    def __init__(self, read: Callable[[Any], Any], parts: Iterable[Any]):
-        self._read = read
-        self._parts = parts
+    def __init__(self, batches: Iterable[Any]):
+        self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._read, self._parts)
+        return iter(self._batches)
 
 
-def prepare_loader(accelerator: Accelerator, reading: Reading) -> Any:
-    """A loader whose batches are this rank's parts, prepared by Accelerate, which moves them to the device one part
-    ahead."""
-    pins, no_draw = accelerator.device.type == "cuda", Generator()  # the default would draw from dropout's generator
-    loader = DataLoader(reading, batch_size=None, collate_fn=lambda part: part, pin_memory=pins, generator=no_draw)
-    # Accelerator.prepare would keep a reference to every loader, and take the parts for those of all ranks
+def prepare_loader(accelerator: Accelerator, batches: Iterable[Any]) -> Any:
+    """A loader of this rank's batches, prepared by Accelerate, which moves them to the device one batch ahead."""
+    loader = DataLoader(
+        _Batches(batches),
+        batch_size=None,
+        collate_fn=lambda batch: batch,
+        pin_memory=accelerator.device.type == "cuda",
+        generator=Generator(),  # the default would draw from dropout's generator
+    )
+    # Accelerator.prepare would keep a reference to every loader, and take the batches for those of all ranks
     return prepare_data_loader(
         loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, non_blocking=True
     )
@@ -92,25 +96,8 @@ class Step(NamedTuple):
     micro_batches: Iterator[MicroBatch]
 
 
-class _Part(NamedTuple):
-    """A micro-batch to read: its number in the step, the step's positions int64 [n] and items, and this rank's share of
-    range(n)."""
-
-    number: int
-    last: bool
-    positions: np.ndarray
-    items: np.ndarray
-    share: range
-
-
-class _Delivery(NamedTuple):
-    """A micro-batch, its number in the step, the step's first and last position, and its items."""
-
-    number: int
-    first: int
-    end: int
-    items: np.ndarray
-    micro_batch: MicroBatch
+Plan = Iterator[tuple[np.ndarray, np.ndarray]]
+"""Positions int64 [n] and items uint64 [n] of each step."""
 
 
 class Feed:
@@ -120,8 +107,8 @@ class Feed:
         source, accelerator: the training set and the rank that reads it; None for a replay, without micro-batches.
 
     Attributes:
-        position: first that no step has taken. skipped_ranges: [start, stop) of positions that no step takes.
-        order_digest: digest of all items so far (`next_digest`).
+        state: what a checkpoint has of the feed; each step makes another. `position`: the first that no step has taken.
+            `skipped_ranges`: [start, stop) of positions that no step takes. `order_digest`: of all items so far.
         ended_epoch: whether the last step took the last position of the epoch that it began in.
         skipped_end: whether the end of an epoch was skipped before the last step.
         waited: seconds that steps waited for the loader.
@@ -135,76 +122,96 @@ class Feed:
         accelerator: Accelerator | None = None,
     ):
         self.order, self.batch, self.source = order, batch, source
-        self._accelerator = accelerator
-        self.position, self.order_digest = 0, FIRST_DIGEST
-        self.skipped_ranges: list[tuple[int, int]] = []
+        self._accelerator, self._epoch_size = accelerator, len(order)
+        self.state = FeedState()
         self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0
         self._loader: Any = None
-        self._deliveries: Iterator[_Delivery] = iter(())
-        self._next: _Delivery | None = None  # once somebody looked at it
+        self._restart()
 
     @property
     def step_size(self) -> int:
         """Items of a step over all ranks; an epoch's last step may have fewer."""
         return self.batch.size
 
-    def state_dict(self) -> FeedState:
-        """Position, skipped ranges and order digest."""
-        ranges = list(self.skipped_ranges)
-        return FeedState(position=self.position, skipped_ranges=ranges, order_digest=self.order_digest)
-
-    def load_state_dict(self, state: FeedState) -> None:
-        """Seeks to what `state_dict` returned."""
-        self.seek(state.position, state.order_digest, state.skipped_ranges)
-
-    def seek(self, position: int, order_digest: str, skipped_ranges: list[tuple[int, int]]) -> None:
-        """Moves to `position` in O(1)."""
-        self._stop_loading()
-        self.position, self.order_digest = position, order_digest
-        self.skipped_ranges = [(start, stop) for start, stop in skipped_ranges]
+    def seek(self, state: FeedState) -> None:
+        """Moves to a state in O(1)."""
+        self.state = state
+        self._restart()
 
     def skip_range(self, start: int, stop: int) -> None:
         """Excludes the positions [start, stop), which no step has taken, from all later steps."""
-        assert self.position <= start < stop, "positions that a step took cannot be skipped"
-        assert not any(a < stop and start < b for a, b in self.skipped_ranges), "positions cannot be skipped twice"
-        self._stop_loading()
-        self.skipped_ranges.append((start, stop))
-        self.order_digest = skipped_digest(self.order_digest, start, stop)
+        ranges = self.state.skipped_ranges
+        assert self.state.position <= start < stop, "positions that a step took cannot be skipped"
+        assert not any(a < stop and start < b for a, b in ranges), "positions cannot be skipped twice"
+        digest = skipped_digest(self.state.order_digest, start, stop)
+        self.seek(self.state.model_copy(update={"skipped_ranges": [*ranges, (start, stop)], "order_digest": digest}))
 
     def next_step(self) -> Step:
-        """Advances by a step. Its micro-batches are read lazily, one ahead. They raise RuntimeError if the loader
-        delivers another micro-batch than the next one, and UserError if the source cannot be read."""
-        if self.source is None:
-            positions, items = self.step_from(self.position)
-            first, end, micro_batches = int(positions[0]), int(positions[-1]), iter(())
-        else:
-            delivery = self._first_delivery()
-            _, first, end, items, _ = delivery
-            self._next, micro_batches = None, self._micro_batches(delivery)
-        epoch = first // len(self.order)
-        self.skipped_end = epoch > self.position // len(self.order)
-        self.position = end + 1
-        self.order_digest = next_digest(self.order_digest, items)
+        """Advances by a step. Its micro-batches are read lazily, one ahead; all are to be taken before the next step.
+        They raise UserError if the source cannot be read."""
+        assert next(self._micro_batches, None) is None, "the step before has a micro-batch that was not taken"
+        positions, items = next(self._plan)
+        epoch, digest = int(positions[0]) // self._epoch_size, next_digest(self.state.order_digest, items)
+        self.skipped_end = epoch > self.state.position // self._epoch_size
+        self.state = self.state.model_copy(update={"position": int(positions[-1]) + 1, "order_digest": digest})
         self.ended_epoch = self.epochs > epoch
-        return Step(items, micro_batches)
+        self._micro_batches = iter(()) if self.source is None else self._take_step()
+        return Step(items, self._micro_batches)
 
     def first_micro_batch(self) -> MicroBatch:
         """The first micro-batch of the next step, without advancing."""
-        return self._first_delivery().micro_batch
+        first = next(self._loaded)
+        self._loaded = chain([first], self._loaded)
+        return first
 
-    def step_from(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions int64 [n] and items uint64 [n] of the step that begins at `position`, or after the skipped range
-        there."""
-        positions = self.positions_from(position)
-        return positions, self.order.items_at(positions)
+    def _restart(self) -> None:
+        """Plans the steps from the state on. Reads none of them yet."""
+        if self._loader is not None:
+            self._loader.end()
+        self._plan, self._micro_batches = self._steps(), iter(())
+        if self.source is not None:
+            assert self._accelerator is not None
+            self._plan, ahead = tee(self._plan)  # steps are read before they are taken
+            self._loader = prepare_loader(self._accelerator, self._read(ahead, self._accelerator.process_index))
+            self._loaded = iter(self._loader)
+
+    def _steps(self) -> Plan:
+        """The steps from the state on, endlessly."""
+        position = self.state.position
+        while True:
+            positions = self.positions_from(position)
+            yield positions, self.order.items_at(positions)
+            position = int(positions[-1]) + 1
+
+    def _read(self, steps: Plan, rank: int) -> Iterator[MicroBatch]:
+        """Reads a rank's micro-batches of the steps. Padding repeats the last item, or the step's first one."""
+        assert self.source is not None
+        for positions, items in steps:
+            shares = self.batch.share(len(items))
+            for number, ranks in enumerate(shares, 1):
+                own = ranks[rank] or range(1)
+                size = max(self.batch.rows, len(own))
+                index = np.minimum(np.arange(own.start, own.start + size), own.stop - 1)
+                rows = self.source.read(items[index].astype(np.int64))
+                yield MicroBatch(rows, len(ranks[rank]), number == len(shares), positions[index])
+
+    def _take_step(self) -> Iterator[MicroBatch]:
+        """The micro-batches of one step, from the loader."""
+        is_last = False
+        while not is_last:
+            started = time.perf_counter()
+            batch = next(self._loaded)
+            self.waited += time.perf_counter() - started
+            is_last = batch.last
+            yield batch
 
     def positions_from(self, position: int) -> np.ndarray:
-        """The positions of `step_from`."""
+        """Positions int64 [n] of the step that begins at `position`, or after the skipped range there."""
         position = self._next_free(position)
-        end = (position // len(self.order) + 1) * len(self.order) if self.batch.by_epoch else 2**63
+        end = (position // self._epoch_size + 1) * self._epoch_size if self.batch.by_epoch else 2**63
         parts, wanted = [], self.batch.size
         while wanted and position < end:
-            stop = min(position + wanted, end, *(start for start, _ in self.skipped_ranges if start > position))
+            stop = min(position + wanted, end, *(start for start, _ in self.state.skipped_ranges if start > position))
             parts.append(np.arange(position, stop))
             wanted -= stop - position
             position = self._next_free(stop)
@@ -213,84 +220,16 @@ class Feed:
     @property
     def epochs(self) -> int:
         """Number of completed epochs, whose positions are all taken or skipped."""
-        return self._next_free(self.position) // len(self.order)
-
-    @property
-    def consumed(self) -> int:
-        """Items trained on so far, over all ranks."""
-        return self.state_dict().consumed
+        return self._next_free(self.state.position) // self._epoch_size
 
     def by_source(self, unit: str, per_item: int) -> dict[str, float]:
         """Row fields of each source (`Order.by_source`); empty for a single source."""
-        return self.order.by_source(self.position, self.skipped_ranges, unit, per_item)
+        return self.order.by_source(self.state.position, self.state.skipped_ranges, unit, per_item)
 
     def _next_free(self, position: int) -> int:
-        for start, stop in sorted(self.skipped_ranges):
+        for start, stop in sorted(self.state.skipped_ranges):
             position = stop if start <= position < stop else position
         return position
-
-    def _first_delivery(self) -> _Delivery:
-        if self._loader is None:
-            self._loader, self._deliveries = self._load()
-        self._next = self._next or self._receive(self._next_free(self.position), 0)
-        return self._next
-
-    def _micro_batches(self, delivery: _Delivery) -> Iterator[MicroBatch]:
-        while not delivery.micro_batch.last:
-            yield delivery.micro_batch
-            delivery = self._receive(delivery.first, delivery.number + 1)
-        yield delivery.micro_batch
-
-    def _receive(self, first: int, number: int) -> _Delivery:
-        """The loader's next micro-batch, of the step that begins at position `first`."""
-        started = time.perf_counter()
-        delivery = next(self._deliveries)
-        self.waited += time.perf_counter() - started
-        if (delivery.first, delivery.number) != (first, number):
-            found = f"micro-batch {delivery.number} of the step at position {delivery.first}"
-            raise RuntimeError(f"the loader delivered {found}, not number {number} of the step at {first}")
-        return delivery
-
-    def _load(self) -> tuple[Any, Iterator[_Delivery]]:
-        assert self.source is not None
-        assert self._accelerator is not None
-        ahead = Feed(self.order, self.batch)
-        ahead.load_state_dict(self.state_dict())
-        parts = _Parts(ahead, self._accelerator.process_index)
-        reading = Reading(partial(_read_part, self.source, self.batch.rows), parts)
-        loader = prepare_loader(self._accelerator, reading)
-        return loader, iter(loader)
-
-    def _stop_loading(self) -> None:
-        self._next, self._deliveries = None, iter(())
-        if self._loader is not None:
-            self._loader.end()
-            self._loader = None
-
-
-class _Parts:
-    """One rank's parts of all steps from a feed's position on, endlessly."""
-
-    def __init__(self, feed: Feed, rank: int):
-        self._feed, self._rank = feed, rank
-
-    def __iter__(self) -> Iterator[_Part]:
-        position = self._feed.position
-        while True:
-            positions, items = self._feed.step_from(position)
-            shares = self._feed.batch.share(len(items))
-            for number, ranks in enumerate(shares):
-                yield _Part(number, number == len(shares) - 1, positions, items, ranks[self._rank])
-            position = int(positions[-1]) + 1
-
-
-def _read_part(source: Source, rows: int, part: _Part) -> _Delivery:
-    """Reads a micro-batch of at least `rows` rows. Padding repeats its last item, or the step's first one."""
-    own = part.share or range(1)
-    index = np.minimum(np.arange(own.start, own.start + max(rows, len(own))), own.stop - 1)
-    read = source.read(part.items[index].astype(np.int64))
-    micro_batch = MicroBatch(read, len(part.share), part.last, part.positions[index])
-    return _Delivery(part.number, int(part.positions[0]), int(part.positions[-1]), part.items, micro_batch)
 
 
 def interleaved(processes: int, batch: int) -> Shares:

@@ -84,7 +84,7 @@ class TokenStream:
             UserError: a shard became shorter, or has an id outside the vocabulary.
         """
         starts = np.asarray(starts, dtype=np.int64)
-        if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
+        if len(starts) and (starts.min() < 0 or starts.max() + length > self._bounds[-1]):
             raise IndexError(f"{length} tokens from {starts.min()} to {starts.max()} in a stream of {len(self)}")
         rows = np.empty((len(starts), length), self.dtype)
         buffer, itemsize, filled = rows.reshape(-1).view(np.uint8).data, self.dtype.itemsize, 0

@@ -114,13 +114,13 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """The loss of hidden states [B, T, C], as `forward` returns it."""
+        rows, head = self.ln_f(x).flatten(0, 1), self._head()
         if self.loss_chunk and targets.numel() > self.loss_chunk:
             from gpt2_ddp.model.chunked_loss import chunked_loss
 
-            rows = self.ln_f(x).flatten(0, 1)
-            loss = chunked_loss(rows, self._head(), targets.flatten(), self.loss_chunk, reduction)
+            loss = chunked_loss(rows, head, targets.flatten(), self.loss_chunk, reduction)
         else:
-            loss = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction=reduction)
+            loss = F.cross_entropy(head.logits(rows), targets.flatten(), reduction=reduction)
         return loss.view_as(targets) if reduction == "none" else loss
 
     @property

@@ -1,7 +1,6 @@
-"""The optimizer, its parameter groups and its schedule."""
+"""The optimizer and its parameter groups."""
 
 import inspect
-import math
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -87,44 +86,3 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
 def reads_found_inf(optimizer: Optimizer) -> bool:
     """Whether the step of the optimizer reads `found_inf` on the device, as fused kernels do."""
     return all(group.get("fused") for group in optimizer.param_groups)
-
-
-def lr_at(step: int, config: OptimConfig) -> float:
-    """Learning rate of optimizer step `step`; the first step is 1.
-
-    Linear warm-up to `lr` at `warmup_steps`, then one of three.
-        cosine: half a cosine to `min_lr` at `decay_steps` (Loshchilov and Hutter, 2017).
-        wsd: `lr` until the last `decay_fraction` of `decay_steps`, then linear to `min_lr` (Hu et al., 2024).
-        constant: `lr`.
-    After `decay_steps`, cosine and wsd stay at `min_lr`.
-    """
-    if step < config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    assert config.decay_steps is not None, "decay_steps is resolved when a run starts"
-    start = config.warmup_steps
-    if config.schedule == "wsd":
-        start = max(start, round(config.decay_steps * (1 - config.decay_fraction)))
-    progress = min(max(step - start, 0) / max(config.decay_steps - start, 1), 1.0)
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    return config.min_lr + share * (config.lr - config.min_lr)
-
-
-def default_decay_steps(steps: int, config: OptimConfig) -> int:
-    """Value of `optim.decay_steps: null` in a run of `steps` steps: the last step, or the first after the warm-up."""
-    return max(steps, config.warmup_steps + 1)
-
-
-def schedule_note(step: int, steps: int, config: OptimConfig) -> str:
-    """Warning, after `step` steps of `steps` in all, about a run that ends within the warm-up or away from the end of
-    the decay; or empty."""
-    end = config.decay_steps or steps
-    last = lr_at(steps, config)
-    span = 0.0 if config.schedule == "constant" else config.lr - config.min_lr
-    if steps > config.warmup_steps and (not span or (steps <= end and last - config.min_lr <= span / 20)):
-        return ""
-    ends = f"the run ends at step {steps:,}, its warm-up at step {config.warmup_steps:,}"
-    decay = f", its decay to min_lr ({config.min_lr:.3g}) at step {end:,} (optim.decay_steps)" if span else ""
-    hint = f"; --optim.decay_steps {steps} ends the decay with the run" if config.may_end_at(steps, step) else ""
-    return f"{ends}{decay}: the last learning rate is {last:.3g}{hint}"

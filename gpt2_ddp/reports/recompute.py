@@ -90,7 +90,7 @@ class Recomputed:
             self.per_item = 1
             batch = GlobalBatch(start["global_batch_size"], share, by_epoch=True)
             self.feed = Feed(Permutation(config.seed, start["epoch_size"]), batch)
-        self.stood: dict[int, list[FeedState]] = {0: [self.feed.state_dict()]}
+        self.stood: dict[int, list[FeedState]] = {0: [self.feed.state]}
 
     def check(self, row: Record) -> Iterator[str]:
         """Defects of the next row."""
@@ -107,9 +107,9 @@ class Recomputed:
             self.config = read_config(self.config.kind, row["config"], METRICS)
             self.steps = math.inf if row["steps"] is None else row["steps"]
         elif event == "branch" and self.row < 0:  # where the parent run was; its own rows confirm that
-            self.feed.load_state_dict(FeedState.model_validate(row))
+            self.feed.seek(FeedState.model_validate(row))
             self.step = step
-            self.stood = {step: [self.feed.state_dict()]}
+            self.stood = {step: [self.feed.state]}
         elif event == "rollback":
             yield from self._go_back(row)
         elif event == "end":
@@ -132,7 +132,7 @@ class Recomputed:
             self.step += 1
             self.due = self._due()
             if self.step in self.returns:
-                self.stood[self.step] = [self.feed.state_dict()]
+                self.stood[self.step] = [self.feed.state]
         if missing:
             yield f"{len(missing)} rows before step {step} are missing, the first of step {missing[0]}"
 
@@ -161,9 +161,9 @@ class Recomputed:
             yield f"step {step} has {'no' if self.due.evaluate else 'a'} val_loss, unlike eval.every"
         feed = self.feed
         right = {
-            self.unit: feed.consumed * self.per_item,
-            "epoch": round(feed.position / len(feed.order), 4),
-            "order_digest": feed.order_digest,
+            self.unit: feed.state.consumed * self.per_item,
+            "epoch": round(feed.state.position / len(feed.order), 4),
+            "order_digest": feed.state.order_digest,
         }
         settings = self._settings(step)
         for name, value in (right | settings).items():
@@ -192,10 +192,10 @@ class Recomputed:
         """After a rollback, other data are expected: those that were read since its checkpoint are skipped."""
         step = row["step"]
         yield from self._advance(row.get("from", step))
-        reached = self.feed.position
+        reached = self.feed.state.position
         known = self.stood.get(step, [])
         for state in known:  # the checkpoint lacks an earlier rollback's range, unless it was saved again since
-            self.feed.load_state_dict(state)
+            self.feed.seek(state)
             begin = int(self.feed.positions_from(state.position)[0])
             if [begin, reached] == row.get("skipped_range") and begin < reached:
                 break
@@ -204,9 +204,9 @@ class Recomputed:
             return
         self.feed.skip_range(begin, reached)
         self.stood = {number: kept for number, kept in self.stood.items() if number < step}
-        self.stood[step] = [*known, self.feed.state_dict()]
+        self.stood[step] = [*known, self.feed.state]
         self.step = step
         self.row = step
         self.due = None
-        if row.get("order_digest") != self.feed.order_digest:
-            yield f"order_digest of step {step} is {row.get('order_digest')}, not {self.feed.order_digest}"
+        if row.get("order_digest") != self.feed.state.order_digest:
+            yield f"order_digest of step {step} is {row.get('order_digest')}, not {self.feed.state.order_digest}"

@@ -181,7 +181,7 @@ class ReplayTask:
     def load_state_dict(self, state: TaskState) -> None:
         """Loads the task's state. Its feed then skips the ranges that the run skipped here."""
         self._task.load_state_dict(state)
-        if self._span.skipped and tuple(self._span.skipped) not in self._task.feed.skipped_ranges:
+        if self._span.skipped and tuple(self._span.skipped) not in self._task.feed.state.skipped_ranges:
             self._task.feed.skip_range(*self._span.skipped)
 
     def due(self, step: int, last: bool) -> Due:

@@ -31,9 +31,10 @@ from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, resolve_loss_chunk, without_init
-from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
+from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.state import CODE, GPTData, Mixture, OwnCode, Parent, Scores, State, TaskState
 from gpt2_ddp.training.meters import device_name
+from gpt2_ddp.training.optimizer import default_decay_steps, lr_at, schedule_note
 from gpt2_ddp.training.task import Due, Loss, Poll
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class Pretraining:
         config, accelerator, paths = self.config, self.accelerator, self.config.data.paths
         check = accelerator.is_local_main_process  # 10,000 shards x 1,024 ranks are 10 million headers
         self._corpus = corpus = on_every_rank(lambda: open_corpus(config, check))
+        self.validates = bool(corpus.validation)
         self.manifests, self.tokenizer, self.manifest = corpus.manifests, corpus.tokenizer, corpus.manifests[0]
         check_ranks_agree({f"folder {n} of data.path": f"hash {one.hash}" for n, one in enumerate(self.manifests, 1)})
         for field, value in (("eval.patience", config.eval.patience), ("eval.tasks", " ".join(config.eval.tasks))):
@@ -307,11 +309,6 @@ class Pretraining:
 
     def due(self, step: int, last: bool) -> Due:
         return due(self.config, step, last, self.feed.ended_epoch, self.validates)
-
-    @property
-    def validates(self) -> bool:
-        """Whether there is a validation split."""
-        return bool(self._corpus.validation)
 
     @property
     def validation_tokens(self) -> int:

@@ -19,14 +19,15 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.loading import broadcast
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Reading, Shares, prepare_loader
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Shares, prepare_loader
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.optim import lr_at, without_dynamo
+from gpt2_ddp.model.optim import without_dynamo
 from gpt2_ddp.state import JobData, Scores, TaskState
+from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.task import Due, Poll
 
 
@@ -201,7 +202,7 @@ def means(names: Sequence[str], values: Tensor) -> Scores:
 
 
 def job_schedule(config: JobConfig, lr: float, epoch_steps: int) -> Callable[[int], float]:
-    """The learning rate of each optimizer step, of which the first is 1: that of `model.optim.lr_at`, in epochs.
+    """The learning rate of each optimizer step, of which the first is 1: that of `lr_at`, in epochs.
     `lr`: the peak, of all processes. `epoch_steps`: optimizer steps of an epoch."""
     optim = config.optim
     warmup, steps = round(optim.warmup_epochs * epoch_steps), config.train.epochs * epoch_steps
@@ -247,7 +248,7 @@ def score_each(
     padding = -count % (batch_size * world) if world > 1 else 0
     items = np.arange(count + padding).clip(max=count - 1)
     batches = np.split(items, range(batch_size, len(items), batch_size))
-    loader = prepare_loader(accelerator, Reading(samples.read, batches[rank::world]))
+    loader = prepare_loader(accelerator, map(samples.read, batches[rank::world]))
     rows: list[Any] = []
     names: list[str] = []
     was_training = model.training

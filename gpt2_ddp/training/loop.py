@@ -2,7 +2,7 @@
 
 import math
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -20,6 +20,7 @@ from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.state import LossSum, Pending, Scores
 from gpt2_ddp.training.guard import Verdict
+from gpt2_ddp.training.optimizer import named_losses
 from gpt2_ddp.training.own_numbers import check_numbers
 from gpt2_ddp.training.run import Trainer, Training, build, finish, finish_complete, open_run, start
 from gpt2_ddp.training.stop import Interrupted
@@ -84,7 +85,7 @@ def train_loop(run: Training) -> Ending:
         if run.steps is None:
             from gpt2_ddp.training.minutes import settle_length
 
-            settle_length(run, begun)
+            run = settle_length(run, begun)
         pending = run.progress.pending
         if pending or pending.save or run.stop.is_agreed:
             with run.throughput.paused():
@@ -94,7 +95,7 @@ def train_loop(run: Training) -> Ending:
 
 def first_work(run: Training) -> Pending:
     """The work before the first step of a new run: an evaluation, and a checkpoint if a rollback may need it."""
-    digest = {"order_digest": run.task.feed.order_digest} if run.step else {}
+    digest = {"order_digest": run.task.feed.state.order_digest} if run.step else {}
     return Pending(row=_position(run) | digest, evaluate=True, save=run.config.rollbacks > 0)
 
 
@@ -106,7 +107,9 @@ def finish_pending(run: Training) -> Ending | None:
     if run.is_complete and (ruin := find_ruin(run)):
         return "diverged", ruin
     if progress.pending.save or run.is_complete or stop.is_agreed:
-        run.save()
+        with stop.timed("save"):
+            run.save()
+        stop.sync()
     if run.is_complete:
         return "completed", ""
     return ("stopped", "") if stop.is_agreed else None
@@ -140,8 +143,8 @@ def find_ruin(run: Training) -> str:
     run.check_replicas()
     is_finite = torch.stack([run.strategy.local(parameter).isfinite().all() for parameter in run.parameters])
     finite_weights = not sum_over_ranks(run.accelerator, (~is_finite).sum()).item()
-    run.flush()
-    nothing_changed = run.step > 0 and run.losses.skipped == run.step
+    run.guard.flush()
+    nothing_changed = run.step > 0 and run.guard.losses.skipped == run.step
     loss = run.progress.scores.get("val_loss")
     ruined = not finite_weights or nothing_changed or (loss is not None and not math.isfinite(loss))
     return "weights or validation loss are not finite, or no step changed the weights" if ruined else ""
@@ -161,7 +164,7 @@ def train_step(run: Trainer) -> StepResult:
     A rank's loss is the sum over its units, divided by the units of all ranks, times the number of ranks, as DDP
     averages over them. So each unit weighs the same. Gradients are all-reduced once, in the last backward pass.
     """
-    accelerator, task, optimizer, number = run.accelerator, run.task, run.optimizer, run.step + 1
+    accelerator, task, optimizer, number = run.accelerator, run.task, run.optimizer, run.progress.step + 1
     run.watchdog.heartbeat("data", number)
     step = task.feed.next_step()
     units = len(step.items) * task.units_per_item
@@ -169,23 +172,25 @@ def train_step(run: Trainer) -> StepResult:
     n_valid = 0
     for m, batch in enumerate(step.micro_batches):
         run.watchdog.heartbeat("forward/backward")
-        seed_micro_batch(run.config.seed, number, m * accelerator.num_processes + accelerator.process_index)
-        with run.strategy.accumulating(run.model, batch.last):
-            losses = run.losses_of(batch)
-            optimizer.backward(reduce(add, losses.values()) * (accelerator.num_processes / units))
+        seed_micro_batch(task.config.seed, number, m * accelerator.num_processes + accelerator.process_index)
+        with nullcontext() if batch.last else run.strategy.no_sync(run.model):
+            losses = named_losses(task.loss(run.model, batch))
+            optimizer.backward(reduce(add, losses.values()) * (accelerator.num_processes / units), batch.last)
         for name, loss in losses.items():
             sums[name] = sums.get(name, 0) + loss.detach()
         n_valid += batch.n_valid * task.units_per_item
         run.watchdog.heartbeat("step" if batch.last else "data")
-    optimizer.unscale()
     due, row_fields = task.due(number, last=number == run.steps), getattr(task, "row_fields", None)
     fields = row_fields(number) if row_fields and (due.log or due.evaluate) else None
-    grad_norm = optimizer.clip(run.parameters, run.config.optim.grad_clip)
-    settings = task.schedule(number)
-    skipped = optimizer.step(settings, grad_norm)
+    grad_norm = run.strategy.clip(run.parameters, task.config.optim.grad_clip or math.inf)
+    settings, skipped = task.schedule(number), run.guard.judge_gradient(grad_norm)
+    bad = optimizer.step(settings, grad_norm, skipped)
     if after_step := getattr(task, "after_step", None):
         after_step(number)
-    run.record_step(sums, n_valid, skipped, grad_norm)
+    run.progress.step = number
+    if task.feed.skipped_end:  # no step ended that epoch
+        run.guard.end_epoch()
+    run.guard.add(number, n_valid, [bad, skipped, grad_norm, *sums.values()])
     return StepResult(sums, settings, units, due, fields)
 
 
@@ -195,10 +200,9 @@ def next_step(run: Training) -> str:
     while True:
         with run.stop.timed("step"):
             result = train_step(run)
-            run.throughput.add(result.units)
-            run.poll_save()
+            poll_save(run)
             run.stop.check()
-            verdict = run.guard.judge(run.step)
+            verdict = run.guard.judge(run.progress.step)
         if verdict is Verdict.OK:
             break
         warn_of_bad_step(run)
@@ -212,6 +216,20 @@ def next_step(run: Training) -> str:
     return ""
 
 
+def poll_save(run: Training) -> None:
+    """Checks the background save after a step: if it failed, asks all ranks to stop; if it is overdue, waits."""
+    background = run.store.background
+    if background.is_working:
+        if background.seconds > background.timeout:
+            run.watchdog.heartbeat("save")
+            background.join()
+        run.stop.record_duration("write", background.seconds)
+    if background.error:
+        run.stop.request("a checkpoint could not be written")
+    if run.log.is_gone:
+        run.stop.request("the run folder or its rows are gone")  # the next save or end raises it
+
+
 def warn_of_bad_step(run: Training) -> None:
     """Prints a warning at the first bad step of this process."""
     if run.guard.bad_steps == 1:
@@ -223,7 +241,7 @@ def roll_back(run: Training) -> str:
     """Loads the newest checkpoint from before the bad steps, and skips the data read since. Collective. Returns why it
     cannot, if no rollback or no good checkpoint is left; else an empty text."""
     guard, store, feed = run.guard, run.store, run.task.feed
-    diverged_at, end, rollbacks = run.step, feed.position, run.progress.rollbacks
+    diverged_at, end, rollbacks = run.step, feed.state.position, run.progress.rollbacks
     problem = f"{run.config.guard.patience} bad steps in a row up to step {guard.judged}: {guard.problem}"
     run.wait_for_save()
     run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)
@@ -234,10 +252,10 @@ def roll_back(run: Training) -> str:
         return problem + (f", after {rollbacks} rollbacks" if rollbacks else "")
     run.load(good)
     run.progress.rollbacks, run.progress.pending = rollbacks + 1, Pending()
-    start = int(feed.positions_from(feed.position)[0])
+    start = int(feed.positions_from(feed.state.position)[0])
     feed.skip_range(start, end)
     event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
-    run.log.append_rollback(event | {"order_digest": feed.order_digest})
+    run.log.append_rollback(event | {"order_digest": feed.state.order_digest})
     store.remove_after(run.step)  # once the rollback is recorded
     run.metrics.print(f"warning: {problem}; rolled back to step {run.step}; skips data positions [{start}, {end})")
     run.throughput.restart()
@@ -261,8 +279,8 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
 def _position(run: Training) -> dict[str, Any]:
     """The first fields of a row: step, epoch, and units trained on."""
     task, feed = run.task, run.task.feed
-    epoch = round(feed.position / len(feed.order), 4)
-    row = {"step": run.step, "epoch": epoch, task.unit: feed.consumed * task.units_per_item}
+    epoch = round(feed.state.position / len(feed.order), 4)
+    row = {"step": run.step, "epoch": epoch, task.unit: feed.state.consumed * task.units_per_item}
     return row | feed.by_source(task.unit, task.units_per_item)
 
 
@@ -270,7 +288,8 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
     """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the device."""
     feed = run.task.feed
     run.watchdog.heartbeat("all-reduce")
-    numbers, losses = run.flush()[-1], run.losses
+    numbers, losses = run.guard.flush(), run.guard.losses
+    assert numbers
     others = dict(zip([*result.losses][1:], (total / result.units for total in numbers.others), strict=True))
     not_finite = losses.since_row.units - losses.since_row.valid
     row = {
@@ -282,12 +301,11 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
         "grad_norm": numbers.grad_norm,
         "skipped": losses.skipped,
         **run.throughput.read(),
-        "order_digest": feed.order_digest,
+        "order_digest": feed.state.order_digest,
     }
     losses.since_row = LossSum()
     if feed.ended_epoch:
-        run.progress.scores["train_loss"] = row["train_loss"] = losses.epoch.mean
-        losses.epoch = LossSum()
+        run.progress.scores["train_loss"] = row["train_loss"] = run.guard.end_epoch()
     for method, given in (("loss", others or None), ("row_fields", result.fields)):
         if given is not None:
             row |= check_numbers(method, given, row | run.progress.scores, numbers.loss + numbers.grad_norm)

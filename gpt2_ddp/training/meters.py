@@ -1,90 +1,20 @@
-"""Measurements in rows (losses, units per second, MFU), and a profiler trace."""
+"""Measurements in rows: units per second, MFU and memory; and what a run records of its machine."""
 
-import math
 import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import accelerate
 import psutil
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
 
-from gpt2_ddp.distributed.ranks import start_sum
 from gpt2_ddp.project import VERSION
-from gpt2_ddp.state import LossSum
 from gpt2_ddp.training.task import Task
-
-Later = Callable[[], list[float]]
-"""Waits for numbers, and returns them."""
-
-
-class StepNumbers(NamedTuple):
-    """Numbers of a step, over all ranks."""
-
-    step: int
-    bad: bool  # the gradient
-    skipped: bool  # it changed nothing
-    grad_norm: float  # before clipping
-    losses: LossSum
-    loss: float  # mean; NaN if a rank's part is not finite
-    others: list[float]  # sums of further losses
-
-
-class StepSums:
-    """Numbers of each step, summed over all ranks two steps late. No step waits for its device or another rank: a
-    step's numbers are read from the device after the next step, and their sum after the one behind it."""
-
-    def __init__(self):
-        self._copied: tuple[int, int, Later] | None = None  # step, units, numbers
-        self._summed: Later | None = None
-
-    def add(self, step: int, units: int, numbers: Sequence[Tensor]) -> list[StepNumbers]:
-        """Takes this rank's fp32 scalars: whether the gradient is bad, 1 or 0; the same of a skipped step; the norm of
-        the gradient; sums of losses over `units`. Returns those of a step before, if known."""
-        known = self._advance()
-        self._copied = step, units, copy_to_host(torch.stack([*numbers]))
-        return known
-
-    def flush(self) -> list[StepNumbers]:
-        """Those of all steps that were not returned yet. Collective; waits for the device."""
-        return self._advance() + self._advance()
-
-    def _advance(self) -> list[StepNumbers]:
-        known, before, self._summed = [], self._summed, None
-        if self._copied:
-            step, units, copied = self._copied
-            bad, skipped, norm, loss, *others = copied()
-            part = [loss, units] if math.isfinite(loss) else [0, 0]
-            self._summed, self._copied = start_sum([1, step, bad, skipped, norm, *part, units, *others]), None
-        if before:
-            ranks, step, bad, skipped, norm, loss, valid, units, *others = before()
-            mean = loss / units if valid == units else math.nan
-            sums = LossSum(loss, round(valid), round(units))
-            # what is equal on all ranks is divided without rounding
-            known = [StepNumbers(round(step / ranks), bad > 0, skipped > 0, norm / ranks, sums, mean, others)]
-        return known
-
-
-def copy_to_host(values: Tensor) -> Later:
-    """Starts a copy of a vector from its device. Returns a function that waits for it and returns the numbers."""
-    if values.device.type != "cuda":
-        return values.tolist
-    copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def wait() -> list[float]:
-        copied.synchronize()
-        return copy.tolist()
-
-    return wait
 
 
 class Throughput:
@@ -97,17 +27,15 @@ class Throughput:
 
     def restart(self) -> None:
         """Starts a new measurement."""
-        self._start, self._units, self._waited = time.perf_counter(), 0, self.task.feed.waited
-
-    def add(self, units: int) -> None:
-        """Counts the units of a step."""
-        self._units += units
+        feed = self.task.feed
+        self._start, self._consumed, self._waited = time.perf_counter(), feed.state.consumed, feed.waited
 
     def read(self) -> dict[str, float | None]:
         """A row's speed since the last call: units per second, MFU (None if a device's peak is unknown), and the share
         of time spent waiting for data. Also this process's memory in bytes. The device must be idle."""
-        seconds, waited = time.perf_counter() - self._start, self.task.feed.waited - self._waited
-        speed = self._units / seconds
+        feed, seconds = self.task.feed, time.perf_counter() - self._start
+        waited = feed.waited - self._waited
+        speed = (feed.state.consumed - self._consumed) * self.task.units_per_item / seconds
         self.restart()
         gpu, mfu = self.device.type == "cuda", speed * self.task.flops_per_unit / self.peak if self.peak else None
         return {

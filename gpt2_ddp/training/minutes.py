@@ -4,9 +4,11 @@ What counts is a clock on the wall, from the evaluation before the first step to
 """
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.run import Training
@@ -17,16 +19,17 @@ SAMPLE = 0.5
 """Seconds of a sample of text (estimate)."""
 
 
-def settle_length(run: Training, begun: float) -> None:
-    """Makes it a run of as many steps as fit, and records that, once enough steps are timed: while the learning rate
-    does not depend on the number yet. `begun`: `time.monotonic()` before the first step. Collective. Raises: UserError
+def settle_length(run: Training, begun: float) -> Training:
+    """The run; once enough steps are timed, one of as many steps as fit, which is recorded. The learning rate does not
+    depend on their number until then. `begun`: `time.monotonic()` before the first step. Collective. Raises: UserError
     if the time is over."""
     ends_early = (run.progress.pending.save or run.stop.is_agreed) and run.step > 4  # the first ones are slower
     if run.step < min(TIMED, run.config.optim.decay_begins - 1) and not ends_early:
-        return
+        return run
     found = on_main(partial(_measure, run, begun))
     task: Any = run.task
     task.set_steps(found["steps"])
+    run = replace(run, steps=task.total_steps(len(task.feed.order)), config_yaml=dump(run.config))
     run.metrics.steps = run.steps
     event = {"event": "length", "step": run.step, **found}
     run.log.append(event | {"config": run.config.model_dump(mode="json")})
@@ -34,6 +37,7 @@ def settle_length(run: Training, begun: float) -> None:
     run.progress.pending.save = True
     figures = f"{found['steps']:,} steps at {found['step_seconds']:.3g} s each"
     run.metrics.print(f"train.minutes = {found['minutes']:g}: {figures}, evaluations and checkpoints included")
+    return run
 
 
 def passed_since(begun: float) -> float:

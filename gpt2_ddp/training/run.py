@@ -1,6 +1,6 @@
 """A training run in three phases, each a value that is made whole: opened, built (`Trainer`), started (`Training`).
 
-What changes from step to step is in the parts of a run: progress, feed, guard, optimizer, losses, log and task.
+What changes from step to step is in the parts of a run: progress, feed, guard, optimizer, log and task.
 """
 
 import os
@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
@@ -28,7 +28,6 @@ from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
 from gpt2_ddp.checkpoint.tensors import optimizer_state
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.data.feed import MicroBatch
 from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core, torchrun_option
 from gpt2_ddp.distributed.launch import make_accelerator, start_run
 from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
@@ -36,10 +35,10 @@ from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
 from gpt2_ddp.project import git_commit
-from gpt2_ddp.state import LogEnd, Losses, LossSum, Progress, Scores, Setup, State
+from gpt2_ddp.state import LogEnd, OptimizerState, Progress, Scores, Setup, State
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.meters import StepNumbers, StepSums, Throughput, describe_hardware, device_name, versions
-from gpt2_ddp.training.optimizer import GuardedOptimizer, set_values
+from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name, versions
+from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
 from gpt2_ddp.training.own_numbers import check_scores
 from gpt2_ddp.training.precision import Speeds, describe_precision, settle_precision
 from gpt2_ddp.training.stop import StopRequest
@@ -58,6 +57,7 @@ class Opened:
     Attributes:
         checkpoint: to start from, hashed; None for a new run. parent: of a new branch.
         progress: steps taken, scores, pending work.
+        steps: of the whole run; None while that is unknown.
         speeds: measured for `train.mixed_precision`. begun: `time.monotonic()` of the start.
     """
 
@@ -71,6 +71,7 @@ class Opened:
     checkpoint: Checkpoint | None
     parent: Checkpoint | None
     progress: Progress
+    steps: int | None
     speeds: Speeds
     begun: float
 
@@ -78,11 +79,6 @@ class Opened:
     def config(self) -> Any:
         """The configuration; resolved once the task has loaded its data."""
         return self.task.config
-
-    @property
-    def steps(self) -> int | None:
-        """Steps of the whole run; None while that is unknown."""
-        return self.task.total_steps(self.checkpoint.state.setup.epoch_size if self.checkpoint else None)
 
     @property
     def step(self) -> int:
@@ -180,6 +176,7 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
                 checkpoint,
                 parent,
                 progress,
+                task.total_steps(checkpoint.state.setup.epoch_size if checkpoint else None),
                 speeds,
                 begun,
             )
@@ -194,7 +191,7 @@ class Trainer(Opened):
 
     Attributes:
         model: prepared by Accelerate. `task.model` is the plain model.
-        setup: devices, software and size of the data.
+        setup: devices, software and size of the data. config_yaml: the resolved configuration, for checkpoints.
         has_core: whether training leaves a core idle, for background saves.
     """
 
@@ -202,25 +199,21 @@ class Trainer(Opened):
     parameters: list[nn.Parameter]
     optimizer: GuardedOptimizer
     guard: Guard
-    losses: Losses
-    sums: StepSums
     setup: Setup
+    config_yaml: str
     has_core: bool
-
-    @property
-    def steps(self) -> int | None:
-        return self.task.total_steps(self.setup.epoch_size)
 
     def state(self) -> State:
         """The state after the current step. Collective; waits for the device."""
-        self.flush()
+        self.guard.flush()
+        scaler: Any = self.accelerator.scaler
         return State.of(
             self.config.kind,
             progress=self.progress.model_copy(deep=True),
-            feed=self.task.feed.state_dict(),
+            feed=self.task.feed.state,
             guard=self.guard.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            losses=self.losses.model_copy(),
+            optimizer=OptimizerState(norms=self.guard.norms.state_dict(), scaler=scaler and scaler.state_dict()),
+            losses=self.guard.losses.model_copy(),
             log=self.log.end(),
             setup=self.setup,
             task=self.task.state_dict(),
@@ -231,52 +224,34 @@ class Trainer(Opened):
         strategy, model = self.strategy, self.task.model
         weights, moments = model.state_dict(), optimizer_state(model, self.optimizer.plain)
         held = strategy.held(weights), strategy.held(moments)
-        return Snapshot(self.state(), dump(self.config), *held, self.task.files, strategy.part)
+        return Snapshot(self.state(), self.config_yaml, *held, self.task.files, strategy.part)
 
     def load(self, start: Checkpoint) -> None:
         """Loads a checkpoint on all ranks, in place. Collective."""
         from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
 
         model, state = self.task.model, start.state
-        self.sums.flush()
+        self.guard.flush()
         weights, moments = self.store.read(start, self.strategy.part)
         load_model_state(weights, model, self.strategy.fill)
         load_optimizer_state(moments, model, self.optimizer.plain, self.strategy.fill)
         self.progress.load_state_dict(state.progress)
-        self.task.feed.load_state_dict(state.feed)
+        self.task.feed.seek(state.feed)
         self.guard.load_state_dict(state.guard)
-        self.optimizer.load_state_dict(state.optimizer)
-        self.losses.load_state_dict(state.losses)
+        self.guard.norms.load_state_dict(state.optimizer.norms)
+        if state.optimizer.scaler and self.accelerator.scaler:
+            self.accelerator.scaler.load_state_dict(state.optimizer.scaler)
+        self.guard.losses.load_state_dict(state.losses)
         self.task.load_state_dict(state.task)
 
     def check_replicas(self) -> None:
         """Compares weights and optimizer state of all ranks. Collective. Raises: ReplicaMismatch, on every rank."""
-        self.strategy.check_replicas(self.task.model, self.optimizer.plain, self.step)
+        strategy = self.strategy
+        if self.accelerator.num_processes > strategy.part.count:
+            from gpt2_ddp.training.replica_check import check_replicas
 
-    def losses_of(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """The losses of a micro-batch by name, `loss` first, as sums over its valid rows: fp32 scalars."""
-        loss = self.task.loss(self.model, batch)
-        value, others = loss if isinstance(loss, tuple) else (loss, {})
-        return {"loss": value, **others}
-
-    def record_step(self, losses: dict[str, Tensor], units: int, skipped: Tensor, grad_norm: Tensor) -> None:
-        """Records the next step. `losses`: sums over this rank's `units`; `skipped`: 1 if the step changed nothing."""
-        self.progress.step += 1
-        if self.task.feed.skipped_end:  # no step ended that epoch
-            self.flush()
-            self.losses.epoch = LossSum()
-        self._count(self.sums.add(self.step, units, [self.optimizer.bad, skipped, grad_norm, *losses.values()]))
-
-    def flush(self) -> list[StepNumbers]:
-        """Counts the numbers of the steps that were not counted yet, and returns them. Collective; waits for the
-        device."""
-        return self._count(self.sums.flush())
-
-    def _count(self, known: list[StepNumbers]) -> list[StepNumbers]:
-        for numbers in known:
-            self.losses.add(numbers.losses, numbers.skipped)
-            self.guard.add(numbers.step, numbers.loss, numbers.bad)
-        return known
+            tensors = self.task.model, self.optimizer.plain
+            check_replicas(self.accelerator, *tensors, self.step, strategy.local, strategy.replicas)
 
     def evaluate(self, poll: Poll) -> Scores:
         """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll` does."""
@@ -295,8 +270,9 @@ class Trainer(Opened):
     def warm_up(self) -> None:
         """Lets the strategy prepare for the first step."""
         self.watchdog.heartbeat("settle")
-        loss = lambda: reduce(add, self.losses_of(self.task.feed.first_micro_batch()).values())  # noqa: E731
-        self.strategy.warm_up(self.model, self.optimizer.plain, loss)
+        task = self.task
+        losses = lambda: named_losses(task.loss(self.model, task.feed.first_micro_batch()))  # noqa: E731
+        self.strategy.warm_up(self.model, self.optimizer.plain, lambda: reduce(add, losses().values()))
 
 
 def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Trainer:
@@ -305,19 +281,18 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     task = run.task
     task.load(run.watchdog)
     run.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
-    how = _resolve_compile(run, task.total_steps(len(task.feed.order)))
+    steps = task.total_steps(len(task.feed.order))
+    how = _resolve_compile(run, steps)
     model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task.build_optimizer)
-    optimizer = GuardedOptimizer(prepared, run.strategy, run.config.guard.norm_sigmas)
+    optimizer = GuardedOptimizer(prepared, run.strategy)
     on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))  # checks their names
     device, threads = run.accelerator.device, torch.get_num_threads()
     trainer = Trainer(
-        **vars(run),
+        **vars(replace(run, steps=steps)),
         model=model,
         parameters=list(model.parameters()),
         optimizer=optimizer,
-        guard=Guard(run.config.guard, run.progress.first_step),
-        losses=Losses(),
-        sums=StepSums(),
+        guard=Guard(run.config.guard, run.progress.first_step, device),
         setup=Setup(
             epoch_size=len(task.feed.order),
             processes=run.accelerator.num_processes,
@@ -326,6 +301,7 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
             compile=how,
             versions=versions(),
         ),
+        config_yaml=dump(run.config),
         has_core=spare_core(device.type, threads),
     )
     if run.checkpoint:
@@ -356,7 +332,7 @@ def _resolve_compile(run: Opened, steps: int | None) -> str:
 def _record_start(run: Trainer) -> None:
     config, parent, progress = run.config, run.parent, run.progress
     run.store.prune(run.guard.last_good)  # keep_last may have been lowered since, for a full disk
-    feed, task = run.task.feed.state_dict(), run.task.state_dict()
+    feed, task = run.task.feed.state, run.task.state_dict()
     begins = State.of(config.kind, progress=progress, feed=feed, setup=run.setup, task=task)
     start = {"event": "start", **begins.identity, "steps": run.steps}
     start |= {"config": config.model_dump(mode="json"), "command": shlex.join(sys.argv)}
@@ -379,36 +355,20 @@ class Training(Trainer):
     throughput: Throughput
 
     def save(self) -> None:
-        """Saves a checkpoint of the current step, after the replica check. Collective; ranks agree on stop requests
-        afterwards. A background save is on disk once `wait_for_save` returns, any other once this returns."""
-        with self.stop.timed("save"):
-            self.wait_for_save()
-            self.check_replicas()
-            snapshot = self.snapshot()
-            self.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK)
-            # the last step gets no verdict
-            good = self.step if self.is_complete and not self.guard.first_bad else self.guard.last_good
-            wait = self.is_complete or self.stop.is_agreed
-            self.store.save(snapshot, good, wait, self.has_core)
-        self.stop.sync()
+        """Saves a checkpoint of the current step, after the replica check. Collective. A background save is on disk
+        once `wait_for_save` returns, any other once this returns."""
+        self.wait_for_save()
+        self.check_replicas()
+        snapshot, is_complete = self.snapshot(), self.is_complete
+        self.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK)
+        # the last step gets no verdict
+        good = self.step if is_complete and not self.guard.first_bad else self.guard.last_good
+        self.store.save(snapshot, good, is_complete or self.stop.is_agreed, self.has_core)
 
     def wait_for_save(self) -> None:
         """Waits for the background save. Collective. Raises: UserError if writing failed, or the run folder is gone."""
         self.watchdog.heartbeat("save", timeout=self.store.background.timeout)
         self.store.wait()
-
-    def poll_save(self) -> None:
-        """Checks the background save after a step: if it failed, asks all ranks to stop; if it is overdue, waits."""
-        background = self.store.background
-        if background.is_working:
-            if background.seconds > background.timeout:
-                self.watchdog.heartbeat("save")
-                background.join()
-            self.stop.record_duration("write", background.seconds)
-        if background.error:
-            self.stop.request("a checkpoint could not be written")
-        if self.log.is_gone:
-            self.stop.request("the run folder or its rows are gone")  # the next save or end raises it
 
     def sample(self) -> list[Sample] | None:
         """Samples of the main process; others may get None, as may all after a failure. Collective. Raises:

@@ -6,7 +6,7 @@ its weights, and free them afterwards.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -156,9 +156,11 @@ class Sharded(Replicated):
             for module in (*blocks(model), model):  # weights that wait for a backward pass would stay whole
                 module.reshard()
 
-    def accumulating(self, model: Any, last: bool) -> AbstractContextManager[object]:
-        model.set_requires_gradient_sync(last or self._config.reduce == "each")
-        return nullcontext()
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(self._config.reduce == "each")
+        yield
+        model.set_requires_gradient_sync(True)
 
     @torch.no_grad()
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:

@@ -23,11 +23,18 @@ class Replicated:
     """
 
     replicas: Any = None
+    no_sync: Callable[[nn.Module], AbstractContextManager[object]]
+    """Context of the passes of each micro-batch but a step's last, in which the ranks average their gradients."""
+    held: Callable[..., dict[str, Tensor]] = staticmethod(dict)
+    """What this rank's part of a checkpoint has of the run's tensors: here, all."""
+    clip: Callable[[list[nn.Parameter], float], Tensor] = staticmethod(nn.utils.clip_grad_norm_)
+    """Clips the gradients; returns their global norm before, fp32 scalar, equal on all ranks."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.keeps_gradients = accelerator.num_processes > 1  # as views of the buckets, between steps
         self.part = Part(is_own=is_main_process())  # of a checkpoint
+        self.no_sync = accelerator.no_sync
 
     def prepare(self, model: nn.Module, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
         """The model on its device as the loop calls it, with the main process's weights; its optimizer. Collective."""
@@ -38,10 +45,6 @@ class Replicated:
     def evaluating(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Context of an evaluation, with the model for it. Accelerate's unwrap_model would import Dynamo, 1 s."""
         return nullcontext(model.module if isinstance(model, DistributedDataParallel) else model)
-
-    def accumulating(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Context of a micro-batch's passes. Ranks average their gradients in the last backward pass of a step."""
-        return nullcontext() if last else self.accelerator.no_sync(model)
 
     def warm_up(self, model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
         """Runs one backward pass of zero gradients. DDP then rebuilds its buckets and sums in another order: without it
@@ -54,10 +57,6 @@ class Replicated:
             for buffer, value in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(value)
 
-    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        """Clips the gradients; returns their global norm before, fp32 scalar, equal on all ranks."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-
     def local(self, tensor: Tensor) -> Tensor:
         """The part of a parameter, gradient or optimizer state that this rank holds."""
         return tensor
@@ -67,17 +66,6 @@ class Replicated:
         from gpt2_ddp.checkpoint.loading import fill
 
         fill(targets, values)
-
-    def held(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank's part of a checkpoint has of the run's tensors."""
-        return tensors
-
-    def check_replicas(self, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-        """Compares the ranks' weights and optimizer state, as `replica_check.check_replicas`. Collective."""
-        if self.accelerator.num_processes > self.part.count:
-            from gpt2_ddp.training.replica_check import check_replicas
-
-            check_replicas(self.accelerator, model, optimizer, step, self.local, self.replicas)
 
     def sample(self, model: nn.Module, stop: StopRequest, metrics: Metrics, function: Callable[[], Any]) -> Any:
         """The main process's result of `function`, which generates text; None after an exception, and on the other

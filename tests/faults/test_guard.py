@@ -2,8 +2,6 @@
 
 import math
 import signal
-from dataclasses import fields
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -26,11 +24,8 @@ from runs import (
 )
 
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.state import GuardState, Losses, Progress
-from gpt2_ddp.training.guard import LATE, Guard, Verdict
-from gpt2_ddp.training.meters import StepSums
-from gpt2_ddp.training.optimizer import RunningStatistics
-from gpt2_ddp.training.run import Trainer
+from gpt2_ddp.state import GuardState
+from gpt2_ddp.training.guard import LATE, Guard, RunningStatistics, Verdict
 
 POISON = (12 * 9, 12 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
@@ -87,13 +82,18 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path):
 
 
 def test_an_epoch_whose_end_is_skipped_leaves_no_losses_to_the_next():
-    zero, run = torch.tensor(0.0), Trainer(**{field.name: MagicMock() for field in fields(Trainer)})
-    vars(run).update(progress=Progress(), losses=Losses(), sums=StepSums())
-    run.optimizer.bad = zero
-    for run.task.feed.skipped_end in (False, False, True):
-        run.record_step({"loss": torch.tensor(1.0)}, 12, zero, zero)
-    run.flush()
-    assert (run.losses.epoch, run.losses.since_row) == ((1, 12, 12), (3, 36, 36))
+    guard = Guard(GuardConfig())
+    for step in (1, 2, 3):
+        if step == 3:
+            assert guard.end_epoch() == 1 / 12
+        guard.add(step, 12, numbers_of_a_step(1.0))
+    guard.flush()
+    assert (guard.losses.epoch, guard.losses.since_row) == ((1, 12, 12), (3, 36, 36))
+
+
+def numbers_of_a_step(loss, bad=False):
+    """What a guard takes of a step that is skipped if its gradient is bad."""
+    return [torch.tensor(float(value)) for value in (bad, bad, 0.1, loss)]
 
 
 def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
@@ -175,10 +175,11 @@ def judgements(cut=0):
     config = GuardConfig(loss_sigmas=6.0, patience=3)
     guard, found = Guard(config), []
     for step, loss in enumerate(LOSSES, 1):
-        guard.add(step, loss, step == 33)
+        guard.add(step, 1, numbers_of_a_step(loss, step == 33))
         verdict = guard.judge(step)
-        found.append((guard.judged, verdict, guard.first_bad, guard.last_good, guard.losses.state_dict()[0]))
+        found.append((guard.judged, verdict, guard.first_bad, guard.last_good, guard.ordinary.state_dict()[0]))
         if step == cut:
+            guard.flush()
             state = GuardState.model_validate_json(guard.state_dict().model_dump_json())
             guard = Guard(config)
             guard.load_state_dict(state)
@@ -202,7 +203,8 @@ def test_a_resumed_guard_judges_alike(cut):
 
 def test_a_loss_that_is_not_finite_is_judged_bad_without_a_limit():
     guard = Guard(GuardConfig(loss_sigmas=None))
-    guard.add(1, math.nan, bad=False)
+    guard.add(1, 1, numbers_of_a_step(math.nan))
+    guard.flush()
     assert (guard.judge(1 + LATE), guard.problem) == (Verdict.BAD, "its loss is not finite")
 
 
