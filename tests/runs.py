@@ -120,6 +120,21 @@ def train(config):
     return loop.train(config, make_pretraining if isinstance(config, TrainingConfig) else config.task).outcome
 
 
+def train_all(configs, *faults):
+    """Trains one run after another on the ranks of this process, with faults of `train_with_faults`; the outcomes.
+    Ranks that start and connect for each run would take longer than its steps."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    Accelerator.end_training = lambda self: None  # which would disconnect the ranks
+    outcomes = []
+    for config in configs:
+        outcomes.append(train_with_faults(config, *faults))
+        for state in (AcceleratorState, GradientState):  # whose precision is that of the first run
+            state._reset_state()
+    return outcomes
+
+
 def before_each_step(action):
     """From now on, each step of a training in this process begins with `action(run)`."""
     from gpt2_ddp.training import loop
