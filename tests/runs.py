@@ -157,10 +157,12 @@ def train_with_faults(
     sent=signal.SIGKILL,
 ):
     """Trains. The last rank's gradient is multiplied by `times` in each step that begins at a position in `bad`. The
-    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Returns the outcome."""
+    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Samples have 40 tokens,
+    which is longer than the tiny GPT's context. Returns the outcome."""
+    from gpt2_ddp.model import generate
     from gpt2_ddp.training import loop
 
-    step, taken = loop.train_step, []
+    step, sample_texts, taken = loop.train_step, generate.sample_texts, []
 
     def train_step(run):
         taken.append(run.step)
@@ -177,11 +179,14 @@ def train_with_faults(
         finally:
             del run.optimizer.backward
 
-    loop.train_step = train_step
+    def sample_less(model, tokenizer, prompts, sampling, poll):
+        return sample_texts(model, tokenizer, prompts, sampling._replace(max_new_tokens=40), poll)
+
+    loop.train_step, generate.sample_texts = train_step, sample_less
     try:
         return train(config)
     finally:
-        loop.train_step = step
+        loop.train_step, generate.sample_texts = step, sample_texts
 
 
 def complete(config, world=1, *faults):

@@ -23,6 +23,7 @@ from runs import (
     tensors_of,
     train,
     train_all,
+    train_with_faults,
     training_config,
     untimed,
     weights,
@@ -133,12 +134,12 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path):
     more = MUON | {"model.document_mask": True, "eval.tasks": [items_file(tmp_path)], "eval.every": 5}
     more |= {"train.activation_checkpointing": True, "train.loss_chunk": 32, "train.micro_batch_size": 1}
     more |= {"tracking.sample_every": 5, "optim.decay_steps": 25}
-    train(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
+    train_with_faults(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
     for number, (processes, way, replicas) in enumerate(
         [(1, "ddp", 1), (2, "fsdp", 1), (3, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 1)], 1
     ):
         how = {"train.steps": 5 * number, "launch.parallel": way, "launch.replicas": replicas}
-        run_ranks(train, processes, training_config(corpus, tmp_path / "changed", more | how))
+        run_ranks(train_with_faults, processes, training_config(corpus, tmp_path / "changed", more | how))
     alone, changed = tmp_path / "alone/run", tmp_path / "changed/run"
     compare(alone, changed)
     assert rows(alone, "samples.jsonl") == rows(changed, "samples.jsonl")
@@ -173,7 +174,7 @@ def train_until_killed_in_a_save(config, step, killed, at_manifest):
 
 
 KILLS = {
-    False: [(5, 0, False), (10, 1, False), (5, 0, True)],
+    False: [(5, 0, False), (5, 0, True), (10, 1, False)],
     True: [(5, 1, False), (5, -1, False), (10, 0, True)],
 }
 """By whether checkpoints are saved in the background: step, rank and whether the manifest is written."""
