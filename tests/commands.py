@@ -12,10 +12,12 @@ import sys
 import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from ranks import CONTEXT, forked_ranks, rank_environment, start, write_to
 
+from gpt2_ddp.distributed import process
 from gpt2_ddp.distributed.signals import SIGNALS
 from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.errors import UserError
@@ -40,11 +42,19 @@ def launch(command, folder=ROOT, **env):
     return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=300, cwd=folder)
 
 
+def without_report(script, *arguments, start=process.run_script, **options):
+    """Replaces `process.run_script`, by which a training's script draws its report: a fresh process imports matplotlib
+    for seconds. tests/test_start.py has a report."""
+    if script != "report":
+        start(script, *arguments, **options)
+
+
 def run_script(name, arguments):
     """Runs a script as `python scripts/name.py arguments`; returns its exit code and what it wrote to stderr."""
     sys.argv = [f"{name}.py", *arguments]
     errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+    outputs = contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO())
+    with outputs[0], outputs[1], mock.patch.object(process, "run_script", without_report):
         try:
             runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
             code = 0
@@ -87,7 +97,7 @@ def _as_command(words, folder, env, outputs):
     os.environ.update(env, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
-    spawn.start_ranks = forked_ranks
+    spawn.start_ranks, process.run_script = forked_ranks, without_report
     os.chdir(folder)
     sys.argv = words[words[0] == "-m" :]
     sys.path.insert(0, str(folder) if words[0] in ("-c", "-m") else str(Path(words[0]).parent))

@@ -13,6 +13,8 @@ import time
 import traceback
 from multiprocessing import forkserver
 
+import pytest
+
 from gpt2_ddp.distributed.signals import SIGNALS
 from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
@@ -20,7 +22,7 @@ from gpt2_ddp.errors import UserError
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(  # _dynamo: every optimizer imports it, which takes a second and a half
-    ["torch", "torch._dynamo", "accelerate", "gpt2_ddp.tasks.jobs", "gpt2_ddp.tasks.pretraining"]
+    ["torch", "torch._dynamo", "accelerate", "gpt2_ddp.tasks.jobs", "gpt2_ddp.tasks.pretraining", "commands", "runs"]
 )
 forkserver._forkserver.set_forkserver_preload = lambda modules: None  # of loader workers, which it forks as well
 
@@ -57,9 +59,11 @@ def start_ranks(function, world, *args):
 
 
 def start(process):
-    """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers."""
+    """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers. The
+    server finds the modules that this process does."""
     start_resource_tracker()
-    with block_signals():
+    with block_signals(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         process.start()
 
 

@@ -120,6 +120,21 @@ def train(config):
     return loop.train(config, make_pretraining if isinstance(config, TrainingConfig) else config.task).outcome
 
 
+def train_all(configs, *faults):
+    """Trains one run after another on the ranks of this process, with faults of `train_with_faults`; the outcomes.
+    Ranks that start and connect for each run would take longer than its steps."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    Accelerator.end_training = lambda self: None  # which would disconnect the ranks
+    outcomes = []
+    for config in configs:
+        outcomes.append(train_with_faults(config, *faults))
+        for state in (AcceleratorState, GradientState):  # whose precision is that of the first run
+            state._reset_state()
+    return outcomes
+
+
 def before_each_step(action):
     """From now on, each step of a training in this process begins with `action(run)`."""
     from gpt2_ddp.training import loop
@@ -142,10 +157,12 @@ def train_with_faults(
     sent=signal.SIGKILL,
 ):
     """Trains. The last rank's gradient is multiplied by `times` in each step that begins at a position in `bad`. The
-    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Returns the outcome."""
+    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Samples have 40 tokens,
+    which is longer than the tiny GPT's context. Returns the outcome."""
+    from gpt2_ddp.model import generate
     from gpt2_ddp.training import loop
 
-    step, taken = loop.train_step, []
+    step, sample_texts, taken = loop.train_step, generate.sample_texts, []
 
     def train_step(run):
         taken.append(run.step)
@@ -162,11 +179,14 @@ def train_with_faults(
         finally:
             del run.optimizer.backward
 
-    loop.train_step = train_step
+    def sample_less(model, tokenizer, prompts, sampling, poll):
+        return sample_texts(model, tokenizer, prompts, sampling._replace(max_new_tokens=40), poll)
+
+    loop.train_step, generate.sample_texts = train_step, sample_less
     try:
         return train(config)
     finally:
-        loop.train_step = step
+        loop.train_step, generate.sample_texts = step, sample_texts
 
 
 def complete(config, world=1, *faults):

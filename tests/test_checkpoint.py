@@ -140,7 +140,7 @@ def write_parts(whole, place, count):
     write_manifest(files, place)
 
 
-@pytest.mark.parametrize("count", [2, 3, 100])
+@pytest.mark.parametrize("count", [2, 3, 40])
 def test_parts_are_read_as_the_whole(tmp_path, count):
     """Tensor by tensor, and by any rows; also where a part has no row of a tensor."""
     whole = snapshot(3)
@@ -150,7 +150,8 @@ def test_parts_are_read_as_the_whole(tmp_path, count):
         assert same({**read}, values)
         for name, value in values.items():
             assert (read.shapes[name], read.dtypes[name]) == ([*value.shape], value.dtype)
-            for start, stop in combinations(range(0, len(value) + 1 if value.dim() else 0, 4), 2):
+            size = len(value) if value.dim() else -1
+            for start, stop in combinations(range(0, size + 1, 1 + max(size, 0) // 8), 2):
                 assert torch.equal(read.rows(name, start, stop), value[start:stop])
 
 

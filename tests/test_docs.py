@@ -29,16 +29,30 @@ from pages import (
 
 LONG = ("optimizers.md", "speedrun.md")
 """Pages with runs of hundreds of steps, which `make faults` runs."""
-README = {command.text for command in commands(ROOT / "README.md")}
+README = ROOT / "README.md"
 ABOUT = ("small-jobs.md", "ddp-lab.md", "export.md")
-ELSEWHERE = {shlex.join(command.words) for name in ABOUT for command in commands(ROOT / "docs" / name)}
+
+
+def runnable(*pages):
+    """The commands of pages that can run here, each once, by their words."""
+    found = (command for page in pages for command in commands(page) if not command.reason)
+    return {shlex.join(command.words): command for command in found}
+
+
+ELSEWHERE = runnable(*(ROOT / "docs" / name for name in ABOUT))
 """What README shows of pages that are about it: it runs there, and nothing on README needs what it makes."""
+
+
+def here(page):
+    """The commands that run on a page, in its order: what other pages have of README runs there alone."""
+    others = ELSEWHERE if page == README else runnable(README).keys() - ELSEWHERE.keys()
+    return [command for words, command in runnable(page).items() if words not in others]
+
+
 RUN = [
     pytest.param(page, marks=pytest.mark.soak if page.name in LONG else (), id=page.name)
     for page in PAGES
-    if page.name != "commands.md"  # the docstrings of scripts; other pages run such commands
-    and {command.text for command in commands(page) if not command.reason}
-    - (README if page.name != "README.md" else set())
+    if page.name != "commands.md" and here(page)  # the docstrings of scripts; other pages run such commands
 ]
 """Pages with a command that can run here, and that README does not have."""
 
@@ -168,13 +182,13 @@ def write_more(folder):
 def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path):
     """Each that can run here, once, in the page's order, with what those before it have made. README's launchers are
     started; those of other pages have the same shapes, so that their ranks are forked."""
-    folder, is_readme = tmp_path / "project", page.name == "README.md"
+    folder, is_readme, own = tmp_path / "project", page == README, here(page)
     shutil.copytree(stand_ins, folder, symlinks=True)
     if is_readme:  # it makes this itself
         shutil.rmtree(folder / "runs/stdlib")
-    each_once = {shlex.join(command.words): command for command in commands(page) if not command.reason}
-    here = [command for words, command in each_once.items() if not is_readme or words not in ELSEWHERE]
-    for number, command in enumerate(here):
+    if not any("--output data/mine" in command.text for command in own):
+        (folder / "data/mine").symlink_to("stdlib")
+    for number, command in enumerate(own):
         text = command.smaller(number)
         if not any(folder.glob("runs/*/checkpoints/step-00000400")):
             text = text.replace("step-00000400", "step-00000004")  # the stand-in's only checkpoint

@@ -9,16 +9,18 @@ import math
 import os
 import re
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import yaml
 from commands import ROOT, expect_error, launch
-from ranks import run_until_killed
-from runs import assert_same, complete, rows, train_with_faults, training_config, verified
+from ranks import run_ranks
+from runs import assert_same, rows, train_all, training_config, verified
 
 from gpt2_ddp.tasks.own_code import find, trust
 
@@ -59,30 +61,34 @@ def test_each_class_of_the_page_is_trained_below():
     assert classes().keys() == OWN.keys()
 
 
-LAYOUTS = [(1, "ddp"), (2, "ddp"), (2, "fsdp")]
-CASES = [(name, *layout) for name in OWN for layout in LAYOUTS if (name, layout[1]) != ("Rhymes", "fsdp")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world", "parallel"), CASES)  # with fsdp, norms of gradients would be of parts
-def test_a_class_of_the_page_is_killed_and_resumed(short_documents, tmp_path, capsys, name, world, parallel):
+@pytest.mark.parametrize(("world", "parallel"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+def test_the_classes_of_the_page_are_stopped_and_resumed(short_documents, tmp_path, capsys, world, parallel):
     """Bitwise, without a word of the class, and verified with its own schedule and order."""
-    file = tmp_path / "mine.py"
-    file.write_text(classes()[name])
-    task = f"{file}:{name}"
-    trust(find(task))
-    own = {"launch.parallel": parallel, **OWN[name]}
-    whole, parts = (training_config(short_documents, tmp_path / part, {"task": task, **own}) for part in PARTS)
-    complete(whole, world)
-    run_until_killed(train_with_faults, world, parts, (0, 0), math.nan, 8)
-    complete(parts.model_copy(update={"task": None}), world)
-    one, other = (tmp_path / part / "run" for part in PARTS)
-    assert_same(one, other)
-    code, _, lines = verified(other, capsys)
-    assert code == 0
-    assert any("recomputed from seed" in line for line in lines), lines
-    losses = [row["loss"] for row in rows(other) if "loss" in row]
-    assert losses[-1] < losses[0]
+    names = [name for name in OWN if (name, parallel) != ("Rhymes", "fsdp")]  # norms of gradients would be of parts
+    given = {part: [] for part in PARTS}
+    for name, part in product(names, PARTS):
+        file = tmp_path / f"{name}.py"
+        file.write_text(classes()[name])
+        own = {"task": f"{file}:{name}", "launch.parallel": parallel, "run_name": name, **OWN[name]}
+        trust(find(own["task"]))
+        given[part].append(training_config(short_documents, tmp_path / part, own))
+    resumed = [config.model_copy(update={"task": None}) for config in given["parts"]]
+    stop = (0, 0), math.nan, 8, signal.SIGTERM
+    for configs, faults, end in (
+        (given["whole"], (), "completed"),
+        (given["parts"], stop, "stopped"),
+        (resumed, (), "completed"),
+    ):
+        assert run_ranks(train_all, world, configs, *faults) == [[end] * len(names)] * world
+    for name in names:
+        one, other = (tmp_path / part / name for part in PARTS)
+        assert_same(one, other)
+        code, _, lines = verified(other, capsys)
+        assert code == 0
+        assert any("recomputed from seed" in line for line in lines), lines
+        losses = [row["loss"] for row in rows(other) if "loss" in row]
+        assert losses[-1] < losses[0]
 
 
 def apply(diff, folder):

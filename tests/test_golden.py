@@ -12,9 +12,10 @@ import pytest
 import yaml
 from cifar import write_cifar
 from close import assert_close
+from conftest import once
 from golden_runs import CASES, CIFAR, CORPUS, GOLDEN, KINDS, RESUMED, change, draws, make_config, summary
 from ranks import run_ranks
-from runs import train
+from runs import train, train_all
 
 from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.tools import VerifyConfig
@@ -78,18 +79,29 @@ def every_world(cases):
     ]
 
 
-@pytest.fixture(scope="session")
-def cifar(tmp_path_factory):
-    return write_cifar(tmp_path_factory.mktemp("golden") / "cifar", *CIFAR)
+@pytest.fixture
+def finished(tmp_path_factory):
+    """Trains a case, and with it, once for all tests, the others of as many processes that are as slow."""
+
+    def of(name, world):
+        slow = world in CASES[name].slow
+        names = [other for other, case in CASES.items() if world in case.worlds and (world in case.slow) == slow]
+
+        def make(folder):
+            cifar = write_cifar(folder / "cifar", *CIFAR)
+            configs = [make_config(CASES[other], folder / other, cifar) for other in names]
+            assert run_ranks(train_all, world, configs) == [["completed"] * len(configs)] * world
+
+        return once(tmp_path_factory, f"golden-{world}-{slow}", make) / name / "run"
+
+    return of
 
 
 @pytest.mark.parametrize(("name", "world"), every_world(CASES))
-def test_trains_what_it_always_did(name, world, tmp_path, request):
-    case = CASES[name]
-    images = request.getfixturevalue("cifar") if case.kind in ("lenet", "resnet18") else None
-    config = make_config(case, tmp_path, cifar=images)
-    run_ranks(train, world, config)
-    check(summary(tmp_path / "run"), RECORDED["cases"][name][str(world)], case, config)
+def test_trains_what_it_always_did(finished, name, world):
+    case, run = CASES[name], finished(name, world)
+    config = make_config(case, run.parent, run.parent)
+    check(summary(run), RECORDED["cases"][name][str(world)], case, config)
 
 
 @pytest.mark.parametrize(("name", "world"), every_world({name: case for name, (case, _) in RESUMED.items()}))

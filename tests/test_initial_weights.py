@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from close import assert_close, float64
 from commands import expect_error, expect_field, forked
 from models import edit_json, edit_weights, in_transformers, tiny
-from ranks import RankError, run_ranks
+from ranks import RankError, in_turn, run_ranks
 from runs import change, initial_weights, same, spoil, train, training_config
 from safetensors.torch import load_file
 
@@ -237,24 +237,26 @@ def typed(folder, flags=""):
     return load(TrainingConfig, words(folder, flags), training_default)
 
 
-@pytest.mark.parametrize("kind", [*SHAPES, "a run"])
-def test_a_shape_that_nobody_gives_is_the_models(kind, tmp_path):
-    """Neither the default preset's nor the default, but its dropout is the preset's."""
-    folder, wanted = RUN, {"n_layer": 1, "n_embd": 16, "block_size": 16, "n_inner": 64}
-    if kind != "a run":
-        folder, wanted = saved(tmp_path, kind), resolved(config("", **SHAPES[kind]).model)
-    notes = []
-    settled = settle_model(typed(folder, "--model.n_head 2"), None, notes.append)
-    assert resolved(settled.model) == resolved(settled.model) | wanted | {"n_head": 2, "dropout": 0.1}
-    (note,) = notes
-    assert str(folder) in note
-    whole = {name: value.tolist() for name, value in start(settled).state_dict().items()}
-    sharded = typed(folder, f"--model.n_head 2 --output_dir {tmp_path} --train.device cpu --launch.parallel fsdp")
-    assert run_ranks(initial_weights, 2, sharded) == [whole] * 2
-    (tmp_path / "settled.yaml").write_text(dump(settled))
-    again = load(TrainingConfig, ["--config", f"{tmp_path}/settled.yaml"])
-    assert again == settled
-    assert settle_model(again, None, pytest.fail) == settled  # one that gives all of it is not commented on
+def test_a_shape_that_nobody_gives_is_the_models(tmp_path):
+    """Neither the default preset's nor the default, but its dropout is the preset's. Ranks may share the model."""
+    weights, calls = [], []
+    for kind in (*SHAPES, "a run"):
+        folder, wanted = RUN, {"n_layer": 1, "n_embd": 16, "block_size": 16, "n_inner": 64}
+        if kind != "a run":
+            folder, wanted = saved(tmp_path / kind, kind), resolved(config("", **SHAPES[kind]).model)
+        notes = []
+        settled = settle_model(typed(folder, "--model.n_head 2"), None, notes.append)
+        assert resolved(settled.model) == resolved(settled.model) | wanted | {"n_head": 2, "dropout": 0.1}
+        (note,) = notes
+        assert str(folder) in note
+        weights.append({name: value.tolist() for name, value in start(settled).state_dict().items()})
+        runs = f"--output_dir {tmp_path} --train.device cpu --launch.parallel fsdp"
+        calls.append((initial_weights, typed(folder, f"--model.n_head 2 {runs}")))
+        (tmp_path / "settled.yaml").write_text(dump(settled))
+        again = load(TrainingConfig, ["--config", f"{tmp_path}/settled.yaml"])
+        assert again == settled
+        assert settle_model(again, None, pytest.fail) == settled  # one that gives all of it is not commented on
+    assert run_ranks(in_turn, 2, *calls) == [weights] * 2
 
 
 def test_a_run_needs_no_transformers_and_may_have_a_shorter_context(monkeypatch):

@@ -1,11 +1,12 @@
 """Runs whose length is a time (`train.minutes`). What steps take, and the clock, are values that a test sets."""
 
+import math
 import os
 from pathlib import Path
 
 import pytest
 from ranks import RankError, run_ranks, run_until_killed
-from runs import assert_same, events, is_intact, said, saved_steps, train, train_with_faults, training_config
+from runs import assert_same, events, is_intact, said, saved_steps, train, train_all, training_config
 
 from gpt2_ddp.config.cli import load, read_yaml, resolve
 from gpt2_ddp.config.training import TrainingConfig, training_default
@@ -33,34 +34,32 @@ RESUMED_STEPS = 8 + 12
 """A resumed process has saved no checkpoint yet: it has 28 s, and a step takes 2 s + 2 s / 8."""
 
 
-def by_the_clock(config, dies_at=0):
-    """Trains; a step takes two seconds. Other ranks have another clock: the main process's counts."""
+def by_the_clock(configs, dies_at=0):
+    """Trains all; a step takes two seconds. Other ranks have another clock: the main process's counts."""
     factor = 100 if int(os.environ.get("RANK", "0")) else 1
     minutes.passed_since = lambda begun: 60.0 * factor
     StopRequest.typical = lambda stop, what: factor * SECONDS[what] if stop._seconds[what] else 0.0
-    return train_with_faults(config, dies_at=dies_at)
+    return train_all(configs, (0, 0), math.nan, dies_at)
 
 
-@pytest.mark.parametrize(
-    ("world", "parallel"), [(1, "ddp"), (2, "ddp"), pytest.param(2, "fsdp", marks=pytest.mark.slow)]
-)
-def test_a_run_of_minutes_is_the_run_of_as_many_steps(corpus, tmp_path, world, parallel):
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_run_of_minutes_is_the_run_of_as_many_steps(corpus, tmp_path, parallel):
     """Also killed before and after the number is known."""
     changes = CHANGES | {"launch.parallel": parallel}
     timed, killed = (training_config(corpus, tmp_path / name, changes) for name in ("timed", "killed"))
     for dies_at in (7, 8):  # after the checkpoints of step 4, without the number, and 8, with it
-        run_until_killed(by_the_clock, world, killed, dies_at)
-    for config, steps in ((timed, STEPS), (killed, RESUMED_STEPS)):
-        assert run_ranks(by_the_clock, world, config) == ["completed"] * world
+        run_until_killed(by_the_clock, 2, [killed], dies_at)
+    lengths = {f"{steps}": {"train.steps": steps, "train.minutes": None} for steps in (STEPS, RESUMED_STEPS)}
+    known = [training_config(corpus, tmp_path / name, changes | length) for name, length in lengths.items()]
+    for trained, configs in ((by_the_clock, [timed, killed]), (train_all, known)):
+        assert run_ranks(trained, 2, configs) == [["completed"] * 2] * 2
+    for config, whole in zip((timed, killed), known, strict=True):
         run = Path(config.output_dir, "run")
         (event,) = events(run, "length")
-        assert event["steps"] == steps
+        assert event["steps"] == whole.train.steps
         assert is_intact(run)
-        length = {"train.steps": steps, "train.minutes": None}
-        known = training_config(corpus, tmp_path / f"{steps}", changes | length)
-        assert run_ranks(train, world, known) == ["completed"] * world
-        assert_same(run, tmp_path / f"{steps}/run")
-        assert read_yaml(str(run / "config.yaml"))["train"] == known.model_dump(mode="json")["train"]
+        assert_same(run, Path(whole.output_dir, "run"))
+        assert read_yaml(str(run / "config.yaml"))["train"] == whole.model_dump(mode="json")["train"]
     records = read_runs([tmp_path / "timed/run", tmp_path / "killed/run"])
     assert len(group_runs(records)) == 1, "seeds of equal minutes are compared"
 
@@ -69,7 +68,7 @@ def test_a_run_of_minutes_is_the_run_of_as_many_steps(corpus, tmp_path, world, p
 def test_steps_before_the_number_are_trained_again(corpus, tmp_path):
     """From one checkpoint without the number to another."""
     config = training_config(corpus, tmp_path, CHANGES)
-    run_until_killed(by_the_clock, 1, config, 7)
+    run_until_killed(by_the_clock, 1, [config], 7)
     assert is_intact(tmp_path / "run", replay="0:4")
 
 
@@ -84,8 +83,8 @@ def test_a_resumed_run_keeps_its_steps(corpus, tmp_path):
 
 def test_too_short_a_time_is_a_mistake_that_a_longer_one_mends(corpus, tmp_path):
     with pytest.raises(RankError, match=r"train\.minutes = 0\.5"):
-        run_ranks(by_the_clock, 1, training_config(corpus, tmp_path, CHANGES | {"train.minutes": 0.5}))
-    assert run_ranks(by_the_clock, 1, training_config(corpus, tmp_path, CHANGES)) == ["completed"]
+        run_ranks(by_the_clock, 1, [training_config(corpus, tmp_path, CHANGES | {"train.minutes": 0.5})])
+    assert run_ranks(by_the_clock, 1, [training_config(corpus, tmp_path, CHANGES)]) == [["completed"]]
     assert is_intact(tmp_path / "run")
 
 

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import datasets
 import nasty
 import numpy as np
 import pyarrow.parquet
@@ -89,6 +88,8 @@ def documents_for(kind):
 
 def write_documents(place, kind, documents):
     """Rows without a text are no documents."""
+    import datasets  # for most of a second
+
     rows = [{"id": number, "body": text} for number, text in enumerate([*documents, None])]
     lines = "\r\n".join(map(json.dumps, rows)).encode()
     if kind in ALONE:

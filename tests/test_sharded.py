@@ -22,6 +22,8 @@ from runs import (
     rows,
     tensors_of,
     train,
+    train_all,
+    train_with_faults,
     training_config,
     untimed,
     weights,
@@ -52,14 +54,11 @@ def cell(text, folder, architecture, optimizer, steps=8, **more):
     return training_config(text, folder, {"run_name": f"{architecture}-{optimizer}"} | changes | more)
 
 
-def train_all(configs):
-    """Trains one after another on the ranks of this process; the outcomes. The watchdog bounds the collectives of every
-    group."""
-    from accelerate import Accelerator
+def train_bounded(configs):
+    """Trains all; the outcomes. The watchdog bounds the collectives of every group."""
     from torch.distributed.distributed_c10d import _world
 
-    Accelerator.end_training = lambda self: None  # which would disconnect the ranks
-    outcomes = [train(config) for config in configs]
+    outcomes = train_all(configs)
     assert {group._get_backend(torch.device("cpu")).options._timeout for group in _world.pg_map} <= {LONGEST}
     return outcomes
 
@@ -80,17 +79,18 @@ def compare(one, other, most=1e-4):
     ("processes", "replicas", "architectures"),
     [
         (3, 1, ["nanochat"]),
-        pytest.param(4, 2, ARCHITECTURES, marks=SLOW),
+        pytest.param(4, 2, ARCHITECTURES, marks=SLOW),  # each architecture with one of the optimizers
         *(pytest.param(number, 1, ARCHITECTURES, marks=[SLOW, pytest.mark.soak]) for number in (1, 2, 3)),
     ],
 )
 def test_the_same_run_as_ddp(text, tmp_path, processes, replicas, architectures):
     """Equal order; equal losses and weights, but for the order of sums. In one process, equal bits."""
-    steps = 10 if architectures == ["nanochat"] else 30
     cells = [*product(architectures, ("adamw", "muon"))]
+    if processes == 4:
+        cells = [cells[number] for number in (0, 3, 4, 7)]
     ways = {"ddp": {}, "fsdp": FSDP | {"launch.replicas": replicas}}
-    configs = [cell(text, tmp_path / way, *names, steps, **ways[way]) for way in ways for names in cells]
-    assert run_ranks(train_all, processes, configs, timeout=300) == [["completed"] * len(configs)] * processes
+    configs = [cell(text, tmp_path / way, *names, 10, **ways[way]) for way in ways for names in cells]
+    assert run_ranks(train_bounded, processes, configs, timeout=300) == [["completed"] * len(configs)] * processes
     for names in cells:
         runs = (tmp_path / way / "-".join(names) for way in ways)
         compare(*runs, 0 if processes == 1 else 1e-4 if "muon" in names else 1e-5)
@@ -136,12 +136,12 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
     more |= {"train.activation_checkpointing": True, "train.micro_batch_size": 1}
     monkeypatch.setattr(pretraining, "resolve_loss_chunk", lambda *_: 32)
     more |= {"tracking.sample_every": 5, "optim.decay_steps": 25}
-    train(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
+    train_with_faults(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
     for number, (processes, way, replicas) in enumerate(
         [(1, "ddp", 1), (2, "fsdp", 1), (3, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 1)], 1
     ):
         how = {"train.steps": 5 * number, "launch.parallel": way, "launch.replicas": replicas}
-        run_ranks(train, processes, training_config(corpus, tmp_path / "changed", more | how))
+        run_ranks(train_with_faults, processes, training_config(corpus, tmp_path / "changed", more | how))
     alone, changed = tmp_path / "alone/run", tmp_path / "changed/run"
     compare(alone, changed)
     assert rows(alone, "samples.jsonl") == rows(changed, "samples.jsonl")
@@ -175,17 +175,21 @@ def train_until_killed_in_a_save(config, step, killed, at_manifest):
     train(config)
 
 
-KILLS = [(5, 0, False), (5, 1, False), (5, -1, False), (5, 0, True), (10, 1, False), (10, 0, True)]
+KILLS = {
+    False: [(5, 0, False), (5, 0, True), (10, 1, False)],
+    True: [(5, 1, False), (5, -1, False), (10, 0, True)],
+}
+"""By whether checkpoints are saved in the background: step, rank and whether the manifest is written."""
 
 
 @SLOW
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", KILLS)
 def test_kills_while_parts_are_written(corpus, tmp_path, background):
     """Nothing half written is taken, and the resumed run is that which was left alone, bit for bit."""
     more = FSDP | MUON | {"checkpoint.background": background}
     alone, killed = (training_config(corpus, tmp_path / name, more) for name in ("alone", "killed"))
     run_ranks(train, 2, alone)
-    for step, rank, at_manifest in KILLS:
+    for step, rank, at_manifest in KILLS[background]:
         started = start_ranks(train_until_killed_in_a_save, 2, killed, step, rank, at_manifest)
         for process, _ in started:
             process.join(120)
@@ -195,24 +199,24 @@ def test_kills_while_parts_are_written(corpus, tmp_path, background):
     assert is_intact(tmp_path / "killed/run")
 
 
+SHARDED = {
+    "wide": {"model.architecture": "qwen3", "model.n_embd": 8, "model.n_head": 4},
+    "each": {"launch.replicas": 2, "launch.reduce": "each"},
+    "replicas": {"launch.replicas": 4, "checkpoint.background": True},
+}
+
+
 @SLOW
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model.architecture": "qwen3", "model.n_embd": 8, "model.n_head": 4},
-        {"launch.replicas": 2, "launch.reduce": "each", "train.micro_batch_size": 1},
-        {"launch.replicas": 4, "checkpoint.background": True},
-    ],
-)
-def test_four_processes(corpus, tmp_path, changes):
+def test_four_processes(corpus, tmp_path):
     """More processes than rows of a parameter, and than items of a task; gradients that each micro-batch reduces; four
     replicas, saved in the background."""
-    changes = changes | MUON | {"eval.every": 5, "eval.tasks": [items_file(tmp_path)]}
-    ddp = {name: value for name, value in changes.items() if not name.startswith("launch.")}
-    for name, way in (("ddp", ddp), ("fsdp", changes | FSDP)):
-        assert run_ranks(train, 4, training_config(corpus, tmp_path / name, way)) == ["completed"] * 4
-    compare(tmp_path / "ddp/run", tmp_path / "fsdp/run")
-    assert is_intact(tmp_path / "fsdp/run")
+    alike = MUON | {"train.micro_batch_size": 1, "eval.every": 5, "eval.tasks": [items_file(tmp_path)]}
+    ways = {name: FSDP | own for name, own in SHARDED.items()} | {"wide-ddp": SHARDED["wide"], "ddp": {}}
+    configs = [training_config(corpus, tmp_path, alike | way | {"run_name": name}) for name, way in ways.items()]
+    assert run_ranks(train_all, 4, configs) == [["completed"] * len(configs)] * 4
+    for name in SHARDED:
+        compare(tmp_path / ("wide-ddp" if name == "wide" else "ddp"), tmp_path / name)
+        assert is_intact(tmp_path / name)
 
 
 def test_the_same_initial_weights(text, tmp_path):
@@ -239,8 +243,8 @@ def growth(work):
 
 
 def rank_memory(config):
-    """MiB of this rank: the peak of its resident set before, after the start and after three steps; what torch's
-    tracker finds at the peak of the fourth step; and what a save and a load add."""
+    """MiB of this rank: the peak of its resident set before, after the start and after a step; what torch's tracker
+    finds at the peak of the second step; and what a save and a load add."""
     # its import is no part of the start
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, MemTracker
 
@@ -249,9 +253,8 @@ def rank_memory(config):
     with built(config) as run:
         found["start"] = peak()
         run.warm_up()
-        for _ in range(3):
-            loop.train_step(run)
-        found["steps"] = peak()
+        loop.train_step(run)
+        found["step"] = peak()
         if config.parallel == "fsdp":
             tracker = FSDPMemTracker(run.model, run.optimizer.plain)
         else:

@@ -137,7 +137,7 @@ def test_runs_at_a_time_share_the_gpus_or_the_cores(three, monkeypatch):
 @pytest.mark.slow
 def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpus, tmp_path):
     words = f"{TRAINING} --data.path {corpus} --output_dir {tmp_path} --run_name a --at_once 2"
-    command = [sys.executable, SCRIPTS / "sweep.py", *RATES, *words.split()]
+    command = [sys.executable, SCRIPTS / "sweep.py", "--seeds", "1", "2", *RATES[4:], *words.split()]
     options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     for number in (signal.SIGTERM, signal.SIGKILL):
         with subprocess.Popen(command, **options) as process:
@@ -147,8 +147,8 @@ def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpu
         assert process.returncode == (75 if number == signal.SIGTERM else -number), output
     again = subprocess.run(command, **options, timeout=300)
     assert again.returncode == 0, again.stdout
-    runs = [Path(tmp_path, f"a-lr_{rate}-seed_{seed}") for rate in ("0.02", "0.03") for seed in (1, 2, 3)]
+    runs = [Path(tmp_path, f"a-lr_{rate}-seed_{seed}") for rate in ("0.02", "0.03") for seed in (1, 2)]
     for run, record in zip(runs, read_runs(runs), strict=True):
         assert [row["step"] for row in record.rows] == [0, *range(5, 61, 5)]
         assert verify_run(VerifyConfig(run=str(run))) == 0
-    assert [len(group["runs"]) for group in read_json(tmp_path / "a-sweep.json")["groups"]] == [3, 3]
+    assert [len(group["runs"]) for group in read_json(tmp_path / "a-sweep.json")["groups"]] == [2, 2]
