@@ -8,7 +8,6 @@ import pytest
 from commands import expect_error
 from disk import refuse
 
-from gpt2_ddp.config.tools import check_writable
 from gpt2_ddp.files import free_name, parse_json, write_atomically
 
 
@@ -39,17 +38,6 @@ def test_what_a_disk_refuses_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: refuse())
     expect_error("file = .*/file: .*No space left on device", write_atomically, tmp_path / "file", "new")
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
-
-
-def test_where_a_result_can_go_is_known_before_the_work(tmp_path):
-    there = tmp_path / "there"
-    there.write_text("before")
-    check_writable(str(there))
-    check_writable(str(tmp_path / "new"))
-    assert there.read_text() == "before"
-    assert os.listdir(tmp_path) == ["there"], "nothing is left behind"
-    for wrong in (tmp_path, tmp_path / "none/new", there / "new"):
-        expect_error("^output = ", check_writable, str(wrong))
 
 
 def test_a_planted_link_does_not_lead_a_write_elsewhere(tmp_path):

@@ -112,7 +112,7 @@ def test_resumes_a_recorded_run(name, world, tmp_path):
         pytest.skip("this machine draws other points than the run was started with")
     shutil.copytree(GOLDEN / name, tmp_path / name)
     command, _ = KINDS[case.kind]
-    saved, _ = complete(command, yaml.safe_load((tmp_path / name / "config.yaml").read_text()))
+    saved = complete(command, yaml.safe_load((tmp_path / name / "config.yaml").read_text()))
     paths = {"output_dir": str(tmp_path)} | ({"data.path": str(CORPUS)} if case.kind == "gpt2" else {})
     config = command.model_validate(change(saved, further | paths))
     run_ranks(train, world, config)

@@ -24,7 +24,7 @@ class Replicated:
 
     replicas: Any = None
     no_sync: Callable[[nn.Module], AbstractContextManager[object]]
-    """Context of the passes of each micro-batch but a step's last, in which the ranks average their gradients."""
+    """Context of each micro-batch but a step's last one, in whose backward pass the ranks average their gradients."""
     held: Callable[..., dict[str, Tensor]] = staticmethod(dict)
     """What this rank's part of a checkpoint has of the run's tensors: here, all."""
     clip: Callable[[list[nn.Parameter], float], Tensor] = staticmethod(nn.utils.clip_grad_norm_)
