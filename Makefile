@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 # of pytest: one more than cores, as many tests wait for others now and then
-WORKERS = --numprocesses $(shell $(PYTHON) -c "import os; print(min(4, 1 + os.cpu_count()))")
+# what the tests of a file share is made once, by one worker
+WORKERS = --dist loadfile --numprocesses $(shell $(PYTHON) -c "import os; print(min(4, 1 + os.cpu_count()))")
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14

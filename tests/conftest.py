@@ -63,14 +63,6 @@ def compares(code, names):
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist
-def pytest_xdist_make_scheduler(config, log):
-    """One worker runs all tests of a file: what they share is made once, and fewer workers import transformers."""
-    from xdist.scheduler import LoadFileScheduling
-
-    return LoadFileScheduling(config, log)
-
-
-@pytest.hookimpl(optionalhook=True)  # without xdist
 def pytest_testnodedown(node):
     STARTED.update(node.workeroutput.get("started", {}))
     close.MARGINS.update(node.workeroutput.get("margins", {}))

@@ -6,7 +6,8 @@ The matrix is {task x layout x optimizer x kind of stop}: each pair of two of th
 import math
 import os
 import signal
-from itertools import pairwise, product
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,12 +29,12 @@ from runs import (
     weights,
 )
 from test_task import LettersConfig
-from torch import nn
 
 from gpt2_ddp.config.run import KeepConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.tasks import jobs
 
+RESNET18 = jobs.ResNet18
 KINDS = ("gpt2", "resnet18", "transformer", "letters")
 LAYOUTS = ((1, "ddp"), (2, "ddp"), (3, "ddp"), (2, "fsdp"))
 STOPS = {
@@ -90,20 +91,9 @@ def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
     return training_config(corpus, output, changes)
 
 
-class Narrow(jobs.ResNet18):
-    """A ResNet-18 with an eighth of the channels: the whole one has checkpoints of 134 MB."""
-
-    def __init__(self, classes):
-        nn.Module.__init__(self)
-        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.fc = nn.Linear(64, classes)
-        sizes = [size for pair in pairwise((8, 8, 16, 32, 64)) for size in (pair, (pair[1], pair[1]))]
-        self.blocks = nn.Sequential(*[jobs.ResidualBlock(*size) for size in sizes])
-
-
 def train_narrow(*arguments):
-    """Trains with faults; a ResNet-18 is narrow."""
-    jobs.ResNet18 = Narrow
+    """Trains with faults. A ResNet-18 has an eighth of the channels: the whole one has checkpoints of 134 MB."""
+    jobs.ResNet18 = partial(RESNET18, width=8)
     return train_with_faults(*arguments)
 
 

@@ -53,7 +53,7 @@ def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
 
 
 class TokenStream:
-    """A split as one stream of tokens, read at any position with `preadv`. Can be pickled and forked.
+    """A split as one stream of tokens, read at any position with `preadv`.
 
     A memory map would count as the process's memory, and a truncated file would end the process by SIGBUS.
     `check`: read all headers; one process of a machine suffices. Raises: UserError if the split or a shard is missing,

@@ -207,21 +207,22 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 (He et al., 2016) with the stem for small images, one 3 x 3 convolution without pooling; 11.2M."""
+    """ResNet-18 (He et al., 2016) with the stem for small images, one 3 x 3 convolution without pooling; 11.2M.
+    `width`: channels of its first block."""
 
-    def __init__(self, classes: int):
+    def __init__(self, classes: int, width: int = 64):
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
+        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
         blocks = []
-        for inputs, outputs in pairwise((64, 64, 128, 256, 512)):
+        for inputs, outputs in pairwise(width * times for times in (1, 1, 2, 4, 8)):
             blocks += [ResidualBlock(inputs, outputs), ResidualBlock(outputs, outputs)]
         self.blocks = nn.Sequential(*blocks)
-        self.fc = nn.Linear(512, classes)
+        self.fc = nn.Linear(8 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, 3, H, W] -> logits [B, K]."""
-        x = self.blocks(F.relu(self.bn1(self.conv1(x))))  # [B, 512, H / 8, W / 8], rounded up
+        x = self.blocks(F.relu(self.bn1(self.conv1(x))))  # [B, 8 * width, H / 8, W / 8], rounded up
         return self.fc(x.mean((2, 3)))
 
 
