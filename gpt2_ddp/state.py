@@ -26,6 +26,12 @@ FIRST_DIGEST = FIRST_CHAIN = "0" * 64
 """The order digest before the first step, and the chain before the first row."""
 NO_SAMPLES = hashlib.sha256().hexdigest()
 
+
+def next_chain(chain: str, text: str) -> str:
+    """Chain of a row: SHA-256 of the chain before it, as 32 bytes, followed by the row's JSON text without a chain."""
+    return hashlib.sha256(bytes.fromhex(chain) + text.encode()).hexdigest()
+
+
 Scores = dict[str, int | float | None]
 """Results of an evaluation, by their names in metrics.jsonl. The lowest `val_loss` decides which checkpoint is best."""
 

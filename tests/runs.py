@@ -16,7 +16,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, list_checkpoints, seal, steps_of
-from gpt2_ddp.checkpoint.run_files import field_of, next_chain
+from gpt2_ddp.checkpoint.run_files import field_of
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.base import flat
@@ -26,7 +26,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import content_sha256
 from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State
+from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State, next_chain
 
 KINDS = yaml.safe_load("""
 regression:

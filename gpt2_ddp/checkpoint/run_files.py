@@ -5,7 +5,6 @@ metrics.jsonl ends with its `chain`, a hash of all lines up to it, so changed an
 """
 
 import fcntl
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, MutableSequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gpt2_ddp.files import parse_json, regular
-from gpt2_ddp.state import FIRST_CHAIN
+from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
 HASH = "samples_sha256"
@@ -70,11 +69,6 @@ def is_locked(folder: Path) -> bool:
         except OSError:
             return True
     return False
-
-
-def next_chain(chain: str, text: str) -> str:
-    """Chain of a row: SHA-256 of the chain before it, as 32 bytes, followed by the row's JSON text without a chain."""
-    return hashlib.sha256(bytes.fromhex(chain) + text.encode()).hexdigest()
 
 
 def split_chain(line: str) -> tuple[str, str | None]:

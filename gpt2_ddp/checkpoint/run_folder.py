@@ -24,7 +24,6 @@ from gpt2_ddp.checkpoint.run_files import (
     chain_of,
     head,
     is_locked,
-    next_chain,
     read_lines,
     split_chain,
 )
@@ -34,7 +33,7 @@ from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.distributed.ranks import on_every_rank, on_main, runs_on_main
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.files import check_can_make, fsync_path, make_folder, size_of, write_atomically, writing
-from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress
+from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress, next_chain
 
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)  # the folder is gone, or another trainer has the lock
 

@@ -101,7 +101,7 @@ class CheckpointStore:
     ):
         self.folder, self._run_folder, self._log = folder.checkpoints, folder, log
         self._keep_last, self._wish, self._patience = keep_last, wish, patience
-        self.background = Background()
+        self.background, self._processes = Background(), processes_here()
         self._memory: dict[str, Tensor] = {}  # reused by the copies of background saves
         self._states: dict[Path, State | None] = {}  # of checkpoints written or read; None for damaged ones
         self._hashed: set[Path] = set()  # those whose large files were hashed, too
@@ -150,8 +150,8 @@ class CheckpointStore:
         self.wait()
         self._prepare(snapshot.state.step)
         more = snapshot.part_bytes - sum(tensor.nbytes for tensor in self._memory.values())
-        parts_here = min(snapshot.part.count, processes_here())
-        if wait or not from_main(should_save_async(self._wish, more * parts_here, spare_core)):
+        here = more * min(snapshot.part.count, self._processes)
+        if wait or not from_main(should_save_async(self._wish, here, spare_core)):
             on_every_rank(lambda: self._write(snapshot, last_good))
         elif snapshot.part.is_own:
             copy = snapshot.copied(self._memory)

@@ -64,9 +64,10 @@ WATCHED: WeakSet[Any] = WeakSet()
 
 
 def let_wait(group: Any) -> Any:
-    """The group, once it is connected: from now on, its collectives may take `LONGEST`."""
-    group.set_timeout(LONGEST)
-    WATCHED.add(group)
+    """The group, once it is connected: from now on, its collectives may take `LONGEST`. Others' have no ranks here."""
+    if isinstance(group, dist.ProcessGroup):
+        group.set_timeout(LONGEST)
+        WATCHED.add(group)
     return group
 
 

@@ -34,7 +34,6 @@ from gpt2_ddp.checkpoint.run_files import (
     Outcome,
     is_event,
     is_rollback,
-    next_chain,
     parse_lines,
     read_lines,
     sets_config,
@@ -53,7 +52,7 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.reports.recompute import Data, Record, recompute
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
-from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, FeedState, Mixture, Positive
+from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, FeedState, Mixture, Positive, next_chain
 from gpt2_ddp.tasks.own_code import trusted
 from gpt2_ddp.tasks.pretraining import Pretraining
 

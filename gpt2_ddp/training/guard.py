@@ -111,8 +111,8 @@ class Guard:
         return (~good).float()
 
     def add(self, step: int, units: int, numbers: Sequence[Tensor]) -> None:
-        """Takes this rank's fp32 scalars of a step: whether the gradient is bad, 1 or 0; whether the step was skipped;
-        the norm of the gradient; sums of losses over `units`."""
+        """Takes this rank's fp32 scalars of a step: whether the gradient is bad, 1 or 0; whether the step was skipped.
+        Then the norm of the gradient, and sums of losses over `units`."""
         self._advance()
         self._copied = step, units, copy_to_host(torch.stack([*numbers]))
 

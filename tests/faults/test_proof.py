@@ -25,9 +25,9 @@ def test_killed_ten_times_on_changing_numbers_of_processes(corpus, tmp_path, bad
     config = training_config(corpus, tmp_path, SAVED | changes)
     for kill in range(10):
         run_until_killed(train_with_faults, (1, 2, 3)[kill % 3], config, bad, math.inf, rng.randrange(2, 12))
-        assert is_intact(tmp_path / "run", shards="none"), kill
+        assert is_intact(tmp_path / "run"), kill
     complete(config, 1, bad, math.inf)
-    assert is_intact(tmp_path / "run", shards="none")
+    assert is_intact(tmp_path / "run")
 
 
 def train_until(config, place):
@@ -67,6 +67,6 @@ def test_killed_at_every_operation_on_its_files(corpus, tmp_path):
         ((process, _),) = start_ranks(train_until, 1, config, place)
         process.join()
         assert process.exitcode == -signal.SIGKILL, place
-        assert is_intact(tmp_path / "runs/run", shards="none"), place
+        assert is_intact(tmp_path / "runs/run"), place
         run_ranks(train_until, 1, config, "")
-        assert is_intact(tmp_path / "runs/run", shards="none"), place
+        assert is_intact(tmp_path / "runs/run"), place
