@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,18 +132,13 @@ WEIGHTS, BLOCK, IDS = 124_475_904, 7_087_872, 50_304
 """Of GPT-2 (124M)."""
 
 
-def setting(**changes):
-    values = {
-        "config": memory_config(), "kind": "cuda", "processes": 8, "precision": "bf16", "parameters": WEIGHTS,
-        "matrices": 124_354_560, "block": BLOCK, "state": 2 * WEIGHTS, "vocab_size": IDS, "micro_batch": 16,
-        "base": 0.0, "background": True,
-    }  # fmt: skip
-    return Setting(**(values | changes))
-
-
 def memory_config(model=None, **train):
     train = {"steps": 1, "activation_checkpointing": False, **train}
     return TrainingConfig.model_validate({"train": train, "model": model or {}})
+
+
+GPT2 = Setting(memory_config(), "cuda", 8, "bf16", WEIGHTS, 124_354_560, BLOCK, 2 * WEIGHTS, IDS, 0.0, 16, True)
+setting = partial(replace, GPT2)
 
 
 def test_memory_by_part():
@@ -160,13 +156,6 @@ def test_memory_by_part():
     assert recomputed < memory.parts["activations"] / 4
     fewer = estimate(setting(state=2 * WEIGHTS - 1000))  # as Muon's
     assert memory.peak - fewer.peak == memory.host - fewer.host == 4000
-
-
-@pytest.mark.parametrize(("kind", "on_device", "host"), [("cpu", 12, 0), ("cuda", 0, 12)])
-def test_a_checkpoint_behind_the_training_takes_its_copy(kind, on_device, host):
-    behind, still = (estimate(setting(kind=kind, background=it)) for it in (True, False))
-    assert_close((behind.peak - still.peak, behind.host), (on_device * WEIGHTS, host * WEIGHTS))
-    assert still.host == 0
 
 
 @pytest.mark.parametrize(("kind", "key_heads"), [("gpt2", None), ("llama", 2), ("qwen3", None), ("nanochat", None)])

@@ -1,7 +1,6 @@
 """What status.json says of a run, while it runs and after; and what is made of it."""
 
 import json
-import math
 import os
 import time
 
@@ -90,13 +89,21 @@ def test_health(tmp_path, monkeypatch, case):
     assert record.status["state"] in (state, "stalled", "dead")
 
 
+BEATS = """
+{"progress": -Infinity}
+{"heartbeat": NaN}
+{"limit": 1e300}
+{"step": "x"}
+{"pid": {}}
+"""
+
+
 def test_a_locked_folder_and_damaged_files(tmp_path):
     folder = write(tmp_path / "run", state="stopped", step=4, reason="SIGTERM")
     with held(folder / ".lock"):
         assert run_ranks(health, 1, folder)[0].state == "starting"
     assert health(folder).state == "stopped"
-    beats = ({"progress": -math.inf}, {"heartbeat": math.nan}, {"limit": 1e300}, {"step": "x"}, {"pid": {}})
-    strange = [json.dumps(facts(**beat)) for beat in beats]
+    strange = [json.dumps(facts(**json.loads(beat))) for beat in BEATS.strip().splitlines()]
     strange += [f'{{"state": "running", "step": {number}}}' for number in ("1e999", "1" * 400)]
     for text in ("", "[]", *strange, "[" * 9999):
         (folder / "status.json").write_text(text)
