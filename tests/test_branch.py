@@ -136,11 +136,17 @@ def test_what_it_branches_off_may_lie_elsewhere_on_another_machine(branching):
     assert one.shared == other.shared != none.shared
 
 
-MISTAKES = {"seed": 5, "model.n_layer": 3, "model.dropout": 0.1, "train.global_batch_tokens": 192}
+MISTAKES = """
+{"seed": 5, "model.n_layer": 3, "model.dropout": 0.1, "train.global_batch_tokens": 192}
+{"optim.name": "muon"}
+{"train.steps": 5}
+{"train.epochs": 0.01}
+"""
 
 
-@pytest.mark.parametrize("mistakes", [MISTAKES, {"optim.name": "muon"}, {"train.steps": 5}, {"train.epochs": 0.01}])
-def test_mistakes(branching, mistakes):
+@pytest.mark.parametrize("case", MISTAKES.strip().splitlines())
+def test_mistakes(branching, case):
+    mistakes = json.loads(case)
     config = branching({"train.steps": None if "train.epochs" in mistakes else 10, "optim.lr": 1.0} | mistakes)
     with pytest.raises(UserError) as raised:
         Pretraining(config, ALONE, branch_off(find_parent(config), config))

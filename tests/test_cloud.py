@@ -44,14 +44,23 @@ class Machine(NamedTuple):
         return {entry["name"]: entry.get("value", "1") for entry in self.container["env"]}
 
 
+def words_of(container):
+    return [*container["command"], *container["args"]]
+
+
+def loaded(script, folder):
+    """The configuration of a script and its flags, which its parser takes."""
+    parse_script(script, " ".join(script), folder)
+    command, default = load_docs("reference").command_of(ROOT / script[0])
+    return cli.load(command, script[1:], default)
+
+
 def job_machine():
     spec = one("kubernetes.yaml", "Job")["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
-    env = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert spec["completions"] == spec["parallelism"], "all machines at once"
-    assert spec["completions"] == int(env["PET_NNODES"])
-    return Machine(pod, container, spec["completions"], int(env["PET_NPROC_PER_NODE"]))
+    return Machine(pod, container, spec["completions"], container["resources"]["limits"]["nvidia.com/gpu"])
 
 
 def expanded(words, variables):
@@ -65,12 +74,10 @@ def test_a_bucket_is_optional(tmp_path, monkeypatch, url):
     """For pods and compose. Credentials are in no file."""
     monkeypatch.chdir(ROOT)
     machine = job_machine()
-    pod = [*machine.container["command"], *machine.container["args"]]
     given = {"MIRROR": url} if url else {}
-    for words in (expanded(pod, machine.env | given), expanded(COMPOSED["command"], given)):
+    for words in (expanded(words_of(machine.container), machine.env | given), expanded(COMPOSED["command"], given)):
         script = words[words.index("scripts/train_gpt2.py") :]
-        parse_script(script, " ".join(words), tmp_path)
-        assert cli.load(*_loaded(script)).checkpoint.mirror == url
+        assert loaded(script, tmp_path).checkpoint.mirror == url
     assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} < {*COMPOSED["environment"]}
     assert machine.container["envFrom"] == [{"secretRef": {"name": "gpt2-secrets", "optional": True}}]
     assert not [name for name in machine.env if name.startswith("AWS")]
@@ -108,12 +115,10 @@ def test_each_manifest_fits_its_schema(name, rdma):
 def test_the_data_of_the_pods_are_prepared_by_the_job_before(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (container,) = (prepare := one("prepare.yaml", "Job")["spec"]["template"]["spec"])["containers"]
-    words = [*container["command"], *container["args"]]
-    parse_script(words[1:], " ".join(words), tmp_path)
-    prepared = cli.load(*_loaded(words[1:]))
+    prepared = loaded(words_of(container)[1:], tmp_path)
     for machine in (make() for make in MACHINES):
-        words = [*machine.container["command"], *machine.container["args"]]
-        assert cli.load(*_loaded(words[words.index("scripts/train_gpt2.py") :])).data.path == prepared.output
+        words = words_of(machine.container)
+        assert loaded(words[words.index("scripts/train_gpt2.py") :], tmp_path).data.path == prepared.output
         assert machine.pod["securityContext"] == prepare["securityContext"]
         assert machine.container["image"] == container["image"]
         assert machine.container["volumeMounts"][0] == container["volumeMounts"][0]
@@ -125,7 +130,7 @@ def test_the_data_of_the_pods_are_prepared_by_the_job_before(tmp_path, monkeypat
 def test_a_pod_is_one_of_the_image_with_a_gpu_for_each_process_and_time_to_save(machine):
     pod, container, _, processes = machine()
     assert re.fullmatch(rf"[^/]+/{COMPOSED['image']}:\S+", container["image"])
-    files = [word for word in (*container["command"], *container["args"]) if word.endswith((".sh", ".py", ".yaml"))]
+    files = [word for word in words_of(container) if word.endswith((".sh", ".py", ".yaml"))]
     assert len(files) == 3
     assert [file for file in files if not {file, file.partition("/")[0]} & {*COPIED}] == []
     user = pod["securityContext"]
@@ -153,21 +158,14 @@ def check_launch(words, folder):
     assert program == "torchrun"
     assert os.access(ROOT / launch, os.X_OK)
     found = get_args_parser().parse_args(rest)
-    script = [found.training_script, *found.training_script_args]
-    parse_script(script, " ".join(words), folder)
-    config = cli.load(*_loaded(script))
+    config = loaded([found.training_script, *found.training_script_args], folder)
     return f"{config.output_dir}/{config.run_name}"
-
-
-def _loaded(script):
-    command, default = load_docs("reference").command_of(ROOT / script[0])
-    return command, script[1:], default
 
 
 def test_pods_and_the_sky_task_run_what_there_is(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     for machine in (make() for make in MACHINES):
-        check_launch([*machine.container["command"], *machine.container["args"]], tmp_path)
+        check_launch(words_of(machine.container), tmp_path)
     (task,) = documents("skypilot.yaml")
     (line,) = re.findall(r"cloud/launch\.sh .*", task["run"].replace("\\\n", ""))
     assert check_launch(line.split(), tmp_path) == "runs/gpt2_124m"
@@ -177,6 +175,17 @@ def test_pods_and_the_sky_task_run_what_there_is(tmp_path, monkeypatch):
     assert (ROOT / re.search(r"-r (\S+)", task["setup"])[1]).is_file()
     for script in (task["setup"], task["run"]):
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+SERVICE = """
+apiVersion: v1
+kind: Service
+metadata: {name: gpt2-124m}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector: {batch.kubernetes.io/job-name: gpt2-124m}
+"""
 
 
 def test_torchrun_reads_the_pods_variables(monkeypatch):
@@ -190,28 +199,24 @@ def test_torchrun_reads_the_pods_variables(monkeypatch):
     assert (found.nnodes, found.nproc_per_node) == (str(machine.nodes), str(machine.processes))
     assert (found.node_rank, found.rdzv_backend, found.master_port) == (1, "static", 29500)
     assert int(_parse_rendezvous_config(found.rdzv_conf)["timeout"]) > 900
-    job, service = one("kubernetes.yaml", "Job"), one("kubernetes.yaml", "Service")
-    subdomain = job["spec"]["template"]["spec"]["subdomain"]
-    assert subdomain == service["metadata"]["name"]
-    assert found.master_addr == f"{job['metadata']['name']}-0.{subdomain}"
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert found.master_addr == "gpt2-124m-0.gpt2-124m"
+    assert (one("kubernetes.yaml", "Job")["metadata"]["name"], machine.pod["subdomain"]) == ("gpt2-124m", "gpt2-124m")
+    assert one("kubernetes.yaml", "Service") == yaml.safe_load(SERVICE)
     reserved = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
     assert not reserved & set(train_job_machine().env), "Kubeflow refuses a TrainJob that sets them itself"
 
 
+RULES = """
+- {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
+- {action: Ignore, onExitCodes: {containerName: trainer, operator: In, values: [75]}}
+- {action: FailJob, onExitCodes: {containerName: trainer, operator: In, values: [2, 3]}}
+"""
+
+
 def test_the_job_starts_again_what_was_stopped():
+    assert (STOPPED, DIVERGED) == (75, 3)
     spec = one("kubernetes.yaml", "Job")["spec"]
-    (container,) = spec["template"]["spec"]["containers"]
-    actions = {}
-    for rule in spec["podFailurePolicy"]["rules"]:
-        if codes := rule.get("onExitCodes"):
-            assert (codes["containerName"], codes["operator"]) == (container["name"], "In")
-            actions |= dict.fromkeys(codes["values"], rule["action"])
-        else:
-            assert [condition["type"] for condition in rule["onPodConditions"]] == ["DisruptionTarget"]
-            assert rule["action"] == "Ignore"
-    assert actions == {STOPPED: "Ignore", DIVERGED: "FailJob", 2: "FailJob"}
+    assert spec["podFailurePolicy"]["rules"] == yaml.safe_load(RULES)
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "asked for by podFailurePolicy"
     assert spec["completionMode"] == "Indexed"
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
@@ -225,15 +230,25 @@ def launcher(folder, text):
     return file
 
 
-@pytest.mark.parametrize(("codes", "code", "expected"), [
-    ("", 0, 0), ("", 1, 1), ("0 0", 0, 0), ("75 75", 0, STOPPED), ("3 3", 1, DIVERGED), ("2", 1, 2), ("2 75", 1, 2),
-    ("75 75 0 0", 0, 0),  # restarted by the launcher, as an elastic one does
-    ("75 75", 1, 1),  # stopped by the launcher, since another rank crashed before training began
-])  # fmt: skip
-def test_launch_ends_with_what_the_run_came_to(tmp_path, codes, code, expected):
-    """Each of `codes` is one that a rank has recorded."""
+ENDS = """
+| 0 | 0
+| 1 | 1
+0 0 | 0 | 0
+75 75 | 0 | 75
+3 3 | 1 | 3
+2 | 1 | 2
+2 75 | 1 | 2
+75 75 0 0 | 0 | 0 # restarted by the launcher, as an elastic one does
+75 75 | 1 | 1 # stopped by the launcher, since another rank crashed before training began
+"""
+"""The codes that ranks have recorded, the launcher's, and that of launch.sh."""
+
+
+@pytest.mark.parametrize("case", ENDS.strip().splitlines())
+def test_launch_ends_with_what_the_run_came_to(tmp_path, case):
+    codes, code, expected = case.partition(" #")[0].split("|")
     torchrun = launcher(tmp_path, f'for code in {codes}; do echo $code >>"$GPT2_DDP_EXIT_CODES"; done; exit {code}')
-    assert subprocess.run([LAUNCH, torchrun], env=os.environ | {"TMPDIR": str(tmp_path)}).returncode == expected
+    assert subprocess.run([LAUNCH, torchrun], env=os.environ | {"TMPDIR": str(tmp_path)}).returncode == int(expected)
     assert [file.name for file in tmp_path.iterdir()] == ["torchrun"], "the file of codes is gone"
 
 

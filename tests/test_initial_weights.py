@@ -367,12 +367,16 @@ def test_from_the_hub(theirs, monkeypatch):
     expect_field("train.init_from", "hub:nobody/none", find_model, config("hub:nobody/none"))
 
 
+OTHER_SHAPE = """
+{"architecture": "llama", "n_layer": 3, "n_head": 4, "n_embd": 64, "n_inner": 48, "block_size": 64, "bias": false}
+"""
+
+
 def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_hashed(tmp_path):
     place = shutil.copytree(find_checkpoint(RUN).path, tmp_path / "step-00000010")
     spoil(place / "model.safetensors")
     own = find_checkpoint(place, weights=False).config["model"]
-    changes = {"architecture": "llama", "n_layer": 3, "n_head": 4, "n_embd": 64, "n_inner": 48}
-    changes |= {"block_size": 64, "bias": False}
+    changes = json.loads(OTHER_SHAPE)
     with pytest.raises(UserError) as error:
         find_model(config(place, **own | changes))
     assert [mistake.split(" = ")[0] for mistake in error.value.mistakes] == [f"model.{name}" for name in changes]

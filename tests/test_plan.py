@@ -1,14 +1,18 @@
 """The plan of a training: what it refuses is what training refuses, word for word, and it leaves nothing behind."""
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -128,18 +132,13 @@ WEIGHTS, BLOCK, IDS = 124_475_904, 7_087_872, 50_304
 """Of GPT-2 (124M)."""
 
 
-def setting(**changes):
-    values = {
-        "config": memory_config(), "kind": "cuda", "processes": 8, "precision": "bf16", "parameters": WEIGHTS,
-        "matrices": 124_354_560, "block": BLOCK, "state": 2 * WEIGHTS, "vocab_size": IDS, "micro_batch": 16,
-        "base": 0.0, "background": True,
-    }  # fmt: skip
-    return Setting(**(values | changes))
-
-
 def memory_config(model=None, **train):
     train = {"steps": 1, "activation_checkpointing": False, **train}
     return TrainingConfig.model_validate({"train": train, "model": model or {}})
+
+
+GPT2 = Setting(memory_config(), "cuda", 8, "bf16", WEIGHTS, 124_354_560, BLOCK, 2 * WEIGHTS, IDS, 0.0, 16, True)
+setting = partial(replace, GPT2)
 
 
 def test_memory_by_part():
@@ -157,13 +156,6 @@ def test_memory_by_part():
     assert recomputed < memory.parts["activations"] / 4
     fewer = estimate(setting(state=2 * WEIGHTS - 1000))  # as Muon's
     assert memory.peak - fewer.peak == memory.host - fewer.host == 4000
-
-
-@pytest.mark.parametrize(("kind", "on_device", "host"), [("cpu", 12, 0), ("cuda", 0, 12)])
-def test_a_checkpoint_behind_the_training_takes_its_copy(kind, on_device, host):
-    behind, still = (estimate(setting(kind=kind, background=it)) for it in (True, False))
-    assert_close((behind.peak - still.peak, behind.host), (on_device * WEIGHTS, host * WEIGHTS))
-    assert still.host == 0
 
 
 @pytest.mark.parametrize(("kind", "key_heads"), [("gpt2", None), ("llama", 2), ("qwen3", None), ("nanochat", None)])
@@ -193,27 +185,32 @@ def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
     assert distance(three - one, known_three - known_one) < rel
 
 
-ROOT_NUMBERS = WEIGHTS - 12 * BLOCK
-SHARDED = [
-    ({}, {}, "weights", 4 * WEIGHTS / 8),
-    ({}, {}, "gradients", 4 * WEIGHTS),  # whole, until the last micro-batch
-    ({"reduce": "each"}, {}, "gradients", 4 * (WEIGHTS / 8 + ROOT_NUMBERS + BLOCK)),
-    ({}, {"micro_batch": 64}, "gradients", 4 * (WEIGHTS / 8 + ROOT_NUMBERS + BLOCK)),
-    ({}, {}, "gathered weights", 2 * (ROOT_NUMBERS + 2 * BLOCK)),  # in bf16, the next block too
-    ({}, {"precision": "no"}, "gathered weights", 4 * (ROOT_NUMBERS + 2 * BLOCK)),
-    ({"replicas": 2}, {}, "weights", 4 * WEIGHTS / 4),
-    ({}, {"state": WEIGHTS}, "optimizer state", 4 * WEIGHTS / 8),  # as Muon's
-]
+SHARDED = """
+{} | {} | weights | 4 1/8 0 0
+{} | {} | gradients | 4 1 0 0 # whole, until the last micro-batch
+{"reduce": "each"} | {} | gradients | 4 1/8 1 1
+{} | {"micro_batch": 64} | gradients | 4 1/8 1 1
+{} | {} | gathered weights | 2 0 1 2 # in bf16, the next block too
+{} | {"precision": "no"} | gathered weights | 4 0 1 2
+{"replicas": 2} | {} | weights | 4 1/4 0 0
+{} | {"state": 124475904} | optimizer state | 4 1/8 0 0 # as Muon's
+"""
+"""The launch section, changes, a part, and its size: bytes of a number, and how often all weights, those outside of
+blocks, and a block's."""
 
 
-@pytest.mark.parametrize(("launch", "changes", "part", "size"), SHARDED)
+@pytest.mark.parametrize("case", SHARDED.strip().splitlines())
 @pytest.mark.parametrize("background", [True, False])
-def test_memory_of_shards(launch, changes, part, size, background):
+def test_memory_of_shards(case, background):
     """GPT-2 (124M) on 8 GPUs; 64 micro-batches of 1 per process and step."""
-    sections = {"train": {"steps": 1}, "launch": {"parallel": "fsdp", **launch}}
+    launch, changes, part, size = case.partition(" #")[0].split(" | ")
+    each, *shares = map(Fraction, size.split())
+    sections = {"train": {"steps": 1}, "launch": {"parallel": "fsdp", **json.loads(launch)}}
     config = TrainingConfig.model_validate(sections)
-    shards = setting(**{"config": config, "micro_batch": 1, "background": background, "validates": False, **changes})
-    assert_close(estimate(shards).parts[part], size)
+    usual = {"config": config, "micro_batch": 1, "background": background, "validates": False}
+    shards = setting(**usual | json.loads(changes))
+    numbers = np.dot(shares, [WEIGHTS, WEIGHTS - 12 * BLOCK, BLOCK])
+    assert_close(estimate(shards).parts[part], float(each * numbers))
     assert estimate(shards).host == 4 * (WEIGHTS + shards.state) * background, "all parts, on one machine"
     on_cpus = setting(config=config, kind="cpu", background=background)
     assert estimate(on_cpus).host == 0

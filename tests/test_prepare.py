@@ -64,14 +64,14 @@ def documents_of(folder, split):
 
 
 ROWS = ("a.jsonl", "b.JSONL.GZ", "c.json.zst", "d.json", "e.csv", "f.TSV", "g.parquet", "saved")
-OPTIONS = {
-    "lines.txt": {"documents": "line"},
-    "blank.txt": {"document_separator": "\n\n"},
-    "stories.txt": {"document_separator": "<|end|>"},
-    "stories.jsonl": {"document_separator": "<|end|>"},
-    "g.parquet": {"tokenizer": "gpt2"},
-    "files": {"tokenizer": "chars"},
-}
+OPTIONS = json.loads(r"""{
+"lines.txt": {"documents": "line"},
+"blank.txt": {"document_separator": "\n\n"},
+"stories.txt": {"document_separator": "<|end|>"},
+"stories.jsonl": {"document_separator": "<|end|>"},
+"g.parquet": {"tokenizer": "gpt2"},
+"files": {"tokenizer": "chars"}
+}""")
 IN_PARTS = {"a.jsonl", "g.parquet", "lines.txt", "stories.txt", "files", "utf-16"}
 ALONE = {"blank.txt": "\n\n\n", "lines.txt": "\r\n", "stories.txt": "\n<|end|>\r\n"}
 
@@ -207,11 +207,18 @@ def test_two_at_once(texts, tmp_path):
     verify_shards(tmp_path / "out", read_manifest(tmp_path / "out"))
 
 
-@pytest.mark.parametrize(("source", "tokenizer", "field"), [
-    ("*.none", "bytes", "source"), ("empty.txt", "bytes", "source"),
-    ("words.txt", "gpt5", "tokenizer"), ("words.txt", "words.txt", "tokenizer"),
-])  # fmt: skip
-def test_mistakes_are_named_and_leave_nothing(tmp_path, source, tokenizer, field):
+MISTAKES = """
+*.none bytes source
+empty.txt bytes source
+words.txt gpt5 tokenizer
+words.txt words.txt tokenizer
+"""
+"""The source, the tokenizer, and the field of the error."""
+
+
+@pytest.mark.parametrize("case", MISTAKES.strip().splitlines())
+def test_mistakes_are_named_and_leave_nothing(tmp_path, case):
+    source, tokenizer, field = case.split()
     (tmp_path / "words.txt").write_text("text")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "one/mine").mkdir(parents=True)

@@ -1,7 +1,6 @@
 """What status.json says of a run, while it runs and after; and what is made of it."""
 
 import json
-import math
 import os
 import time
 
@@ -15,7 +14,7 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.reports.runs import read_runs
-from gpt2_ddp.reports.status import SILENT, health, show_status
+from gpt2_ddp.reports.status import health, show_status
 
 NOW = 1_000_000.0
 
@@ -58,17 +57,24 @@ def test_what_a_trainer_writes(tmp_path, monkeypatch):
     folder.release()
 
 
-FAR = {"host": "far", "machine": "m"}
+HEALTH = r"""
+{} | 5 | running
+{"heartbeat": 1000119.0} | 119 | running
+{"heartbeat": 1000121.0} | 121 | stalled
+{"stage": "save", "limit": 500.0, "heartbeat": 1000400.0} | 400 | running
+{} | 91 | stalled # the whole process stands still
+{"started": 1} | 5 | dead # another process has its number now
+{"host": "far", "machine": "m"} | 89 | running
+{"host": "far", "machine": "m"} | 91 | dead
+{"state": "stopped", "reason": "x\nFile"} | 60 | stopped
+"""
+"""What differs from the status of a running run, the time since NOW, and the state."""
 
 
-@pytest.mark.parametrize(("changes", "age", "state"), [
-    ({}, 5, "running"), ({"heartbeat": NOW + 119}, 119, "running"), ({"heartbeat": NOW + 121}, 121, "stalled"),
-    ({"stage": "save", "limit": 500.0, "heartbeat": NOW + 400}, 400, "running"),
-    ({}, SILENT + 1, "stalled"),  # the whole process stands still
-    ({"started": 1}, 5, "dead"),  # another process has its number now
-    (FAR, SILENT - 1, "running"), (FAR, SILENT + 1, "dead"), ({"state": "stopped", "reason": "x\nFile"}, 60, "stopped"),
-])  # fmt: skip
-def test_health(tmp_path, monkeypatch, changes, age, state):
+@pytest.mark.parametrize("case", HEALTH.strip().splitlines())
+def test_health(tmp_path, monkeypatch, case):
+    said, seconds, state = case.partition(" #")[0].split(" | ")
+    changes, age = json.loads(said), int(seconds)
     folder = write(tmp_path / "run", **facts(**changes))
     os.utime(folder / "status.json", (NOW, NOW))
     with monkeypatch.context() as patch:
@@ -83,13 +89,21 @@ def test_health(tmp_path, monkeypatch, changes, age, state):
     assert record.status["state"] in (state, "stalled", "dead")
 
 
+BEATS = """
+{"progress": -Infinity}
+{"heartbeat": NaN}
+{"limit": 1e300}
+{"step": "x"}
+{"pid": {}}
+"""
+
+
 def test_a_locked_folder_and_damaged_files(tmp_path):
     folder = write(tmp_path / "run", state="stopped", step=4, reason="SIGTERM")
     with held(folder / ".lock"):
         assert run_ranks(health, 1, folder)[0].state == "starting"
     assert health(folder).state == "stopped"
-    beats = ({"progress": -math.inf}, {"heartbeat": math.nan}, {"limit": 1e300}, {"step": "x"}, {"pid": {}})
-    strange = [json.dumps(facts(**beat)) for beat in beats]
+    strange = [json.dumps(facts(**json.loads(beat))) for beat in BEATS.strip().splitlines()]
     strange += [f'{{"state": "running", "step": {number}}}' for number in ("1e999", "1" * 400)]
     for text in ("", "[]", *strange, "[" * 9999):
         (folder / "status.json").write_text(text)
