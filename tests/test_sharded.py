@@ -30,7 +30,7 @@ from runs import (
 )
 
 from gpt2_ddp.distributed.launch import LONGEST
-from gpt2_ddp.tasks import pretraining
+from gpt2_ddp.model import gpt
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training import loop
 
@@ -134,7 +134,7 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
     scores of tasks and samples."""
     more = MUON | {"model.document_mask": True, "eval.tasks": [items_file(tmp_path)], "eval.every": 5}
     more |= {"train.activation_checkpointing": True, "train.micro_batch_size": 1}
-    monkeypatch.setattr(pretraining, "resolve_loss_chunk", lambda *_: 32)
+    monkeypatch.setattr(gpt, "loss_chunk", lambda x: 32)
     more |= {"tracking.sample_every": 5, "optim.decay_steps": 25}
     train_with_faults(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
     for number, (processes, way, replicas) in enumerate(

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model import compiled as compiling
+from gpt2_ddp.model import gpt as gpt_module
 from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, compiled, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.memory import peak_of, pick_micro_batch, setting_of, tried_micro_batch
@@ -33,9 +34,8 @@ def batch():
     return inputs, targets
 
 
-def loss_and_gradients(model, chunk, reduction, half):
+def loss_and_gradients(model, reduction, half):
     """The loss, and all gradients of 0.3 times it, of two micro-batches that are summed."""
-    model.loss_chunk = chunk
     model.zero_grad()
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -48,12 +48,13 @@ def loss_and_gradients(model, chunk, reduction, half):
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "nanochat", "speedrun"])
 @pytest.mark.filterwarnings("error")
-def test_a_loss_in_chunks_is_the_whole_one(kind, reduction, half):
+def test_a_loss_in_chunks_is_the_whole_one(monkeypatch, kind, reduction, half):
     with nullcontext() if half else float64():  # of which autocast changes nothing
         model = gpt(architecture=kind).eval()  # no dropout of pairs
-        loss, gradients = loss_and_gradients(model, None, reduction, half)
+        loss, gradients = loss_and_gradients(model, reduction, half)
         for chunk in (1, 20, 95):
-            own, its = loss_and_gradients(model, chunk, reduction, half)
+            monkeypatch.setattr(gpt_module, "loss_chunk", lambda x, chunk=chunk: chunk)
+            own, its = loss_and_gradients(model, reduction, half)
             assert own.dtype == loss.dtype == torch.get_default_dtype()
             assert_close((own, its), (loss, gradients), 0.3 if half else 1e-9)
 
@@ -70,10 +71,10 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_logits_are_never_whole(trains):
+def test_logits_are_never_whole(monkeypatch, trains):
     model, sizes = gpt(), []
-    for chunk in (None, 8):
-        model.loss_chunk = chunk
+    for chunk in (0, 8):
+        monkeypatch.setattr(gpt_module, "loss_chunk", lambda x, chunk=chunk: chunk)
         with Largest() as largest, torch.set_grad_enabled(trains):
             loss = model(*batch(), reduction="sum" if trains else "none")
             if trains:

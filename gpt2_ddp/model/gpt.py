@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_ddp.config.training import ModelConfig, TrainConfig
+from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Cache, Context, Head, make_norm, rotation
 from gpt2_ddp.model.roles import Role, roles
 
@@ -25,14 +25,14 @@ VOCAB_MULTIPLE = 128
 PAIR_HASH, PAIR_DROPOUT = 92_821, 0.3
 """Prime factor of the first token in the hash of a pair; dropout of the embeddings of pairs, which would learn a text
 by heart in its second epoch (docs/speedrun.md)."""
-GPU_LOSS_CHUNK = 8192
-"""Tokens per chunk of the loss on GPUs without a compiler: GPT-2's logits take about 1 GB in bf16."""
+LOSS_CHUNK = 8192
+"""Tokens per chunk of the loss on GPUs: GPT-2's logits take about 1 GB in bf16."""
 
 
-def resolve_loss_chunk(train: TrainConfig, device_type: str) -> int | None:
-    """Tokens per chunk of the loss, or None for all tokens at once. The compiled loss keeps no logits in fp32, so
+def loss_chunk(x: Tensor) -> int:
+    """Tokens per chunk of the loss of these hidden states; 0: all at once. A compiled loss keeps no logits in fp32, so
     chunks would save little."""
-    return GPU_LOSS_CHUNK if device_type == "cuda" and train.compile == "off" else None
+    return LOSS_CHUNK if x.is_cuda and not torch.compiler.is_compiling() else 0
 
 
 class GPT(nn.Module):
@@ -43,7 +43,6 @@ class GPT(nn.Module):
         vocab_size: ids of the data; the embedding's padding rows above them are never predicted.
         eot: id of end-of-text, the first token of a document; a `document_mask` needs it.
         activation_checkpointing: recomputes each block's activations in the backward pass.
-        loss_chunk: tokens per chunk of the loss (`model.chunked_loss`); None: all at once.
     """
 
     padding_mask: Tensor | None
@@ -54,14 +53,12 @@ class GPT(nn.Module):
         vocab_size: int,
         eot: int | None = None,
         activation_checkpointing: bool = False,
-        loss_chunk: int | None = None,
     ):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
         self.eot = eot
         self.activation_checkpointing = activation_checkpointing
-        self.loss_chunk = loss_chunk
         self.compiles_blocks = False
         padded = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         kind = ARCHITECTURES[config.architecture]
@@ -115,10 +112,10 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """The loss of hidden states [B, T, C], as `forward` returns it."""
         rows, head = self.ln_f(x).flatten(0, 1), self._head()
-        if self.loss_chunk and targets.numel() > self.loss_chunk:
+        if (chunk := loss_chunk(rows)) and len(rows) > chunk:
             from gpt2_ddp.model.chunked_loss import chunked_loss
 
-            loss = chunked_loss(rows, head, targets.flatten(), self.loss_chunk, reduction)
+            loss = chunked_loss(rows, head, targets.flatten(), chunk, reduction)
         else:
             loss = F.cross_entropy(head.logits(rows), targets.flatten(), reduction=reduction)
         return loss.view_as(targets) if reduction == "none" else loss

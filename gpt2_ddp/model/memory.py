@@ -16,7 +16,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.evaluate import BATCH
-from gpt2_ddp.model.gpt import GPT, GPU_LOSS_CHUNK, resolve_loss_chunk
+from gpt2_ddp.model.gpt import GPT, LOSS_CHUNK
 from gpt2_ddp.model.optim import STATE_NUMBERS, build_optimizer
 
 ROOM = 0.9  # largest estimate for a micro-batch, as a fraction of a GPU's memory
@@ -144,9 +144,9 @@ def _logits(setting: Setting, tokens: int, trains: bool = False) -> float:
     logits. In half precision: logits in half and in fp32, and log-softmax. Compiled for a GPU: logits, in whose place
     their gradients come."""
     model, train = setting.config.model, setting.config.train
-    chunk = min(tokens, resolve_loss_chunk(train, setting.kind) or tokens)
-    if setting.kind == "cuda" and train.compile != "off" and chunk == tokens:
-        return float(setting.number_bytes * chunk * setting.vocab_size)
+    if setting.kind == "cuda" and train.compile != "off":
+        return float(setting.number_bytes * tokens * setting.vocab_size)
+    chunk = min(tokens, LOSS_CHUNK) if setting.kind == "cuda" else tokens
     if not trains:
         return chunk * setting.vocab_size * (8.0 if setting.precision == "no" else 10.0)
     capped = ARCHITECTURES[model.architecture].soft_cap is not None
@@ -219,8 +219,7 @@ def tried_micro_batch(model: GPT, accelerator: Accelerator, windows: int, size: 
 
 def _fits(model: GPT, accelerator: Accelerator, size: int) -> bool:
     tokens = torch.zeros(size, model.config.block_size, dtype=torch.int64, device=accelerator.device)
-    kept, fits, chunk = list[torch.Tensor](), True, model.loss_chunk
-    model.loss_chunk = chunk or GPU_LOSS_CHUNK  # nothing is compiled yet, and whole logits would be in fp32
+    kept, fits = list[torch.Tensor](), True
     try:
         kept += [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]  # optimizer state
         with accelerator.autocast():
@@ -228,7 +227,6 @@ def _fits(model: GPT, accelerator: Accelerator, size: int) -> bool:
         kept[-1].backward()
     except torch.OutOfMemoryError:
         fits = False
-    model.loss_chunk = chunk
     kept.clear()  # with the loss its graph; NCCL cannot allocate what stays in PyTorch's cache
     model.zero_grad(set_to_none=True)
     if accelerator.device.type == "cuda":

@@ -30,7 +30,7 @@ from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
-from gpt2_ddp.model.gpt import GPT, count_parameters, resolve_loss_chunk, without_init
+from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.state import CODE, GPTData, Mixture, OwnCode, Parent, Scores, State, TaskState
 from gpt2_ddp.training.meters import device_name
@@ -238,10 +238,10 @@ class Pretraining:
         config, windows = self.config, [*map(len, sources)]
         return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
 
-    def make_model(self, vocab_size: int, eot: int | None = None, loss_chunk: int | None = None) -> GPT:
+    def make_model(self, vocab_size: int, eot: int | None = None) -> GPT:
         """The plain model, which is called like a `GPT`. Arguments: as of `GPT`."""
         config = self.config
-        return GPT(config.model, vocab_size, eot, config.train.activation_checkpointing, loss_chunk)
+        return GPT(config.model, vocab_size, eot, config.train.activation_checkpointing)
 
     def build_model(self) -> None:
         """Makes the model with its initial weights. Raises: UserError if memory or `train.init_from` does not fit."""
@@ -249,11 +249,8 @@ class Pretraining:
         if torch.get_default_device().type != "meta":  # which plan.py makes it on
             on_every_rank(partial(check_memory, config.model, self.manifest.vocab_size))
         torch.manual_seed(config.seed)
-        loss_chunk = resolve_loss_chunk(config.train, self.accelerator.device.type)
-        make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot, loss_chunk)
-        begins = (
-            is_main_process() and not self._saved
-        )  # others receive their weights from there, or from the checkpoint
+        make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
+        begins = is_main_process() and not self._saved  # others receive their weights, or load a checkpoint's
         if config.parallel == "fsdp":
             from gpt2_ddp.training.sharded import make_model
 
