@@ -59,7 +59,7 @@ def job_machine():
     spec = one("kubernetes.yaml", "Job")["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
-    assert spec["completions"] == spec["parallelism"], "all machines at once"
+    assert spec["completions"] == spec["parallelism"]  # all machines at once
     return Machine(pod, container, spec["completions"], container["resources"]["limits"]["nvidia.com/gpu"])
 
 
@@ -105,9 +105,12 @@ MACHINES = (job_machine, train_job_machine)
 def test_each_manifest_fits_its_schema(name, rdma):
     """The models hold the schemas of Kubernetes and of Kubeflow Trainer; they drop a field that they do not know."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-    kinds = {"Service": models.IoK8sApiCoreV1Service, "Job": models.IoK8sApiBatchV1Job}
-    kinds |= {"PersistentVolumeClaim": models.IoK8sApiCoreV1PersistentVolumeClaim}
-    kinds |= {"TrainJob": models.TrainerV1alpha1TrainJob}
+    kinds = {
+        "Service": models.IoK8sApiCoreV1Service,
+        "Job": models.IoK8sApiBatchV1Job,
+        "PersistentVolumeClaim": models.IoK8sApiCoreV1PersistentVolumeClaim,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+    }
     for document in documents(name, rdma):
         assert kinds[document["kind"]].from_dict(document).to_dict() == document
 
@@ -145,7 +148,7 @@ def test_a_pod_is_one_of_the_image_with_a_gpu_for_each_process_and_time_to_save(
     assert resources["limits"]["nvidia.com/gpu"] == processes
     assert resources["requests"]["cpu"] >= processes
     shm, memory = volumes["shm"]["emptyDir"]["sizeLimit"], resources["requests"]["memory"]
-    assert int(shm.removesuffix("Gi")) < int(memory.removesuffix("Gi")), "it counts"
+    assert int(shm.removesuffix("Gi")) < int(memory.removesuffix("Gi"))  # it counts
     documented = re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text())
     assert pod["terminationGracePeriodSeconds"] >= max(map(int, documented))
 
@@ -249,7 +252,7 @@ def test_launch_ends_with_what_the_run_came_to(tmp_path, case):
     codes, code, expected = case.partition(" #")[0].split("|")
     torchrun = launcher(tmp_path, f'for code in {codes}; do echo $code >>"$GPT2_DDP_EXIT_CODES"; done; exit {code}')
     assert subprocess.run([LAUNCH, torchrun], env=os.environ | {"TMPDIR": str(tmp_path)}).returncode == int(expected)
-    assert [file.name for file in tmp_path.iterdir()] == ["torchrun"], "the file of codes is gone"
+    assert [file.name for file in tmp_path.iterdir()] == ["torchrun"]  # the file of codes is gone
 
 
 def test_a_user_error_and_a_command_that_is_not_there_end_launch_with_2(tmp_path):

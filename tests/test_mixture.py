@@ -18,7 +18,7 @@ from conftest import module_text, write_shards
 from ranks import in_turn, run_ranks
 from runs import complete, edit_manifest, edit_rows, gpt_state, permuted, rows, train, training_config, verified
 
-from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
@@ -142,9 +142,8 @@ CHANGES = json.loads("""
 """Steps are of 240 windows."""
 
 
-def config_of(sources, output, **changes):
-    changed = {name.replace("__", "."): value for name, value in changes.items()}
-    return training_config("", output, CHANGES | {"data.path": sources} | changed)
+def config_of(sources, output, changes=()):
+    return training_config("", output, CHANGES | {"data.path": sources} | dict(changes))
 
 
 def windows_of(sources):
@@ -160,21 +159,18 @@ def test_windows_are_read_from_the_source_that_they_are_of(sources):
         assert row.tolist() == alone[0].tolist()
 
 
-def test_from_the_command_line(tmp_path):
+def test_from_the_command_line():
     flags = (
         "--data.path a/v1 b/v1-2 c/v1 --data.weights 6 3 1 --data.phases 8000:1:8:1 20000:0:0:1 --model.block_size 8"
     )
     config = load(TrainingConfig, [*flags.split(), "--train.steps", "1"])
     assert config.data.names == ("v1", "v1-2", "v1-2-2")
-    file = tmp_path / "config.yaml"
-    file.write_text(dump(config))
-    assert load(TrainingConfig, ["--config", str(file)]) == config
 
 
 def test_what_a_source_weighs_in_validation(sources, tmp_path):
     """As data.weights say, else by its windows; one whose split has no window counts for nothing."""
     manifests = read_manifests(sources)
-    config = config_of(sources, tmp_path, data__weights=[3, 1, 1])
+    config = config_of(sources, tmp_path, {"data.weights": [3, 1, 1]})
     assert source_weights(config, manifests) == {0: 0.75, 1: 0.25}  # the third has no validation split
     for tokens, weights in ((2, {0: 0.75, 1: 0.25}), (1, {1: 1.0})):
         splits = {"val": [dataclasses.replace(manifests[0].splits["val"][0], tokens=tokens)]}
@@ -295,11 +291,11 @@ def test_what_a_run_goes_on_with(case):
 
 def test_a_run_over_one_folder_goes_on_with_several(sources, tmp_path, capsys):
     """Its first windows are what they were; verify_run finds all of it intact, and other past weights are refused."""
-    annealed = {"data__weights": [1, 0, 0], "data__phases": ["7000:0:0.5:0.5"]}
+    annealed = {"data.weights": [1, 0, 0], "data.phases": ["7000:0:0.5:0.5"]}
     configs = [
-        config_of(sources[:1], tmp_path, data__weights=[], data__phases=[], train__steps=4),
-        config_of(sources, tmp_path, data__weights=[1, 1, 0]),
-        config_of(sources, tmp_path, **annealed),
+        config_of(sources[:1], tmp_path, {"data.weights": [], "data.phases": [], "train.steps": 4}),
+        config_of(sources, tmp_path, {"data.weights": [1, 1, 0]}),
+        config_of(sources, tmp_path, annealed),
     ]
     ((first, refused, outcome),) = run_ranks(in_turn, 1, *[(train, config) for config in configs])
     assert (first, outcome) == ("completed", "completed")

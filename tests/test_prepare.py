@@ -271,10 +271,18 @@ def test_many_who_fail_at_once_leave_nothing(tmp_path):
             assert list(tmp_path.iterdir()) == []
 
 
+OUTPUTS = """
+stdlib data/stdlib
+texts/shakespeare.txt data/shakespeare
+texts/**/*.txt data/texts
+*.txt data/text
+hub:HuggingFaceFW/fineweb-edu data/fineweb-edu
+"""
+
+
 def test_default_outputs():
-    sources = ("stdlib", "texts/shakespeare.txt", "texts/**/*.txt", "*.txt", "hub:HuggingFaceFW/fineweb-edu")
-    outputs = [PrepareConfig(source=source).folder.removeprefix("data/") for source in sources]
-    assert outputs == ["stdlib", "shakespeare", "texts", "text", "fineweb-edu"]
+    for source, output in map(str.split, OUTPUTS.strip().splitlines()):
+        assert PrepareConfig(source=source).folder == output
     assert PrepareConfig(source="hub:a/b", subset="c").folder == "data/b-c"
 
 

@@ -81,9 +81,7 @@ def test_health(tmp_path, monkeypatch, case):
         patch.setattr(time, "time", lambda: NOW + age)
         found = health(folder)
     assert found[:3] == (state, 7, age)
-    assert (
-        found.detail == "x" if state == "stopped" else f"on {changes.get('host', os.uname().nodename)}" in found.detail
-    )
+    assert found.detail == "x" if state == "stopped" else f"on {facts(**changes)['host']}" in found.detail
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     (record,) = read_runs([folder])  # today
     assert record.status["state"] in (state, "stalled", "dead")
