@@ -19,8 +19,8 @@ def test_a_line_has_a_tasks_own_numbers():
 
 def test_rows_go_to_standard_output_and_warnings_to_stderr(tmp_path, capsys):
     folder = open_folder(tmp_path / "run")
-    metrics = Metrics(RunLog(folder), 1000)
-    metrics.log(ROW)
+    metrics = Metrics(RunLog(folder))
+    metrics.log(ROW, 1000)
     metrics.print("warning: late")
     metrics.close()
     folder.release()

@@ -313,7 +313,7 @@ def sample_defects(run, end=LogEnd()):  # noqa: B008
 def test_samples_of_a_run_that_was_rolled_back(tmp_path):
     """A killed process may lack the newest ones, but none that its newest checkpoint has."""
     run = begun_log(tmp_path / "run")
-    metrics = Metrics(run, 9)
+    metrics = Metrics(run)
     metrics.show_samples(2, [Sample("", "a"), Sample("b", "bc")])
     run.append_rollback({"event": "rollback", "step": 1, "from": 2, "skipped_range": [12, 24]})
     metrics.show_samples(3, [Sample("", "d")])

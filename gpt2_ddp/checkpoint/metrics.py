@@ -48,11 +48,10 @@ class Sample(NamedTuple):
 
 
 class Metrics:
-    """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints them. `steps`: of the
-    whole run; None while unknown."""
+    """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints them."""
 
-    def __init__(self, log: RunLog, steps: int | None, on_row: OnRow | None = None):
-        self._log, self.steps = log, steps
+    def __init__(self, log: RunLog, on_row: OnRow | None = None):
+        self._log = log
         self._failed: set[str] = set()
         self.trackers: Trackers | None = None
         self._on_row = on_row if log.is_main else None
@@ -64,15 +63,16 @@ class Metrics:
 
             self.trackers = Trackers(self.attempt, config, run_id, self._log.path)
 
-    def log(self, row: dict[str, Any]) -> None:
-        """Writes and prints one row. JSON lacks numbers that are not finite; they become null."""
+    def log(self, row: dict[str, Any], steps: int | None) -> None:
+        """Writes and prints one row. JSON lacks numbers that are not finite; they become null. `steps`: of the whole
+        run; None while unknown."""
         row = finite(row)
         self._log.append(row)
         if self.trackers:
             self.trackers.log({**row, "chain": self._log.chain})
-        left = time_left(row, self.steps) if self.steps else None
+        left = time_left(row, steps) if steps else None
         rest = [f"{duration(left)} left"] if left else []
-        self.print("  ".join([f"step {row['step']:>6}/{self.steps or '?'}", *describe(row), *rest]))
+        self.print("  ".join([f"step {row['step']:>6}/{steps or '?'}", *describe(row), *rest]))
         if self._on_row:
             self._on_row(row)
 

@@ -126,7 +126,7 @@ def _evaluate_log_sample(run: Training) -> None:
             pending.row, pending.evaluate = (pending.row | scores if has_row else {}), False
             pending.save = pending.save or (run.progress.is_best and run.config.eval_patience is not None)
         if pending.row:
-            metrics.log(pending.row)
+            metrics.log(pending.row, run.steps)
             pending.row = {}
         if run.early_end and run.task.due(run.step, last=True).sample:
             pending.sample = is_long = True

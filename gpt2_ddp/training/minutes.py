@@ -30,7 +30,6 @@ def settle_length(run: Training, begun: float) -> Training:
     task: Any = run.task
     task.set_steps(found["steps"])
     run = replace(run, steps=task.total_steps(len(task.feed.order)), config_yaml=dump(run.config))
-    run.metrics.steps = run.steps
     event = {"event": "length", "step": run.step, **found}
     run.log.append(event | {"config": run.config.model_dump(mode="json")})
     run.log.write_config(run.config)

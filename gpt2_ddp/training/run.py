@@ -384,7 +384,7 @@ def start(trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = 
     recorded as its failure. The main process passes each row to `on_row`. Collective."""
     config, accelerator, log = trainer.config, trainer.accelerator, trainer.log
     throughput = Throughput(trainer.task, accelerator.device)
-    metrics = Metrics(log, trainer.steps, on_row)
+    metrics = Metrics(log, on_row)
     by_machine = bool(elastic_nodes()) and machines() > 1
     stop = StopRequest(accelerator, trainer.begun, config.train.max_minutes, trainer.watchdog.progress, by_machine)
     run = Training(**vars(trainer), stop=stop, metrics=metrics, throughput=throughput)
