@@ -16,7 +16,7 @@ from gpt2_ddp.training.run import Training
 TIMED = 64
 """Steps that are timed, unless the warm-up is shorter. A checkpoint or a stop ends that earlier."""
 SAMPLE = 0.12
-"""Seconds of a sample of text for each layer (estimate): its 200 tokens come one after another."""
+"""Seconds of a layer in a sample of text (estimate): its 200 tokens come one after another, for all prompts at once."""
 
 
 def settle_length(run: Training, begun: float) -> Training:
@@ -56,7 +56,7 @@ def _measure(run: Training, begun: float) -> dict[str, Any]:
         evaluation = min(evaluation or estimate, estimate)
     save = stop.typical("save")
     every = config.tracking.sample_every
-    sample = SAMPLE * config.model.n_layer * len(config.tracking.sample_prompt) if every else 0.0
+    sample = SAMPLE * config.model.n_layer if every else 0.0
     each = step_seconds + evaluation / config.eval.every + save / config.checkpoint.every + sample / max(every, 1)
     passed = passed_since(begun)
     steps = run.step + int((60 * config.minutes - passed - evaluation - save - sample) / each)
