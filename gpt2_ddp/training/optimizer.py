@@ -20,7 +20,7 @@ class GuardedOptimizer:
     """An optimizer whose step changes nothing where it is to be skipped. No method waits for the device.
 
     All ranks skip the same steps, as `Guard.judge_gradient` says it of the all-reduced gradient. A fused kernel reads
-    `found_inf` on the device. An fp16 loss scaler sets that, too, from the gradients. For other optimizers parameters
+    `found_inf` on the device. For other optimizers parameters
     and state are copied before the step and restored after it.
 
     Attributes:
@@ -62,8 +62,7 @@ class GuardedOptimizer:
         return bad
 
     def _set_found_inf(self, optimizer: Any, args: object, kwargs: object) -> None:
-        scaled = "grad_scale" in vars(optimizer)  # a scaler sets it during its step, with its own found_inf
-        optimizer.found_inf = torch.maximum(optimizer.found_inf, self._skip) if scaled else self._skip
+        optimizer.found_inf = self._skip  # also where a scaler has set it: then the norm is not finite either
 
     def _copy_tensors(self, optimizer: Any, args: object, kwargs: object) -> None:
         self._before = {tensor: tensor.detach().clone() for tensor in _tensors(optimizer)}
