@@ -56,7 +56,7 @@ RATES = """
 cosine 10 110 0.1 | 1 0.1 5 0.5 10 1 35 0.8681980515339464 60 0.55 110 0.1 10000 0.1
 cosine 10 11 0.1 | 10 1 11 0.1
 cosine 50 20 0.1 | 20 0.4 51 0.1
-wsd 10 100 0 | 5 0.5 10 1 45 1 79 1 80 1 90 0.5 100 0 101 0
+wsd 10 100 0 | 5 0.5 10 1 45 1 79 1 80 1 90 0.5 95 0.25 100 0 101 0
 constant 0 9 0.1 | 1 1 1000000 1
 """
 """Schedule, end of the warm-up and of the decay, least rate; steps and their rates."""

@@ -66,7 +66,7 @@ def test_a_signal_that_comes_twice_is_one_request(corpus, tmp_path):
     """To every process of a job, and again through the launcher; who interrupts later than that is impatient. And a run
     stops after the step, also where nothing else follows it."""
     calls = [(interrupted, first, echo) for first in (signal.SIGINT, signal.SIGTERM) for echo in (600.0, 0.0)]
-    config = training_config(corpus, tmp_path, {"tracking.log_every": 99, "eval.every": 99, "checkpoint.every": 99})
+    config = training_config(corpus, tmp_path, {"tracking.log_every": 99})
     calls.append((train_with_faults, config, (0, 0), 1, 3, signal.SIGTERM))
     (found,) = run_ranks(in_turn, 1, *calls)
     assert found == [("another rank", False), ("another rank", True)] * 2 + ["stopped"]

@@ -75,6 +75,7 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path):
     assert ours["step"] == theirs["step"] == 20
     assert distance(ours["val_loss"], theirs["val_loss"]) < 0.02
     assert ours["skipped"] == 0  # those of the stretch that does not stand
+    assert "not_finite" not in theirs
 
     assert is_intact(run)
     change(run / "metrics.jsonl", f"[{12 * 5}, {12 * 14}]", f"[{12 * 5}, {12 * 15}]")
