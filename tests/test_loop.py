@@ -167,9 +167,9 @@ def test_resumed_on_other_numbers_of_processes(corpus, tmp_path, trained):
 
 
 def train_on_unlike_processors(config):
-    from gpt2_ddp.model import muon
+    from gpt2_ddp.model import optim
 
-    muon.multiplies_bf16 = lambda device: os.environ.get("RANK") != "1"
+    optim.multiplies_bf16 = lambda device: os.environ.get("RANK") != "1"
     return train(config)
 
 

@@ -17,7 +17,7 @@ from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.distributed.launch import build_accelerator
-from gpt2_ddp.model import muon
+from gpt2_ddp.model import muon, optim
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.memory import setting_of
 from gpt2_ddp.model.muon import orthogonal
@@ -164,8 +164,9 @@ def test_muon_steps_each_matrix_of_a_stack(shape):
     stack.grad = gradients.view_as(stack)
     for one, gradient in zip(alone, gradients, strict=True):
         one.grad = gradient
+    group = {"momentum": 0.9, "weight_decay": 0.1, "dtype": torch.float32, "sent_dtype": torch.float32}
     for parameters in ([stack], alone):
-        muon.MuonAdamW([{"params": parameters, "momentum": 0.9, "weight_decay": 0.1}], {"lr": 1.0}).step()
+        muon.MuonAdamW([group | {"params": parameters}], {"lr": 1.0}).step()
     assert_close(stack.flatten(0, 1), torch.stack(alone))
 
 
@@ -226,7 +227,7 @@ def test_muon_computes_and_sends_bf16_in_a_bf16_run(has, bf16, monkeypatch):
     """It computes in bf16 where the device has that. The step of a zero matrix is its update, which bf16 holds
     exactly."""
     seen = set()
-    monkeypatch.setattr(muon, "multiplies_bf16", lambda device: has)
+    monkeypatch.setattr(optim, "multiplies_bf16", lambda device: has)
     monkeypatch.setattr(muon, "orthogonal", lambda matrix, dtype: seen.add(dtype) or orthogonal(matrix, dtype))
     model = small_model()
     optimizer = build_optimizer(model, OptimConfig(name="muon"), bf16)

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from gpt2_ddp.distributed.launch import multiplies_bf16
-
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 """Newton-Schulz iteration by Jordan: singular values end between about 0.7 and 1.2."""
 TOGETHER = 2**22
@@ -97,16 +95,14 @@ def adamw_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, steps:
 
 def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor]) -> None:
     """Step of `torch.optim.Muon`. The update of an [A, B] matrix is Nesterov's momentum, orthogonalized and scaled by
-    √max(1, A/B) (the "original" adjustment): its spectral norm is about the learning rate at any width. A group with
-    `bf16` iterates in bf16, on devices with instructions for it, and sends bf16; otherwise all is fp32."""
-    sent_dtype = torch.bfloat16 if group.get("bf16") else torch.float32
-    dtype = sent_dtype if multiplies_bf16(parameters[0].device) else torch.float32
+    √max(1, A/B) (the "original" adjustment): its spectral norm is about the learning rate at any width."""
     gradients = [local(parameter.grad) for parameter in parameters]
     for gradient, buffer in zip(gradients, buffers, strict=True):
         buffer.lerp_(torch.where(bad, buffer, gradient), 1 - group["momentum"])  # lerp to itself keeps it
     direction = lambda n: gradients[n].lerp(buffers[n], group["momentum"])  # noqa: E731
     share = sharded_updates if hasattr(parameters[0], "device_mesh") else orthogonal_updates
-    for parameter, update in zip(parameters, share(parameters, direction, dtype, sent_dtype), strict=True):
+    updates = share(parameters, direction, group["dtype"], group["sent_dtype"])
+    for parameter, update in zip(parameters, updates, strict=True):
         held = local(parameter)
         stepped = held * (1 - group["lr"] * group["weight_decay"])
         stepped.add_(update, alpha=-group["lr"] * math.sqrt(max(1, parameter.size(-2) / parameter.size(-1))))

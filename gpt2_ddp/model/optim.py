@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from gpt2_ddp.config.training import OptimConfig
+from gpt2_ddp.distributed.launch import multiplies_bf16
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.roles import roles
 
@@ -22,11 +23,13 @@ NOBODY = "the model trains no parameter of the role {}; {}, or name some in the 
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, bf16: bool = False) -> Optimizer:
-    """The optimizer over the plain model. `bf16`: whether the run's precision allows Muon's updates in bf16. Raises:
-    UserError for a setting of a group that no parameter is in."""
+    """The optimizer over the plain model. `bf16`: Muon sends its updates in bf16, and computes them in bf16 on devices
+    with instructions for it. Raises: UserError for a setting of a group that no parameter is in."""
     optimizer = OPTIMIZERS[config.name](model, config)
+    sent = torch.bfloat16 if bf16 else torch.float32
+    dtype = sent if multiplies_bf16(next(model.parameters()).device) else torch.float32
     for group in optimizer.param_groups:
-        group["bf16"] = bf16
+        group |= {"sent_dtype": sent, "dtype": dtype}
     return optimizer
 
 
