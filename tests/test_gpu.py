@@ -89,7 +89,7 @@ steps: ["{step}steps --repeats 2 --compile off blocks model --micro_batch 16 64"
 124M: ["{124M} --run_name 124M"]
 trace: ["tests/test_gpu.py trace {device} {out}{preset}"]
 # what the guarantees cost
-guards off: ["{124M} --run_name unguarded --guard.norm_sigmas null --guard.loss_sigmas null"]
+guards off: ["{124M} --run_name unguarded --guard.sigmas null"]
 saves in the background: ["{124M} --run_name background --checkpoint.every 10 --checkpoint.background yes"]
 saves standing: ["{124M} --run_name standing --checkpoint.every 10 --checkpoint.background no"]
 checkpoint: ["-m benchmarks checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}"]

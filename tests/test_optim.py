@@ -48,7 +48,7 @@ def take_step(optimizer, norm, guard=None, lr=1e-3):
     guard = guard or Guard(GuardConfig())
     skip = guard.judge_gradient(norm)
     bad = optimizer.step({"lr": lr}, norm, skip)
-    assert guard.config.norm_sigmas or guard.norms.state_dict() == (0, 0, 0), "norms are kept where they have a limit"
+    assert guard.config.sigmas or guard.norms.state_dict() == (0, 0, 0), "norms are kept where they have a limit"
     return skip.item(), bad.item()
 
 
@@ -309,7 +309,7 @@ def test_the_search_for_a_scale_is_not_bad():
     scaler = torch.amp.GradScaler("cpu")
     layer = nn.Linear(2, 2)
     optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), scaler)
-    guard = Guard(GuardConfig(norm_sigmas=3.0))
+    guard = Guard(GuardConfig(sigmas=3.0))
     guard.norms.load_state_dict((50.0, 1.0, 0.01))
     for norm, scale, skipped, bad in ((math.inf, 9.0, 1, 0), (math.inf, 1.0, 1, 1), (9.0, 9.0, 1, 1), (1.0, 9.0, 0, 0)):
         optimizer.backward(layer(torch.ones(1, 2)).sum())

@@ -81,7 +81,7 @@ def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
         "data": {"path": [str(corpus), str(short_documents)], "weights": [2, 1]},
         "model.document_mask": True,
         "model.dropout": 0.1,
-        "guard": {"patience": 3, "norm_sigmas": 50.0, "loss_sigmas": 50.0},
+        "guard": {"patience": 3, "sigmas": 50.0},
         "eval": {"every": 5, "tokens": 2000, "patience": 9},
         "eval.tasks": [f"{folder}/items.jsonl"],
         "tracking": {"log_every": 2, "sample_every": 5, "sample_prompt": ["def ", ""]},

@@ -65,11 +65,9 @@ class LoopConfig(Section):
 class GuardConfig(Section):
     """Reaction to bad steps"""
 
-    norm_sigmas: PositiveFloat | None = None
-    """limit of the gradient norm, in standard deviations above its running mean; a step above it, or whose norm is not
-    finite, is skipped; null: no limit for finite norms"""
-    loss_sigmas: PositiveFloat | None = None
-    """limit of the loss, in standard deviations above its running mean; null: no limit for finite losses"""
+    sigmas: PositiveFloat | None = None
+    """limit of the gradient norm and of the loss, in standard deviations above their running means; a step with a norm
+    above it, or one that is not finite, is skipped; null: no limit for finite numbers"""
     patience: PositiveInt = 20
     """number of bad steps in a row after which the run has diverged: a GPT returns to its newest good checkpoint, skips
     the data read since, and ends at its fourth divergence; a small job ends"""

@@ -103,9 +103,9 @@ class Guard:
 
     def judge_gradient(self, norm: Tensor) -> Tensor:
         """1 if the gradient with this norm, of all ranks, is bad, else 0: fp32 scalar on the device. Bad is a norm that
-        is inf or NaN, or above the running mean of norms by `norm_sigmas`. Does not wait for the device."""
+        is inf or NaN, or above the running mean of norms by `sigmas`. Does not wait for the device."""
         good = norm < math.inf  # false for NaN
-        if (sigmas := self.config.norm_sigmas) is not None:
+        if (sigmas := self.config.sigmas) is not None:
             good = good & (norm <= self.norms.limit(sigmas))
             self.norms.add(norm, good)
         return (~good).float()
@@ -152,7 +152,7 @@ class Guard:
         if not self._unjudged or self._unjudged[0].step > step - LATE:
             return Verdict.OK
         self.judged, loss, bad_gradient = self._unjudged.popleft()
-        sigmas = self.config.loss_sigmas
+        sigmas = self.config.sigmas
         limit = float(self.ordinary.limit(sigmas)) if sigmas else math.inf
         if bad_gradient:
             self.problem = "its gradient norm is not finite or above the limit"

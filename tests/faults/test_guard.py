@@ -109,7 +109,7 @@ def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
 
 def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path):
     """Its norm is more than ten standard deviations above the mean; the statistics are in the checkpoint."""
-    changes = GUARD | {"guard": {"norm_sigmas": 10.0}, "train.steps": 29, "eval.every": 29}
+    changes = GUARD | {"guard": {"sigmas": 10.0}, "train.steps": 29, "eval.every": 29}
     config, spikes = tiny_config(changes), (12 * 25, 12 * 28)  # steps 26 to 28
     assert run_ranks(train_with_faults, 2, config, spikes, 1e4, 26, signal.SIGTERM) == ["stopped"] * 2
     complete(config, 2, spikes, 1e4)
@@ -120,7 +120,7 @@ def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path
 @pytest.mark.slow
 def test_losses_out_of_the_ordinary_are_bad_on_any_number_of_processes(corpus, tmp_path):
     """A learning rate that is too high from step 28 on: found at the same step by 1 and 3 ranks."""
-    changes = GUARD | {"guard": {"loss_sigmas": 6.0, "patience": 3}, "train.steps": 40, "optim.grad_clip": 0.0}
+    changes = GUARD | {"guard": {"sigmas": 6.0, "patience": 3}, "train.steps": 40, "optim.grad_clip": 0.0}
     for world in (1, 3):
         run_ranks(explode, world, training_config(corpus, tmp_path / str(world), changes))
     one, three = (returns(tmp_path / world / "run") for world in "13")
@@ -173,7 +173,7 @@ LOSSES = [*(5.0 + i % 3 / 100 for i in range(30)), 9.0, math.nan, -1e9, 5.0, 5.0
 def judgements(cut=0):
     """Each step of `LOSSES`: the step judged then, its verdict and the guard's state. After step `cut`, another guard
     resumes from its state."""
-    config = GuardConfig(loss_sigmas=6.0, patience=3)
+    config = GuardConfig(sigmas=6.0, patience=3)
     guard, found = Guard(config), []
     for step, loss in enumerate(LOSSES, 1):
         guard.add(step, 1, numbers_of_a_step(loss, step == 33))
@@ -203,7 +203,7 @@ def test_a_resumed_guard_judges_alike(cut):
 
 
 def test_a_loss_that_is_not_finite_is_judged_bad_without_a_limit():
-    guard = Guard(GuardConfig(loss_sigmas=None))
+    guard = Guard(GuardConfig(sigmas=None))
     guard.add(1, 1, numbers_of_a_step(math.nan))
     guard.flush()
     assert (guard.judge(1 + LATE), guard.problem) == (Verdict.BAD, "its loss is not finite")
