@@ -4,11 +4,13 @@ import os
 import resource
 import signal
 import threading
+from functools import partial
 from itertools import product
 
 import psutil
 import pytest
 import torch
+from commands import expect_error
 from conftest import module_text, once, write_shards
 from hellaswag import items_file
 from ranks import run_ranks, start_ranks
@@ -32,7 +34,7 @@ from runs import (
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.model import gpt
 from gpt2_ddp.tasks.pretraining import Pretraining
-from gpt2_ddp.training import loop
+from gpt2_ddp.training import loop, sharded
 
 SLOW = pytest.mark.slow
 
@@ -223,6 +225,16 @@ def test_the_same_initial_weights(text, tmp_path):
     """Drawn one after another, they are those of a model that is made whole."""
     (whole,) = run_ranks(initial_weights, 1, cell(text, tmp_path / "ddp", "gpt2", "adamw"))
     assert run_ranks(initial_weights, 2, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP)) == [whole] * 2
+
+
+def test_a_buffer_that_no_checkpoint_has_is_made_on_a_device():
+    def make(device):
+        model = torch.nn.Linear(1, 1)
+        model.register_buffer("scale", torch.ones(1, device=device), persistent=False)
+        return model
+
+    assert sharded.make_model(partial(make, "cpu"), True).scale == 1
+    expect_error("task = scale: ", sharded.make_model, partial(make, None), True)
 
 
 def growth(work):

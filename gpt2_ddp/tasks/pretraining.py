@@ -247,7 +247,8 @@ class Pretraining:
         """Makes the model with its initial weights. Raises: UserError if memory or `train.init_from` does not fit."""
         config = self.config
         if torch.get_default_device().type != "meta":  # which plan.py makes it on
-            on_every_rank(partial(check_memory, config.model, self.manifest.vocab_size))
+            parts = self.accelerator.num_processes // config.launch.replicas if config.parallel == "fsdp" else 1
+            on_every_rank(partial(check_memory, config.model, self.manifest.vocab_size, parts))
         torch.manual_seed(config.seed)
         make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
         begins = is_main_process() and not self._saved  # others receive their weights, or load a checkpoint's
@@ -256,7 +257,7 @@ class Pretraining:
 
             make = partial(make_model, make, begins)
         with nullcontext() if begins else without_init():
-            self.model = make()
+            self.model = on_every_rank(make)
         self.flops_per_unit = self.model.flops_per_token() if isinstance(self.model, GPT) else 0
         if self._needs_weights:
             from gpt2_ddp.training.initial_weights import load_initial_weights
@@ -440,11 +441,12 @@ def choose_micro_batch(
     return chosen, notes
 
 
-def check_memory(model: ModelConfig, vocab_size: int) -> None:
-    """Raises: UserError if this machine has less free memory than the weights take."""
+def check_memory(model: ModelConfig, vocab_size: int, parts: int = 1) -> None:
+    """Raises: UserError if this machine has less free memory than one of so many parts of the weights takes."""
     count, free = count_parameters(model, vocab_size), free_memory()
-    if 4 * count > free:
-        hint = f"their weights take {count / 2.5e8:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
+    size = 4 * count / parts
+    if size > free:
+        hint = f"their weights take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
         raise UserError("model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model")
 
 

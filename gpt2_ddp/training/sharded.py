@@ -73,7 +73,7 @@ FILLS = ("normal_.default", "uniform_.default", "zero_.default", "fill_.Scalar")
 def make_model(make: Callable[[], Any], begins: bool) -> Any:
     """The model that `make` returns, on the meta device. If it `begins` a run, its attribute `initial` yields names and
     values of its weights, drawn as `make` draws them from the seed: one tensor after another. A model that does more
-    than to fill whole tensors yields all at once."""
+    than to fill whole tensors yields all at once. Raises: UserError for a buffer whose values would be unknown."""
     calls: list[Any] = []  # that fill the tensor with this id; 0: another operation
 
     class Record(TorchDispatchMode):  # torch has no public way to see operations
@@ -98,7 +98,11 @@ def make_model(make: Callable[[], Any], begins: bool) -> Any:
 
     with torch.device("meta"), Record():
         model = make()
-    names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in saved:
+            raise UserError("task", name, 'no checkpoint has this buffer; make it with device="cpu", or persistent')
+    names = {id(tensor): name for name, tensor in saved.items()}
     model.initial = initial() if begins else ()
     return model
 
