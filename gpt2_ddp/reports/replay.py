@@ -10,8 +10,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +30,7 @@ from gpt2_ddp.checkpoint.run_files import (
     valid_rows,
 )
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
-from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
@@ -48,7 +46,7 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train
 from gpt2_ddp.training.meters import device_name
-from gpt2_ddp.training.task import Due, Task
+from gpt2_ddp.training.task import Due
 
 Record = dict[str, Any]
 Rows = dict[int, Record]  # rows of metrics.jsonl by step
@@ -163,40 +161,33 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
     return defects
 
 
-@dataclass
-class ReplayTask:
-    """A task whose run ends with the span, and logs and evaluates at the run's steps. `_save`: a checkpoint at its end,
-    too."""
-
-    _task: Task
-    _span: Span
-    _save: bool
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def total_steps(self, epoch_size: int | None) -> int:
-        return self._span.stop
-
-    def load_state_dict(self, state: TaskState) -> None:
-        """Loads the task's state. Its feed then skips the ranges that the run skipped here."""
-        self._task.load_state_dict(state)
-        if self._span.skipped and tuple(self._span.skipped) not in self._task.feed.state.skipped_ranges:
-            self._task.feed.skip_range(*self._span.skipped)
-
-    def due(self, step: int, last: bool) -> Due:
-        row = self._span.rows.get(step, {})
-        return Due(log=bool(row), evaluate="val_loss" in row, save=last and self._save)
-
-
 def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None, code: Code | None) -> Outcome:
-    make: Any = partial(Supervised, make_job)
+    """Trains the span, with a checkpoint at its end if `save`."""
+    kind: Any = Supervised
+    job = [make_job]
     if isinstance(config, TrainingConfig):
-        make = code.load(Pretraining) if code else Pretraining
+        kind = code.load(Pretraining) if code else Pretraining
+        job = []
+
+    class Replayed(kind):
+        """The task, in a run that ends with the span, and logs and evaluates at the run's steps."""
+
+        def total_steps(self, epoch_size: int | None) -> int:
+            return span.stop
+
+        def load_state_dict(self, state: TaskState) -> None:
+            """Loads the task's state. Its feed then skips the ranges that the run skipped here."""
+            super().load_state_dict(state)
+            if span.skipped and tuple(span.skipped) not in self.feed.state.skipped_ranges:
+                self.feed.skip_range(*span.skipped)
+
+        def due(self, step: int, last: bool) -> Due:
+            row = span.rows.get(step, {})
+            return Due(log=bool(row), evaluate="val_loss" in row, save=last and save)
 
     def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
         torch.set_num_threads(threads or torch.get_num_threads())  # each number has its own order of sums
-        return ReplayTask(make(config, accelerator, saved), span, save)
+        return Replayed(*job, config, accelerator, saved)
 
     with redirect_stdout(sys.stderr):  # standard output is the verdict's
         return train(config, make_task).outcome
@@ -210,23 +201,22 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
     """The settings `saved` for a run in another folder, without preparation, trackers, profile and tasks, whose items
     may be gone. `auto` becomes the choice in `state`, on such a device: the span's few steps could give another one."""
     config = read_config(kind, saved, METRICS)
-    values: dict[str, Any] = config.model_dump(mode="json") | {"output_dir": folder, "run_name": "replay"}
-    values["train"] |= {"max_minutes": None}
+    values = config.model_dump(mode="json")
+    changes: Record = {"output_dir": folder, "run_name": "replay", "train.max_minutes": None}
+    changes |= {"tracking.log_with": (), "checkpoint.mirror": None}
     if state["device"] == device_name(pick_device(config.train.device, "train.")):
         settled = {"compile": state["compile"], "micro_batch_size": state.get("micro_batch")}
-        values["train"] |= {name: to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
-    values["tracking"] |= {"log_with": "none"}
-    values["checkpoint"] |= {"mirror": None}
+        changes |= {f"train.{name}": to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
     if isinstance(config, TrainingConfig):
         if config.train.minutes:  # a stretch of the warm-up, which does not depend on the number of steps
-            values["train"] |= {"minutes": None, "steps": config.optim.warmup_steps}
-        values["data"] |= {"prepare": None, "path": data or config.data.paths}
-        values["eval"] |= {"patience": None, "tasks": ()}
-    if isinstance(config, JobConfig):
-        values["launch"] |= {"processes": None}
+            changes |= {"train.minutes": None, "train.steps": config.optim.warmup_steps}
+        changes |= {"data.prepare": None, "data.path": data or config.data.paths}
+        changes |= {"eval.patience": None, "eval.tasks": ()}
+    else:
+        changes["launch.processes"] = None
         if data and "path" in values.get("data", {}):
-            values["data"]["path"] = data[0]
-    return type(config).model_validate(values)
+            changes["data.path"] = data[0]
+    return resolve(type(config), [], values | changes)
 
 
 def _how_exactly(config: RunConfig, state: Record) -> tuple[int, list[str]]:
