@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, Formatter, StrMethodFormatter
 
 from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.errors import truncate
@@ -38,7 +39,7 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
     colors = {run: f"C{number}" for number, group in enumerate(groups) for run in group.runs}
     rates = {round(run.tokens_per_step) for run in runs}
     by_tokens = len(rates) > 1 and 0 not in rates
-    along = (lambda run, steps: np.interp(steps, *run.series("tokens"))) if by_tokens else lambda run, steps: steps
+    along = RunRecord.tokens_at if by_tokens else lambda run, steps: steps
     unit = " or ".join(dict.fromkeys(run.unit for run in runs))
     metrics = [metric for metric in PANELS if any(len(run.series(metric)[0]) for run in runs)]
     with matplotlib.rc_context(STYLE):
@@ -53,8 +54,10 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
                 _make_logarithmic(panel)
             else:
                 panel.set_ylim(bottom=0)
+                panel.yaxis.set_major_formatter(_plain(panel.dataLim.y1))
         for panel in figure.axes:
             panel.set_xlabel(unit if by_tokens else "step")
+            panel.xaxis.set_major_formatter(_plain(panel.get_xlim()[1]))
         if len(groups) > 1:
             names = [truncate(group.heading, 64) for group in groups]
             handles = [Line2D([], [], linewidth=3, color=f"C{number}") for number in range(len(groups))]
@@ -101,6 +104,11 @@ def _mark(panel: Axes, x: np.ndarray, label: str, **look: Any) -> None:
         panel.plot(x, foot, transform=panel.get_xaxis_transform(), linestyle="", label=label, **look)
 
 
+def _plain(largest: float) -> Formatter:
+    """Writes 0.0005 and 12.5k."""
+    return EngFormatter(sep="") if largest >= 10_000 else StrMethodFormatter("{x:.4g}")
+
+
 def _make_logarithmic(panel: Axes) -> None:
     """A logarithmic y axis with plainly written numbers, if all values are positive."""
     if panel.dataLim.y0 > 0:
@@ -113,5 +121,5 @@ def as_png(figure: Figure) -> bytes:
     """A figure on white."""
     file = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure.savefig(file)
+        figure.savefig(file, format="png", facecolor="white", dpi=110)
     return file.getvalue()

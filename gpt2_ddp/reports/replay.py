@@ -10,6 +10,8 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,7 +48,7 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train
 from gpt2_ddp.training.meters import device_name
-from gpt2_ddp.training.task import Due
+from gpt2_ddp.training.task import Due, Task
 
 Record = dict[str, Any]
 Rows = dict[int, Record]  # rows of metrics.jsonl by step
@@ -161,33 +163,40 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
     return defects
 
 
+@dataclass
+class ReplayTask:
+    """A task whose run ends with the span, and logs and evaluates at the run's steps. `_save`: a checkpoint at its end,
+    too."""
+
+    _task: Task
+    _span: Span
+    _save: bool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def total_steps(self, epoch_size: int | None) -> int:
+        return self._span.stop
+
+    def load_state_dict(self, state: TaskState) -> None:
+        """Loads the task's state. Its feed then skips the ranges that the run skipped here."""
+        self._task.load_state_dict(state)
+        if self._span.skipped and tuple(self._span.skipped) not in self._task.feed.state.skipped_ranges:
+            self._task.feed.skip_range(*self._span.skipped)
+
+    def due(self, step: int, last: bool) -> Due:
+        row = self._span.rows.get(step, {})
+        return Due(log=bool(row), evaluate="val_loss" in row, save=last and self._save)
+
+
 def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None, code: Code | None) -> Outcome:
-    """Trains the span, with a checkpoint at its end if `save`."""
-    kind: Any = Supervised
-    job = [make_job]
+    make: Any = partial(Supervised, make_job)
     if isinstance(config, TrainingConfig):
-        kind = code.load(Pretraining) if code else Pretraining
-        job = []
-
-    class Replayed(kind):
-        """The task, in a run that ends with the span, and logs and evaluates at the run's steps."""
-
-        def total_steps(self, epoch_size: int | None) -> int:
-            return span.stop
-
-        def load_state_dict(self, state: TaskState) -> None:
-            """Loads the task's state. Its feed then skips the ranges that the run skipped here."""
-            super().load_state_dict(state)
-            if span.skipped and tuple(span.skipped) not in self.feed.state.skipped_ranges:
-                self.feed.skip_range(*span.skipped)
-
-        def due(self, step: int, last: bool) -> Due:
-            row = span.rows.get(step, {})
-            return Due(log=bool(row), evaluate="val_loss" in row, save=last and save)
+        make = code.load(Pretraining) if code else Pretraining
 
     def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
         torch.set_num_threads(threads or torch.get_num_threads())  # each number has its own order of sums
-        return Replayed(*job, config, accelerator, saved)
+        return ReplayTask(make(config, accelerator, saved), span, save)
 
     with redirect_stdout(sys.stderr):  # standard output is the verdict's
         return train(config, make_task).outcome

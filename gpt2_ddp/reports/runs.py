@@ -111,6 +111,12 @@ class RunRecord:
         """The newest start, or an empty row."""
         return next((event for event in reversed(self.events) if event["event"] == "start"), {})
 
+    def tokens_at(self, steps: np.ndarray) -> np.ndarray:
+        """Tokens until each of the steps [n], between rows in proportion [n]. Needs a known `tokens_per_step`."""
+        places, tokens = self.series("tokens")
+        finite = np.isfinite(tokens)
+        return np.interp(steps, places[finite], tokens[finite])
+
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
     """Reads run folders, each once, named by their paths below the folder that has all of them. Raises: UserError for
