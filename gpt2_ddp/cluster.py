@@ -13,7 +13,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
         raise
     watchdog.close()
     dist.destroy_process_group()
-    return [_row(size, [found[i] for found in everyone]) for i, size in enumerate(config.sizes)]
+    return [*map(_row, config.sizes, zip(*everyone, strict=True))]
 
 
 def time_all_reduce(
@@ -205,7 +205,7 @@ def read_clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _row(size: int, measured: list[tuple[float, int]]) -> dict:
+def _row(size: int, measured: Sequence[tuple[float, int]]) -> dict:
     """A size's row: the slowest rank's median; bandwidths as nccl-tests defines them, in 10^9 bytes per second."""
     seconds, n = max(median for median, _ in measured), len(measured)
     algorithm = size / seconds / 1e9

@@ -22,6 +22,7 @@ import torch.distributed.nn  # before the process group: a later import would ke
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.optim import AdamW, Optimizer
 
 DATA, CHECKPOINT = Path("data/stdlib"), Path("runs/hello_gpt.pt")
 LAYERS, HEADS, WIDTH, CONTEXT = 2, 3, 192, 128  # 1.3M parameters; GPT-2 (124M) has 12, 12, 768, 1024
@@ -87,10 +88,10 @@ class GPT(nn.Module):  # in earnest: model/gpt.py
         return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def make_optimizer(gpt: GPT) -> torch.optim.AdamW:  # in earnest: model/optim.py
+def make_optimizer(gpt: GPT) -> Optimizer:  # in earnest: model/optim.py
     matrices, others = ([p for p in gpt.parameters() if (p.dim() >= 2) == decays] for decays in (True, False))
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, LR, betas=(0.9, 0.95), fused=True)
+    return AdamW(groups, LR, betas=(0.9, 0.95), fused=True)
 
 
 def lr_at(step: int) -> float:  # in earnest: model/optim.py
@@ -107,18 +108,20 @@ def evaluate(accelerator: Accelerator, gpt: GPT, val: Tensor) -> float:  # in ea
     return torch.as_tensor(accelerator.reduce(total, "sum")).item() / EVAL_WINDOWS
 
 
-def save(step: int, parts: dict) -> None:  # in earnest: checkpoint/store.py
+def save(step: int, gpt: GPT, adamw: Optimizer) -> None:  # in earnest: checkpoint/store.py
     CHECKPOINT.parent.mkdir(exist_ok=True)
     new = CHECKPOINT.with_suffix(".new")
-    torch.save({"step": step} | {name: part.state_dict() for name, part in parts.items()}, new)
+    torch.save({"step": step, "model": gpt.state_dict(), "optimizer": adamw.state_dict()}, new)
     os.replace(new, CHECKPOINT)  # a process killed while it writes leaves the old checkpoint whole
 
 
-def load(parts: dict) -> int:  # in earnest: training/run.py
+def load(gpt: GPT, adamw: Optimizer) -> int:  # in earnest: training/run.py
     """Loads the checkpoint on every process, and returns its step; without a checkpoint, 0."""
-    saved = torch.load(CHECKPOINT, map_location="cpu", weights_only=True) if CHECKPOINT.exists() else {"step": 0}
-    for name in parts.keys() & saved.keys():
-        parts[name].load_state_dict(saved[name])
+    if not CHECKPOINT.exists():
+        return 0
+    saved = torch.load(CHECKPOINT, map_location="cpu", weights_only=True)
+    gpt.load_state_dict(saved["model"])
+    adamw.load_state_dict(saved["optimizer"])
     return saved["step"]
 
 
@@ -130,8 +133,7 @@ def main() -> None:  # in earnest: training/loop.py
     torch.manual_seed(SEED)  # the same initial weights on every process
     gpt = GPT(manifest["vocab_size"]).to(device)
     adamw = make_optimizer(gpt)
-    parts = {"model": gpt, "optimizer": adamw} | ({"scaler": accelerator.scaler} if accelerator.scaler else {})
-    begin = load(parts)
+    begin = load(gpt, adamw)
     accelerator.print(f"begins at step {begin} of {STEPS}; processes: {world}", flush=True)
     model, optimizer = accelerator.prepare(gpt, adamw)  # DDP around the model; autocast in mixed precision
 
@@ -154,7 +156,7 @@ def main() -> None:  # in earnest: training/loop.py
         if step % EVAL_EVERY == 0 or step == STEPS:
             accelerator.print(f"step {step}: val_loss {evaluate(accelerator, gpt, val):.6f}", flush=True)
         if accelerator.is_main_process and (step % SAVE_EVERY == 0 or step == STEPS):
-            save(step, parts)
+            save(step, gpt, adamw)
     model, optimizer = accelerator.free_memory(model, optimizer)  # gloo may hang if DDP outlives the process group
     accelerator.end_training()
 

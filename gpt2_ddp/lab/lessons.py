@@ -1,6 +1,5 @@
 """The lessons of the DDP lab, in the order of docs/ddp-lab.md."""
 
-import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -166,43 +165,39 @@ def module_prefix(accelerator: Accelerator):
     claim="A DistributedSampler that is not told the epoch shuffles every epoch alike",
     wrong="forget set_epoch",
     right="sampler.set_epoch(epoch) before each epoch, or a shuffling loader prepared by Accelerate",
-    measured="places in epoch 2 with the same sample as in epoch 1: {forgotten:.1%} forgotten, {told:.1%} told, "
-    "{prepared:.1%} prepared by Accelerate",
-    holds=lambda m: m.forgotten == 1 and m.told < 0.05 and m.prepared < 0.05,
+    measured="places in epoch 2 with the same sample as in epoch 1: {forgotten:.1%} forgotten, {told:.1%} told",
+    holds=lambda m: m.forgotten == 1 and m.told < 0.05,
 )
 def set_epoch(accelerator: Accelerator):
     samples = TensorDataset(torch.arange(1000))
-    torch.manual_seed(0)
-    loader = Accelerator(cpu=True).prepare_data_loader(DataLoader(samples, batch_size=10, shuffle=True))
-    told, forgotten = DistributedSampler(samples), DistributedSampler(samples)
-    orders = []
-    for epoch in range(2):
-        told.set_epoch(epoch)
-        prepared = [int(index) for (batch,) in loader for index in batch]
-        orders.append([gather_object(order) for order in ([*forgotten], [*told], prepared)])
-    for way, first, second in zip(("forgotten", "told", "prepared"), *orders, strict=True):
-        yield {way: sum(map(int.__eq__, first, second)) / len(samples)}
+    for way in ("forgotten", "told"):
+        sampler = DistributedSampler(samples)
+        orders = []
+        for epoch in range(2):
+            if way == "told":
+                sampler.set_epoch(epoch)
+            orders.append(gather_object([*sampler]))
+        yield {way: sum(map(int.__eq__, *orders)) / len(samples)}
 
 
 @experiment(
     claim="A distributed loader repeats samples until all ranks have whole batches; a metric must not count them",
     wrong="accelerator.gather",
     right="accelerator.gather_for_metrics, which drops the repeated ones",
-    measured="37 test samples, 4 of a rare class: {padded:.0f} counted, its accuracy {padded_accuracy:.1%}; "
-    "dropped: {dropped:.0f}, {dropped_accuracy:.1%}; on one process {true_accuracy:.1%}",
-    holds=lambda m: m.dropped == 37 < m.padded and m.dropped_accuracy == m.true_accuracy > m.padded_accuracy + 0.1,
+    measured="of 37 test samples: {padded:.0f} counted, accuracy {padded_accuracy:.1%}; dropped: {dropped:.0f}, "
+    "{dropped_accuracy:.1%}; on one process {true_accuracy:.1%}",
+    holds=lambda m: m.dropped == 37 < m.padded and m.dropped_accuracy == m.true_accuracy > m.padded_accuracy + 0.02,
 )
 def padded_test_set(accelerator: Accelerator):
-    labels, right = torch.zeros(37, dtype=torch.long), torch.ones(37, dtype=torch.bool)
-    labels[[0, 1, 20, 30]] = 1
-    right[[0, 1]] = False  # the model fails on two of the four; they stand where samples are repeated from
+    right = torch.ones(37)
+    right[:2] = 0  # the model fails on two samples; they are among the repeated ones
+    yield {"true_accuracy": right.mean().item()}
     even = Accelerator(cpu=True)  # Accelerate's own defaults
-    loader = even.prepare_data_loader(DataLoader(TensorDataset(labels, right), batch_size=8))
-    yield {"true_accuracy": right[labels == 1].float().mean().item()}
+    loader = even.prepare_data_loader(DataLoader(TensorDataset(right), batch_size=8))
     for way, gather in (("padded", even.gather), ("dropped", even.gather_for_metrics)):
-        batches: list[Any] = [gather(tuple(batch)) for batch in loader]
-        seen_labels, seen_right = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        yield {way: len(seen_labels), f"{way}_accuracy": seen_right[seen_labels == 1].float().mean().item()}
+        parts: list[Any] = [gather(part) for (part,) in loader]
+        counted = torch.cat(parts)
+        yield {way: len(counted), f"{way}_accuracy": counted.mean().item()}
 
 
 def brief_group(seconds: float) -> Any:
@@ -215,25 +210,20 @@ def brief_group(seconds: float) -> Any:
     claim="A rank with one batch more waits for an all-reduce that nobody joins",
     wrong="loop over what each rank has",
     right="with Join([model]) (or as many batches on all ranks); Accelerate's join_uneven_inputs needs GPUs",
-    measured="batches done by the rank that has 4, the other having 3: {alone:.0f} and then {alone_waited:.1f} s until "
-    "the timeout of {timeout:.0f} s; {joined:.0f} joined",
-    holds=lambda m: m.alone == 3 and m.alone_waited > 0.8 * m.timeout and m.joined == 4,
+    measured="batches done by the rank that has 4, the other having 3: {alone:.0f}, and then it waits for the timeout; "
+    "{joined:.0f} joined",
+    holds=lambda m: m.alone == 3 and m.joined == 4,
 )
 def unequal_batches(accelerator: Accelerator):
-    timeout = 2.0
-    yield {"timeout": timeout}
     for way in ("alone", "joined"):
-        model, done, waited = DDP(make_model(), process_group=brief_group(timeout)), 0, 0.0
+        model, done = DDP(make_model(), process_group=brief_group(2.0)), 0
         with Join([model]) if way == "joined" else nullcontext():
             for _ in range(3 + accelerator.process_index):
-                start = time.perf_counter()
-                try:
+                with suppress(RuntimeError):  # the timeout
                     mse(model, *make_rows(8)).backward()
                     done += 1
-                except RuntimeError:
-                    waited = time.perf_counter() - start
         dist.barrier()
-        yield {way: largest(done), f"{way}_waited": largest(waited)}
+        yield {way: largest(done)}
 
 
 def sum_over_ranks(value: float, group: Any) -> float:
@@ -247,14 +237,10 @@ def sum_over_ranks(value: float, group: Any) -> float:
     claim="A collective inside `if is_main_process` meets the other ranks' next collective, and at last none",
     wrong="if accelerator.is_main_process: print(accelerator.reduce(loss, 'mean'))",
     right="mean = accelerator.reduce(loss, 'mean') on all ranks, print it on one",
-    measured="3 steps of 32 rows; reduced by rank 0 alone: mean loss {alone_mean:.3f}, rank 1 counts {alone_rows:.1f} "
-    "rows, and step {alone:.0f} is the last before the timeout; by all: {all_mean:.3f}, {all_rows:.0f} rows, {all:.0f} "
-    "steps",
+    measured="3 steps; reduced by rank 0 alone: mean loss {alone_mean:.3f}, and step {alone:.0f} is the last before "
+    "the timeout; by all: {all_mean:.3f}, {all:.0f} steps",
     holds=lambda m: (
-        (m.alone, m.all, m.all_rows) == (1, 3, 32)
-        and m.alone_rows != 32
-        and m.alone_mean != m.all_mean
-        and abs(m.all_mean / m.true_mean - 1) < 1e-5
+        (m.alone, m.all) == (1, 3) and m.alone_mean != m.all_mean and abs(m.all_mean / m.true_mean - 1) < 1e-5
     ),
 )
 def collective_on_one_rank(accelerator: Accelerator):
@@ -262,27 +248,25 @@ def collective_on_one_rank(accelerator: Accelerator):
     loss = mse(model, *share(rows, accelerator)).item()
     yield {"true_mean": mse(model, *rows).item()}
     for way, logs in (("alone", accelerator.is_main_process), ("all", True)):
-        group, logged, counted = brief_group(1.0), [], []
+        group, logged = brief_group(1.0), []
         with suppress(RuntimeError):  # the timeout
             for _ in range(3):
-                counted.append(sum_over_ranks(len(rows[0]) / accelerator.num_processes, group))
+                sum_over_ranks(len(rows[0]) / accelerator.num_processes, group)  # the rows of the step
                 if logs:
                     logged.append(sum_over_ranks(loss, group) / accelerator.num_processes)
-        rank_1s = gather_object(counted[1:2])[-1]
-        yield {way: len(logged), f"{way}_mean": logged[0] if logged else 0.0, f"{way}_rows": rank_1s}
+        yield {way: len(logged), f"{way}_mean": logged[0] if logged else 0.0}
 
 
 @experiment(
     claim="Where every rank saves to the same file, one truncates what another has finished and goes on to read",
     wrong="torch.save(state, path) on every rank",
     right="if accelerator.is_main_process: save; then accelerator.wait_for_everyone()",
-    measured="saved by {every:.0f} ranks, and read by rank 0 while rank 1 still writes: {every_read:.0f} of 4 tensors, "
-    "`{error}`; saved by {one:.0f}: {one_read:.0f} of 4",
-    holds=lambda m: (m.every, m.every_read, m.one, m.one_read) == (2, 0, 1, 4),
+    measured="tensors of 4 that rank 0 reads while rank 1 still writes: {every:.0f}; where rank 0 alone saves: "
+    "{one:.0f}",
+    holds=lambda m: (m.every, m.one) == (0, 4),
 )
 def every_rank_saves(accelerator: Accelerator):
     is_first = accelerator.process_index == 0
-    yield {"error": "no error"}
     with TemporaryDirectory(prefix="ddp_lab") as own:
         folder = Path(gather_object([own])[0])
         for way, saves in (("every", True), ("one", accelerator.is_main_process)):
@@ -293,11 +277,9 @@ def every_rank_saves(accelerator: Accelerator):
             if saves and not is_first:
                 path.write_bytes(path.read_bytes()[:1000])  # the beginning of its save
             accelerator.wait_for_everyone()
-            try:
+            with suppress(RuntimeError):
                 read = len(torch.load(path)) if is_first else 0
-            except RuntimeError as error:
-                yield {"error": str(error).partition(". ")[0]}
-            yield {way: sum(gather_object([saves])), f"{way}_read": read}
+            yield {way: read}
 
 
 @experiment(

@@ -32,7 +32,7 @@ from gpt2_ddp.checkpoint.run_files import (
     valid_rows,
 )
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
-from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
@@ -210,23 +210,22 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
     """The settings `saved` for a run in another folder, without preparation, trackers, profile and tasks, whose items
     may be gone. `auto` becomes the choice in `state`, on such a device: the span's few steps could give another one."""
     config = read_config(kind, saved, METRICS)
-    values: dict[str, Any] = config.model_dump(mode="json") | {"output_dir": folder, "run_name": "replay"}
-    values["train"] |= {"max_minutes": None}
+    values = config.model_dump(mode="json")
+    changes: Record = {"output_dir": folder, "run_name": "replay", "train.max_minutes": None}
+    changes |= {"tracking.log_with": (), "checkpoint.mirror": None}
     if state["device"] == device_name(pick_device(config.train.device, "train.")):
         settled = {"compile": state["compile"], "micro_batch_size": state.get("micro_batch")}
-        values["train"] |= {name: to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
-    values["tracking"] |= {"log_with": "none"}
-    values["checkpoint"] |= {"mirror": None}
+        changes |= {f"train.{name}": to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
     if isinstance(config, TrainingConfig):
         if config.train.minutes:  # a stretch of the warm-up, which does not depend on the number of steps
-            values["train"] |= {"minutes": None, "steps": config.optim.warmup_steps}
-        values["data"] |= {"prepare": None, "path": data or config.data.paths}
-        values["eval"] |= {"patience": None, "tasks": ()}
-    if isinstance(config, JobConfig):
-        values["launch"] |= {"processes": None}
+            changes |= {"train.minutes": None, "train.steps": config.optim.warmup_steps}
+        changes |= {"data.prepare": None, "data.path": data or config.data.paths}
+        changes |= {"eval.patience": None, "eval.tasks": ()}
+    else:
+        changes["launch.processes"] = None
         if data and "path" in values.get("data", {}):
-            values["data"]["path"] = data[0]
-    return type(config).model_validate(values)
+            changes["data.path"] = data[0]
+    return resolve(type(config), [], values | changes)
 
 
 def _how_exactly(config: RunConfig, state: Record) -> tuple[int, list[str]]:
