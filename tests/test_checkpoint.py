@@ -419,12 +419,13 @@ def test_a_manifest_lists_no_file_of_another_folder(run):
 # Faults
 
 
-def killed_at_every_operation(run, scenario, background):
-    """Saves step 2 after step 1 (or `again`), killed once before each operation that changes a file; after each, the
-    next trainer finds an intact checkpoint and saves its own. Returns how often it was killed."""
+def killed_at_every_operation(run, scenario, background, every):
+    """Saves step 2 after step 1 (or `again`), killed once before each operation that changes a file, or each
+    third one; after each, the next trainer finds an intact checkpoint and saves its own. Returns how many there are, or
+    up to two more."""
     from disk import interpose
 
-    kills, told, limit = 0, 0, 0
+    told, limit, at = 0, 0, 1
 
     def tell(operation, name):
         nonlocal told
@@ -445,7 +446,7 @@ def killed_at_every_operation(run, scenario, background):
         child = os.fork()
         if not child:
             checkpoints = open_store(run, keep_last=1, wish=background)
-            told, limit = 0, kills + 1
+            told, limit = 0, at
             checkpoints.save(last)
             checkpoints.wait()
             os._exit(0)
@@ -460,22 +461,19 @@ def killed_at_every_operation(run, scenario, background):
         assert saved_steps(run) == [3]
         if code == 0:
             assert newest.state == last.state
-            return kills
+            return at
         assert code == 9
-        kills += 1
+        at += every
 
 
-@pytest.mark.parametrize(
-    ("scenario", "background"),
-    [
-        ("the next", False),
-        ("again", False),
-        pytest.param("the next", True, marks=pytest.mark.slow),
-    ],
-)
-def test_killed_at_every_operation_an_intact_one_is_left(run, scenario, background):
+KILLED = [("the next", False), ("again", False), ("the next", True)]
+SLOW = [pytest.param(*case, 1, marks=pytest.mark.slow) for case in KILLED]
+
+
+@pytest.mark.parametrize(("scenario", "background", "every"), [("the next", False, 3), ("again", False, 3), *SLOW])
+def test_killed_at_every_operation_an_intact_one_is_left(run, scenario, background, every):
     """Also where the same step is saved again."""
-    assert run_ranks(killed_at_every_operation, 1, run, scenario, background)[0] > 20
+    assert run_ranks(killed_at_every_operation, 1, run, scenario, background, every)[0] > 20
 
 
 def test_every_flipped_bit_is_found(run):
