@@ -1,6 +1,7 @@
 """Fixtures shared by the tests, runs that many tests look at among them; and a ceiling on what the suite starts."""
 
 import fcntl
+import gc
 import inspect
 import json
 import os
@@ -44,6 +45,16 @@ def pytest_configure(config):
         run(self, *args, **kwargs)
 
     ranks.start_ranks, subprocess.Popen.__init__ = counted_ranks, counted_command
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported stays: the search for garbage leaves it out, now and later."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
