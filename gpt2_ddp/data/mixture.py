@@ -89,7 +89,7 @@ class MixedOrder(Order):
     def _uses_before(self, block: int) -> np.ndarray:
         ends = [min(phase.begins // BLOCK, block) for phase in self.phases[1:]] + [block]
         blocks = np.diff(ends, prepend=0).tolist()
-        return sum((_uses(phase.weights, n) for phase, n in zip(self.phases, blocks, strict=True)), np.int64(0))
+        return np.sum([_uses(phase.weights, n) for phase, n in zip(self.phases, blocks, strict=True)], axis=0)
 
     def _compute_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Source of each position in a block, and number of that source's positions before it: int64 [M] both."""
@@ -141,12 +141,6 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
                     hint += "; name each text once, and set its weight in data.weights"
                     raise UserError("data.path", path, hint)
     return manifests
-
-
-def identity(manifests: Sequence[Manifest], phases: Sequence[Phase]) -> Mixture:
-    """Identity of these sources and phases."""
-    weights = [(phase.begins, [str(weight) for weight in phase.weights]) for phase in phases]
-    return Mixture(manifests=[manifest.hash for manifest in manifests], phases=weights)
 
 
 def recorded(record: Mapping[str, Any]) -> Mixture | None:
@@ -221,4 +215,6 @@ def mix(
 ) -> tuple[MixedWindows, dict[int, float], Mixture]:
     """Windows, validation weights (`source_weights`) and identity of a mixture."""
     phases = phases_of(config, [*map(len, sources)])
-    return MixedWindows(sources), source_weights(config, manifests), identity(manifests, phases)
+    weights = [(phase.begins, [str(weight) for weight in phase.weights]) for phase in phases]
+    mixture = Mixture(manifests=[manifest.hash for manifest in manifests], phases=weights)
+    return MixedWindows(sources), source_weights(config, manifests), mixture
