@@ -1,7 +1,6 @@
 """Runs and data at a URL of fsspec, such as s3://BUCKET/runs/mine: their objects, and copies on this machine."""
 
 import hashlib
-import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -81,14 +80,14 @@ class Bucket:
             raise OSError(f"{name} is not what was written")
 
     def get(self, name: str, folder: Path) -> None:
-        """Copies all objects below a name into a folder, a manifest last."""
+        """Copies all objects below a name into a folder, a manifest last. Names of objects have a dot, unlike those of
+        folders. Raises: FileNotFoundError if there are none."""
+        files = [file for file in self.names(name) if "." in file]
+        if not files:
+            raise FileNotFoundError("there is nothing")
         folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(self.names(name), key=MANIFEST.__eq__):
-            self.get_file(f"{name}/{file}", folder / file)
-
-    def get_file(self, name: str, file: Path) -> None:
-        """Copies an object into a file. Raises: FileNotFoundError without it."""
-        self._files.get_file(f"{self._root}/{name}", str(file))
+        for file in sorted(files, key=MANIFEST.__eq__):
+            self._files.get_file("/".join(filter(None, (self._root, name, file))), str(folder / file))
 
     def remove(self, name: str) -> None:
         """Deletes an object, if it is there."""
@@ -123,12 +122,7 @@ def _local_run(path: str, field: str) -> str:
         return path
     bucket, folder = Bucket(path, field), Path(local_copy(path))
     with reading(path, field):
-        records = [name for name in bucket.names() if "." in name]
-        if not records:
-            raise FileNotFoundError("there is no run")
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in records:
-            bucket.get_file(name, folder / name)
+        bucket.get("", folder)
         there = bucket.checkpoints() if field != "runs" else {}
         for place in (folder / "checkpoints").glob("*"):
             if place.name not in there:
@@ -141,21 +135,15 @@ def _local_run(path: str, field: str) -> str:
 
 
 def fetch_data(folder: Path, url: str) -> None:
-    """Copies the shards at a URL into a folder, unless they are there; the manifest last. A training compares their
-    hashes. Raises: UserError if there are none."""
+    """Copies the shards at a URL, and all else there, into a folder, unless its manifest is the same. A training
+    compares their hashes. Raises: UserError if there is no manifest."""
     bucket = Bucket(url, "data.path")
     with reading(url, "data.path"):
         manifest = bucket.read(MANIFEST)
         if manifest is None:
             raise FileNotFoundError(f"it has no {MANIFEST}")
-        if (folder / MANIFEST).exists() and (folder / MANIFEST).read_bytes() == manifest:
-            return
-        content = json.loads(manifest)
-        folder.mkdir(parents=True, exist_ok=True)
-        shards = [shard["file"] for split in content["splits"].values() for shard in split]
-        for name in (*shards, content["tokenizer"]):
-            bucket.get_file(name, folder / Path(name).name)
-        (folder / MANIFEST).write_bytes(manifest)
+        if not (folder / MANIFEST).exists() or (folder / MANIFEST).read_bytes() != manifest:
+            bucket.get("", folder)
 
 
 @contextmanager

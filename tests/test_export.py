@@ -25,7 +25,6 @@ from gpt2_ddp.export.formats import tokenizer_json
 from gpt2_ddp.files import read_json
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.transformers_layout import CLASSES
-from gpt2_ddp.preparation.prepare import write_characters
 from gpt2_ddp.state import FeedState, Progress
 from gpt2_ddp.tasks.trained_model import load_model
 
@@ -67,15 +66,12 @@ def exported(checkpoint, output, *flags):
 def tokenizer_of(name, corpus, tmp_path):
     if name == "bpe":
         return load_tokenizer(str(corpus)), corpus / "tokenizer.json"
-    if name == "chars":
-        write_characters(["abc \n(){}:=.,_éΩ"], tmp_path / "tokenizer.json")
-        return load_tokenizer(str(tmp_path)), tmp_path / "tokenizer.json"
     return load_tokenizer(name), None
 
 
 @pytest.mark.parametrize(("name", "bias", "kind"), [
     pytest.param("gpt2", True, "gpt2", marks=pytest.mark.slow), ("bpe", False, "gpt2"), ("bpe", True, "llama"),
-    ("bytes", True, "qwen3"), ("chars", True, "nanochat"),
+    ("bytes", True, "qwen3"), ("bytes", True, "nanochat"),
 ])  # fmt: skip
 def test_transformers_does_with_it_what_the_model_does(name, bias, kind, corpus, tmp_path, little_text, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -94,8 +90,7 @@ def test_transformers_does_with_it_what_the_model_does(name, bias, kind, corpus,
     shape = theirs.config.vocab_size, theirs.config.max_position_embeddings, theirs.dtype
     assert shape == (tokenizer.vocab_size, 48, torch.float32)
     encoder = AutoTokenizer.from_pretrained(tmp_path / "made")
-    prompts = ["abc(a, b):\n    (a", "abc("]  # which are padded to one length
-    prompts[0] += ")" if name == "chars" else "<|endoftext|>)"
+    prompts = ["abc(a, b):\n    (a<|endoftext|>)", "abc("]  # which are padded to one length
     assert encoder.is_fast
     special = encoder.bos_token_id, encoder.eos_token_id, encoder.pad_token_id
     assert special == (tokenizer.eot,) * 3

@@ -316,6 +316,6 @@ def test_data_at_a_url(corpus, tmp_path, monkeypatch):
     config = lambda name, path: training_config(corpus, tmp_path / name, {"data.path": str(path)})  # noqa: E731
     for name, path in (("here", corpus), ("there", url), ("again", url)):
         assert train_with_faults(config(name, path)) == "completed"
-        monkeypatch.setattr(Bucket, "get_file", None if name == "there" else Bucket.get_file)
+        monkeypatch.setattr(Bucket, "get", None if name == "there" else Bucket.get)
     assert_same(tmp_path / "here/run", tmp_path / "again/run")
     expect_error(r"data.path = file.*cannot be used", train_with_faults, config("none", f"file://{tmp_path}/no"))

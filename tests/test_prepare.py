@@ -70,7 +70,7 @@ OPTIONS = json.loads(r"""{
 "stories.txt": {"document_separator": "<|end|>"},
 "stories.jsonl": {"document_separator": "<|end|>"},
 "g.parquet": {"tokenizer": "gpt2"},
-"files": {"tokenizer": "chars"}
+"files": {"tokenizer": "bpe"}
 }""")
 IN_PARTS = {"a.jsonl", "g.parquet", "lines.txt", "stories.txt", "files", "utf-16"}
 ALONE = {"blank.txt": "\n\n\n", "lines.txt": "\r\n", "stories.txt": "\n<|end|>\r\n"}
@@ -302,7 +302,7 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
     ):
         changing = lambda *args, change=change: (make_tokenizer(*args), change())  # noqa: E731
         monkeypatch.setattr(prepare_module, "make_tokenizer", changing)
-        expect_error(words, prepare, config(texts, tmp_path / "out", tokenizer="chars"))
+        expect_error(words, prepare, config(texts, tmp_path / "out", tokenizer="bpe"))
         assert not (tmp_path / "out").exists()
 
 

@@ -44,7 +44,7 @@ class PrepareConfig(Command):
     output: str | None = None
     """folder for the shards and their manifest.json; null: data/ and the source's name (`bin:`: the shards' folder)"""
     tokenizer: str = "bpe"
-    """`bpe` (trains a byte-level BPE on the source), `chars` (its characters), `bytes` (256 ids and end-of-text), the
+    """`bpe` (trains a byte-level BPE on the source), `bytes` (256 ids and end-of-text), the
     name of a tiktoken encoding (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
     vocab_size: int | None = Field(default=None, ge=257, le=2**31 - 1)
     """bpe: tokens of the vocabulary, end-of-text included; null: 4,096 for 1 MB of text, 8,192 for 10 MB, 32,768 for

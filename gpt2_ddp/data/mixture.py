@@ -8,7 +8,8 @@ takes item k of the source's own endless order. So the order is a pure function 
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise, zip_longest
+from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,10 +51,7 @@ class MixedOrder(Order):
         self._orders = [Permutation(seed, n, f"{number}/" if number else "") for number, n in enumerate(windows)]
         self._slots = Permutation(seed, BLOCK, "block/")
         self._length = sum(n for n, weight in zip(windows, phases[0].weights, strict=True) if weight)
-        self._before = [np.zeros(len(windows), np.int64)]  # uses of each source before each phase
-        for phase, after in pairwise(phases):
-            self._before.append(self._before[-1] + _uses(phase.weights, (after.begins - phase.begins) // BLOCK))
-        self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._block = lru_cache(CACHED)(self._compute_block)
 
     def __len__(self) -> int:
         return self._length
@@ -89,24 +87,20 @@ class MixedOrder(Order):
         return row
 
     def _uses_before(self, block: int) -> np.ndarray:
-        number = sum(phase.begins <= block * BLOCK for phase in self.phases) - 1
-        phase = self.phases[number]
-        return self._before[number] + _uses(phase.weights, block - phase.begins // BLOCK)
+        ends = [min(phase.begins // BLOCK, block) for phase in self.phases[1:]] + [block]
+        blocks = np.diff(ends, prepend=0).tolist()
+        return np.sum([_uses(phase.weights, n) for phase, n in zip(self.phases, blocks, strict=True)], axis=0)
 
-    def _block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _compute_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Source of each position in a block, and number of that source's positions before it: int64 [M] both."""
-        if number not in self._blocks:
-            before = self._uses_before(number)
-            counts = self._uses_before(number + 1) - before
-            ends = np.cumsum(counts)
-            slots = self._slots.items_at(np.arange(number * BLOCK, (number + 1) * BLOCK))
-            sources = np.searchsorted(ends, slots.astype(np.int64), side="right")
-            uses = np.empty(BLOCK, np.int64)  # ascending in time, so that an epoch's items come first
-            uses[np.argsort(sources, kind="stable")] = np.arange(BLOCK) + np.repeat(before - ends + counts, counts)
-            if len(self._blocks) == CACHED:
-                self._blocks.clear()
-            self._blocks[number] = sources, uses
-        return self._blocks[number]
+        before = self._uses_before(number)
+        counts = self._uses_before(number + 1) - before
+        ends = np.cumsum(counts)
+        slots = self._slots.items_at(np.arange(number * BLOCK, (number + 1) * BLOCK))
+        sources = np.searchsorted(ends, slots.astype(np.int64), side="right")
+        uses = np.empty(BLOCK, np.int64)  # ascending in time, so that an epoch's items come first
+        uses[np.argsort(sources, kind="stable")] = np.arange(BLOCK) + np.repeat(before - ends + counts, counts)
+        return sources, uses
 
 
 def _uses(weights: Sequence[Fraction], blocks: int) -> np.ndarray:
@@ -147,12 +141,6 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
                     hint += "; name each text once, and set its weight in data.weights"
                     raise UserError("data.path", path, hint)
     return manifests
-
-
-def identity(manifests: Sequence[Manifest], phases: Sequence[Phase]) -> Mixture:
-    """Identity of these sources and phases."""
-    weights = [(phase.begins, [str(weight) for weight in phase.weights]) for phase in phases]
-    return Mixture(manifests=[manifest.hash for manifest in manifests], phases=weights)
 
 
 def recorded(record: Mapping[str, Any]) -> Mixture | None:
@@ -227,4 +215,6 @@ def mix(
 ) -> tuple[MixedWindows, dict[int, float], Mixture]:
     """Windows, validation weights (`source_weights`) and identity of a mixture."""
     phases = phases_of(config, [*map(len, sources)])
-    return MixedWindows(sources), source_weights(config, manifests), identity(manifests, phases)
+    weights = [(phase.begins, [str(weight) for weight in phase.weights]) for phase in phases]
+    mixture = Mixture(manifests=[manifest.hash for manifest in manifests], phases=weights)
+    return MixedWindows(sources), source_weights(config, manifests), mixture

@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back, by tiktoken.
 
 A tokenizer is an encoding of tiktoken, the bytes of UTF-8 (`bytes`), or one that `prepare_data.py` trained
-(`data.tokenizer_file`): a byte-level BPE with GPT-2's pre-tokenizer (Radford et al., 2019), or one id per character.
+(`data.tokenizer_file`): a byte-level BPE with GPT-2's pre-tokenizer (Radford et al., 2019).
 tiktoken runs all of them, several times faster than HuggingFace `tokenizers`, with equal results.
 """
 
@@ -35,7 +35,6 @@ class Tokenizer:
         eot: id of the end-of-text token, which begins every document.
         tokens, specials: ids of tokens by their bytes, and of special tokens by their names.
         pattern: regular expression that divides a text before it is merged.
-        characters: the set of characters with an id, if ids are characters; else None.
     """
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, sha256: str | None = None):
@@ -47,15 +46,11 @@ class Tokenizer:
             encoding._special_tokens,
             encoding._pat_str,
         )
-        self.characters = None if b"\xff" in self.tokens else {token.decode() for token in self.tokens}
         self.sha256 = sha256 or self._hash()
 
-    def encode(self, text: str, field: str = "text") -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray:
         """Ids [n]: uint16, or uint32 for more than 65,536 ids. Special tokens in the text are plain text. Lone
-        surrogates become U+FFFD. `field` names the text in messages. Raises: UserError if a character has no id."""
-        if self.characters is not None and (others := {*replace_surrogates(text)} - self.characters):
-            hint = f"not among the {len(self.characters):,} characters of {self.name}"
-            raise UserError(field, "".join(sorted(others)), f"{hint}; remove them, or use bytes, bpe or gpt2")
+        surrogates become U+FFFD."""
         try:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Reads a byte-level BPE or a character vocabulary from the `tokenizer.json` of HuggingFace `tokenizers`."""
+"""Reads a byte-level BPE from the `tokenizer.json` of HuggingFace `tokenizers`."""
 
 import hashlib
 import json
@@ -14,10 +14,6 @@ from gpt2_ddp.files import read_small
 
 LARGEST = 2**28
 """Bytes that are read at most; a file of 250,000 ids has 3 % of them."""
-CHARACTER = r"[\s\S]"
-"""Pattern of a tokenizer whose ids are characters."""
-SPLIT_CHARACTERS = {"type": "Split", "pattern": {"Regex": CHARACTER}, "behavior": "Isolated", "invert": False}
-"""Its pre-tokenizer in a `tokenizer.json`."""
 
 
 def read_encoding(path: Path, names: Sequence[str]) -> tuple[tiktoken.Encoding, str]:
@@ -26,12 +22,12 @@ def read_encoding(path: Path, names: Sequence[str]) -> tuple[tiktoken.Encoding, 
     try:
         data = read_small(path, LARGEST)
     except OSError as error:
-        known = f"name bpe, chars, a tokenizer.json or an encoding ({', '.join(names)})"
+        known = f"name bpe, a tokenizer.json or an encoding ({', '.join(names)})"
         raise UserError("tokenizer", path, f"cannot be read ({error.strerror}); {known}") from error
     try:
         encoding = tiktoken.Encoding(path.name, **_definition(json.loads(data)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        hint = f"is neither a byte-level BPE like GPT-2's nor of characters ({error}); `bpe` trains one on the source"
+        hint = f"is no byte-level BPE like GPT-2's ({error}); `bpe` trains one on the source"
         raise UserError("tokenizer", path, hint) from error
     return encoding, hashlib.sha256(data).hexdigest()
 
@@ -42,23 +38,16 @@ def _definition(definition: dict[str, Any]) -> dict[str, Any]:
     special_tokens = {token["content"]: token["id"] for token in definition["added_tokens"]}
     if definition["normalizer"] or END_OF_TEXT not in special_tokens:
         raise ValueError(f"it changes the text, or has no token {END_OF_TEXT}")
-    if model["type"] == "WordLevel":
-        pattern = CHARACTER
-        ranks = {character.encode(): rank for character, rank in model["vocab"].items()}
-        is_equal = splitter == SPLIT_CHARACTERS and {*map(len, model["vocab"])} == {1}
-    else:
-        pattern = GPT2_PATTERN
-        ranks = {to_bytes(token): rank for token, rank in model["vocab"].items() if token not in special_tokens}
-        splitting = splitter["type"], splitter["add_prefix_space"], splitter.get("use_regex", True)
-        is_equal = splitting == ("ByteLevel", False, True) and _in_order_of_merges(ranks, model["merges"])
-    if not is_equal:
+    ranks = {to_bytes(token): rank for token, rank in model["vocab"].items() if token not in special_tokens}
+    splitting = splitter["type"], splitter["add_prefix_space"], splitter.get("use_regex", True)
+    if splitting != ("ByteLevel", False, True) or not _in_order_of_merges(ranks, model["merges"]):
         raise ValueError("its pre-tokenizer, or the order of its ids, is another")
     ids = [*ranks.values(), *special_tokens.values()]
     if {*map(type, ids)} != {int} or sorted(ids) != [*range(len(ids))]:  # or tiktoken panics, or cannot decode
         raise ValueError(f"its ids are not 0 to {len(ids) - 1}, each of one token")
     if not all(isinstance(token, str) and token for token in special_tokens):
         raise ValueError("one of its added tokens has no text")
-    return {"pat_str": pattern, "mergeable_ranks": ranks, "special_tokens": special_tokens}
+    return {"pat_str": GPT2_PATTERN, "mergeable_ranks": ranks, "special_tokens": special_tokens}
 
 
 def _in_order_of_merges(ranks: dict[bytes, int], merges: list[Any]) -> bool:

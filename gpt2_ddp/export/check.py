@@ -80,7 +80,7 @@ def _compare_weights(theirs: Any, model: GPT) -> int:
 
 def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
     """The text, and its ids by both."""
-    text = _text(tokenizer)
+    text = _text()
     ids, others = tokenizer.encode(text), theirs(text, verbose=False)["input_ids"]
     if ids.tolist() != others:
         raise ExportMismatch("token ids differ")
@@ -89,12 +89,9 @@ def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]
     return text, ids
 
 
-def _text(tokenizer: Tokenizer) -> str:
-    """A sample of all scripts and of Python's modules; if ids are characters, all of them and text of them only."""
-    modules = [file.read_text("utf-8", "replace") for file in library_files()[:MODULES]]
-    text = SCRIPTS + "".join(modules)
-    known = tokenizer.characters
-    return text if known is None else "".join([*sorted(known), *filter(known.__contains__, text)])
+def _text() -> str:
+    """A sample of all scripts and of Python's modules."""
+    return SCRIPTS + "".join(file.read_text("utf-8", "replace") for file in library_files()[:MODULES])
 
 
 def _compare_settings(theirs: Any, their_tokenizer: Any, eot: int) -> None:

@@ -192,6 +192,6 @@ def sample_texts(
     poll: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Each prompt and its continuation as one text. Raises: UserError as `Tokenizer.encode`."""
-    ids = [tokenizer.encode(prompt, "prompts").tolist() for prompt in prompts]
+    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     new = generate(model, ids, tokenizer.eot, sampling, poll)
     return [tokenizer.decode(prompt + more) for prompt, more in zip(ids, new, strict=True)]

@@ -151,7 +151,7 @@ def assumed_vocabulary(config: TrainingConfig) -> int:
     with suppress(UserError):  # it is among those of training
         if config.data.prepare:
             recipe = load(PrepareConfig, ["--config", config.data.prepare])
-            if recipe.tokenizer in ("bpe", "chars"):
+            if recipe.tokenizer == "bpe":
                 return recipe.vocab_size or GPT2_IDS
             return load_tokenizer(recipe.tokenizer).vocab_size
     return GPT2_IDS

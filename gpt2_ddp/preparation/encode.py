@@ -180,37 +180,32 @@ class ShardWriter:
     def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int):
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.dtype = token_dtype(vocab_size)
-        self._shards: list[tuple[Path, int]] = []
-        self._file, self._tokens = None, 0
+        self._paths: list[Path] = []
+        self._room = 0  # tokens that the last shard lacks
 
     def add(self, tokens: np.ndarray) -> None:
         """Appends token ids [n], all below `vocab_size`."""
         tokens = np.ascontiguousarray(tokens, self.dtype)
         while len(tokens):
-            if self._file is None:
-                self._file = (self.folder / f"{self.split}_{len(self._shards):06d}.bin").open("wb")
-                self._file.write(bytes(HEADER_BYTES))
-            part, tokens = np.split(tokens, [self.shard_tokens - self._tokens])
-            self._file.write(part.data)
-            self._tokens += len(part)
-            if self._tokens == self.shard_tokens:
-                self._finish()
+            if not self._room:
+                self._paths.append(self.folder / f"{self.split}_{len(self._paths):06d}.bin")
+                self._paths[-1].write_bytes(bytes(HEADER_BYTES))
+                self._room = self.shard_tokens
+            part, tokens = np.split(tokens, [self._room])
+            with self._paths[-1].open("ab") as file:
+                file.write(part.data)
+            self._room -= len(part)
 
     def close(self) -> list[Shard]:
-        """Finishes the last shard and returns all of them."""
-        self._finish()
+        """Writes the headers and returns all shards."""
         with ThreadPoolExecutor() as pool:  # hashing runs outside the GIL
-            return [*pool.map(lambda shard: describe(*shard), self._shards)]
+            return [*pool.map(self._finish, self._paths)]
 
-    def _finish(self) -> None:
-        if self._file is None:
-            return
-        header = np.array([*MAGIC_AND_VERSION[self.dtype.itemsize], self._tokens], "<i4")
-        with self._file as file:
-            file.seek(0)
-            file.write(header.data)
-        self._shards.append((Path(self._file.name), self._tokens))
-        self._file, self._tokens = None, 0
+    def _finish(self, path: Path) -> Shard:
+        tokens = (path.stat().st_size - HEADER_BYTES) // self.dtype.itemsize
+        with path.open("r+b") as file:
+            file.write(np.array([*MAGIC_AND_VERSION[self.dtype.itemsize], tokens], "<i4").data)
+        return describe(path, tokens)
 
 
 def describe(path: Path, tokens: int) -> Shard:

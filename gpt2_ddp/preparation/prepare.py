@@ -38,7 +38,6 @@ from gpt2_ddp.data.tokenizer import (
     encoding_names,
     load_tokenizer,
 )
-from gpt2_ddp.data.tokenizer_file import CHARACTER
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.workers import Pool, run_in_worker, worker_pool
 from gpt2_ddp.errors import UserError, truncate
@@ -103,13 +102,12 @@ def _recipe(config: PrepareConfig) -> dict[str, Any]:
 
 def _clear(folder: Path) -> None:
     """Removes the files of a killed preparation. Raises: UserError for other files."""
-    if (folder / RECORD).exists():
-        for pattern in LEFT:
-            for file in folder.glob(pattern):
-                file.unlink()
-    elif any(folder.glob("*.bin")) or (folder / TOKENIZER_FILE).exists():
+    left = [file for pattern in LEFT for file in folder.glob(pattern)]
+    if left and not (folder / RECORD).exists():
         hint = "has files that prepare_data.py did not write; choose another output, or index shards with bin:GLOB"
         raise UserError("output", folder, hint)
+    for file in left:
+        file.unlink()
 
 
 def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
@@ -201,12 +199,10 @@ def _index(path: Path, tokenizer: Tokenizer) -> tuple[str, Shard]:
 
 
 def make_tokenizer(source: Source, path: Path) -> None:
-    """Trains the source's own tokenizer, `bpe` or `chars`, or copies one, to `path`."""
+    """Trains the source's own tokenizer, `bpe`, or copies one, to `path`."""
     name = source.config.tokenizer
     if name == "bpe":
         run_in_worker(_train_bpe, source, path)  # merging blocks signals
-    elif name == "chars":
-        write_characters((piece.text for piece in read_pieces(source.config, source.parts, Counter())), path)
     else:
         load_tokenizer(name)  # refuses what is not one
         file = Path(name)
@@ -259,18 +255,4 @@ def train_bpe(texts: Sequence[str], vocab_size: int, path: Path) -> None:
         initial_alphabet=[*BYTE_OF_CHARACTER],
     )
     tokenizer.train_from_iterator(texts, trainer, len(texts))
-    tokenizer.save(str(path))
-
-
-def write_characters(texts: Iterable[str], path: Path) -> None:
-    """Saves a tokenizer.json that has an id for each character of the texts, in the order of their code points; the
-    last id is end-of-text's. It knows no other characters."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    characters = sorted({character for text in texts for character in set(text)})
-    tokenizer: Any = tokenizers.Tokenizer(models.WordLevel({text: rank for rank, text in enumerate(characters)}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(CHARACTER), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.save(str(path))

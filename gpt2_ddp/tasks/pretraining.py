@@ -80,8 +80,6 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
         raise UserError("tokenizer", file, hint)
     for folder, manifest in folders:
         check_tokenizer(tokenizer, manifest, folder)
-    for prompt in config.tracking.sample_prompt:
-        tokenizer.encode(prompt, "tracking.sample_prompt")  # raises where the tokenizer has no such character
     sources = [Windows(TokenStream(*folder, "train", check), size) for folder in folders]
     for (folder, _), source in zip(folders, sources, strict=True):
         if not len(source):

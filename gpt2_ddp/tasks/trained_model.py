@@ -137,7 +137,7 @@ def generate_text(config: GenerateConfig) -> int:
 
 def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
     """Prints the samples; a single sample while it is generated. After a stop, prints the incomplete samples."""
-    rows = [tokenizer.encode(prompt, "prompts").tolist() for prompt in prompts for _ in range(config.num_samples)]
+    rows = [tokenizer.encode(prompt).tolist() for prompt in prompts for _ in range(config.num_samples)]
     written = [[*row] for row in rows]
     stream = TextStream(tokenizer, lambda text: print(text, end="", flush=True)) if len(rows) == 1 else None
 
