@@ -186,10 +186,8 @@ def chain_of(file: Path, size: int) -> str:
 
 def duration(seconds: float) -> str:
     """Text like `1 h 05 min`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    units = ((days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s"))
-    first = next((index for index, (count, _) in enumerate(units) if count), 3)
-    (count, unit), *rest = units[first : first + 2]
-    return " ".join([f"{count} {unit}", *(f"{count:02} {unit}" for count, unit in rest)])
+    whole = round(seconds)
+    for size, unit, smaller, then in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller:02} {then}"
+    return f"{whole} s"
