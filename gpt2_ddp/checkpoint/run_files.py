@@ -150,12 +150,12 @@ def parse_lines(stream: Iterable[bytes]) -> Iterator[Line]:
         yield Line(number, text.decode(errors="replace"), row, torn=not line.endswith(b"\n"))
 
 
-def read_events(file: Path, chain: str) -> tuple[list[dict[str, Any]], int]:
-    """The events of metrics.jsonl, and how many of them come up to the row with this chain; 0 if no row has it."""
+def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[dict[str, Any]], int]:
+    """The whole events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has it."""
     events, before = [], 0
     with file.open("rb") if file.is_file() else BytesIO() as stream:
         for line in parse_lines(line for line in stream if b'"event"' in line or chain.encode() in line):
-            row = line.row or {}
+            row = {} if line.torn else line.row or {}
             if is_event(row) and type(row.get("step")) is int:
                 events.append(row)
             if row.get("chain") == chain:

@@ -432,7 +432,7 @@ def finish_complete(run: Opened) -> None:
     more = f"{run.early_end}; raise it" if run.early_end else "raise its steps or epochs"
     run.accelerator.print(f"{run.config.run_name} is complete at step {run.step}; {more} to train further")
     assert run.checkpoint, "a complete run has a checkpoint"
-    if from_main(run.log.last_row().get("outcome")) != "completed":
+    if from_main(run.log.outcome()) != "completed":
         run.log.resume(run.checkpoint.state.log, run.progress)
         run.store.prune(run.step)
         listing = run.store.listing()
