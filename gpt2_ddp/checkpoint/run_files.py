@@ -99,10 +99,10 @@ def is_rollback(row: dict[str, Any]) -> bool:
 
 def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
     """Step and SHA-256 of the checkpoint that an event records: the one just saved or, at a start, the newest."""
-    found = row if row["event"] == "checkpoint" else row.get("checkpoint")
-    if not isinstance(found, dict) or "sha256" not in found or type(found.get("step")) is not int:
-        return None
-    return found["step"], found["sha256"]
+    match row if row["event"] == "checkpoint" else row.get("checkpoint"):
+        case {"step": int(step), "sha256": sha256}:
+            return step, sha256
+    return None
 
 
 def valid_rows(

@@ -123,23 +123,21 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
 def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:
     """The main rank's answer, once all ranks have ended. After one rank fails, the others are soon ended. After one
     rank is stopped, the others are signalled to stop."""
-    answer, is_signalled, deadline = None, False, math.inf
-    running = list(ranks)
+    answer, deadline, running = None, math.inf, ranks
     while running:
-        if not is_signalled and any(rank.exitcode == STOPPED for rank in ranks):
-            is_signalled = True
-            _signal(running, signal.SIGTERM)
         # a rank's end may not show in these: what it has forked holds the other ends of its pipes
         wait([rank.sentinel for rank in running] + ([receiver] if answer is None else []), POLL_SECONDS)
-        before, running = running, [rank for rank in running if rank.exitcode is None]
+        running = [rank for rank in ranks if rank.exitcode is None]
         if answer is None and receiver.poll():
             try:
                 answer = receiver.recv()
             except EOFError:  # the main rank ended without one
-                receiver.close()
                 answer = (None, None)
-        if len(running) < len(before) and any(rank.exitcode for rank in ranks):
+        codes = {rank.exitcode for rank in ranks} - {None, 0}
+        if codes and deadline == math.inf:
             deadline = time.monotonic() + GRACE_SECONDS
+            if STOPPED in codes:
+                _signal(running, signal.SIGTERM)
         if time.monotonic() > deadline:
             for rank in running:
                 rank.kill()
@@ -152,9 +150,14 @@ def _environment(rank: int, processes: int, port: int) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
     if processes > 1:
-        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {
+            "RANK": f"{rank}",
+            "LOCAL_RANK": f"{rank}",
+            "WORLD_SIZE": f"{processes}",
+            "LOCAL_WORLD_SIZE": f"{processes}",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": f"{port}",
+        }
     try:
         yield
     finally:

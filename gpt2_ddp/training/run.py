@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
@@ -39,7 +39,7 @@ from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name, versions
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
 from gpt2_ddp.training.own_numbers import check_scores
-from gpt2_ddp.training.precision import Speeds, describe_precision, settle_precision
+from gpt2_ddp.training.precision import Speeds, settle_precision
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.strategy import Replicated
 from gpt2_ddp.training.task import MakeTask, Poll, Task
@@ -402,8 +402,7 @@ def _record_failure(run: Opened, error: BaseException) -> None:
     """Reports an exception to the other ranks, which may be gone, to the user and in status.json."""
     run.watchdog.failed(error)  # ends this process if another rank is at fault
     if run.log.is_main:
-        with suppress(UserError):  # of a full disk: the first error matters
-            run.log.write_status("failed", run.step, f"{type(error).__name__}: {error}")
+        run.log.write_failure(run.step, f"{type(error).__name__}: {error}")
     elif isinstance(error, UserError) and not error.on_every_rank:  # only this rank has it
         print(f"error: rank {run.accelerator.process_index}: {error}", file=sys.stderr)
 
@@ -462,9 +461,8 @@ def describe_start(run: Training) -> list[str]:
     rows = [max(len(part), task.feed.batch.rows) for ranks in shares for part in ranks]
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind = accelerator.num_processes, accelerator.device.type
-    precision = describe_precision(accelerator.mixed_precision, accelerator.device, run.speeds)
-    kind += ", fsdp" * (run.config.parallel == "fsdp")
-    what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}, precision {precision}"
+    kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {accelerator.mixed_precision}"
+    what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
     what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
     lines = [f"{run.config.run_name} {begins}: {what}"]
     if nodes := elastic_nodes():
