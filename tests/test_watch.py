@@ -140,17 +140,17 @@ class Clock:
     """`time.monotonic` of the watch, which these tests turn by hand."""
 
     def __init__(self, watch):
-        self.now, self.watch, self.link, self.observer = 0.0, watch, watch._link, watch._observer
-        self.observer._woke = 0.0
+        self.now, self.watch, self.link = 0.0, watch, watch._link
+        self.watch._woke = 0.0
 
     def hear_of(self, rank, beat, silent=0.0):
-        self.link.beats, self.observer._seen = {rank: beat}, {rank: Observed(beat, silent)}
+        self.link.beats, self.watch._seen = {rank: beat}, {rank: Observed(beat, silent)}
 
     def pass_by(self, seconds, asleep=False):
         for _ in range(1 if asleep else round(seconds / HEARTBEAT_INTERVAL)):
             self.now += seconds if asleep else HEARTBEAT_INTERVAL
-            self.observer._observe()
-        return self.observer.beat
+            self.watch._observe()
+        return self.watch.beat
 
 
 @pytest.fixture
@@ -256,11 +256,11 @@ def test_one_that_was_suspended_forgets_what_it_saw(clock):
     time.watch.heartbeat("data", 3)
     time.pass_by(HEARTBEAT_INTERVAL)
     time.pass_by(100)
-    assert time.observer._seen[1].silent == 100.5
+    assert time.watch._seen[1].silent == 100.5
     sign = time.pass_by(10_000, asleep=True)
-    assert (sign.idle, time.observer._seen[1].silent) == (0, 0.0)
+    assert (sign.idle, time.watch._seen[1].silent) == (0, 0.0)
     time.pass_by(4.0, asleep=True)
-    assert time.observer._seen[1].silent == 2 * HEARTBEAT_INTERVAL, "a short sleep is not counted either"
+    assert time.watch._seen[1].silent == 2 * HEARTBEAT_INTERVAL, "a short sleep is not counted either"
 
 
 def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clock):
@@ -269,10 +269,10 @@ def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clo
     time.hear_of(0, Heartbeat(HOSTS[0], turn=5))
     time.link.is_cut_off = True
     time.pass_by(100)
-    assert time.observer._seen[0].silent == 0.0
+    assert time.watch._seen[0].silent == 0.0
     time.watch.end("lost", "RuntimeError: gloo")
     time.pass_by(4)
-    assert time.observer._seen[0].silent == 4.0
+    assert time.watch._seen[0].silent == 4.0
 
 
 def test_rank_0_speaks_first_of_what_another_raised(clock):
@@ -281,9 +281,9 @@ def test_rank_0_speaks_first_of_what_another_raised(clock):
     time.watch.end("failed", "ValueError: x")
     time.link.rank = 1
     time.now = AFTERMATH + 0.1
-    assert time.observer._judge() is None
+    assert time.watch._judge() is None
     time.now += GRACE
-    verdict = time.observer._judge()
+    verdict = time.watch._judge()
     assert verdict.stuck == []
     assert verdict.reason.startswith("rank 1 ")
     assert verdict.reason.endswith(": ValueError: x (at starting)"), "no step has begun"
@@ -294,18 +294,18 @@ def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
     time, sent = clock(), []
     time.hear_of(1, Heartbeat(HOSTS[1], turn=5, end="stopped"), silent=1000.0)
     time.link.deliver = lambda: True
-    monkeypatch.setattr(watching.os, "kill", lambda *signalled: (sent.append(signalled), time.observer.ended.set()))
+    monkeypatch.setattr(watching.os, "kill", lambda *signalled: (sent.append(signalled), time.watch.ended.set()))
     monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", 0.01)
-    time.observer.watch()
+    time.watch._watch()
     assert sent == [(os.getpid(), signal.SIGTERM)]
-    assert time.observer.outgoing().end == "stopped"
-    assert time.observer._judge() is None
+    assert time.watch.outgoing().end == "stopped"
+    assert time.watch._judge() is None
 
 
 def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
     """Its main thread waits in a collective, as for rank 0's data. Or rank 0 would ask whether it was killed."""
     time, delivered = clock(), []
-    time.link.deliver = lambda: delivered.append(time.observer.outgoing().end)
+    time.link.deliver = lambda: delivered.append(time.watch.outgoing().end)
     signals._state.announce()
     assert delivered == ["stopped"]
 
@@ -321,7 +321,7 @@ def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
     monkeypatch.setattr(watching.os, "kill", lambda *_: None)
     watch = Watchdog(1, 2, None, store)  # pyright: ignore[reportArgumentType]
     if how == "left":
-        watch._observer.ended.set()
+        watch.ended.set()
     watch._link.deliver()
     watch._threads[-1].join(10)
     assert not watch._threads[-1].is_alive()
@@ -333,7 +333,7 @@ def test_somebody_in_a_debugger_may_stand_still(clock):
     time = clock()
     time.watch.heartbeat("data", 3)
     exec(compile("time.pass_by(1000)", "/usr/lib/python3/bdb.py", "exec"))
-    assert time.observer.beat.idle < 2 * HEARTBEAT_INTERVAL
+    assert time.watch.beat.idle < 2 * HEARTBEAT_INTERVAL
 
 
 def test_an_error_that_comes_after_a_long_wait_is_news(clock):
@@ -345,7 +345,7 @@ def test_an_error_that_comes_after_a_long_wait_is_news(clock):
     time.now += 0.1
     time.watch.failed(UserError("data.path", "x", "is empty"))
     time.now += 1
-    sign = time.observer.outgoing()
+    sign = time.watch.outgoing()
     assert (sign.error, sign.stage, sign.idle) == ("UserError: data.path = x: is empty", "preparing data", 1)
 
 
