@@ -239,7 +239,7 @@ PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train
 def test_auto_precision_depends_on_the_device_and_on_what_accelerate_was_configured_with(
     monkeypatch, tmp_path, command, expected
 ):
-    assert len(PRECISIONS) == 9 + 4 + 1
+    assert len(PRECISIONS) == 9 + 3 + 1
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "none.yaml")
