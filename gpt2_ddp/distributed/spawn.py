@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gpt2_ddp.distributed.environment import STOPPED, unset_unfilled_variables, usable_cores
 from gpt2_ddp.distributed.process import POLL_SECONDS, end_with_parent
@@ -51,19 +51,18 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
     sender.close()
     uninstall = install_handlers(lambda number, _: _signal(ranks, number), last=False)  # they stop with a checkpoint
     try:
-        answer = _wait(ranks, receiver)
+        result, error = _wait(ranks, receiver)
     finally:
         uninstall()
     if any(rank.exitcode == STOPPED for rank in ranks):
         raise Stopped("a signal to a rank")
-    if answer is None or (answer[1] is None and any(rank.exitcode for rank in ranks)):
+    if error is not None:
+        raise error
+    if any(rank.exitcode for rank in ranks):
         ends = ", ".join(f"{rank.name}: {rank.exitcode}" for rank in ranks)
         print(f"a process crashed (exit codes {ends})", file=sys.stderr)
         raise SystemExit(2 if any(rank.exitcode == 2 for rank in ranks) else 1)
-    result, error = answer
-    if error is not None:
-        raise error
-    return result  # pyright: ignore[reportReturnType]
+    return result
 
 
 def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[object, ...]]) -> Iterator[BaseProcess]:
@@ -120,9 +119,9 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
         raise SystemExit(2)
 
 
-def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:
-    """The main rank's answer, once all ranks have ended. After one rank fails, the others are soon ended. After one
-    rank is stopped, the others are signalled to stop."""
+def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[Any, UserError | None]:
+    """The main rank's result and error, once all ranks have ended. Soon after one fails, the others are ended;
+    if a signal stopped that one, they are signalled to stop first."""
     answer, deadline, running = None, math.inf, ranks
     while running:
         # a rank's end may not show in these: what it has forked holds the other ends of its pipes
@@ -141,7 +140,7 @@ def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserE
         if time.monotonic() > deadline:
             for rank in running:
                 rank.kill()
-    return answer
+    return answer or (None, None)
 
 
 @contextmanager
