@@ -245,7 +245,11 @@ class CheckpointStore:
 
     def _to_keep(self, last_good: float) -> list[Path]:
         """The checkpoints that `prune` keeps. All that count are hashed before one is deleted."""
-        states = {place: self._look(place) for place in list_checkpoints(self.folder)}
+        there = list_checkpoints(self.folder)
+        first = {state.progress.first_step for state, _ in self._known.values() if state}
+        if len(there) <= self._keep_last and not first & {*steps_of(there)}:
+            return there
+        states = {place: self._look(place) for place in there}
         while True:
             intact = {state.step: state for state in states.values() if state}
             steps = steps_to_keep(intact, self._keep_last, last_good)
