@@ -316,6 +316,11 @@ def test_sharded_presets_fit_where_ddp_does_not(planned, preset, gpu):
     assert error.startswith("launch.replicas = 3: ")
 
 
+def test_a_plan_follows_accelerate_config(planned, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert "gathered weights" in planned("gpt2_124m", "H100 80GB HBM3").memory.parts
+
+
 def test_the_flags_of_the_plan():
     config = plan_config(gpu="NVIDIA A10", price=2.5)
     assert dump(config) == dump(config.training)  # what --print_config prints is the training's

@@ -308,8 +308,10 @@ def test_replicas_of_a_part_are_compared(text, tmp_path):
     assert [f"rank {rank} (" in told[0] for rank in range(4)] == [False, True, False, True]  # no majority of two
 
 
-def test_one_process_shards_alone(text, tmp_path):
-    assert train(cell(text, tmp_path, "gpt2", "adamw", 2, **FSDP)) == "completed"
+def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    config = cell(text, tmp_path, "gpt2", "adamw", 2)
+    assert train(config) == "completed"
     assert torch.get_num_threads() == 1  # two on two busy cores took 702 s for a test's run that one takes 47 s for
     (start,) = events(tmp_path / "gpt2-adamw", "start")
     assert start["config"]["launch"] == {"parallel": "fsdp", "replicas": 1, "reduce": "last"}

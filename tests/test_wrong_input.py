@@ -108,7 +108,10 @@ ACCELERATE_USE_DEEPSPEED=true train_gpt2 | ACCELERATE_USE_DEEPSPEED
 ACCELERATE_DYNAMO_BACKEND=INDUCTOR train_gpt2 | ACCELERATE_DYNAMO_BACKEND
 ACCELERATE_MIXED_PRECISION=fp16 train_gpt2 | train.mixed_precision
 WORLD_SIZE=two RANK=two LOCAL_WORLD_SIZE=two PET_NNODES=two train_gpt2 | WORLD_SIZE
-ACCELERATE_USE_FSDP=true train_gpt2 | ACCELERATE_USE_FSDP | --launch.parallel
+ACCELERATE_USE_FSDP=true FSDP_VERSION=1 train_gpt2 | FSDP_VERSION
+ACCELERATE_USE_FSDP=true FSDP_OFFLOAD_PARAMS=true train_gpt2 | FSDP_OFFLOAD_PARAMS
+ACCELERATE_USE_FSDP=true FSDP_AUTO_WRAP_POLICY=NO_WRAP train_gpt2 | FSDP_AUTO_WRAP_POLICY
+ACCELERATE_USE_FSDP=true FSDP_ACTIVATION_CHECKPOINTING=true train_gpt2 | FSDP_ACTIVATION_CHECKPOINTING
 train_classifier --model.name vgg | model.name
 train_classifier --data.name images --model.name lenet | data.path
 train_classifier --data.name me/mine --data.path x --model.name lenet | data.path

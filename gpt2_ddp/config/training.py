@@ -255,7 +255,7 @@ class ParallelConfig(Section):
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: each process has the whole model; fsdp: each has a part of the weights, gradients and optimizer state
-    (docs/sharded.md)"""
+    (docs/sharded.md), which `accelerate config` may select, too"""
     replicas: PositiveInt = 1
     """fsdp: groups of processes; each group has the model once, in parts; a divisor of the number of processes"""
     reduce: Literal["last", "each"] = "last"
@@ -383,9 +383,9 @@ class TrainingConfig(RunConfig):
             yield "optim.warmup_steps", optim.warmup_steps, hint
 
     def _ignored_fields(self) -> Iterator[tuple[str, object, str]]:
-        """Fields of another optimizer, and of sharding without it."""
+        """Fields of another optimizer, and of sharding without it, which `accelerate config` may select, too."""
         owners = {"optim.muon_lr": "optim.name muon"} if self.optim.name != "muon" else {}
-        if self.launch.parallel != "fsdp":
+        if self.launch.parallel != "fsdp" and os.environ.get("ACCELERATE_USE_FSDP") != "true":
             owners |= dict.fromkeys(("launch.replicas", "launch.reduce"), "launch.parallel fsdp")
         given = flat(self.model_dump(exclude_defaults=True))
         for name in owners:

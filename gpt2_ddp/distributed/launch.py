@@ -196,7 +196,7 @@ def _check_environment(target: torch.device, backend: str) -> None:
     for plugin in ("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "DYNAMO_BACKEND"):
         value = os.environ.get(f"ACCELERATE_{plugin}", "").lower()
         if value not in ("", "no", "false"):
-            hint = "answer no in `accelerate config`; --launch.parallel shards, --train.compile compiles"
+            hint = "this training does not use it; answer no in `accelerate config`"
             raise UserError(f"ACCELERATE_{plugin}", value, hint)
 
 

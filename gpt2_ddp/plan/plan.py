@@ -1,5 +1,6 @@
 """The plan of a training: its steps, memory, disk, time and price, and its user errors."""
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -254,6 +255,10 @@ def show_plan(config: PlanConfig) -> int:
 
 def make_plan(config: PlanConfig) -> Plan:
     """The plan. Raises: UserError for errors in the fields of plan.py; errors of the training are in the plan."""
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        from gpt2_ddp.training.sharded import follow_accelerate
+
+        config = config.model_copy(update={"launch": follow_accelerate(config.training).launch})
     machine = find_target(config, world_size())
     training = config.training
     if not machine.is_here:  # user errors of the device are those of the GPUs, which have all precisions

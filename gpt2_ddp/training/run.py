@@ -3,6 +3,7 @@
 What changes from step to step is in the parts of a run: progress, feed, guard, optimizer, log and task.
 """
 
+import os
 import shlex
 import sys
 import time
@@ -117,6 +118,10 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
     UserError, on every rank.
     """
     begun = time.monotonic()
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        from gpt2_ddp.training.sharded import follow_accelerate
+
+        config = follow_accelerate(config)
     processes = start_run(config)
     watchdog = Watchdog(processes.process_index, processes.num_processes, config.train.patience_seconds)
     with ExitStack() as closing:

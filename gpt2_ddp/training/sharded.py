@@ -4,6 +4,7 @@ A parameter is cut along its first dimension (`distributed.rows`). The forward a
 its weights, and free them afterwards.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,12 +22,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.checkpoint.metrics import Metrics
 from gpt2_ddp.checkpoint.tensors import Part
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import rows
 from gpt2_ddp.distributed.launch import let_wait
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.strategy import Replicated
+
+ANSWERS = {
+    "FSDP_VERSION": ("2", "only version 2 is supported"),
+    "FSDP_RESHARD_AFTER_FORWARD": ("true", "weights that a block has gathered are freed after its forward pass"),
+    "FSDP_OFFLOAD_PARAMS": ("false", "weights stay on the devices"),
+    "FSDP_AUTO_WRAP_POLICY": ("TRANSFORMER_BASED_WRAP", "transformer blocks are sharded, and the rest as one"),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("false", "use --train.activation_checkpointing true"),
+}
+"""What `accelerate config` may say of FSDP: by variable, the supported answer and a hint."""
+
+
+def follow_accelerate(config: RunConfig) -> TrainingConfig:
+    """The configuration that `accelerate config` selects by its answers on FSDP; Accelerate itself sees none of them.
+    Raises: UserError for an answer that is not supported."""
+    if not isinstance(config, TrainingConfig):
+        raise UserError("ACCELERATE_USE_FSDP", "true", "only train_gpt2.py shards; answer no in `accelerate config`")
+    for name, (supported, hint) in ANSWERS.items():
+        if (answer := os.environ.get(name, supported)).lower() != supported.lower():
+            raise UserError(name, answer, f"{hint}; answer {supported} in `accelerate config`")
+    del os.environ["ACCELERATE_USE_FSDP"]
+    launch = config.launch.model_copy(update={"parallel": "fsdp"})
+    return config.model_copy(update={"launch": launch})
 
 
 def count_shards(processes: int, replicas: int) -> int:
