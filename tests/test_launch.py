@@ -24,7 +24,7 @@ from gpt2_ddp.distributed.launch import pick_precision, start_run
 from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.training import precision
-from gpt2_ddp.training.precision import settle_precision
+from gpt2_ddp.training.precision import describe_precision, settle_precision
 
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
 
@@ -133,7 +133,7 @@ def settled(wish, device="cpu", before=""):
 
 
 @pytest.mark.parametrize(("bf16", "fast"), [(84, "no"), (109, "no"), (111, "bf16")])
-def test_fast_is_bf16_on_a_cpu_where_it_is_clearly_faster(monkeypatch, bf16, fast):
+def test_fast_is_bf16_on_a_cpu_where_it_is_clearly_faster_and_the_start_says_what_is(monkeypatch, bf16, fast):
     speeds = {"no": 100.0, "bf16": float(bf16)}
     monkeypatch.setattr(precision, "measure_speeds", lambda matrix: speeds)
     assert settled("fast") == settled("fast", before="fp16") == (fast, speeds)
@@ -141,6 +141,8 @@ def test_fast_is_bf16_on_a_cpu_where_it_is_clearly_faster(monkeypatch, bf16, fas
         assert settled("fast", before=before) == (before, speeds)
         assert settled("no", before=before) == ("no", {})
         assert settled("bf16", before=before) == ("bf16", speeds)
+        hint = describe_precision(before, torch.device("cpu"), speeds)
+        assert (f"--train.mixed_precision {fast}" in hint) == (before != fast)
 
 
 def test_a_measurement_leaves_threads_and_random_numbers(monkeypatch):
@@ -178,7 +180,10 @@ def test_fast_on_other_devices(monkeypatch):
     assert settled("fast", "mps") == ("no", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    gpu = torch.device("cuda")
     assert settled("fast", "cuda") == ("bf16", {})
+    assert describe_precision("no", gpu, {}).startswith("no, here slower than bf16;")
+    assert describe_precision("bf16", gpu, {}) == "bf16"
 
 
 LAUNCHES = """
@@ -239,7 +244,7 @@ PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train
 def test_auto_precision_depends_on_the_device_and_on_what_accelerate_was_configured_with(
     monkeypatch, tmp_path, command, expected
 ):
-    assert len(PRECISIONS) == 9 + 3 + 1
+    assert len(PRECISIONS) == 9 + 4 + 1
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "none.yaml")

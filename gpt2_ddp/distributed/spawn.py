@@ -23,6 +23,7 @@ from gpt2_ddp.errors import UserError, is_main_process
 T = TypeVar("T")
 
 GRACE_SECONDS = 10  # for the other ranks after one has failed: they may report the same user error
+STOP_SECONDS = 600  # after one was stopped: they save a checkpoint, and copy it to a mirror
 
 
 def run_processes(function: Callable[..., T], processes: int | None, *args: object) -> T:
@@ -134,7 +135,7 @@ def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[Any, UserErro
                 answer = (None, None)
         codes = {rank.exitcode for rank in ranks} - {None, 0}
         if codes and deadline == math.inf:
-            deadline = time.monotonic() + GRACE_SECONDS
+            deadline = time.monotonic() + (STOP_SECONDS if codes == {STOPPED} else GRACE_SECONDS)
             if STOPPED in codes:
                 _signal(running, signal.SIGTERM)
         if time.monotonic() > deadline:

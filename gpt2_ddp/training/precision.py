@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.launch import pick_precision
+from gpt2_ddp.distributed.launch import multiplies_bf16, pick_precision
 from gpt2_ddp.distributed.ranks import on_main
 
 ROWS, WIDEST = 256, 384
@@ -79,3 +79,16 @@ def settle_precision(config: Config, device: torch.device, before: str = "") -> 
         precision = faster(speeds)
     train = config.train.model_copy(update={"mixed_precision": precision})
     return config.model_copy(update={"train": train}), precision, speeds
+
+
+def describe_precision(precision: str, device: torch.device, speeds: Speeds) -> str:
+    """The precision of a training as text, with a hint if another would be faster."""
+    best = precision
+    if speeds:
+        best = faster(speeds)
+    elif device.type == "cuda":
+        best = "bf16" if multiplies_bf16(device) else "no"
+    if precision == "fp16" or precision == best:
+        return precision
+    measured = " ({no:g} GFLOP/s in fp32, {bf16:g} in bf16)".format(**speeds) if speeds else ""
+    return f"{precision}, here slower than {best.replace('no', 'fp32')}{measured}; set --train.mixed_precision {best}"

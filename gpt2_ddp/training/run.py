@@ -40,7 +40,7 @@ from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name, versions
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
 from gpt2_ddp.training.own_numbers import check_scores
-from gpt2_ddp.training.precision import Speeds, settle_precision
+from gpt2_ddp.training.precision import Speeds, describe_precision, settle_precision
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.strategy import Replicated
 from gpt2_ddp.training.task import MakeTask, Poll, Task
@@ -466,7 +466,8 @@ def describe_start(run: Training) -> list[str]:
     rows = [max(len(part), task.feed.batch.rows) for ranks in shares for part in ranks]
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind = accelerator.num_processes, accelerator.device.type
-    kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {accelerator.mixed_precision}"
+    precision = describe_precision(accelerator.mixed_precision, accelerator.device, run.speeds)
+    kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {precision}"
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
     what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
     lines = [f"{run.config.run_name} {begins}: {what}"]
