@@ -98,10 +98,10 @@ checkpoint/store.py: a guess
 - SLOW_DISK = 20e6 # bytes per second of the slowest disk for checkpoints, in timeouts
 + SLOW_DISK = 20000001.0 # bytes per second of the slowest disk for checkpoints, in timeouts
 checkpoint/store.py: a training passes it
-- self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = True
-+ self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = False
+- self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True
++ self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = False
 checkpoint/store.py: a shortcut; the same are kept
-- if len(there) <= self._keep_last and first not in steps_of(there):
+- if len(there) <= self._keep_last and not first & {*steps_of(there)}:
 + if False:
 checkpoint/run_files.py: no row has one byte
 - while size > 0 and (line := stream.readline(size)):

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -302,7 +303,7 @@ def test_what_is_kept(run, first, case):
     origin = {"parent": "", "run_id": "", "step": first, "checkpoint_sha256": ""} if first else None
     checkpoints = open_store(run, keep_last)
     for step, loss in enumerate(losses, first):
-        checkpoints.save(snapshot(step, loss, branched_from=origin), good if good is None else first + good)
+        checkpoints.save(snapshot(step, loss, branched_from=origin), math.inf if good is None else first + good)
     assert saved_steps(run) == [first + step for step in kept]
     listing = checkpoints.listing()
     assert (listing["checkpoint"]["step"], listing["kept"]) == (first + len(losses) - 1, saved_steps(run))
@@ -492,11 +493,11 @@ def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(run):
     checkpoints = open_store(run)
     for step in (1, 2, 3):
         checkpoints.save(snapshot(step))
-    assert checkpoints.newest_until(2).step == 2
+    assert checkpoints.newest(2).step == 2
     spoil(checkpoints.place(2) / MODEL)
-    assert checkpoints.newest_until(2).step == 1
+    assert checkpoints.newest(2).step == 1
     assert saved_steps(run) == [1, 3]
-    assert checkpoints.newest_until(0) is None
+    assert checkpoints.newest(0) is None
 
 
 def test_a_resume_hashes_one_checkpoint(run, monkeypatch, capsys):

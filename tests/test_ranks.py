@@ -109,4 +109,4 @@ def test_what_one_rank_finds_is_raised_on_all_and_what_ranks_differ_in_is_named(
     for rank, (failed, own, agreed, named, cut) in enumerate(run_ranks(in_turn, 3, *calls)):
         assert (failed, own) == ("field = 2: of one rank", str(rank))
         assert (agreed, named) == ("", message)
-        assert cut.splitlines()[-2:] == ["4 = 0: rank 1 has 1; give all ranks the same", "and 4 more that differ"]
+        assert cut.splitlines() == [f"{number} = 0: rank 1 has 1; give all ranks the same" for number in range(9)]

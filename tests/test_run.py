@@ -236,8 +236,8 @@ def recorded_early(config):
     from gpt2_ddp.distributed import watchdog
     from gpt2_ddp.training.run import open_run
 
-    records, report_to = [], watchdog._Observer.report_to
-    watchdog._Observer.report_to = lambda self, report, record: (
+    records, report_to = [], watchdog.Watchdog.report_to
+    watchdog.Watchdog.report_to = lambda self, report, record: (
         records.append(record),
         report_to(self, report, record),
     )

@@ -52,10 +52,10 @@ ACCUSED = r"""
 {idle: 1000, collectives: 51}; {idle: 3}; {idle: 999, collectives: 51} | |
 {stage: save, idle: 900, limit: 1000}; 3*{step: 8, idle: 899} | |
 {idle: 130}; 3*{idle: 130, collectives: 51} | {2: 100} |
-{left: true} | {0: 1000} |
-{lost: "RuntimeError: gloo", idle: 130}; 3*{idle: 130} | |
-{lost: "RuntimeError: gloo"} | {3: 4.9} |
-{lost: "RuntimeError: gloo"} | {3: 5.1} | rank 3 on host1: no heartbeat for
+{end: left} | {0: 1000} |
+{end: lost, error: "RuntimeError: gloo", idle: 130}; 3*{idle: 130} | |
+{end: lost, error: "RuntimeError: gloo"} | {3: 4.9} |
+{end: lost, error: "RuntimeError: gloo"} | {3: 5.1} | rank 3 on host1: no heartbeat for
 2*{idle: 119, collectives: 51}; {stage: data, progress_count: 1, idle: 121, stack: "  File x"}; \
  {idle: 119, collectives: 51} | | rank 2 on host1: no progress for 121 s at data, step 7\n  File x
 {stage: sample, progress_count: 9, idle: 121}; 3*{step: 8, progress_count: 1, idle: 125} | \
@@ -67,11 +67,11 @@ ACCUSED = r"""
 4*{stage: preparing data, idle: 5, limit: 600000} | {3: 119} |
 4*{stage: preparing data, idle: 5, limit: 600000} | {3: 121} \
  | rank 3 on host1: no heartbeat for 121 s; last stage: preparing data, ste
-{failed: "ValueError: a bad sector", stage: data} | {0: 1.9} |
-{failed: "ValueError: a bad sector", stage: data} | {3: 200} |
-{lost: "RuntimeError: gloo"}; {failed: "ValueError: a bad sector", stage: data}; {lost: "RuntimeError: gloo"} \
+{end: failed, error: "ValueError: a bad sector", stage: data} | {0: 1.9} |
+{end: failed, error: "ValueError: a bad sector", stage: data} | {3: 200} |
+{end: lost, error: "RuntimeError: gloo"}; {end: failed, error: "ValueError: a bad sector", stage: data}; {end: lost} \
  | {1: 2.1, 3: 60} | rank 1 on host0: ValueError: a bad sector (at data, step 7)
-{}; {failed: "ValueError: a bad sector", stage: data, idle: 5.1} | \
+{}; {end: failed, error: "ValueError: a bad sector", stage: data, idle: 5.1} | \
  | rank 1 on host0: ValueError: a bad sector (at data, step 7)
 """
 """What the first ranks say (`N*`: so many of them), seconds that a rank is silent, and the beginning of the verdict.
@@ -140,17 +140,17 @@ class Clock:
     """`time.monotonic` of the watch, which these tests turn by hand."""
 
     def __init__(self, watch):
-        self.now, self.watch, self.link, self.observer = 0.0, watch, watch._link, watch._observer
-        self.observer._woke = 0.0
+        self.now, self.watch, self.link = 0.0, watch, watch._link
+        self.watch._woke = 0.0
 
     def hear_of(self, rank, beat, silent=0.0):
-        self.link.beats, self.observer._seen = {rank: beat}, {rank: Observed(beat, silent)}
+        self.link.beats, self.watch._seen = {rank: beat}, {rank: Observed(beat, silent)}
 
     def pass_by(self, seconds, asleep=False):
         for _ in range(1 if asleep else round(seconds / HEARTBEAT_INTERVAL)):
             self.now += seconds if asleep else HEARTBEAT_INTERVAL
-            self.observer._observe()
-        return self.observer.beat
+            self.watch._observe()
+        return self.watch.beat
 
 
 @pytest.fixture
@@ -256,11 +256,11 @@ def test_one_that_was_suspended_forgets_what_it_saw(clock):
     time.watch.heartbeat("data", 3)
     time.pass_by(HEARTBEAT_INTERVAL)
     time.pass_by(100)
-    assert time.observer._seen[1].silent == 100.5
+    assert time.watch._seen[1].silent == 100.5
     sign = time.pass_by(10_000, asleep=True)
-    assert (sign.idle, time.observer._seen[1].silent) == (0, 0.0)
+    assert (sign.idle, time.watch._seen[1].silent) == (0, 0.0)
     time.pass_by(4.0, asleep=True)
-    assert time.observer._seen[1].silent == 2 * HEARTBEAT_INTERVAL, "a short sleep is not counted either"
+    assert time.watch._seen[1].silent == 2 * HEARTBEAT_INTERVAL, "a short sleep is not counted either"
 
 
 def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clock):
@@ -269,21 +269,21 @@ def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clo
     time.hear_of(0, Heartbeat(HOSTS[0], turn=5))
     time.link.is_cut_off = True
     time.pass_by(100)
-    assert time.observer._seen[0].silent == 0.0
-    time.watch.end(lost="RuntimeError: gloo")
+    assert time.watch._seen[0].silent == 0.0
+    time.watch.end("lost", "RuntimeError: gloo")
     time.pass_by(4)
-    assert time.observer._seen[0].silent == 4.0
+    assert time.watch._seen[0].silent == 4.0
 
 
 def test_rank_0_speaks_first_of_what_another_raised(clock):
     time = clock()
     time.hear_of(0, Heartbeat(HOSTS[0]))
-    time.watch.end(error="ValueError: x")
+    time.watch.end("failed", "ValueError: x")
     time.link.rank = 1
     time.now = AFTERMATH + 0.1
-    assert time.observer._judge() is None
+    assert time.watch._judge() is None
     time.now += GRACE
-    verdict = time.observer._judge()
+    verdict = time.watch._judge()
     assert verdict.stuck == []
     assert verdict.reason.startswith("rank 1 ")
     assert verdict.reason.endswith(": ValueError: x (at starting)"), "no step has begun"
@@ -292,28 +292,28 @@ def test_rank_0_speaks_first_of_what_another_raised(clock):
 def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
     """It had nothing to save: no verdict, and no failure. Rank 0 passes it on."""
     time, sent = clock(), []
-    time.hear_of(1, Heartbeat(HOSTS[1], turn=5, stopped=True), silent=1000.0)
+    time.hear_of(1, Heartbeat(HOSTS[1], turn=5, end="stopped"), silent=1000.0)
     time.link.deliver = lambda: True
-    monkeypatch.setattr(watching.os, "kill", lambda *signalled: (sent.append(signalled), time.observer.ended.set()))
+    monkeypatch.setattr(watching.os, "kill", lambda *signalled: (sent.append(signalled), time.watch.ended.set()))
     monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", 0.01)
-    time.observer.watch()
+    time.watch._watch()
     assert sent == [(os.getpid(), signal.SIGTERM)]
-    assert time.observer.outgoing().stopped
-    assert time.observer._judge() is None
+    assert time.watch.outgoing().end == "stopped"
+    assert time.watch._judge() is None
 
 
 def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
     """Its main thread waits in a collective, as for rank 0's data. Or rank 0 would ask whether it was killed."""
     time, delivered = clock(), []
-    time.link.deliver = lambda: delivered.append(time.observer.outgoing().stopped)
+    time.link.deliver = lambda: delivered.append(time.watch.outgoing().end)
     signals._state.announce()
-    assert delivered == [True]
+    assert delivered == ["stopped"]
 
 
 @pytest.mark.parametrize("how", ["left", "stopped"])
 def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
     """Rank 0 serves it, and ends when it reads the heartbeat. torch prints a C++ stack for a call after that."""
-    calls, theirs = [], json.dumps(Heartbeat(HOSTS[0], stopped=how == "stopped")).encode()
+    calls, theirs = [], json.dumps(Heartbeat(HOSTS[0], end="stopped" if how == "stopped" else "")).encode()
     store = SimpleNamespace(clone=lambda: store, compare_set=lambda *_: b"")
     store.set = lambda key, value: calls.append(Heartbeat(*json.loads(value)))
     store.multi_get = lambda keys: calls.append(None) or [b"", theirs]
@@ -321,11 +321,11 @@ def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
     monkeypatch.setattr(watching.os, "kill", lambda *_: None)
     watch = Watchdog(1, 2, None, store)  # pyright: ignore[reportArgumentType]
     if how == "left":
-        watch._observer.ended.set()
+        watch.ended.set()
     watch._link.deliver()
     watch._threads[-1].join(10)
     assert not watch._threads[-1].is_alive()
-    assert getattr(calls[-1], how)
+    assert calls[-1].end == how
     watch.close()
 
 
@@ -333,7 +333,7 @@ def test_somebody_in_a_debugger_may_stand_still(clock):
     time = clock()
     time.watch.heartbeat("data", 3)
     exec(compile("time.pass_by(1000)", "/usr/lib/python3/bdb.py", "exec"))
-    assert time.observer.beat.idle < 2 * HEARTBEAT_INTERVAL
+    assert time.watch.beat.idle < 2 * HEARTBEAT_INTERVAL
 
 
 def test_an_error_that_comes_after_a_long_wait_is_news(clock):
@@ -345,8 +345,8 @@ def test_an_error_that_comes_after_a_long_wait_is_news(clock):
     time.now += 0.1
     time.watch.failed(UserError("data.path", "x", "is empty"))
     time.now += 1
-    sign = time.observer.outgoing()
-    assert (sign.failed, sign.stage, sign.idle) == ("UserError: data.path = x: is empty", "preparing data", 1)
+    sign = time.watch.outgoing()
+    assert (sign.error, sign.stage, sign.idle) == ("UserError: data.path = x: is empty", "preparing data", 1)
 
 
 def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
@@ -382,7 +382,7 @@ def two_watches():
             wait_until(lambda: watch._link.beats[1].stage == f"stage {number}", 20)  # noqa: B023
         accelerator.wait_for_everyone()
         watch.close()
-        found += [(sign.stage, sign.step, sign.left) for sign in watch._link.beats.values()]
+        found += [(sign.stage, sign.step, sign.end == "left") for sign in watch._link.beats.values()]
     assert not [thread.name for thread in threading.enumerate() if thread.name == "watch"]
     accelerator.end_training()
     return found

@@ -142,10 +142,9 @@ class Checkpoint:
 
         return Tensors([self.path / name for name in part_names(file, self.files)])
 
-    def sha256(self, file: str) -> str:
-        """SHA-256 of the file `MODEL` or `OPTIMIZER`, in hex; of several parts, that of their own ones."""
-        first, *others = [sha256_file(self.path / name) for name in part_names(file, self.files)]
-        return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
+    def sha256(self, file: str) -> list[str]:
+        """SHA-256 of the file `MODEL` or `OPTIMIZER`, or of each of its parts, in hex."""
+        return [self.files[name][1] for name in part_names(file, self.files)]
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

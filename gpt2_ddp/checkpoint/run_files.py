@@ -99,10 +99,10 @@ def is_rollback(row: dict[str, Any]) -> bool:
 
 def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
     """Step and SHA-256 of the checkpoint that an event records: the one just saved or, at a start, the newest."""
-    found = row if row["event"] == "checkpoint" else row.get("checkpoint")
-    if not isinstance(found, dict) or "sha256" not in found or type(found.get("step")) is not int:
-        return None
-    return found["step"], found["sha256"]
+    match row if row["event"] == "checkpoint" else row.get("checkpoint"):
+        case {"step": int(step), "sha256": sha256}:
+            return step, sha256
+    return None
 
 
 def valid_rows(
@@ -150,12 +150,12 @@ def parse_lines(stream: Iterable[bytes]) -> Iterator[Line]:
         yield Line(number, text.decode(errors="replace"), row, torn=not line.endswith(b"\n"))
 
 
-def read_events(file: Path, chain: str) -> tuple[list[dict[str, Any]], int]:
-    """The events of metrics.jsonl, and how many of them come up to the row with this chain; 0 if no row has it."""
+def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[dict[str, Any]], int]:
+    """The whole events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has it."""
     events, before = [], 0
     with file.open("rb") if file.is_file() else BytesIO() as stream:
         for line in parse_lines(line for line in stream if b'"event"' in line or chain.encode() in line):
-            row = line.row or {}
+            row = {} if line.torn else line.row or {}
             if is_event(row) and type(row.get("step")) is int:
                 events.append(row)
             if row.get("chain") == chain:
@@ -186,10 +186,8 @@ def chain_of(file: Path, size: int) -> str:
 
 def duration(seconds: float) -> str:
     """Text like `1 h 05 min`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    units = ((days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s"))
-    first = next((index for index, (count, _) in enumerate(units) if count), 3)
-    (count, unit), *rest = units[first : first + 2]
-    return " ".join([f"{count} {unit}", *(f"{count:02} {unit}" for count, unit in rest)])
+    whole = round(seconds)
+    for size, unit, smaller, then in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller:02} {then}"
+    return f"{whole} s"

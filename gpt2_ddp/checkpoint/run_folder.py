@@ -9,7 +9,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ from gpt2_ddp.checkpoint.run_files import (
     chain_of,
     head,
     is_locked,
-    read_lines,
+    read_events,
     split_chain,
 )
 from gpt2_ddp.config.cli import dump
@@ -81,8 +80,7 @@ class RunFolder:
 
     def _check_content(self, config: RunConfig) -> None:
         kept = any(self.checkpoints.glob("step-*")) or any(self.checkpoints.glob(".step-*"))
-        rows = [] if kept else read_lines(self.path / METRICS)
-        if any((line.row or {}).get("event") == "checkpoint" for line in rows):
+        if not kept and any(event["event"] == "checkpoint" for event in read_events(self.path / METRICS)[0]):
             lost = f"{self.path} has lost its checkpoints, and a new start would erase its {METRICS}"
             hint = f"{lost}; restore them, choose another run_name, or remove the folder"
             raise UserError("run_name", config.run_name, hint)
@@ -122,9 +120,8 @@ class RunFolder:
         if self._is_new and self._lock is not None and self.has_lock():
             with suppress(OSError):  # not empty
                 self.checkpoints.rmdir()
-                if [file.name for file in self.path.iterdir()] == [".lock"]:
-                    (self.path / ".lock").unlink()
-                    self.path.rmdir()
+                (self.path / ".lock").unlink()
+                self.path.rmdir()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -245,19 +242,11 @@ class RunLog:
         aside, with a warning. Collective. Raises: UserError, on every rank."""
         self._folder.check_lock()
         file, samples = self.path / METRICS, self.path / SAMPLES
-        self._samples, known = hashlib.sha256(), hashlib.sha256()
-        for line in head(samples, end.samples_bytes):
-            known.update(line)
-        is_same = known.hexdigest() == end.samples_sha256
+        is_same = _hash(samples, end.samples_bytes).hexdigest() == end.samples_sha256
         problem = "" if is_same else "the checkpoint has another SHA-256 of it"
-
-        def kept_samples() -> Iterator[bytes]:
-            for line in _kept(samples, end.samples_bytes, progress, problem):
-                self._samples.update(line)
-                yield line
-
         if end.samples_bytes or os.path.lexists(samples):  # also a link that leads nowhere, which appends would follow
-            write_atomically(samples, kept_samples())
+            write_atomically(samples, _kept(samples, end.samples_bytes, progress, problem))
+        self._samples = _hash(samples, size_of(samples))
         is_whole = chain_of(file, end.bytes) == end.chain
         gap = "" if is_whole else "a row before the checkpoint is missing or changed"
 
@@ -272,10 +261,18 @@ class RunLog:
         write_atomically(file, kept_rows())
         self._sizes = {name: size_of(self.path / name) for name in (METRICS, SAMPLES)}
 
-    def last_row(self) -> Row:
-        """The last row; empty without a whole one."""
-        last = next(iter(deque(read_lines(self.path / METRICS), maxlen=1)), None)
-        return {} if last is None or last.torn else last.row or {}
+    def outcome(self) -> str | None:
+        """How the run ended, by its last event; None if it has not."""
+        events, _ = read_events(self.path / METRICS)
+        return events[-1].get("outcome") if events else None
+
+
+def _hash(file: Path, size: int) -> Any:
+    """SHA-256 of a file's first `size` bytes, to which more can be added; of nothing, if the file is missing."""
+    sha256 = hashlib.sha256()
+    for line in head(file, size):
+        sha256.update(line)
+    return sha256
 
 
 def _kept(file: Path, size: int, progress: Progress, problem: str) -> Iterator[bytes]:

@@ -5,9 +5,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Part
 from gpt2_ddp.distributed.environment import free_memory, processes_here
-from gpt2_ddp.distributed.ranks import from_main, gather, on_every_rank, on_main, runs_on_main
+from gpt2_ddp.distributed.ranks import from_main, gather, on_every_rank, runs_on_main
 from gpt2_ddp.distributed.watchdog import TIMEOUT
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_path, writing
@@ -103,8 +103,8 @@ class CheckpointStore:
         self._keep_last, self._wish, self._patience = keep_last, wish, patience
         self.background, self._processes = Background(), processes_here()
         self._memory: dict[str, Tensor] = {}  # reused by the copies of background saves
-        self._states: dict[Path, State | None] = {}  # of checkpoints written or read; None for damaged ones
-        self._hashed: set[Path] = set()  # those whose large files were hashed, too
+        # of checkpoints written or read: the state, None of a damaged one; whether the large files were hashed, too
+        self._known: dict[Path, tuple[State | None, bool]] = {}
 
     @runs_on_main
     def peek(self) -> Checkpoint | None:
@@ -113,25 +113,17 @@ class CheckpointStore:
         return newest_intact(self.folder, weights=False, quiet=True)
 
     @runs_on_main
-    def newest(self) -> Checkpoint | None:
-        """The newest intact checkpoint that the run recorded, all files hashed; None in an empty folder. Repairs the
-        folder. Sets others aside, with a warning. Raises: UserError if checkpoints exist, and none is such."""
+    def newest(self, until: float = math.inf) -> Checkpoint | None:
+        """The newest intact checkpoint up to a step that the run recorded, all files hashed; None if there is none.
+        Repairs the folder. Sets others aside, with a warning. Raises: UserError if checkpoints of any step were wanted
+        and exist, and none is such."""
         self._recover()
-        found = self._newest_until(math.inf)
-        if found is None and any(self.folder.glob("step-*")):
+        found = newest_intact(self.folder, put_aside=self._run_folder.wants_lock, until=until)
+        if found:
+            self._known[found.path] = found.state, True
+        elif until == math.inf and any(self.folder.glob("step-*")):
             hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
             raise UserError("run folder", self.folder, hint)
-        return found
-
-    def newest_until(self, step: float) -> Checkpoint | None:
-        """The same up to a step, without repairs; None if there is none."""
-        return on_main(partial(self._newest_until, step))
-
-    def _newest_until(self, step: float) -> Checkpoint | None:
-        self._run_folder.check_lock()
-        found = newest_intact(self.folder, put_aside=self._run_folder.wants_lock, until=step)
-        if found:
-            self._note(found.path, found.state)
         return found
 
     def read(self, checkpoint: Checkpoint, part: Part) -> tuple[Any, Any]:
@@ -141,7 +133,7 @@ class CheckpointStore:
         return on_every_rank(opened if part.is_own else lambda: ({}, {}))
 
     def save(
-        self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = True
+        self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True
     ) -> None:
         """Saves the checkpoint of step `snapshot.state.step` durably, then prunes (`prune`). Each rank writes its
         part. In the background, of a copy, if `should_save_async` and not `wait`; it is on disk
@@ -175,7 +167,7 @@ class CheckpointStore:
             self.folder.mkdir(exist_ok=True)
             temporary.mkdir()
 
-    def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
+    def _write(self, snapshot: Snapshot, last_good: float) -> None:
         """Writes this rank's part, if it is its own. The first part's rank completes the checkpoint once all parts are
         on disk. Not collective: the ranks with a part call it, in any thread."""
         place, part = self.place(snapshot.state.step), snapshot.part
@@ -183,20 +175,20 @@ class CheckpointStore:
             return
         try:
             parts = gather(lambda: write_part(snapshot, _hidden(place, "tmp")), part.group)
-            if part.number == 0:
-                self._complete(place, {name: entry for entries in parts for name, entry in entries.items()})
+            if part.number:
+                return
+            self._complete(place, ChainMap(*parts))
         except UserError:
             if part.number == 0:
                 with suppress(UserError):  # the next start deletes any rest
                     self._recover()
             raise
-        if part.number == 0:
-            self._note(place, snapshot.state)
-            keep = self._to_keep(last_good)
-            self._log.append({"event": "checkpoint", **checkpoint_ref(place), "kept": steps_of(keep)})
-            self._delete_except(keep)
+        self._known[place] = snapshot.state, True
+        keep = self._to_keep(last_good)
+        self._log.append({"event": "checkpoint", **checkpoint_ref(place), "kept": steps_of(keep)})
+        self._delete_except(keep)
 
-    def _complete(self, place: Path, files: dict[str, dict[str, Any]]) -> None:
+    def _complete(self, place: Path, files: Mapping[str, dict[str, Any]]) -> None:
         """Writes the manifest, and gives the folder its name."""
         self._log.check()
         self._log.sync()
@@ -226,11 +218,6 @@ class CheckpointStore:
             for leftover in self.folder.glob(".step-*"):
                 shutil.rmtree(leftover)
 
-    def _note(self, place: Path, state: State | None, is_hashed: bool = True) -> None:
-        self._states[place] = state
-        if is_hashed:
-            self._hashed.add(place)
-
     def place(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
         return self.folder / f"step-{step:08d}"
@@ -244,11 +231,10 @@ class CheckpointStore:
     @runs_on_main
     def remove_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, after a rollback."""
-        there = list_checkpoints(self.folder)
-        self._delete_except([place for place in there if step_of(place) <= step])
+        self._delete_except([place for place in list_checkpoints(self.folder) if step_of(place) <= step])
 
     @runs_on_main
-    def prune(self, last_good: int | None = None) -> None:
+    def prune(self, last_good: float = math.inf) -> None:
         """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need: the
         newest up to `last_good`, and all later ones. Deletes that of the first step once a later one is good."""
         self._delete_except(self._to_keep(last_good))
@@ -257,32 +243,36 @@ class CheckpointStore:
         """Waits until nothing is written any more. Not collective."""
         self.background.join()
 
-    def _to_keep(self, last_good: int | None = None) -> list[Path]:
+    def _to_keep(self, last_good: float) -> list[Path]:
         """The checkpoints that `prune` keeps. All that count are hashed before one is deleted."""
         there = list_checkpoints(self.folder)
-        first = max((state.progress.first_step for state in self._states.values() if state), default=0)
-        if len(there) <= self._keep_last and first not in steps_of(there):
+        first = {state.progress.first_step for state, _ in self._known.values() if state}
+        if len(there) <= self._keep_last and not first & {*steps_of(there)}:
             return there
-        for place in there:
-            if place not in self._states:
-                self._look(place, weights=False)
+        states = {place: self._look(place) for place in there}
         while True:
-            intact = {state.step: state for place in there if (state := self._states[place])}
-            steps = steps_to_keep(intact, self._keep_last, first, last_good)
-            keep = [place for place in there if not (state := self._states[place]) or state.step in steps]
-            unhashed = [place for place in keep if self._states[place] and place not in self._hashed]
-            if len(keep) == len(there) or not unhashed:
+            intact = {state.step: state for state in states.values() if state}
+            steps = steps_to_keep(intact, self._keep_last, last_good)
+            keep = [place for place, state in states.items() if not state or state.step in steps]
+            if len(keep) == len(states):
                 return keep
-            for place in unhashed:
-                self._look(place, weights=True)
+            damaged = [place for place in keep if states[place] and not self._look(place, weights=True)]
+            if not damaged:
+                return keep
+            states |= dict.fromkeys(damaged)
 
-    def _look(self, place: Path, weights: bool) -> None:
-        """Notes the state of a checkpoint that another process has written; warns if it is damaged or unreadable."""
-        try:
-            self._note(place, verify_recorded(place, weights).state, weights)
-        except (CorruptCheckpoint, UserError) as damage:
-            self._note(place, None)
-            print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
+    def _look(self, place: Path, weights: bool = False) -> State | None:
+        """The state of a checkpoint, which another process may have written, read once; None, with a warning, if it is
+        damaged or unreadable. Hashes the large files too if `weights`, once."""
+        state, is_hashed = self._known.get(place, (None, False))
+        if not is_hashed and (weights or not state):
+            try:
+                state, is_hashed = verify_recorded(place, weights).state, weights
+            except (CorruptCheckpoint, UserError) as damage:
+                state, is_hashed = None, True
+                print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
+            self._known[place] = state, is_hashed
+        return state
 
     def _delete_except(self, keep: list[Path]) -> None:
         self._log.check()
@@ -303,16 +293,18 @@ def _hidden(place: Path, end: str) -> Path:
     return place.with_name(f".{place.name}.{end}")
 
 
-def steps_to_keep(intact: dict[int, State], keep_last: int, first: int, last_good: int | None) -> set[int]:
+def steps_to_keep(intact: dict[int, State], keep_last: int, last_good: float) -> set[int]:
     """The steps whose checkpoints are kept, of those that are `intact`, by ascending step. Kept are the newest
     `keep_last`, and the best of each number of tokens scored (losses over other tokens do not compare). A rollback may
-    need the newest up to `last_good` and all later ones; the `first` step's goes once a later one is good."""
-    keep, best = {*list(intact)[-keep_last:]}, dict[Any, tuple[float, int]]()
-    if last_good is not None:
-        good = [step for step in intact if step <= last_good]
-        keep = (keep - ({first} & {*good[:-1]})) | {*list(intact)[len(good) :]} | {*good[-1:]}
-    for step, state in intact.items():
-        loss, tokens = state.progress.val_loss, state.progress.scores.get("val_tokens")
-        if loss is not None and math.isfinite(loss):
-            best[tokens] = min(best.get(tokens, (loss, step)), (loss, step))
-    return keep | {step for _, step in best.values()}
+    need the newest up to `last_good` and all later ones; the first step's goes once a later one is good."""
+    steps, good = [*intact], [step for step in intact if step <= last_good]
+    keep = {*steps[-keep_last:]}
+    if len(good) > 1:
+        keep -= {state.progress.first_step for state in intact.values()}
+    scored = [
+        (loss, step, state.progress.scores.get("val_tokens"))
+        for step, state in intact.items()
+        if (loss := state.progress.val_loss) is not None and math.isfinite(loss)
+    ]
+    best = {tokens: step for _, step, tokens in sorted(scored, reverse=True)}  # the lowest loss comes last
+    return keep | {*good[-1:], *steps[len(good) :], *best.values()}

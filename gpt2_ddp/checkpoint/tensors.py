@@ -56,15 +56,11 @@ def part_name(file: str, number: int, count: int) -> str:
 
 
 def part_names(file: str, names: Collection[str]) -> list[str]:
-    """Those of the names that are the file or its parts, in order; none if one of the parts is missing."""
+    """Those of the names that are the file or its parts, in order; none unless they are all parts of one file."""
     stem, _, ending = file.partition(".")
-    pattern = re.compile(rf"{stem}-\d{{5}}-of-(\d{{5}})\.{ending}")
-    counts = {int(found[1]) for name in names if (found := pattern.fullmatch(name))}
-    for count in (1, *counts):
-        wanted = [part_name(file, number, count) for number in range(count)]
-        if {*wanted} <= {*names}:
-            return wanted
-    return []
+    pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}")
+    found = sorted(filter(pattern.fullmatch, names))
+    return found if found == [part_name(file, number, len(found)) for number in range(len(found))] else []
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

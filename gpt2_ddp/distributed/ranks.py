@@ -1,8 +1,9 @@
 """Collective helpers: work on the main process, errors on all ranks, agreement and sums."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CONTROL = "control"  # description of the control group
-MOST = 5  # differences between ranks that an error lists
 
 
 def has_others() -> bool:
@@ -83,19 +83,18 @@ def gather(function: Callable[[], T], group: dist.ProcessGroup | None) -> list[T
     return [result for result, _ in outcomes]  # pyright: ignore[reportReturnType]
 
 
-def check_ranks_agree(here: Mapping[str, object]) -> None:
+def check_ranks_agree(here: Mapping[str, Any], is_same: Callable[[Any, Any], bool] = operator.eq) -> None:
     """Checks that all ranks have the same values or hashes, by names for the user. Raises UserError: on every rank,
     with each name whose values differ, rank 0's value and the other."""
     first, *others = gather_object([dict(here)])
     mistakes: dict[str, str] = {}
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
-            if first.get(name) != other.get(name):
+            if not is_same(first.get(name), other.get(name)):
                 hint = f"rank {rank} has {truncate(other.get(name))}; give all ranks the same"
                 mistakes.setdefault(name, UserError(name, first.get(name), hint).mistakes[0])
     if mistakes:
-        more = [f"and {len(mistakes) - MOST} more that differ"] * (len(mistakes) > MOST)
-        _raise_on_every_rank([UserError.join([*mistakes.values()][:MOST] + more)])
+        _raise_on_every_rank([UserError.join([*mistakes.values()])])
 
 
 def sum_over_ranks(accelerator: Accelerator, value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gpt2_ddp.distributed.environment import STOPPED, unset_unfilled_variables, usable_cores
 from gpt2_ddp.distributed.process import POLL_SECONDS, end_with_parent
@@ -23,6 +23,7 @@ from gpt2_ddp.errors import UserError, is_main_process
 T = TypeVar("T")
 
 GRACE_SECONDS = 10  # for the other ranks after one has failed: they may report the same user error
+STOP_SECONDS = 600  # after one was stopped: they save a checkpoint, and copy it to a mirror
 
 
 def run_processes(function: Callable[..., T], processes: int | None, *args: object) -> T:
@@ -51,19 +52,18 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
     sender.close()
     uninstall = install_handlers(lambda number, _: _signal(ranks, number), last=False)  # they stop with a checkpoint
     try:
-        answer = _wait(ranks, receiver)
+        result, error = _wait(ranks, receiver)
     finally:
         uninstall()
     if any(rank.exitcode == STOPPED for rank in ranks):
         raise Stopped("a signal to a rank")
-    if answer is None or (answer[1] is None and any(rank.exitcode for rank in ranks)):
+    if error is not None:
+        raise error
+    if any(rank.exitcode for rank in ranks):
         ends = ", ".join(f"{rank.name}: {rank.exitcode}" for rank in ranks)
         print(f"a process crashed (exit codes {ends})", file=sys.stderr)
         raise SystemExit(2 if any(rank.exitcode == 2 for rank in ranks) else 1)
-    result, error = answer
-    if error is not None:
-        raise error
-    return result  # pyright: ignore[reportReturnType]
+    return result
 
 
 def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[object, ...]]) -> Iterator[BaseProcess]:
@@ -120,30 +120,28 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
         raise SystemExit(2)
 
 
-def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:
-    """The main rank's answer, once all ranks have ended. After one rank fails, the others are soon ended. After one
-    rank is stopped, the others are signalled to stop."""
-    answer, is_signalled, deadline = None, False, math.inf
-    running = list(ranks)
+def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[Any, UserError | None]:
+    """The main rank's result and error, once all ranks have ended. Soon after one fails, the others are ended;
+    if a signal stopped that one, they are signalled to stop first."""
+    answer, deadline, running = None, math.inf, ranks
     while running:
-        if not is_signalled and any(rank.exitcode == STOPPED for rank in ranks):
-            is_signalled = True
-            _signal(running, signal.SIGTERM)
         # a rank's end may not show in these: what it has forked holds the other ends of its pipes
         wait([rank.sentinel for rank in running] + ([receiver] if answer is None else []), POLL_SECONDS)
-        before, running = running, [rank for rank in running if rank.exitcode is None]
+        running = [rank for rank in ranks if rank.exitcode is None]
         if answer is None and receiver.poll():
             try:
                 answer = receiver.recv()
             except EOFError:  # the main rank ended without one
-                receiver.close()
                 answer = (None, None)
-        if len(running) < len(before) and any(rank.exitcode for rank in ranks):
-            deadline = time.monotonic() + GRACE_SECONDS
+        codes = {rank.exitcode for rank in ranks} - {None, 0}
+        if codes and deadline == math.inf:
+            deadline = time.monotonic() + (STOP_SECONDS if codes == {STOPPED} else GRACE_SECONDS)
+            if STOPPED in codes:
+                _signal(running, signal.SIGTERM)
         if time.monotonic() > deadline:
             for rank in running:
                 rank.kill()
-    return answer
+    return answer or (None, None)
 
 
 @contextmanager
@@ -152,9 +150,14 @@ def _environment(rank: int, processes: int, port: int) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
     if processes > 1:
-        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {
+            "RANK": f"{rank}",
+            "LOCAL_RANK": f"{rank}",
+            "WORLD_SIZE": f"{processes}",
+            "LOCAL_WORLD_SIZE": f"{processes}",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": f"{port}",
+        }
     try:
         yield
     finally:

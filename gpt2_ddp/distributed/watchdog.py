@@ -47,10 +47,10 @@ class Heartbeat(NamedTuple):
     idle: float = 0.0  # seconds without progress, while this process was awake
     limit: float = TIMEOUT  # allowed seconds of these
     stack: str = ""  # of an idle main thread
-    failed: str = ""  # error that this rank raised
-    lost: str = ""  # error of a collective that failed because another rank ended
-    left: bool = False  # whether the rank has closed its watchdog
-    stopped: bool = False  # whether a signal stopped the rank, with nothing to save
+    end: str = ""
+    """How the rank has ended, if it has: `lost`: a collective failed, maybe because another rank ended; `failed`: by an
+    error of its own; `stopped`: by a signal, with nothing to save; `left`: it has closed its watchdog."""
+    error: str = ""  # that this rank raised
 
 
 class Observed(NamedTuple):
@@ -73,15 +73,15 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     limit and no other rank is further behind. Silent ranks come first, since their last heartbeat is old. With
     `silence_only`, only ranks that failed, ended or send no heartbeats are judged.
     """
-    running = {rank: one for rank, one in seen.items() if not (one.beat.left or one.beat.stopped)}
+    running = {rank: one for rank, one in seen.items() if one.beat.end not in ("left", "stopped")}
     names = {rank: f"rank {rank} on {one.beat.process.host}" for rank, one in running.items()}
-    failed, lost = (any(getattr(one.beat, kind) for one in running.values()) for kind in ("failed", "lost"))
+    ends = {one.beat.end for one in running.values()}
     for rank, (beat, silent, _) in running.items():  # other ranks lost their collective because of it
-        if beat.failed and (silent > GRACE or beat.idle > AFTERMATH):
-            return Verdict(f"{names[rank]}: {beat.failed} (at {_at(beat)})", [])
-    if failed:
+        if beat.end == "failed" and (silent > GRACE or beat.idle > AFTERMATH):
+            return Verdict(f"{names[rank]}: {beat.error} (at {_at(beat)})", [])
+    if "failed" in ends:
         return None
-    limit = min(max(patience, SILENCE), AFTERMATH if lost else math.inf)
+    limit = min(max(patience, SILENCE), AFTERMATH if "lost" in ends else math.inf)
     lines, stuck = [], []
     for rank, (beat, silent, gone) in running.items():
         if gone and silent > GRACE:
@@ -91,7 +91,7 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
             stuck.append(beat.process)
     if lines:
         return Verdict("\n".join(lines), stuck)
-    if silence_only or lost or not running or any(one.silent > GRACE for one in running.values()):
+    if silence_only or "lost" in ends or not running or any(one.silent > GRACE for one in running.values()):
         return None
     place = {rank: (one.beat.step, one.beat.collectives, one.beat.progress_count) for rank, one in running.items()}
     last = min(place.values())
@@ -128,7 +128,7 @@ class Pulse:
         self.thread, self._begun = threading.get_ident(), dict[str, int]()
         self.stage, self.step, self.timeout, self.is_first = "starting", 0, FIRST_TIMEOUT, False
         self.count = self.count_before = 0  # progress in total, and before this step
-        self.ended_at, self.error, self.lost, self.stopped = 0.0, "", "", False
+        self.ended_at, self.error, self.how_ended = 0.0, "", ""
 
     def heartbeat(self, stage: str, step: int | None = None, timeout: float = 0.0) -> None:
         """Records progress and the stage that begins, with `timeout` seconds on top of the usual limit. `step`: the one
@@ -175,7 +175,7 @@ class _Link:
                 requested, sent = self._requested, outgoing()
                 self._exchange(sent)
                 self._completed = requested
-                if self.rank and (sent.left or (sent.stopped and self.beats[0].stopped)):
+                if self.rank and (sent.end == "left" or sent.end == self.beats[0].end == "stopped"):
                     break  # rank 0 may end, with the store, and a further call would print a C++ stack
                 self.wake.wait(2 * HEARTBEAT_INTERVAL)
                 self.wake.clear()
@@ -220,23 +220,62 @@ class _Link:
         """Ends the thread. Rank 0, which may serve the store, leaves last."""
         deadline = time.monotonic() + AFTERMATH
         while self.deliver() and time.monotonic() < deadline:
-            if self.rank or all(beat.left or beat.failed or beat.stopped for beat in self.beats.values()):
+            if self.rank or all(beat.end not in ("", "lost") for beat in self.beats.values()):
                 break
         self._done.set()
         self.wake.set()
 
 
-class _Observer:
-    """The thread that makes this rank's heartbeat, judges all and ends the process; nothing in it may block. It counts
-    seconds while this process is awake, so a suspended process causes no verdict."""
+class Watchdog(Pulse):
+    """Sends this rank's heartbeats and judges those of other ranks. A thread of its own makes the heartbeat, judges all
+    and ends the process; nothing in it may block. It counts seconds while this process is awake, so a suspended process
+    causes no verdict. The public methods belong to the constructing thread, unless they say otherwise.
 
-    def __init__(self, pulse: Pulse, link: _Link, patience: float | None, exit_code: int):
-        self._pulse, self._link, self._patience, self._exit_code = pulse, link, patience, exit_code
+    Args:
+        rank, world: this process's rank, and the number of ranks. Ranks construct their watchdogs in the same order.
+        patience: timeout of every stage, in seconds, with SILENCE on top at its first occurrence. None: TIMEOUT or ten
+            times the slowest stage so far, whichever is more, and FIRST_TIMEOUT at the first occurrence.
+        store: rendezvous store; None: the process group's.
+        exit_code: of processes that a verdict ends.
+    """
+
+    def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None, exit_code: int = 1):
+        super().__init__()
+        self._link, self._patience, self._exit_code = _Link(rank, world, store), patience, exit_code
         self.beat, self.ended = Heartbeat(this_process()), threading.Event()
-        self._seen = {rank: Observed(beat, 0.0) for rank, beat in link.beats.items()}
+        self._seen = {rank: Observed(beat, 0.0) for rank, beat in self._link.beats.items()}
         self._woke, self._seen_count, self._slowest, self._had_timeout = time.monotonic(), 0, 0.0, True
-        self._progress_time, self._passes_stop = time.time(), False
         self._report = self._record = lambda _: None
+        loops = [self._watch] + [self._report_loop] * (rank == 0)
+        loops += [lambda: self._link.run(self.outgoing)] * (world > 1)
+        self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]
+        for thread in self._threads:
+            thread.start()
+        before_forced_end(lambda: self.end("stopped"))
+
+    def failed(self, error: BaseException) -> None:
+        """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank.
+        Then this waits for the verdict on that rank, which ends the process. Returns if no other is at fault."""
+        if self._link.world == 1 or self.how_ended == "failed" or self.ended.is_set():
+            return
+        self.progress()
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower()):
+            self.end("lost", message)
+            self.ended.wait(AFTERMATH + 3 * GRACE)
+        self.end("stopped" if isinstance(error, Stopped) else "failed", message)
+
+    def end(self, how: str, error: str = "") -> None:
+        """Sends the end of this rank, and its error, to the other ranks. For any thread."""
+        self.ended_at, self.error, self.how_ended = time.monotonic(), error, how
+        self._link.deliver()
+
+    def close(self) -> None:
+        """Ends the watchdog. Rank 0 waits some seconds for the other ranks to leave or fail."""
+        self.ended.set()
+        self._link.close()
+        for thread in self._threads:
+            thread.join(HEARTBEAT_INTERVAL)
 
     def report_to(self, report: Callable[[dict[str, Any]], object], record: Callable[[str], None]) -> None:
         """Sets, on the main process, the functions for the regular `status` and for the reason of a verdict."""
@@ -245,20 +284,19 @@ class _Observer:
     def status(self) -> dict[str, Any]:
         """This rank's stage, step and process; times in seconds since 1970, and the limit in seconds."""
         beat, now = self.beat, time.time()
-        times = {"heartbeat": round(now, 1), "progress": round(self._progress_time, 1), "limit": round(beat.limit, 1)}
+        times = {"heartbeat": round(now, 1), "progress": round(now - beat.idle, 1), "limit": round(beat.limit, 1)}
         return {"step": beat.step, "stage": beat.stage, **beat.process._asdict(), **times}
 
-    def report_loop(self) -> None:
+    def _report_loop(self) -> None:
         while not self.ended.wait(REPORT_INTERVAL):
             self._report(self.status())
 
-    def watch(self) -> None:
+    def _watch(self) -> None:
         """Observes and judges until the watchdog has ended; the body of a thread."""
         while not self.ended.wait(HEARTBEAT_INTERVAL):
             self._observe()
-            is_stopping = self._pulse.stopped or self._passes_stop
-            if not is_stopping and any(beat.stopped for beat in self._link.beats.values()):
-                self._passes_stop = True
+            if self.how_ended in ("", "lost") and any(b.end == "stopped" for b in self._link.beats.values()):
+                self.how_ended = "stopped"
                 self._link.deliver()  # of rank 0, to the others
                 os.kill(os.getpid(), signal.SIGTERM)
             self._link.wake.set()
@@ -267,25 +305,25 @@ class _Observer:
 
     def _observe(self) -> None:
         """Updates this rank's heartbeat and the age of the others'."""
-        pulse, before, now = self._pulse, self.beat, time.monotonic()
+        before, now = self.beat, time.monotonic()
         elapsed, self._woke = now - self._woke, now
         forget, elapsed = elapsed > SUSPENDED, min(elapsed, 2 * HEARTBEAT_INTERVAL)  # older heartbeats are outdated
         patience, limit = self._patience, self._patience or max(TIMEOUT, 10 * self._slowest)
-        if pulse.is_first:
-            limit = max(limit, FIRST_TIMEOUT if patience is None or pulse.compiles else patience + SILENCE)
+        if self.is_first:
+            limit = max(limit, FIRST_TIMEOUT if patience is None or self.compiles else patience + SILENCE)
         idle, stack = 0.0 if forget else before.idle + elapsed, ""
-        if pulse.count != self._seen_count:
+        if self.count != self._seen_count:
             self._slowest = max(self._slowest, 0.0 if self._had_timeout else idle)
-            self._seen_count, self._progress_time, idle = pulse.count, time.time(), 0.0
-        self._had_timeout = pulse.timeout > 0
+            self._seen_count, idle = self.count, 0.0
+        self._had_timeout = self.timeout > 0
         if idle >= 2 * HEARTBEAT_INTERVAL:
-            stack = stack_of(pulse.thread)
+            stack = stack_of(self.thread)
             idle = 0.0 if 'bdb.py"' in stack or 'pydevd.py"' in stack else idle  # debugged
-        done, started = pulse.count - pulse.count_before, _collectives() if self._link.world > 1 else 0
-        place = pulse.stage, pulse.step, done, started
-        self.beat = Heartbeat(before.process, before.turn + 1, *place, idle, limit + pulse.timeout, stack)
+        done, started = self.count - self.count_before, _collectives() if self._link.world > 1 else 0
+        place = self.stage, self.step, done, started
+        self.beat = Heartbeat(before.process, before.turn + 1, *place, idle, limit + self.timeout, stack)
         # without the launcher's store, silence counts only once a collective has failed
-        passed = 0.0 if self._link.is_cut_off and not pulse.lost else elapsed
+        passed = 0.0 if self._link.is_cut_off and self.how_ended != "lost" else elapsed
         for rank, beat in self._link.beats.items():
             seen = self._seen[rank]
             silent = 0.0 if forget or beat.turn != seen.beat.turn else seen.silent + passed
@@ -293,11 +331,10 @@ class _Observer:
 
     def outgoing(self) -> Heartbeat:
         """This rank's heartbeat with what the main thread recorded since; for any thread."""
-        pulse = self._pulse
-        if pulse.error:  # this thread may not have observed the failure, and ends with `close`
-            idle = time.monotonic() - pulse.ended_at
-            return self.beat._replace(failed=pulse.error, stage=pulse.stage, step=pulse.step, idle=idle)
-        return self.beat._replace(lost=pulse.lost, left=self.ended.is_set(), stopped=pulse.stopped or self._passes_stop)
+        beat = self.beat
+        if self.how_ended == "failed":  # this thread may not have observed the failure, and ends with `close`
+            beat = beat._replace(stage=self.stage, step=self.step, idle=time.monotonic() - self.ended_at)
+        return beat._replace(end=self.how_ended or ("left" if self.ended.is_set() else ""), error=self.error)
 
     def _judge(self) -> Verdict | None:
         rank, beat = self._link.rank, self.outgoing()
@@ -323,55 +360,6 @@ class _Observer:
         if link.reports_verdict and link.world > 1:
             time.sleep(3 * HEARTBEAT_INTERVAL)  # until the other ranks have read the verdict
         os._exit(self._exit_code)  # the main thread may be inside a collective that never returns
-
-
-class Watchdog(Pulse):
-    """Sends this rank's heartbeats and judges those of other ranks. Its methods belong to the constructing thread.
-
-    Args:
-        rank, world: this process's rank, and the number of ranks. Ranks construct their watchdogs in the same order.
-        patience: timeout of every stage, in seconds, with SILENCE on top at its first occurrence. None: TIMEOUT or ten
-            times the slowest stage so far, whichever is more, and FIRST_TIMEOUT at the first occurrence.
-        store: rendezvous store; None: the process group's.
-        exit_code: of processes that a verdict ends.
-    """
-
-    def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None, exit_code: int = 1):
-        super().__init__()
-        self._link = link = _Link(rank, world, store)
-        self._observer = observer = _Observer(self, link, patience, exit_code)
-        self.report_to = observer.report_to
-        loops = [observer.watch] + [observer.report_loop] * (rank == 0)
-        loops += [lambda: link.run(observer.outgoing)] * (world > 1)
-        self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]
-        for thread in self._threads:
-            thread.start()
-        before_forced_end(lambda: self.end(stopped=True))
-
-    def failed(self, error: BaseException) -> None:
-        """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank.
-        Then this waits for the verdict on that rank, which ends the process. Returns if no other is at fault."""
-        if self._link.world == 1 or self.error or self._observer.ended.is_set():
-            return
-        self.progress()
-        message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower()):
-            self.end(lost=message)
-            self._observer.ended.wait(AFTERMATH + 3 * GRACE)
-        stopped = isinstance(error, Stopped)
-        self.end(error="" if stopped else message, stopped=stopped)
-
-    def end(self, error: str = "", lost: str = "", stopped: bool = False) -> None:
-        """Sends the error of this rank, the one of a lost collective, or a stop to the other ranks. For any thread."""
-        self.ended_at, self.error, self.lost, self.stopped = time.monotonic(), error, lost, stopped
-        self._link.deliver()
-
-    def close(self) -> None:
-        """Ends the watchdog. Rank 0 waits some seconds for the other ranks to leave or fail."""
-        self._observer.ended.set()
-        self._link.close()
-        for thread in self._threads:
-            thread.join(HEARTBEAT_INTERVAL)
 
 
 def _collectives() -> int:

@@ -2,73 +2,45 @@
 
 import copy
 import multiprocessing
-import os
 import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext, SpawnProcess
+from multiprocessing.context import SpawnProcess
 from types import ModuleType
 from typing import Any, TypeVar
 
+from gpt2_ddp.distributed.process import end_with_parent
 from gpt2_ddp.distributed.signals import SIGNALS
 
 Pool = ProcessPoolExecutor | None
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-LEAVE_SECONDS = 0.2  # longest wait for the end of a worker
 AHEAD = 3
 """Items per worker that are in work, or whose results wait."""
 
 
 class _Worker(SpawnProcess):
-    """A process in a fresh interpreter, without the user's script, that ends with its parent or by `terminate`. Signals
-    are blocked, since the parent handles them."""
+    """A process in a fresh interpreter, without the user's script, that ends with its parent. Signals are blocked: the
+    parent handles them."""
+
+    terminate = SpawnProcess.kill  # SIGTERM is blocked
 
     def start(self) -> None:
-        self._end, sender = multiprocessing.Pipe(duplex=False)
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
             with block_signals():
                 super().start()
         finally:
             sys.modules["__main__"] = main
-        self._end.close()
-
-        def terminate() -> None:
-            with suppress(OSError):  # it has ended
-                sender.send(None)
-
-        # multiprocessing calls this at exit, too. SIGTERM is blocked, and torch reports a SIGKILL as an error
-        self._popen.terminate = terminate  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # children of a fork server do not inherit the mask
-        threading.Thread(target=self._wait_for_end, name="wait for end", daemon=True).start()
+        end_with_parent(signal.SIGKILL)
         super().run()
-
-    def _wait_for_end(self) -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        wait([self._end, parent.sentinel])
-        os._exit(0)
-
-    def join(self, timeout: float | None = None) -> None:
-        super().join(None if timeout is None else min(timeout, LEAVE_SECONDS))
-
-
-def worker_context() -> BaseContext:
-    """A multiprocessing context for workers."""
-    start_resource_tracker()
-    context = copy.copy(multiprocessing.get_context("spawn"))
-    context.Process = _Worker  # pyright: ignore[reportAttributeAccessIssue]
-    return context
 
 
 @contextmanager
@@ -91,7 +63,10 @@ def start_resource_tracker() -> None:
 @contextmanager
 def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """A pool of worker processes in fresh interpreters. An exception inside ends the workers at once."""
-    pool = ProcessPoolExecutor(workers, mp_context=worker_context())
+    start_resource_tracker()
+    context = copy.copy(multiprocessing.get_context("spawn"))
+    context.Process = _Worker  # pyright: ignore[reportAttributeAccessIssue]
+    pool = ProcessPoolExecutor(workers, mp_context=context)
     try:
         yield pool
     except BaseException:

@@ -245,7 +245,7 @@ def roll_back(run: Training) -> str:
     problem = f"{run.config.guard.patience} bad steps in a row up to step {guard.judged}: {guard.problem}"
     run.wait_for_save()
     run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)
-    good = store.newest_until(guard.last_good)
+    good = store.newest(guard.last_good)
     if rollbacks >= run.config.rollbacks or not good:
         if good:  # otherwise only bad ones exist
             store.remove_after(guard.last_good)

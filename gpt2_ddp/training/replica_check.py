@@ -58,7 +58,7 @@ def check_replicas(
         dist.all_reduce(differs)
     if not differs:
         return
-    hosts, of_ranks = gather_object([socket.gethostname()]), gather_object([sums.tolist()])
+    hosts, of_ranks = zip(*gather_object([(socket.gethostname(), sums.tolist())]), strict=True)
     parts = accelerator.num_processes // group.size() if group else 1
     raise ReplicaMismatch(_describe(list(tensors), hosts, of_ranks, step, parts))
 
@@ -82,17 +82,13 @@ def _describe(
 ) -> str:
     """The message: tensors of each rank that differ from the majority's; of all ranks, without a majority."""
     differing: dict[int, list[str]] = {}
-    decided = True
     for (name, *sums), part in product(zip(names, *of_ranks, strict=True), range(parts)):
         most, votes = Counter(sums[part::parts]).most_common(1)[0]
-        has_majority = votes > len(sums) / parts / 2
-        decided = decided and has_majority
-        for rank, own in enumerate(sums):
-            if rank % parts == part and (own != most or not has_majority):
+        for rank in range(part, len(sums), parts):
+            if sums[rank] != most or 2 * votes * parts <= len(sums):  # all, without a majority
                 differing.setdefault(rank, []).append(name)
-    others, whose = "the other ranks'" if decided else "another rank's", "its" if len(differing) == 1 else "their"
     ranks = []
     for rank, wrong in sorted(differing.items()):
         shown = ", ".join(wrong[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
-        ranks.append(f"rank {rank} (host {hosts[rank]}): {shown} differ{'s' * (len(wrong) == 1)} from {others}")
-    return f"{'; '.join(ranks)} at step {step}; suspect {whose} memory; the newest checkpoint is good"
+        ranks.append(f"rank {rank} (host {hosts[rank]}): {shown} differ{'s' * (len(wrong) == 1)} from the other ranks'")
+    return f"{'; '.join(ranks)} at step {step}; suspect the memory there; the newest checkpoint is good"

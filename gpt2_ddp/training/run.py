@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
@@ -407,8 +407,7 @@ def _record_failure(run: Opened, error: BaseException) -> None:
     """Reports an exception to the other ranks, which may be gone, to the user and in status.json."""
     run.watchdog.failed(error)  # ends this process if another rank is at fault
     if run.log.is_main:
-        with suppress(UserError):  # of a full disk: the first error matters
-            run.log.write_status("failed", run.step, f"{type(error).__name__}: {error}")
+        run.log.write_failure(run.step, f"{type(error).__name__}: {error}")
     elif isinstance(error, UserError) and not error.on_every_rank:  # only this rank has it
         print(f"error: rank {run.accelerator.process_index}: {error}", file=sys.stderr)
 
@@ -432,7 +431,7 @@ def finish_complete(run: Opened) -> None:
     more = f"{run.early_end}; raise it" if run.early_end else "raise its steps or epochs"
     run.accelerator.print(f"{run.config.run_name} is complete at step {run.step}; {more} to train further")
     assert run.checkpoint, "a complete run has a checkpoint"
-    if from_main(run.log.last_row().get("outcome")) != "completed":
+    if from_main(run.log.outcome()) != "completed":
         run.log.resume(run.checkpoint.state.log, run.progress)
         run.store.prune(run.step)
         listing = run.store.listing()
@@ -468,8 +467,8 @@ def describe_start(run: Training) -> list[str]:
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind = accelerator.num_processes, accelerator.device.type
     precision = describe_precision(accelerator.mixed_precision, accelerator.device, run.speeds)
-    kind += ", fsdp" * (run.config.parallel == "fsdp")
-    what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}, precision {precision}"
+    kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {precision}"
+    what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
     what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
     lines = [f"{run.config.run_name} {begins}: {what}"]
     if nodes := elastic_nodes():
