@@ -18,13 +18,12 @@ from accelerate import Accelerator
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.ranks import sum_over_ranks
-from gpt2_ddp.errors import UserError, is_main_process
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import load_from_hub, parse_json, read_small, write_atomically, write_json
-from gpt2_ddp.model.evaluate import IGNORED
+from gpt2_ddp.model.evaluate import IGNORED, rounds
 
 METRICS = ("acc", "acc_norm")
 LONGEST = 2**30  # bytes of a file of items
@@ -177,31 +176,22 @@ def answer(
 ) -> np.ndarray:
     """Log-likelihoods of all requests, in nats, fp64 [n], by `model(x)` -> logits [B, T, vocab_size].
 
-    The longest come first. Batches do not depend on the number of ranks: batch j is rank j mod W's. Short ones are
-    padded with rows that are not scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in fp64.
-    Results are gathered once. `batch_size`: requests per forward pass and rank. `length`: of every row, for a compiled
+    The longest come first. Batches do not depend on the number of ranks. Short ones are padded with rows that are not
+    scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in fp64. Results are gathered once. `model`:
+    in evaluation mode. `batch_size`: requests per forward pass and rank. `length`: of every row, for a compiled
     model; None: that of the longest in its batch. `poll`: called before each batch, equally often on each rank; its
     exceptions end scoring."""
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
     found = torch.zeros(len(requests), dtype=torch.float64)
-    was_training = model.training
-    model.eval()
-    hidden = None if is_main_process() else True  # None: where there is no terminal
-    of_ranks = range(0, len(order), batch_size * accelerator.num_processes)
-    try:
-        for first in tqdm(of_ranks, "scoring", unit="batch", leave=False, delay=2, disable=hidden):
-            poll()
-            begin = first + batch_size * accelerator.process_index
-            batch = order[begin : begin + batch_size]
-            chosen = [requests[index] for index in batch]  # none at the end: sharded weights need a pass of each rank
-            x, y = (rows.to(accelerator.device) for rows in _rows(chosen, batch_size, length))
-            scored = y != IGNORED
-            losses = cross_entropy(model(x)[scored].float(), y[scored], reduction="none")
-            nats = torch.zeros(y.shape, dtype=torch.float64)
-            nats[scored.cpu()] = -losses.cpu().double()
-            found[batch] = nats.sum(1)[: len(batch)]
-    finally:
-        model.train(was_training)
+    for begin in rounds(accelerator, len(order), batch_size, poll, "scoring"):
+        batch = order[begin : begin + batch_size]
+        chosen = [requests[index] for index in batch]  # none at the end
+        x, y = (rows.to(accelerator.device) for rows in _rows(chosen, batch_size, length))
+        scored = y != IGNORED
+        losses = cross_entropy(model(x)[scored].float(), y[scored], reduction="none")
+        nats = torch.zeros(y.shape, dtype=torch.float64)
+        nats[scored.cpu()] = -losses.cpu().double()
+        found[batch] = nats.sum(1)[: len(batch)]
     if accelerator.num_processes > 1:
         found = sum_over_ranks(accelerator, found.to(accelerator.device)).cpu()
     return found.numpy()

@@ -1,7 +1,7 @@
 """Loss of a model over a split. Each target is scored once, for any number of ranks and any batch size."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,18 +64,29 @@ class EvalSet(NamedTuple):
     token_bytes: np.ndarray
 
 
+def rounds(accelerator: Accelerator, count: int, batch_size: int, poll: Callable[[], None], name: str) -> Iterator[int]:
+    """The first item of this rank's batch in each round of batches over `count` items: batch j belongs to rank j mod W,
+    so at the end it may be behind the last item. Each rank has equally many, as sharded weights need. `poll`: called
+    before each batch. After two seconds, a terminal shows a progress bar of this name."""
+    hidden = None if is_main_process() else True  # None hides the bar only without a terminal
+    of_ranks = range(0, count, batch_size * accelerator.num_processes)
+    for first in tqdm(of_ranks, name, unit="batch", leave=False, delay=2, disable=hidden):
+        poll()
+        yield first + batch_size * accelerator.process_index
+
+
 @torch.no_grad()
 def evaluate(
     accelerator: Accelerator, model: nn.Module, data: EvalSet, batch_size: int, poll: Callable[[], None] = lambda: None
 ) -> Evaluation:
     """The summed loss of a model over the targets of `data`. Collective.
 
-    Batch j belongs to rank j mod W. Short batches are padded with targets that are not scored: every forward pass has
-    one shape. Each rank has equally many, as sharded weights need. Ranks synchronize once, at the end. After two
-    seconds, a terminal shows a progress bar.
+    Short batches are padded with targets that are not scored: every forward pass has one shape. Ranks synchronize once,
+    at the end.
 
     Args:
-        model: prepared or plain, on the accelerator's device; `model(x, y, reduction="none")` -> nll [B, T].
+        model: prepared or plain, in evaluation mode, on the accelerator's device; `model(x, y, reduction="none")` ->
+            nll [B, T].
         batch_size: windows per forward pass and rank.
         poll: called before each batch, equally often on each rank; its exceptions end the evaluation.
     """
@@ -84,23 +95,13 @@ def evaluate(
     exact = torch.float64 if device.type != "mps" else torch.float32  # mps has no fp64
     totals = torch.zeros(3, dtype=exact, device=device)  # nll, tokens, bytes
     lengths = torch.from_numpy(data.token_bytes.astype(np.int64)).to(device)
-    was_training = model.training
-    model.eval()
-    batches = range(0, len(windows), batch_size * accelerator.num_processes)
-    hidden = None if is_main_process() else True  # None hides the bar only without a terminal
-    try:
-        with tqdm(batches, "evaluating", unit="batch", leave=False, delay=2, disable=hidden) as progress:
-            for first_of_ranks in progress:
-                poll()
-                first = first_of_ranks + batch_size * accelerator.process_index  # may be behind the last window
-                rows = windows[first : first + batch_size]
-                x, y = (part.to(device, non_blocking=True) for part in _batch(data, rows, batch_size))
-                scored = y != IGNORED
-                totals[0] += model(x, y, reduction="none").to(exact).sum()
-                totals[1] += scored.sum()
-                totals[2] += (lengths[y.clamp(min=0)] * scored).sum()
-    finally:
-        model.train(was_training)
+    for first in rounds(accelerator, len(windows), batch_size, poll, "evaluating"):
+        rows = windows[first : first + batch_size]
+        x, y = (part.to(device, non_blocking=True) for part in _batch(data, rows, batch_size))
+        scored = y != IGNORED
+        totals[0] += model(x, y, reduction="none").to(exact).sum()
+        totals[1] += scored.sum()
+        totals[2] += (lengths[y.clamp(min=0)] * scored).sum()
     if accelerator.num_processes > 1:
         dist.all_reduce(totals)
     nll, n_tokens, n_bytes = totals.tolist()

@@ -175,7 +175,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
         hint = "has other test samples than the run was started with; restore them"
         raise UserError("data", own.get("path") or own.get("name") or "generated", hint)
     on_every_rank(partial(load_weights, checkpoint, job.model))
-    prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
+    prepared = accelerator.prepare_model(job.model.eval(), evaluation_mode=True)
 
     def score(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         outputs, scores = job.score(model, inputs, targets)
@@ -209,7 +209,7 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
     def score(model: nn.Module, images: Tensor, _: Tensor) -> dict[str, Tensor]:
         return predictions(model(normalise(images)).float())
 
-    prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    prepared = accelerator.prepare_model(model.eval(), evaluation_mode=True)
     found = score_each(accelerator, prepared, images, score, config.batch_size)
     lines = [*format_predictions(*found, images.names, record["classes"])]
     if config.output:

@@ -9,13 +9,12 @@ import difflib
 import hashlib
 import inspect
 import os
-import site
 import sys
-import sysconfig
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -98,15 +97,14 @@ def of_class(kind: type) -> Code:
 
 
 def check_imports(code: Code) -> None:
-    """Raises: UserError for an import of a module that is neither installed nor in the source."""
+    """Raises: UserError for an import of a module of neither Python, an installed package nor this one."""
     try:
         names = {*imported(ast.parse(code.source))}
     except (SyntaxError, ValueError) as error:
         raise UserError("task", code.name, f"is no Python of this version ({error})") from error
-    for name in sorted(names):
-        if not is_installed(name):
-            hint = f"imports {name}, which the run would not record; put it into the same file, or install it"
-            raise UserError("task", code.name, hint)
+    for name in sorted(names - {*sys.stdlib_module_names, *packages_distributions(), PACKAGE.name}):
+        hint = f"imports {name}, which the run would not record; put it into the same file, or install it"
+        raise UserError("task", code.name, hint)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -116,19 +114,6 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield "." if node.level else str(node.module).partition(".")[0]
-
-
-def is_installed(name: str) -> bool:
-    """Whether a module belongs to Python, to an installed package or to this one."""
-    if name in sys.stdlib_module_names or name == PACKAGE.name:
-        return True
-    spec = find_spec(name) if name != "." else None
-    if not spec:
-        return name != "."  # its import will fail, and say so
-    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    folders += [*site.getsitepackages(), site.getusersitepackages()]
-    places = [spec.origin or "", *(spec.submodule_search_locations or ())]
-    return any(Path(place).is_relative_to(folder) for place in places for folder in folders)
 
 
 def recorded(checkpoint: Checkpoint) -> Code | None:

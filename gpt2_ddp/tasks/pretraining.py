@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
@@ -27,7 +26,7 @@ from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
-from gpt2_ddp.errors import UserError, is_main_process
+from gpt2_ddp.errors import UserError, is_main_process, print_line
 from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
@@ -122,8 +121,8 @@ class Pretraining:
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
         if saved and config.train.minutes:
-            length = {name: saved.config["train"].get(name) for name in ("steps", "epochs")}
-            if any(length.values()):  # else it was stopped before
+            length = {name: saved.config["train"].get(name) for name in ("steps", "epochs", "minutes")}
+            if not length["minutes"]:  # else it was stopped before
                 config = with_length(config, length)
                 self._print(["the run keeps its number of steps; train.minutes counts in a new run only"])
         if config.train.minutes and type(self).schedule is not Pretraining.schedule:
@@ -143,12 +142,13 @@ class Pretraining:
     def total_steps(self, epoch_size: int | None) -> int | None:
         """`train.steps`, or the steps of `train.epochs`; None where these need an unknown epoch size, and while those
         of `train.minutes` are unknown."""
-        train = self.config.train
-        return total_steps(train.steps, train.epochs, self.config.global_batch_windows, epoch_size)
+        return total_steps(self.config, epoch_size)
 
     def set_steps(self, steps: int) -> None:
         """Makes a run of `train.minutes` one of so many steps."""
-        self.config, _ = resolve(with_length(self.config, {"steps": steps}), self._saved, self.epoch_size)
+        self.config, _ = resolve(
+            with_length(self.config, {"steps": steps, "minutes": None}), self._saved, self.epoch_size
+        )
         self._print(self._length_notes(steps))
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
@@ -156,9 +156,7 @@ class Pretraining:
         only opens the data. Raises: UserError."""
         long = LONGEST.total_seconds()
         watchdog.heartbeat("preparing data", timeout=long)
-        if self.config.data.urls:
-            on_every_rank(self._fetch_data)
-        on_every_rank(self._prepare_missing_data)
+        on_every_rank(self._get_missing_data)
         self.open_data()
         if is_complete:
             return
@@ -206,14 +204,14 @@ class Pretraining:
                 repeats = f"the steps repeat the training tokens {passes:,.0f} times"
                 yield f"{repeats}; {more}; use more text, or --train.epochs 10"
 
-    def _fetch_data(self) -> None:
-        from gpt2_ddp.remote import fetch_data
+    def _get_missing_data(self) -> None:
+        if not self.accelerator.is_local_main_process:
+            return
+        for folder, url in self.config.data.urls.items():
+            from gpt2_ddp.remote import fetch_data
 
-        for folder, url in self.config.data.urls.items() if self.accelerator.is_local_main_process else ():
             fetch_data(Path(folder), url)
-
-    def _prepare_missing_data(self) -> None:
-        if (recipe := missing_data(self.config)) and self.accelerator.is_local_main_process:
+        if recipe := missing_data(self.config):
             run_script("prepare_data", "--config", recipe)
 
     def load_tasks(self) -> None:
@@ -343,7 +341,7 @@ class Pretraining:
 
         prompts, sampling = self.config.tracking.sample_prompt, Sampling(200, seed=self.config.seed)
         texts = sample_texts(self.model, self.tokenizer, prompts, sampling, poll)
-        return [Sample(*pair) for pair in zip(prompts, texts, strict=True)]
+        return [*map(Sample, prompts, texts)]
 
     def state_dict(self) -> GPTData:
         """Identity of the data, and the micro-batch."""
@@ -353,8 +351,8 @@ class Pretraining:
         """Does nothing: `open_data` compared the data, and the feed has a state of its own."""
 
     def _print(self, notes: Iterable[str]) -> None:
-        for note in notes if is_main_process() else ():
-            print(f"note: {note}", file=sys.stderr)
+        for note in notes:
+            print_line(f"note: {note}")
 
 
 def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
@@ -366,17 +364,17 @@ def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Ch
     return Pretraining(config, accelerator, saved)
 
 
-def total_steps(steps: int | None, epochs: float | None, windows: int, epoch_size: int | None) -> int | None:
-    """Steps of `windows` each in a run of `steps` or `epochs`; None where these need an unknown epoch size."""
-    if epochs is None or epoch_size is None:
-        return None if epochs else steps
-    return math.ceil(epochs * epoch_size / windows)
+def total_steps(config: TrainingConfig, epoch_size: int | None) -> int | None:
+    """Steps of the whole run; None where they are unknown, as for `train.epochs` without an epoch size."""
+    train = config.train
+    if train.epochs is None:
+        return train.steps
+    return epoch_size and math.ceil(train.epochs * epoch_size / config.global_batch_windows)
 
 
-def with_length(config: TrainingConfig, length: dict[str, Any]) -> TrainingConfig:
-    """The configuration with steps or epochs instead of `train.minutes`."""
-    train = config.train.model_copy(update={"minutes": None} | length)
-    return config.model_copy(update={"train": train})
+def with_length(config: TrainingConfig, length: Mapping[str, Any]) -> TrainingConfig:
+    """The configuration with these steps or epochs."""
+    return config.model_copy(update={"train": config.train.model_copy(update=length)})
 
 
 def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -> tuple[TrainingConfig, list[str]]:
@@ -386,13 +384,13 @@ def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -
         from gpt2_ddp.config.hints import complete
 
         known = complete(TrainingConfig, saved.config)
-    tokens = config.eval.tokens
-    if tokens == "auto":
+    evals = config.eval
+    if evals.tokens == "auto":
         tokens = known["eval"]["tokens"] if known else config.auto_eval_tokens
+        evals = evals.model_copy(update={"tokens": tokens})
     length, notes = resolve_decay_steps(config, known, saved.step if saved else 0, epoch_size)
-    sections = {"eval": {"tokens": tokens}, "optim": {"decay_steps": length}}
-    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update=update), notes
+    optim = config.optim.model_copy(update={"decay_steps": length})
+    return config.model_copy(update={"eval": evals, "optim": optim}), notes
 
 
 def resolve_decay_steps(
@@ -401,16 +399,16 @@ def resolve_decay_steps(
     """`optim.decay_steps`, and notes; null becomes the default of the run's length. A resumed run keeps the value of
     the saved configuration `known`, unless that was the default and no step up to `step` depends on it."""
 
-    def default(train: Any) -> int | None:
-        steps = total_steps(train["steps"], train["epochs"], config.global_batch_windows, epoch_size)
-        return None if steps is None else default_decay_steps(steps, config.optim)
+    def default(config: TrainingConfig) -> int | None:
+        steps = total_steps(config, epoch_size)
+        return steps and default_decay_steps(steps, config.optim)
 
-    length = default(config.train.model_dump())
+    length = default(config)
     if config.optim.decay_steps is not None or length is None or not known:
         return config.optim.decay_steps or length, []
     kept = known["optim"]["decay_steps"]
     ends = config.optim.model_copy(update={"decay_steps": kept})
-    if kept != default(known["train"]) or not ends.may_end_at(length, step):
+    if kept != default(with_length(config, known["train"])) or not ends.may_end_at(length, step):
         return kept or length, []
     changes = f"optim.decay_steps changes from {kept} to {length}; no step so far depends on it"
     return length, [changes] * (length != kept)

@@ -241,7 +241,7 @@ def score_each(
     """Names of the scores, and those fp64 [N, scores] of all samples, in their order; equal on every rank.
 
     Batch j belongs to rank j mod W. For several ranks, the last sample fills up their last batches; its repetitions are
-    dropped. The model, plain or prepared, is in evaluation mode meanwhile.
+    dropped. The model, plain or prepared, is in evaluation mode.
     `score`: (model, inputs, targets) -> named scores [batch]. `batch_size`: samples per forward pass and rank.
     `poll`: called before each batch, by all ranks equally often; what it raises ends the scoring."""
     count, world, rank = len(samples), accelerator.num_processes, accelerator.process_index
@@ -251,16 +251,11 @@ def score_each(
     loader = prepare_loader(accelerator, map(samples.read, batches[rank::world]))
     rows: list[Any] = []
     names: list[str] = []
-    was_training = model.training
-    model.eval()
-    try:
-        for inputs, targets in loader:
-            poll()
-            with accelerator.autocast():
-                scores = score(model, inputs, targets)
-            names = list(scores)
-            row = torch.stack([scores[name].float() for name in names], dim=1)  # [batch, scores]
-            rows.append(accelerator.gather(row))
-    finally:
-        model.train(was_training)
+    for inputs, targets in loader:
+        poll()
+        with accelerator.autocast():
+            scores = score(model, inputs, targets)
+        names = list(scores)
+        row = torch.stack([value.float() for value in scores.values()], dim=1)  # [batch, scores]
+        rows.append(accelerator.gather(row))
     return names, torch.cat(rows)[:count].cpu().double()
