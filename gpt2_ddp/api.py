@@ -211,7 +211,8 @@ def evaluate(
     batch_size: int = 16,
 ) -> "Evaluation":
     """Scores a model on a split of prepared data, in this process alone: each token except the first, once. Returns
-    `loss` (nats per token), `perplexity`, `bits_per_byte`, and the `tokens` and `bytes` that were scored.
+    `loss` (nats per token), `perplexity`, `bits_per_byte`, and the `tokens` and `bytes` that were scored. The model is
+    in evaluation mode from then on.
 
     Args:
         data: the folder of token shards.
@@ -226,7 +227,7 @@ def evaluate(
     scored = EvalSet(stream, model.config.block_size, tokens, tokenizer.token_bytes())
     # all fields of an Accelerator that `evaluate` reads: Accelerate's own state stays unused
     alone: Any = SimpleNamespace(device=model.wte.weight.device, num_processes=1, process_index=0)
-    return evaluate(alone, model, scored, batch_size)
+    return evaluate(alone, model.eval(), scored, batch_size)
 
 
 def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":

@@ -189,9 +189,11 @@ class GPT(nn.Module):
 
 
 def count_parameters(config: ModelConfig, vocab_size: int) -> int:
-    """Parameters of a `GPT`, without memory for them."""
+    """Parameters of a `GPT`, without making it: each layer adds equally many."""
     with torch.device("meta"), without_init():
-        return sum(parameter.numel() for parameter in GPT(config, vocab_size).parameters())
+        models = [GPT(config.model_copy(update={"n_layer": layers}), vocab_size) for layers in (1, 2)]
+    one, two = (sum(parameter.numel() for parameter in model.parameters()) for model in models)
+    return one + (config.n_layer - 1) * (two - one)
 
 
 class without_init(TorchFunctionMode):
