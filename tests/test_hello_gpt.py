@@ -6,7 +6,7 @@ import shlex
 import pytest
 import torch
 from close import assert_close, distance
-from commands import ACCELERATE, ROOT, forked, launch
+from commands import ROOT, forked
 from conftest import once
 from ranks import rank_environment
 from runs import rows
@@ -118,13 +118,12 @@ def test_two_processes_train_the_same_and_resume_at_the_same_bits(whole, corpus,
 
 
 @pytest.mark.slow
-def test_it_learns_in_bf16_by_a_launcher(corpus, tmp_path):
+def test_it_learns_in_the_launchers_bf16(corpus, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/stdlib").symlink_to(corpus)
     short = tmp_path / "hello_gpt.py"
     short.write_text(SCRIPT.read_text().replace(", 300,", ", 60,"))  # STEPS
-    start = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16", str(short)]
-    done = launch(start, tmp_path, OMP_NUM_THREADS="1")
+    done = forked([str(short)], tmp_path, 2, ACCELERATE_MIXED_PRECISION="bf16")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("begins at step 0 of 60; processes: 2\nstep 10: ")
     ((_, loss),) = figures(done.stdout, "val_loss").tolist()

@@ -41,7 +41,7 @@ def local_tasks(folder, page):
     data |= {"dataset_kwargs": {"data_files": {"validation": str(folder / "hellaswag.jsonl")}}}
     (folder / "local_hellaswag.yaml").write_text(yaml.safe_dump(data) + "\n".join(kept) + "\n")
 
-    swag = made_items(200)
+    swag = made_items(60)
     write(folder / "hellaswag.jsonl", swag)
     ends = ("", " ", "\n    ", " \t")  # what a context ends with
     choices = []
