@@ -132,11 +132,7 @@ def test_muon_and_sharding_of_a_model_without_blocks(text, tmp_path):
 def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
     """Each way resumes the other's checkpoints, with dropout, document masks, recomputed activations, a loss in chunks,
     scores of tasks and samples."""
-    more = MUON | {
-        "model.document_mask": True,
-        "eval.tasks": [items_file(tmp_path)],
-        "eval.every": 3,
-    }
+    more = MUON | {"model.document_mask": True, "eval.tasks": [items_file(tmp_path)], "eval.every": 3}
     more |= {"train.activation_checkpointing": True, "train.micro_batch_size": 1}
     monkeypatch.setattr(gpt, "loss_chunk", lambda x: 32)
     more |= {"tracking.sample_every": 3, "optim.decay_steps": 15}
@@ -214,12 +210,7 @@ SHARDED = {
 def test_four_processes(corpus, tmp_path):
     """More processes than rows of a parameter, and than items of a task; gradients that each micro-batch reduces; four
     replicas, saved in the background."""
-    alike = MUON | {
-        "train.micro_batch_size": 1,
-        "train.steps": 5,
-        "eval.every": 5,
-        "eval.tasks": [items_file(tmp_path)],
-    }
+    alike = MUON | {"train.micro_batch_size": 1, "train.steps": 5, "eval.tasks": [items_file(tmp_path)]}
     ways = {name: FSDP | own for name, own in SHARDED.items()} | {"wide-ddp": SHARDED["wide"], "ddp": {}}
     configs = [training_config(corpus, tmp_path, alike | way | {"run_name": name}) for name, way in ways.items()]
     assert run_ranks(train_all, 4, configs) == [["completed"] * len(configs)] * 4
