@@ -22,7 +22,16 @@ from gpt2_ddp.errors import UserError
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(  # _dynamo: every optimizer imports it, which takes a second and a half
-    ["torch", "torch._dynamo", "accelerate", "gpt2_ddp.tasks.jobs", "gpt2_ddp.tasks.pretraining", "commands", "runs"]
+    [
+        "torch",
+        "torch._dynamo",
+        "accelerate",
+        "datasets",
+        "gpt2_ddp.tasks.jobs",
+        "gpt2_ddp.tasks.pretraining",
+        "commands",
+        "runs",
+    ]
 )
 forkserver._forkserver.set_forkserver_preload = lambda modules: None  # of loader workers, which it forks as well
 

@@ -48,7 +48,7 @@ Differential: {}
 Mixture: {optim.name: muon}
 Tanh: {}
 WithLion: {optim.lr: 0.0003}
-Trapezoid: {optim.name: muon, optim.decay_steps: 10}
+Trapezoid: {optim.name: muon, optim.decay_steps: 6}
 Curriculum: {train.steps: 14}
 ZLoss: {}
 Rhymes: {}
@@ -70,11 +70,11 @@ def test_the_classes_of_the_page_are_stopped_and_resumed(short_documents, tmp_pa
     for name, part in product(names, PARTS):
         file = tmp_path / f"{name}.py"
         file.write_text(classes()[name])
-        own = {"task": f"{file}:{name}", "launch.parallel": parallel, "run_name": name, **OWN[name]}
+        own = {"task": f"{file}:{name}", "launch.parallel": parallel, "run_name": name, "train.steps": 6, **OWN[name]}
         trust(find(own["task"]))
         given[part].append(training_config(short_documents, tmp_path / part, own))
     resumed = [config.model_copy(update={"task": None}) for config in given["parts"]]
-    stop = (0, 0), math.nan, 8, signal.SIGTERM
+    stop = (0, 0), math.nan, 4, signal.SIGTERM
     for configs, faults, end in (
         (given["whole"], (), "completed"),
         (given["parts"], stop, "stopped"),

@@ -47,7 +47,7 @@ def copied(corpus, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("world", "machines"), [(1, 1), pytest.param(2, 9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world", "machines"), [(1, 1), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_lost_machines(corpus, tmp_path, world, machines):
     """Each is killed in some step, and its disk is lost. The run equals one that was left alone; no row is twice."""
     bucket, more = tmp_path / "bucket", {"train.steps": 4 * (1 + machines)}
@@ -72,7 +72,7 @@ def restored(bucket, folder):
     return run
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(960, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(240, marks=pytest.mark.slow)])
 def test_damaged_objects(copied, tmp_path, capsys, count):
     """A flipped bit or a cut in any object: what is restored is the same as it was, or is named and left out."""
     rng = random.Random(count)

@@ -123,9 +123,8 @@ def test_memory_is_what_a_run_takes(corpus, tmp_path, flags):
     _, said = peak_of_a_run(arguments, "plan")
     planned = 1e9 * float(said.partition("\n  memory ")[2].split()[0])
     # on a busy machine, one in ten holds memory for longer
-    measured = [peak_of_a_run([*arguments, "--run_name", name], "train_gpt2")[0] for name in ("one", "two")]
-    print(f"planned {planned / 1e6:.0f} MB, measured {min(measured) / 1e6:.0f} MB")
-    assert min(distance(planned, size) for size in measured) <= CPU_MARGIN
+    measured = (peak_of_a_run([*arguments, "--run_name", name], "train_gpt2")[0] for name in ("one", "two"))
+    assert any(distance(planned, size) <= CPU_MARGIN for size in measured)
 
 
 WEIGHTS, BLOCK, IDS = 124_475_904, 7_087_872, 50_304

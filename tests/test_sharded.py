@@ -91,7 +91,7 @@ def test_the_same_run_as_ddp(text, tmp_path, processes, replicas, architectures)
     if processes == 4:
         cells = [cells[number] for number in (0, 3, 4, 7)]
     ways = {"ddp": {}, "fsdp": FSDP | {"launch.replicas": replicas}}
-    configs = [cell(text, tmp_path / way, *names, 10, **ways[way]) for way in ways for names in cells]
+    configs = [cell(text, tmp_path / way, *names, 4, **ways[way]) for way in ways for names in cells]
     assert run_ranks(train_bounded, processes, configs, timeout=300) == [["completed"] * len(configs)] * processes
     for names in cells:
         runs = (tmp_path / way / "-".join(names) for way in ways)
@@ -134,15 +134,15 @@ def test_muon_and_sharding_of_a_model_without_blocks(text, tmp_path):
 def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
     """Each way resumes the other's checkpoints, with dropout, document masks, recomputed activations, a loss in chunks,
     scores of tasks and samples."""
-    more = MUON | {"model.document_mask": True, "eval.tasks": [items_file(tmp_path)], "eval.every": 5}
+    more = MUON | {"model.document_mask": True, "eval.tasks": [items_file(tmp_path)], "eval.every": 3}
     more |= {"train.activation_checkpointing": True, "train.micro_batch_size": 1}
     monkeypatch.setattr(gpt, "loss_chunk", lambda x: 32)
-    more |= {"tracking.sample_every": 5, "optim.decay_steps": 25}
-    train_with_faults(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
+    more |= {"tracking.sample_every": 3, "optim.decay_steps": 15}
+    train_with_faults(training_config(corpus, tmp_path / "alone", more | {"train.steps": 15}))
     for number, (processes, way, replicas) in enumerate(
         [(1, "ddp", 1), (2, "fsdp", 1), (3, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 1)], 1
     ):
-        how = {"train.steps": 5 * number, "launch.parallel": way, "launch.replicas": replicas}
+        how = {"train.steps": 3 * number, "launch.parallel": way, "launch.replicas": replicas}
         run_ranks(train_with_faults, processes, training_config(corpus, tmp_path / "changed", more | how))
     alone, changed = tmp_path / "alone/run", tmp_path / "changed/run"
     compare(alone, changed)
@@ -212,7 +212,7 @@ SHARDED = {
 def test_four_processes(corpus, tmp_path):
     """More processes than rows of a parameter, and than items of a task; gradients that each micro-batch reduces; four
     replicas, saved in the background."""
-    alike = MUON | {"train.micro_batch_size": 1, "eval.every": 5, "eval.tasks": [items_file(tmp_path)]}
+    alike = MUON | {"train.micro_batch_size": 1, "train.steps": 5, "eval.tasks": [items_file(tmp_path)]}
     ways = {name: FSDP | own for name, own in SHARDED.items()} | {"wide-ddp": SHARDED["wide"], "ddp": {}}
     configs = [training_config(corpus, tmp_path, alike | way | {"run_name": name}) for name, way in ways.items()]
     assert run_ranks(train_all, 4, configs) == [["completed"] * len(configs)] * 4
