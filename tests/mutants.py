@@ -155,8 +155,8 @@ training/optimizer.py: the same step, with a copy of all tensors
 - if reads_found_inf(self.plain):
 + if False:
 model/muon.py: both have a value per parameter
-- for parameter, update in zip(parameters, share(parameters, direction, dtype, sent_dtype), strict=True):
-+ for parameter, update in zip(parameters, share(parameters, direction, dtype, sent_dtype)):
+- for parameter, update in zip(parameters, updates, strict=True):
++ for parameter, update in zip(parameters, updates):
 model/muon.py: the same matrix, by more arithmetic
 - if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
 + if False: # nearer to a square, it takes more arithmetic

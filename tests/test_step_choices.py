@@ -107,13 +107,13 @@ def test_what_is_compiled(monkeypatch):
     assert auto(model, on(CPU), 1.0) == ("off", None)
 
 
-def test_ddp_cuts_no_compiled_block(monkeypatch):
+def test_ddp_cuts_no_compiled_block():
     """Dynamo cuts what it compiles below DDP at the bounds of DDP's buckets: a whole model needs that for its overlap,
     a block is all-reduced while the next one computes."""
     for how, cuts in (("model", True), ("blocks", False)):
-        monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
-        compiled(gpt(), how)
-        assert torch._dynamo.config.optimize_ddp is cuts
+        with torch._dynamo.config.patch(optimize_ddp=True):  # monkeypatch would hide the setting afterwards
+            compiled(gpt(), how)
+            assert torch._dynamo.config.optimize_ddp is cuts
 
 
 def test_without_a_compiler(monkeypatch):
