@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 56_331, "reachable": 79_821, "product": 139_150, "tests": 168_086}
+CEILINGS = {"loaded": 55_617, "reachable": 78_495, "product": 136_980, "tests": 167_798}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 
