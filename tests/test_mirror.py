@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from filecmp import dircmp
 from itertools import count
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from commands import expect_error
 from faults.mutations import flip
 from ranks import run_ranks, run_until_killed
-from runs import assert_same, complete, is_intact, newest_checkpoint, train_with_faults, training_config
+from runs import assert_same, complete, edit_manifest, is_intact, newest_checkpoint, train_with_faults, training_config
 
 from gpt2_ddp.checkpoint import mirror
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, newest_intact
@@ -25,7 +26,7 @@ from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json
-from gpt2_ddp.remote import Bucket, with_local_runs
+from gpt2_ddp.remote import Bucket, fetch_data, with_local_runs
 
 
 def train_fast(config, *arguments):
@@ -319,3 +320,10 @@ def test_data_at_a_url(corpus, tmp_path, monkeypatch):
         monkeypatch.setattr(Bucket, "get", None if name == "there" else Bucket.get)
     assert_same(tmp_path / "here/run", tmp_path / "again/run")
     expect_error(r"data.path = file.*cannot be used", train_with_faults, config("none", f"file://{tmp_path}/no"))
+
+
+def test_data_at_a_url_whose_tokenizer_is_no_file(corpus, tmp_path):
+    shutil.copytree(corpus, tmp_path / "data", ignore=shutil.ignore_patterns("tokenizer.json"))
+    edit_manifest(tmp_path / "data", tokenizer="gpt2")
+    fetch_data(tmp_path / "copy", f"file://{tmp_path}/data")
+    assert not dircmp(tmp_path / "data", tmp_path / "copy").left_only

@@ -44,7 +44,12 @@ def fail(rank, how):
             raise RuntimeError("a bug")
         os.kill(os.getpid(), signal.SIGKILL)
     if how != "mistake":
-        time.sleep(600)
+        try:
+            time.sleep(600)
+        finally:
+            if how == "stop":
+                time.sleep(1)
+                print("saved", file=sys.stderr)
     return "done"
 
 
@@ -79,13 +84,14 @@ def test_one_fresh_process_has_no_rank_and_is_alone_waited_for():
     ("0", "crash", SystemExit, "1"), ("1", "kill", SystemExit, "1"), ("1", "stop", Stopped, "a signal to a rank"),
 ])  # fmt: skip
 def test_the_end_of_one_ends_all(monkeypatch, capfd, rank, how, error, text):
-    """The other rank would sleep for ten minutes. After a stop it is signalled, not killed."""
-    monkeypatch.setattr("gpt2_ddp.distributed.spawn.GRACE_SECONDS", 600 if how == "stop" else 0.5)
+    """The other rank would sleep for ten minutes. After a stop it is signalled, and has time to save."""
+    monkeypatch.setattr("gpt2_ddp.distributed.spawn.GRACE_SECONDS", 0.5)
     with pytest.raises(error, match=text):
         run_processes(fail, 2, rank, how)
     errors = capfd.readouterr().err
     assert ("a process crashed (exit codes rank 0: " in errors) == (error is SystemExit)
     assert ("a bug" in errors) == (how == "crash")
+    assert ("saved" in errors) == (how == "stop")
     assert all("rank" not in str(child.cmdline()) for child in psutil.Process().children())
 
 
