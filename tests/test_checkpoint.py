@@ -367,7 +367,7 @@ def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
     shutil.copytree(place, place.with_name(".step-00000002.tmp"))
     place.rename(place.with_name(".step-00000002.replaced"))
     done.clear()
-    assert open_store(run).peek().step == 2
+    assert open_store(run).newest_unhashed().step == 2
     assert done == ["rename .step-00000002.tmp", "fsync checkpoints", "rmtree .step-00000002.replaced"]
 
 
@@ -404,7 +404,7 @@ def test_another_format_is_a_user_error_and_no_damage(run):
     change(place / MANIFEST, '"format": 1', '"format": 2')
     reseal(place / STATE)
     checkpoints = open_store(run)
-    for look in (checkpoints.peek, checkpoints.newest, lambda: find_checkpoint(run)):
+    for look in (checkpoints.newest_unhashed, checkpoints.newest, lambda: find_checkpoint(run)):
         expect_error(r"step-00000002: has format 2", look)
     assert saved_steps(run) == [1, 2]
 
@@ -571,7 +571,7 @@ def test_a_checkpoint_that_the_run_did_not_record_is_not_taken(run, recorded, ca
     forge(recorded)
     place = recorded.with_name(f"step-{step:08d}")
     checkpoints = open_store(run)
-    assert checkpoints.peek().step == step - 1
+    assert checkpoints.newest_unhashed().step == step - 1
     assert capsys.readouterr().err == ""
     assert find_checkpoint(run).step == step - 1
     expect_error(reason, find_checkpoint, place)

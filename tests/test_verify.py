@@ -306,7 +306,7 @@ def begun_log(run):
 def sample_defects(run, end=LogEnd()):  # noqa: B008
     """Of a run whose newest checkpoint has this end of the rows and samples."""
     newest = {"newest": SimpleNamespace(state=SimpleNamespace(log=end))}
-    found = verify.Found(run, {}, {}, newest, [], verify.Log(run / METRICS, set()), verify._hash_samples(run))
+    found = verify.Content(run, {}, {}, newest, [], verify.Log(run / METRICS, set()), verify._hash_samples(run))
     return [*verify._check_samples(found)]
 
 

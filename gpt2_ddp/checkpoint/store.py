@@ -107,7 +107,7 @@ class CheckpointStore:
         self._known: dict[Path, tuple[State | None, bool]] = {}
 
     @runs_on_main
-    def peek(self) -> Checkpoint | None:
+    def newest_unhashed(self) -> Checkpoint | None:
         """The newest checkpoint whose small files are intact; the weights are not read. Repairs the folder."""
         self._recover()
         return newest_intact(self.folder, weights=False, quiet=True)

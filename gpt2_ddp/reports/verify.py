@@ -137,7 +137,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Found:
+class Content:
     """The readable content of a run folder, and the defects that reading checkpoints found."""
 
     run: Path
@@ -187,7 +187,7 @@ def _print(line: str) -> None:
     print(truncate(line, LINE))
 
 
-def _read(run: Path, anchor: str) -> Found:
+def _read(run: Path, anchor: str) -> Content:
     """Reads the run's files. A running training writes a row before a sample, and after a checkpoint; and the samples
     that a checkpoint pins before it."""
     settings = _read_settings(run)
@@ -198,7 +198,7 @@ def _read(run: Path, anchor: str) -> Found:
     log = Log(run / METRICS, chains | {anchor})
     if log.last.get("event") == "end":  # the samples are complete by now
         samples = _hash_samples(run)
-    return Found(run, settings, status or _read_status(run), checkpoints, damaged, log, samples)
+    return Content(run, settings, status or _read_status(run), checkpoints, damaged, log, samples)
 
 
 def _read_settings(run: Path) -> Record | str:
@@ -237,7 +237,7 @@ def _read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
     return checkpoints, defects
 
 
-def _check(found: Found, command: VerifyConfig, span: Span | None) -> Iterator[Finding]:
+def _check(found: Content, command: VerifyConfig, span: Span | None) -> Iterator[Finding]:
     log = found.log
     yield f"{METRICS}: {log.count} rows of steps, all rows chained by hashes up to {log.chain}", log.defects
     pins = {place: _pin_defect(checkpoint, log) for place, checkpoint in found.checkpoints.items()}
@@ -282,7 +282,7 @@ def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
     return ""
 
 
-def _check_folder(found: Found) -> Iterator[str]:
+def _check_folder(found: Content) -> Iterator[str]:
     """Checkpoints that the rows keep and that are missing, or that a start or rollback rejected."""
     folder = found.run / "checkpoints"
     rejected = {file.name for file in folder.glob("step-*.rejected*")}
@@ -303,7 +303,7 @@ def _kept(log: Log) -> list[int]:
     return kept
 
 
-def _check_settings(found: Found) -> list[str]:
+def _check_settings(found: Content) -> list[str]:
     """Why config.yaml is unreadable, or its fields that are not those of the newest row with a configuration, which is
     written first."""
     newest = found.config_row
@@ -316,7 +316,7 @@ def _check_settings(found: Found) -> list[str]:
     return [f"{CONFIG}: {name} is {now.get(name)}, in {METRICS} {right.get(name)}" for name in names]
 
 
-def _check_status(found: Found) -> Iterator[str]:
+def _check_status(found: Content) -> Iterator[str]:
     last = tuple(found.log.last.get(name) for name in ("event", "outcome", "step"))
     state, step = found.status.get("state"), found.status.get("step")
     if not found.status:
@@ -329,7 +329,7 @@ def _check_status(found: Found) -> Iterator[str]:
         yield f"{STATUS}: has state {state}"
 
 
-def _check_samples(found: Found) -> Iterator[str]:
+def _check_samples(found: Content) -> Iterator[str]:
     """A row pins the file up to each line, and is written before the line. A checkpoint pins those before it."""
     pinned = found.newest.state.log.samples_sha256 if found.newest else NO_SAMPLES
     is_cut = found.log.last.get("event") == "end" or pinned not in (NO_SAMPLES, *found.samples)
@@ -351,7 +351,7 @@ def _check_samples(found: Found) -> Iterator[str]:
         return
 
 
-def _check_training(found: Found, command: VerifyConfig) -> Generator[Finding, None, bool]:
+def _check_training(found: Content, command: VerifyConfig) -> Generator[Finding, None, bool]:
     """Checks the data, and what follows from them and from the configuration. Returns whether the order is right."""
     log = found.log
     if log.defects:
@@ -393,7 +393,7 @@ def _check_training(found: Found, command: VerifyConfig) -> Generator[Finding, N
     return not defects
 
 
-def _task_class(found: Found, trust_code: bool) -> tuple[type[Pretraining], str]:
+def _task_class(found: Content, trust_code: bool) -> tuple[type[Pretraining], str]:
     """The class of a GPT run, and why it is not known; else an empty text."""
     hashes = {(row.get("code") or {}).get("sha256") for row in found.events("start")}
     if hashes == {None}:

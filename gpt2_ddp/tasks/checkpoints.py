@@ -236,12 +236,12 @@ def format_predictions(
     `target` if it is known. `files`: the names of images. `classes`: their names; None: their numbers."""
     numbers = ("target", "class") if "class" in names else ()  # columns with the number of a class
 
-    def shown(name: str, value: float) -> str | float:
+    def printed(name: str, value: float) -> str | float:
         return value if name not in numbers else classes[int(value)] if classes else str(int(value))
 
     for item, row in enumerate(values.tolist()):
         line = {"file": files[item]} if files else {"sample": item}
-        yield line | {name: shown(name, value) for name, value in zip(names, row, strict=True)}
+        yield line | {name: printed(name, value) for name, value in zip(names, row, strict=True)}
 
 
 def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -446,7 +446,7 @@ def find_start(
 ) -> tuple[Checkpoint | None, Checkpoint | None]:
     """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run. And a
     new branch's parent. Compares configurations before it hashes. Collective. Raises: UserError."""
-    if newest := store.peek():
+    if newest := store.newest_unhashed():
         from gpt2_ddp.config.hints import check_resumable
 
         check_resumable(config, newest.kind, newest.config, newest.step)
