@@ -66,8 +66,8 @@ class EvalSet(NamedTuple):
 
 def rounds(accelerator: Accelerator, count: int, batch_size: int, poll: Callable[[], None], name: str) -> Iterator[int]:
     """The first item of this rank's batch, in each round of batches over `count` items. Batch j belongs to rank
-    j mod W, so at the end it may be behind the last item. Each rank has equally many, as sharded weights need. `poll`: called
-    before each batch. After two seconds, a terminal shows a progress bar of this name."""
+    j mod W, so at the end it may be behind the last item. Each rank has equally many, as sharded weights need. `poll`:
+    called before each batch. After two seconds, a terminal shows a progress bar of this name."""
     hidden = None if is_main_process() else True  # None hides the bar only without a terminal
     of_ranks = range(0, count, batch_size * accelerator.num_processes)
     for first in tqdm(of_ranks, name, unit="batch", leave=False, delay=2, disable=hidden):
