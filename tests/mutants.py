@@ -94,6 +94,9 @@ data/feed.py: each step sets it, and nobody asks before the first
 data/mixture.py: the default of zip
 - for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
 + for path, ours, theirs in zip(paths, now.manifests, known):
+data/mixture.py: a phase begins with a block of 1,000 windows
+- begun = [phase for phase in mixture.phases if phase[0] < max(position, 1)]
++ begun = [phase for phase in mixture.phases if phase[0] < max(position, 2)]
 checkpoint/store.py: a guess
 - SLOW_DISK = 20e6 # bytes per second of the slowest disk for checkpoints, in timeouts
 + SLOW_DISK = 20000001.0 # bytes per second of the slowest disk for checkpoints, in timeouts
