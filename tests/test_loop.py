@@ -13,6 +13,7 @@ from close import assert_close, float64, in_float64
 from ranks import in_turn, run_ranks
 from runs import (
     before_each_step,
+    built,
     checkpoint_at,
     complete,
     is_intact,
@@ -32,7 +33,7 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.state import Pending, Progress
 from gpt2_ddp.tasks.pretraining import choose_micro_batch
-from gpt2_ddp.training.loop import Result, finish_pending
+from gpt2_ddp.training.loop import Result, finish_pending, train_step
 from gpt2_ddp.training.optimizer import lr_at
 
 
@@ -287,3 +288,16 @@ def test_a_stop_during_an_evaluation_is_agreed_on_at_once():
     run.evaluate.return_value = {}
     assert finish_pending(run) is None
     run.stop.sync.assert_called_once()
+
+
+def stages_of_a_step(config):
+    with built(config) as run:
+        stages = []
+        run.watchdog.heartbeat = lambda *stage: stages.append(stage)
+        train_step(run)
+    return stages
+
+
+def test_each_stage_of_a_step_is_a_sign_of_life(tiny_config):
+    (stages,) = run_ranks(stages_of_a_step, 1, tiny_config({"train.micro_batch_size": 6}))
+    assert stages == [("data", 1), ("forward/backward",), ("data",), ("forward/backward",), ("step",)]
