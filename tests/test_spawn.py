@@ -34,9 +34,10 @@ def who_am_i(word):
     return [word, *[os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]]
 
 
-def fail(rank, how):
+def fail(rank, how, other):
     if os.environ["RANK"] == rank:
         if how == "stop":
+            wait_until(other.exists)
             os.kill(os.getpid(), signal.SIGUSR1)
         if how == "mistake":
             raise UserError("field", "value", "hint")
@@ -45,6 +46,7 @@ def fail(rank, how):
         os.kill(os.getpid(), signal.SIGKILL)
     if how != "mistake":
         try:
+            other.touch()
             time.sleep(600)
         finally:
             if how == "stop":
@@ -83,11 +85,11 @@ def test_one_fresh_process_has_no_rank_and_is_alone_waited_for():
     ("0", "mistake", UserError, "field = value: hint"), ("1", "mistake", SystemExit, "2"),
     ("0", "crash", SystemExit, "1"), ("1", "kill", SystemExit, "1"), ("1", "stop", Stopped, "a signal to a rank"),
 ])  # fmt: skip
-def test_the_end_of_one_ends_all(monkeypatch, capfd, rank, how, error, text):
+def test_the_end_of_one_ends_all(monkeypatch, capfd, tmp_path, rank, how, error, text):
     """The other rank would sleep for ten minutes. After a stop it is signalled, and has time to save."""
     monkeypatch.setattr("gpt2_ddp.distributed.spawn.GRACE_SECONDS", 0.5)
     with pytest.raises(error, match=text):
-        run_processes(fail, 2, rank, how)
+        run_processes(fail, 2, rank, how, tmp_path / "other")
     errors = capfd.readouterr().err
     assert ("a process crashed (exit codes rank 0: " in errors) == (error is SystemExit)
     assert ("a bug" in errors) == (how == "crash")
