@@ -28,7 +28,7 @@ CLASSES = {"trapezoid.py": "Trapezoid", "zloss.py": "ZLoss"}
 STEPS = [
     (
         "Prepare a small text, and start a run with the class of `trapezoid.py`. It stops after 40 steps.",
-        "python scripts/prepare_data.py --source gpt2_ddp --output data/tiny --vocab_size 512",
+        "python scripts/prepare_data.py --source 'gpt2_ddp/**/*.py' --output data/tiny --vocab_size 512",
         f"{TRAIN} --train.steps 40 --task trapezoid.py:Trapezoid",
     ),
     ("Go on without a word of the class. The run has recorded it.", f"{TRAIN} --train.steps 60"),
