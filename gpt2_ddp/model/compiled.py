@@ -14,7 +14,7 @@ from torch import nn
 
 from gpt2_ddp.errors import UserError
 
-WORTH_IT = 1.2e13
+WORTH_IT = 3e13
 """Remaining FLOPs per process from which on compiling pays off, in bf16 on CPUs."""
 
 
