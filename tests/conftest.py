@@ -31,7 +31,10 @@ STARTED = Counter()
 
 
 def pytest_configure(config):
-    """Counts what tests start."""
+    """Counts what tests start; has the workers share a server."""
+    if getattr(config.option, "numprocesses", None):
+        ranks.share_server()
+    ranks.use_shared_server()
     start_ranks, run = ranks.start_ranks, subprocess.Popen.__init__
 
     def counted_ranks(function, world, *args):

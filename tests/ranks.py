@@ -4,6 +4,7 @@ A fresh interpreter would take 4 s to import torch, and forking the test process
 """
 
 import faulthandler
+import json
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import time
 import traceback
-from multiprocessing import forkserver
+from contextlib import contextmanager
+from multiprocessing import forkserver, reduction
 
 import pytest
 
@@ -40,6 +42,40 @@ THREADS = int(os.environ.get("TEST_THREADS", "1"))
 """Threads of torch in tests and ranks; tests/kinds.py has others."""
 
 
+SERVER = "TEST_SERVER"
+"""Variable with the server that xdist's workers share: each one's own would import torch for seconds."""
+
+
+def share_server():
+    """Starts the server for the workers that this process starts."""
+    with server_environment():
+        forkserver.ensure_running()
+    server = forkserver._forkserver
+    os.environ[SERVER] = json.dumps([server._forkserver_address, getattr(server, "_forkserver_authkey", b"").hex()])
+
+
+def use_shared_server():
+    """Has this worker use the server that `share_server` started, if any."""
+    if SERVER in os.environ:
+        server = forkserver._forkserver
+        server._forkserver_address, key = json.loads(os.environ[SERVER])
+        server._forkserver_authkey = bytes.fromhex(key)  # of Python 3.14
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        forkserver.ensure_running = server.ensure_running = lambda: None
+
+
+class Outputs:
+    """The stdout and stderr of this process, which whoever unpickles it has from then on."""
+
+    def __reduce__(self):
+        return _take_outputs, (reduction.DupFd(1), reduction.DupFd(2))
+
+
+def _take_outputs(*outputs):
+    for number, output in enumerate(outputs, 1):
+        os.dup2(output.detach(), number)
+
+
 def wait_until(condition, seconds=120, process=None):
     """When the condition came to hold, by `time.monotonic`. Raises: AssertionError if it does not within so many
     seconds, or if the process ends before."""
@@ -60,7 +96,9 @@ def start_ranks(function, world, *args):
     for rank in range(world):
         receiver, sender = CONTEXT.Pipe(duplex=False)
         environment = {"OMP_NUM_THREADS": str(THREADS)} | (rank_environment(rank, world, port) if world > 1 else {})
-        process = CONTEXT.Process(target=_call, args=(environment, sender, function, args), name=f"rank {rank}")
+        process = CONTEXT.Process(
+            target=_call, args=(Outputs(), environment, sender, function, args), name=f"rank {rank}"
+        )
         start(process)
         sender.close()
         started.append((process, receiver))
@@ -70,10 +108,18 @@ def start_ranks(function, world, *args):
 def start(process):
     """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers. The
     server finds the modules that this process does."""
+    with server_environment():
+        process.start()
+
+
+@contextmanager
+def server_environment():
+    """Where the server may be started."""
     start_resource_tracker()
     with block_signals(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        process.start()
+        patch.setenv("OMP_NUM_THREADS", str(THREADS))
+        yield
 
 
 def rank_environment(rank, world, port):
@@ -186,7 +232,7 @@ class RankError(Exception):
     """A rank's traceback."""
 
 
-def _call(environment, sender, function, args):
+def _call(outputs, environment, sender, function, args):
     import torch
 
     faulthandler.enable(2)
