@@ -73,7 +73,7 @@ def restored(bucket, folder):
     return run
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(240, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(120, marks=pytest.mark.slow)])
 def test_damaged_objects(copied, tmp_path, capsys, count):
     """A flipped bit or a cut in any object: what is restored is the same as it was, or is named and left out."""
     rng = random.Random(count)
