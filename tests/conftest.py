@@ -32,9 +32,7 @@ STARTED = Counter()
 
 def pytest_configure(config):
     """Counts what tests start; has the workers share a server."""
-    if getattr(config.option, "numprocesses", None):
-        ranks.share_server()
-    ranks.use_shared_server()
+    ranks.share_server(getattr(config.option, "numprocesses", None))
     start_ranks, run = ranks.start_ranks, subprocess.Popen.__init__
 
     def counted_ranks(function, world, *args):

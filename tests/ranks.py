@@ -4,7 +4,6 @@ A fresh interpreter would take 4 s to import torch, and forking the test process
 """
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import signal
@@ -46,20 +45,15 @@ SERVER = "TEST_SERVER"
 """Variable with the server that xdist's workers share: each one's own would import torch for seconds."""
 
 
-def share_server():
-    """Starts the server for the workers that this process starts."""
-    with server_environment():
-        forkserver.ensure_running()
+def share_server(has_workers):
+    """Starts the server for xdist's workers, or has this one of them use it. Python 3.14 lets no other process."""
     server = forkserver._forkserver
-    os.environ[SERVER] = json.dumps([server._forkserver_address, getattr(server, "_forkserver_authkey", b"").hex()])
-
-
-def use_shared_server():
-    """Has this worker use the server that `share_server` started, if any."""
-    if SERVER in os.environ:
-        server = forkserver._forkserver
-        server._forkserver_address, key = json.loads(os.environ[SERVER])
-        server._forkserver_authkey = bytes.fromhex(key)  # of Python 3.14
+    if has_workers and not hasattr(server, "_forkserver_authkey"):
+        with server_environment():
+            server.ensure_running()
+        os.environ[SERVER] = server._forkserver_address
+    elif SERVER in os.environ:
+        server._forkserver_address = os.environ[SERVER]
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
         forkserver.ensure_running = server.ensure_running = lambda: None
 
