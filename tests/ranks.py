@@ -12,7 +12,8 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager
-from multiprocessing import forkserver, reduction
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -58,18 +59,6 @@ def share_server(has_workers):
         forkserver.ensure_running = server.ensure_running = lambda: None
 
 
-class Outputs:
-    """The stdout and stderr of this process, which whoever unpickles it has from then on."""
-
-    def __reduce__(self):
-        return _take_outputs, (reduction.DupFd(1), reduction.DupFd(2))
-
-
-def _take_outputs(*outputs):
-    for number, output in enumerate(outputs, 1):
-        os.dup2(output.detach(), number)
-
-
 def wait_until(condition, seconds=120, process=None):
     """When the condition came to hold, by `time.monotonic`. Raises: AssertionError if it does not within so many
     seconds, or if the process ends before."""
@@ -90,9 +79,9 @@ def start_ranks(function, world, *args):
     for rank in range(world):
         receiver, sender = CONTEXT.Pipe(duplex=False)
         environment = {"OMP_NUM_THREADS": str(THREADS)} | (rank_environment(rank, world, port) if world > 1 else {})
-        process = CONTEXT.Process(
-            target=_call, args=(Outputs(), environment, sender, function, args), name=f"rank {rank}"
-        )
+        outputs = [Connection(os.dup(number), readable=False) for number in (1, 2)]
+        arguments = outputs, environment, sender, function, args
+        process = CONTEXT.Process(target=_call, args=arguments, name=f"rank {rank}")
         start(process)
         sender.close()
         started.append((process, receiver))
@@ -229,6 +218,8 @@ class RankError(Exception):
 def _call(outputs, environment, sender, function, args):
     import torch
 
+    for number, output in enumerate(outputs, 1):  # of the test's process, not of the server
+        os.dup2(output.fileno(), number)
     faulthandler.enable(2)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # a rank that starts others, or loader workers, has them forked by the same server

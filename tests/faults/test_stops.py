@@ -159,7 +159,7 @@ def check(cell, folder, corpus):
         for target in targets[cell.target]:
             with suppress(ProcessLookupError):  # the parent forwards the signal, and a rank may end before its turn
                 os.kill(target.pid, signal.Signals[f"SIG{cell.signal}"])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while (left := family(mark)) and time.monotonic() < deadline:
             said_so = said_so or status(run).get("state") == "stopped"
             process.poll()
