@@ -157,8 +157,8 @@ def train_with_faults(
     sent=signal.SIGKILL,
 ):
     """Trains. The last rank's gradient is multiplied by `times` in each step that begins at a position in `bad`. The
-    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Samples have 40 tokens,
-    which is longer than the tiny GPT's context. Returns the outcome."""
+    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Samples are eight tokens
+    longer than the context. Returns the outcome."""
     from gpt2_ddp.model import generate
     from gpt2_ddp.training import loop
 
@@ -180,7 +180,8 @@ def train_with_faults(
             del run.optimizer.backward
 
     def sample_less(model, tokenizer, prompts, sampling, poll):
-        return sample_texts(model, tokenizer, prompts, sampling._replace(max_new_tokens=40), poll)
+        tokens = model.config.block_size + 8
+        return sample_texts(model, tokenizer, prompts, sampling._replace(max_new_tokens=tokens), poll)
 
     loop.train_step, generate.sample_texts = train_step, sample_less
     try:

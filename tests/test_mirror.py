@@ -73,7 +73,7 @@ def restored(bucket, folder):
     return run
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(240, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(120, marks=pytest.mark.slow)])
 def test_damaged_objects(copied, tmp_path, capsys, count):
     """A flipped bit or a cut in any object: what is restored is the same as it was, or is named and left out."""
     rng = random.Random(count)
@@ -152,7 +152,7 @@ def test_no_renewal_follows_the_end(bucket, tmp_path, monkeypatch):
     (run / "checkpoints").mkdir(parents=True)
     one = Mirror(f"file://{bucket}", run, 5)
     one.start()
-    assert renewing.wait(10)
+    assert renewing.wait(60)
     one.close()
     one._threads[1].join()
     assert not (bucket / "run" / LEASE).exists()
@@ -196,7 +196,7 @@ def test_a_machine_whose_lease_was_taken_stops(bucket, tmp_path, monkeypatch):
     one = Mirror(f"file://{bucket}", run, 5)
     one.start()
     hold_lease(bucket, "other:/runs/run")
-    assert sent.wait(10)
+    assert sent.wait(60)
     shutil.move(run / "checkpoints/step-00000008", run / "checkpoints/step-00000009")
     one.close()
     assert {place.name for place in (bucket / "run").glob("step-*")} == {"step-00000008", "step-00000010"}

@@ -14,7 +14,7 @@ assert scores.tokens == data.tokens("val") - 1
 """,
     "compare_classes": """
 low, high = difference["interval"]
-assert low < np.mean(mine - base) < high and difference["n"] == 3
+assert low < np.mean(mine - base) < high and difference["n"] == 2
 assert model.h[0].mlp.activation.__name__ == "relu2"
 """,
     "look_into_a_run": """
@@ -26,6 +26,7 @@ assert losses_of["step 200"].mean() < losses_of["step 50"].mean()
 """What holds after the last cell."""
 SMALLER = {
     '"global_batch_tokens": 1024': '"global_batch_tokens": 256',
+    "--seeds 1 2 3": "--seeds 1 2",
     "warmup_steps: 20}\ntrain: {steps: 100": "warmup_steps: 2}\ntrain: {steps: 10",
 }
 """Sizes in the cells, and those that are run here."""

@@ -67,7 +67,7 @@ def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(tmp_path, w
     assert not (tmp_path / "ended").exists()  # though the thread has ended, of which prctl would signal at once
     process.kill()
     process.join()
-    child.wait(30)
+    child.wait(60)
     assert [file.read_text() for file in tmp_path.glob("ended")] == ended
 
 
@@ -113,7 +113,7 @@ def test_signals_do_not_end_a_helper_but_its_parent_does(tmp_path, end):
     else:
         (tmp_path / "end").touch()
         results(started)
-    assert not psutil.wait_procs(helpers, timeout=30)[1]
+    assert not psutil.wait_procs(helpers, timeout=60)[1]
 
 
 def send_half_a_result(mark):
@@ -131,7 +131,7 @@ def leave_pool(mark):
 
 
 def test_a_pool_is_left_though_a_result_was_half_sent(tmp_path):
-    run_ranks(leave_pool, 1, tmp_path / "mark", timeout=30)
+    run_ranks(leave_pool, 1, tmp_path / "mark")
 
 
 def test_a_script_of_the_project_runs_without_a_rank_and_its_mistakes_are_ours(monkeypatch, tmp_path, capfd):

@@ -53,6 +53,12 @@ def make_run(folder, rows, state="stopped", **fields):
     return folder
 
 
+@pytest.fixture
+def unpainted(monkeypatch):
+    """Pages without a picture: to paint one takes half a second."""
+    monkeypatch.setattr("gpt2_ddp.reports.report.as_png", lambda figure: b"")
+
+
 class Page:
     """A page's source, text, and all rows of its tables by their first cell."""
 
@@ -136,7 +142,7 @@ def test_long_runs_make_small_pages(tmp_path):
     assert re.findall(r"<summary>step (\d+)<", page.source) == [str(step) for step in range(49, 37, -1)]
 
 
-def test_mistakes_and_where_the_page_is(tmp_path, capsys):
+def test_mistakes_and_where_the_page_is(tmp_path, capsys, unpainted):
     run, other, torn = (make_run(tmp_path / name, metrics(3)) for name in ("runs/good", "other", "torn"))
     (torn / "metrics.jsonl").write_text('{"step": 0')
     for wrong in ([run.parent / "nothing"], [run, run.parent], [torn]):
@@ -149,7 +155,7 @@ def test_mistakes_and_where_the_page_is(tmp_path, capsys):
     assert capsys.readouterr().out == f"{run / 'report.html'}\n{run / 'comparison.html'}\n"
 
 
-def test_a_small_job_counts_samples(tmp_path):
+def test_a_small_job_counts_samples(tmp_path, unpainted):
     rows = [{"step": step, "samples": 12 * step, "samples_per_second": 500.0, "loss": 2.0 / step} for step in (1, 2, 3)]
     job, gpt = make_run(tmp_path / "job", rows), make_run(tmp_path / "gpt", metrics(3))
     page = page_of(job, gpt)
@@ -176,7 +182,7 @@ def test_loss_is_the_mean_since_the_row_before(tmp_path):
     assert np.array_equal(run.series("loss_mean")[1], [9.0, 5.5, math.nan, 4.5], equal_nan=True)
 
 
-def test_tokenizers_that_differ(tmp_path):
+def test_tokenizers_that_differ(tmp_path, unpainted):
     one, other, same = (
         make_run(tmp_path / name, [START | {"tokenizer_sha256": name[-1]}, *metrics(10)]) for name in ("1", "2", "3/1")
     )
@@ -355,7 +361,7 @@ def test_headings_are_the_fields_that_differ(runs):
     assert found == HEADINGS.strip().splitlines()
 
 
-def test_json_has_no_nan(runs):
+def test_json_has_no_nan(runs, unpainted):
     runs.add({1: 3.25})
     runs.add({5: math.nan, 6: math.inf}, lr=2e-3, state="diverged")
     output = runs.folder / "x.json"

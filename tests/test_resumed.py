@@ -49,7 +49,7 @@ STOPS = {
     "saving": {kind: [("save", at), (signal.SIGKILL, 3)] for kind, at in zip(KINDS, (8, 10, 8, 14), strict=True)},
 }
 """A signal to the last rank before so many steps of its process; or a SIGTERM in the middle of what follows a step."""
-FAST = {("gpt2", 1), ("gpt2", 3), ("transformer", 0), ("letters", 1)}
+FAST = {("gpt2", 3), ("resnet18", 0), ("transformer", 0), ("letters", 1)}
 CASES = [
     pytest.param(
         kind,
@@ -79,14 +79,16 @@ def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
         "launch.parallel": parallel,
         "model.architecture": {"adamw": "gpt2", "muon": "nanochat"}[optimizer],
         "data": {"path": [str(corpus), str(short_documents)], "weights": [2, 1]},
+        "model.block_size": 16,
         "model.document_mask": True,
         "model.dropout": 0.1,
         "guard": {"patience": 3, "sigmas": 50.0},
-        "eval": {"every": 5, "tokens": 2000, "patience": 9},
+        "eval": {"every": 5, "tokens": 500, "patience": 9},
         "eval.tasks": [f"{folder}/items.jsonl"],
         "tracking": {"log_every": 2, "sample_every": 5, "sample_prompt": ["def ", ""]},
         "checkpoint.every": 4,
         "train.steps": 16,
+        "train.global_batch_tokens": 192,
     }
     return training_config(corpus, output, changes)
 

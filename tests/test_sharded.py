@@ -136,8 +136,9 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
     scores of tasks and samples."""
     more = MUON | {"model.document_mask": True, "eval.tasks": [items_file(tmp_path)], "eval.every": 3}
     more |= {"train.activation_checkpointing": True, "train.micro_batch_size": 1}
-    monkeypatch.setattr(gpt, "loss_chunk", lambda x: 32)
+    monkeypatch.setattr(gpt, "loss_chunk", lambda x: 16)
     more |= {"tracking.sample_every": 3, "optim.decay_steps": 15}
+    more |= {"model.block_size": 16, "train.global_batch_tokens": 192}
     train_with_faults(training_config(corpus, tmp_path / "alone", more | {"train.steps": 15}))
     for number, (processes, way, replicas) in enumerate(
         [(1, "ddp", 1), (2, "fsdp", 1), (3, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 1)], 1

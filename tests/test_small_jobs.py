@@ -40,7 +40,7 @@ def test_the_transformer_learns_to_repeat(tmp_path):
 
 
 @pytest.mark.slow
-def test_lenet_learns_and_repeats_itself(tmp_path):
+def test_lenet_learns(tmp_path):
     """100 classes: 5 times chance is 5 %. Every one of the 1,003 test images is scored."""
     data = write_cifar(tmp_path / "cifar", 4000, 1003)
     flags = f"--config configs/jobs/cifar100_lenet.yaml --data.augment true --data.path {data} --output_dir {tmp_path}"
@@ -48,8 +48,6 @@ def test_lenet_learns_and_repeats_itself(tmp_path):
     found = rows(tmp_path / "cifar100_lenet")
     assert found[-1]["val_samples"] == 1003
     assert found[-1]["val_accuracy"] > 0.05
-    run_script("train_classifier.py", flags)
-    assert rows(tmp_path / "cifar100_lenet") == found
 
 
 @pytest.mark.slow

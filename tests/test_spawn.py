@@ -114,6 +114,6 @@ def test_kill_9_of_the_parent_stops_the_ranks(tmp_path):
     ranks = psutil.Process(process.pid).children()
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=30)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive
     assert [file.read_text() for file in tmp_path.iterdir()] == ["stopped"] * 2

@@ -323,7 +323,7 @@ def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
     if how == "left":
         watch.ended.set()
     watch._link.deliver()
-    watch._threads[-1].join(10)
+    watch._threads[-1].join(60)
     assert not watch._threads[-1].is_alive()
     assert calls[-1].end == how
     watch.close()
@@ -360,7 +360,7 @@ def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
     monkeypatch.setattr(watching, "WATCHED", [SimpleNamespace(set_timeout=bounded.append)])
     monkeypatch.setattr(watch._link, "_exchange", lambda outgoing: pytest.fail("torch would print a C++ stack"))
     watch._link.wake.set()
-    watch._threads[-1].join(10)
+    watch._threads[-1].join(60)
     assert watch._link.is_cut_off
     assert bounded == [COLLECTIVE]
     watch.close()

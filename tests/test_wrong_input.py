@@ -139,7 +139,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
 FILES = {
     BOMB: "--config",
     BOMB.replace("[", "{<<: [").replace("]", "]}"): "--config",
-    "seed: " + "[" * 2000 + "]" * 2000: "--config",
+    "seed: " + "[" * 1000 + "]" * 1000: "--config",
     "".join(" " * i + "a:\n" for i in range(350)): "--config",
     "seed: 0x" + "f" * 5000: "seed",
     "seed: !!float 1" + ":1" * 999 + ".5": "--config",
