@@ -31,8 +31,7 @@ STARTED = Counter()
 
 
 def pytest_configure(config):
-    """Counts what tests start; has the workers share a server."""
-    ranks.share_server(getattr(config.option, "numprocesses", None))
+    """Counts what tests start."""
     start_ranks, run = ranks.start_ranks, subprocess.Popen.__init__
 
     def counted_ranks(function, world, *args):

@@ -11,9 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from contextlib import contextmanager
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 
 import pytest
 
@@ -42,23 +40,6 @@ THREADS = int(os.environ.get("TEST_THREADS", "1"))
 """Threads of torch in tests and ranks; tests/kinds.py has others."""
 
 
-SERVER = "TEST_SERVER"
-"""Variable with the server that xdist's workers share: each one's own would import torch for seconds."""
-
-
-def share_server(has_workers):
-    """Starts the server for xdist's workers, or has this one of them use it. Python 3.14 lets no other process."""
-    server = forkserver._forkserver
-    if has_workers and not hasattr(server, "_forkserver_authkey"):
-        with server_environment():
-            server.ensure_running()
-        os.environ[SERVER] = server._forkserver_address
-    elif SERVER in os.environ:
-        server._forkserver_address = os.environ[SERVER]
-        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
-        forkserver.ensure_running = server.ensure_running = lambda: None
-
-
 def wait_until(condition, seconds=120, process=None):
     """When the condition came to hold, by `time.monotonic`. Raises: AssertionError if it does not within so many
     seconds, or if the process ends before."""
@@ -79,9 +60,7 @@ def start_ranks(function, world, *args):
     for rank in range(world):
         receiver, sender = CONTEXT.Pipe(duplex=False)
         environment = {"OMP_NUM_THREADS": str(THREADS)} | (rank_environment(rank, world, port) if world > 1 else {})
-        outputs = [Connection(os.dup(number), readable=False) for number in (1, 2)]
-        arguments = outputs, environment, sender, function, args
-        process = CONTEXT.Process(target=_call, args=arguments, name=f"rank {rank}")
+        process = CONTEXT.Process(target=_call, args=(environment, sender, function, args), name=f"rank {rank}")
         start(process)
         sender.close()
         started.append((process, receiver))
@@ -91,18 +70,10 @@ def start_ranks(function, world, *args):
 def start(process):
     """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers. The
     server finds the modules that this process does."""
-    with server_environment():
-        process.start()
-
-
-@contextmanager
-def server_environment():
-    """Where the server may be started."""
     start_resource_tracker()
     with block_signals(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        patch.setenv("OMP_NUM_THREADS", str(THREADS))
-        yield
+        process.start()
 
 
 def rank_environment(rank, world, port):
@@ -215,11 +186,9 @@ class RankError(Exception):
     """A rank's traceback."""
 
 
-def _call(outputs, environment, sender, function, args):
+def _call(environment, sender, function, args):
     import torch
 
-    for number, output in enumerate(outputs, 1):  # of the test's process, not of the server
-        os.dup2(output.fileno(), number)
     faulthandler.enable(2)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # a rank that starts others, or loader workers, has them forked by the same server
