@@ -72,7 +72,7 @@ OPTIONS = json.loads(r"""{
 "g.parquet": {"tokenizer": "gpt2"},
 "files": {"tokenizer": "bpe"}
 }""")
-IN_PARTS = {"a.jsonl", "g.parquet", "lines.txt", "stories.txt", "files", "utf-16"}
+IN_PARTS = {"a.jsonl", "g.parquet", "lines.txt", "stories.txt", "files"}
 ALONE = {"blank.txt": "\n\n\n", "lines.txt": "\r\n", "stories.txt": "\n<|end|>\r\n"}
 
 
@@ -94,16 +94,16 @@ def write_documents(place, kind, documents):
     lines = "\r\n".join(map(json.dumps, rows)).encode()
     if kind in ALONE:
         place.write_bytes(ALONE[kind].join(documents).encode())
-    elif kind in ("files", "utf-16"):
+    elif kind == "files":
         place.mkdir()
         for number, text in enumerate(documents):
-            (place / f"{number:03d}.txt").write_bytes(text.encode("utf-8" if kind == "files" else kind))
+            (place / f"{number:03d}.txt").write_bytes(text.encode())
     elif kind == "saved":
         datasets.Dataset.from_list(rows).save_to_disk(place)
     elif kind == "g.parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place, row_group_size=7)
     elif kind in ("e.csv", "f.TSV"):
-        with place.open("w", newline="", encoding="utf-16") as file:
+        with place.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0], delimiter="," if kind == "e.csv" else "\t")
             writer.writeheader()
             writer.writerows(rows)
@@ -125,7 +125,7 @@ HASHES = {
 """Hashes of manifests, which hold those of the shards, as earlier releases wrote them."""
 
 
-@pytest.mark.parametrize("kind", [*ROWS, *ALONE, "stories.jsonl", "files", "utf-16"])
+@pytest.mark.parametrize("kind", [*ROWS, *ALONE, "stories.jsonl", "files"])
 def test_documents_in_are_documents_out(tmp_path, monkeypatch, kind):
     """In order, each in the split that its text decides; the same from parts of files, and with several workers."""
     documents, source = documents_for(kind), tmp_path / kind
@@ -313,12 +313,12 @@ def test_an_output_within_the_source(texts):
 
 
 def test_the_account_counts_and_lists_what_is_left_out(tmp_path):
-    asked = config(write_nasty(tmp_path / "texts"), tmp_path / "out", encoding="cp1252", tokenizer="gpt2")
+    asked = config(write_nasty(tmp_path / "texts"), tmp_path / "out", tokenizer="gpt2")
     manifest = prepare(asked)
     account = {**manifest.recipe["account"]}
     left_out = {Path(line.split()[0]).name for line in account.pop("left_out")}
     assert left_out == {*NOT_TEXT}
-    assert account == {"documents": 19, "bytes": 1_270_385, "end_of_text": 1}
+    assert account == {"documents": 16, "bytes": 1_266_085, "end_of_text": 1}
     assert prepare(asked) == manifest
 
 

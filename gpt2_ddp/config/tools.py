@@ -1,13 +1,11 @@
 """Configurations of the scripts that do not train."""
 
-import codecs
 import re
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from gpt2_ddp.config.base import Command, Count, Fraction
 
@@ -56,9 +54,6 @@ class PrepareConfig(Command):
     ones, if that would be fewer than about ten documents"""
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
     """most tokens per shard"""
-    encoding: str = "auto"
-    """text, JSON and CSV files: UTF-8, or UTF-16 with a byte order mark; a codec of Python (cp1252, shift_jis, ...)
-    reads the others, `auto` leaves them out and lists them"""
     column: str = "text"
     """column of the text, in tables and Hub sources; `meta.text`: the field text of column meta"""
     split: str = "train"
@@ -85,14 +80,6 @@ class PrepareConfig(Command):
             return f"data/{name}-{self.subset}" if self.subset else f"data/{name}"
         path = before_glob(re.sub(r"^\w+:", "", self.source))
         return f"data/{path.stem or 'text'}"
-
-    @field_validator("encoding")
-    @classmethod
-    def _a_codec(cls, encoding: str) -> str:
-        with suppress(LookupError, ValueError):
-            if encoding == "auto" or codecs.lookup(encoding)._is_text_encoding:
-                return encoding
-        raise ValueError("should be auto or a text codec of Python, such as cp1252")
 
 
 class EvaluateConfig(CheckpointCommand):

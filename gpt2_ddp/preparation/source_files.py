@@ -1,4 +1,4 @@
-"""Files of a source: their list and order, their encoding, and changes since they were read."""
+"""Files of a source: their list and order, whether they are text, and changes since they were read."""
 
 import codecs
 import glob
@@ -104,7 +104,6 @@ class Part(NamedTuple):
     """A file, or its bytes or row groups from `start` to `end`."""
 
     path: str
-    encoding: str = "utf-8-sig"
     start: int = 0
     end: int = 0  # 0: of the file
     bytes: float = inf  # to be read, about
@@ -125,16 +124,28 @@ def kind_of(path: str | Path) -> str:
     return KINDS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix, "text")
 
 
-def text_parts(path: Path, named: str, end: bytes) -> list[Part]:
-    """The parts of a file, which is read as a whole, in little memory. `named`: the codec of files that are neither
-    UTF-8 nor UTF-16 with a byte order mark; `auto`: there are none. `end`: pattern of the end of a document, where a
-    file in UTF-8 may be cut. Raises: OSError or ValueError if the file is no text, or cannot be read."""
+def text_parts(path: Path, end: bytes) -> list[Part]:
+    """The parts of a file, which is read as a whole, in little memory. `end`: pattern of the end of a document, where
+    the file may be cut. Raises: OSError or ValueError if the file is no text in UTF-8, or cannot be read."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    parts = []
+    start = size = undecodable = controls = 0
     with open_bytes(path) as file:
-        marked = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    usual = "utf-16" if marked else "utf-8-sig"
-    with suppress(UnicodeError):
-        return _scan(path, usual, end)
-    return _scan(path, usual if named == "auto" else named, end)
+        for block in chain(iter(partial(file.read, BLOCK), b""), [b""]):
+            text = decoder.decode(block, final=not block)
+            undecodable += text.count("\ufffd") - block.count("\ufffd".encode())
+            controls += len(block) - len(block.translate(None, CONTROLS))
+            place = re.compile(end).search(block, BLOCK // 2) if end else None
+            if place and size - start < LARGEST:
+                cut = size + place.end()
+                parts.append(Part(str(path), start, cut, cut - start))
+                start = cut
+            size += len(block)
+    if controls * 100 > size:
+        raise ValueError(f"is not text (has {controls:,} control characters)")
+    if undecodable * TRACE > size:
+        raise ValueError(f"is not UTF-8 (cannot decode {undecodable:,} characters); convert it with iconv")
+    return [*parts, Part(str(path), start, 0, size - start)]
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
@@ -155,31 +166,7 @@ def open_text(part: Part, newline: str | None = "") -> io.TextIOWrapper:
     if part.end:
         with file:
             file = io.BytesIO(file.read(part.end - part.start))
-    return io.TextIOWrapper(file, encoding=part.encoding, errors="replace", newline=newline)
-
-
-def _scan(path: Path, encoding: str, end: bytes) -> list[Part]:
-    """As `text_parts`, in this encoding. Raises: UnicodeError if it is another one."""
-    decoder = codecs.getincrementaldecoder(encoding)("replace")
-    parts = []
-    start = size = undecodable = controls = 0
-    with open_bytes(path) as file:
-        for block in chain(iter(partial(file.read, BLOCK), b""), [b""]):
-            text = decoder.decode(block, final=not block)
-            undecodable += text.count("\ufffd") - block.count("\ufffd".encode())
-            plain = block if encoding == "utf-8-sig" else text.encode("utf-8", "replace")
-            controls += len(plain) - len(plain.translate(None, CONTROLS))
-            place = re.compile(end).search(block, BLOCK // 2) if end and encoding == "utf-8-sig" else None
-            if place and size - start < LARGEST:
-                cut = size + place.end()
-                parts.append(Part(str(path), encoding, start, cut, cut - start))
-                start = cut
-            size += len(block)
-    if controls * 100 > size:
-        raise ValueError(f"is not text (has {controls:,} control characters)")
-    if undecodable * TRACE > size:
-        raise UnicodeError(f"is not {encoding} (cannot decode {undecodable:,} characters); set --encoding")
-    return [*parts, Part(str(path), encoding, start, 0, size - start)]
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline=newline)
 
 
 def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, Any]:

@@ -204,10 +204,7 @@ def look_at(config: PrepareConfig, paths: list[Path]) -> list[tuple[Entry, list[
         kind, parts = kind_of(path), []
         try:
             regular(path)
-            if kind == "parquet":
-                parts = _row_groups(path)
-            else:
-                parts = text_parts(path, config.encoding, _end_of_document(path, config))
+            parts = _row_groups(path) if kind == "parquet" else text_parts(path, _end_of_document(path, config))
             rows = (row for part in parts for row in read_rows(config, part))
             fault = fault_of(rows, config.column) if kind != "text" else ""
         except (OSError, ValueError) as error:  # ValueError: content and suffix differ
