@@ -348,13 +348,12 @@ def test_dumps_of_others_are_indexed_in_place(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "end", "tokenizer", "field"), [
-    ("train_0.bin", b"", "../tokenizer.json", "tokenizer"), ("0_train_val.bin", b"", "gpt2", "shard"),
-    ("train_0.bin", np.uint16(50_300).tobytes(), "gpt2", "shard"), ("train_0.bin", b"more", "gpt2", "shard"),
+    ("train_0.bin", b"", "../tokenizer.json", "tokenizer"), ("train_0.bin", b"more", "gpt2", "shard"),
 ])  # fmt: skip
 def test_dumps_that_are_wrong(tmp_path, monkeypatch, name, end, tokenizer, field):
     make_dump(tmp_path / "dump", a_train_0=300, edu_validation_0=200)
     monkeypatch.chdir(tmp_path / "dump")
     file = Path("a_train_0.bin").rename(name)
-    file.write_bytes(file.read_bytes()[: -2 if len(end) == 2 else None] + end)
+    file.write_bytes(file.read_bytes() + end)
     expect_error(f"^{field} = ", prepare, PrepareConfig(source="bin:*.bin", tokenizer=tokenizer))
     assert not Path("manifest.json").exists()
