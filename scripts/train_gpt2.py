@@ -16,12 +16,7 @@ from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import exit_code
 from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.errors import UserError, is_main_process
-from gpt2_ddp.project import command_for
 from gpt2_ddp.script import run_command
-
-NEXT = """what next:
-  {generate} {best} --prompts_file -  # continues the prompts that you type
-  {evaluate} {best}  # scores every token of the validation split"""
 
 
 def main(config: TrainingConfig) -> int:
@@ -45,8 +40,6 @@ def main(config: TrainingConfig) -> int:
             except (UserError, CalledProcessError) as error:
                 report = f"none: {error}"
         print(f"report: {report}")
-        names = {name: command_for(name) for name in ("generate", "evaluate")}
-        print(NEXT.format(best=result.best or result.run, **names))
     return exit_code(result.outcome)
 
 
