@@ -65,7 +65,7 @@ def documents_of(folder, split):
 
 ROWS = ("a.jsonl", "b.JSONL.GZ", "c.json.zst", "d.json", "e.csv", "f.TSV", "g.parquet", "saved")
 OPTIONS = json.loads(r"""{
-"lines.txt": {"documents": "line"},
+"lines.txt": {"document_separator": "\n"},
 "blank.txt": {"document_separator": "\n\n"},
 "stories.txt": {"document_separator": "<|end|>"},
 "stories.jsonl": {"document_separator": "<|end|>"},
@@ -297,7 +297,7 @@ def test_a_bpe_of_much_text_is_trained_on_a_sample_from_all_of_it():
 def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
     file, make_tokenizer = texts / "below" / "001.txt", prepare_module.make_tokenizer
     for change, words in (
-        (lambda: file.write_bytes(file.read_bytes()[1:]), "has changed .*: below/001.txt;"),
+        (lambda: file.write_bytes(file.read_bytes()[1:]), "has changed since it was read;"),
         (lambda: file.unlink(), "001.txt"),
     ):
         changing = lambda *args, change=change: (make_tokenizer(*args), change())  # noqa: E731

@@ -62,11 +62,9 @@ class PrepareConfig(Command):
     """Hub: the dataset's configuration, such as sample-10BT; null: its default"""
     revision: str | None = None
     """Hub: branch, tag or commit; null: the default branch"""
-    documents: Literal["file", "line"] = "file"
-    """text files: one document per file or per line"""
     document_separator: str | None = Field(default=None, min_length=1, max_length=1000)
-    """text between the documents of a file, such as `<|endoftext|>`, or two line breaks for paragraphs; line breaks
-    around it count as part of it"""
+    """text between the documents of a file, such as `<|endoftext|>`, or one line break for lines, two for paragraphs;
+    line breaks around it count as part of it; null: a file is one document"""
     max_documents: PositiveInt | None = None
     """number of documents to stop after; null: all"""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_ddp.config.tools import PrepareConfig, before_glob
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import regular, sha256_file
 from gpt2_ddp.preparation.row_sources import row_source
 
@@ -44,7 +44,6 @@ TRACE = 10_000  # in a text file, at most one character in so many bytes is unde
 CONTROLS = bytes({*range(32), 127} - {*b"\a\b\t\n\v\f\r\x1b"})
 """Control characters except those of texts and terminal logs. A text file has at most one in 100 bytes."""
 RECORD = ".source.jsonl"  # next to the shards, a line per file of the source: [name, bytes, time in ns, SHA-256]
-NAMED_CHANGES = 5  # most names of changed files in a message
 
 
 def find_files(source: str, without: str | None = None) -> list[Path]:
@@ -158,7 +157,7 @@ def open_bytes(path: Path) -> io.BufferedReader:
     return pyarrow.input_stream(str(path), compression)  # pyright: ignore[reportReturnType]
 
 
-def open_text(part: Part, newline: str | None = "") -> io.TextIOWrapper:
+def open_text(part: Part) -> io.TextIOWrapper:
     """Text of a part, line ends as they are; what cannot be decoded becomes U+FFFD."""
     file = open_bytes(Path(part.path))
     if part.start:
@@ -166,7 +165,7 @@ def open_text(part: Part, newline: str | None = "") -> io.TextIOWrapper:
     if part.end:
         with file:
             file = io.BytesIO(file.read(part.end - part.start))
-    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline=newline)
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
 
 
 def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -180,17 +179,15 @@ def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, An
 
 
 def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any]) -> None:
-    """Compares the source with its record. Files of equal size and time count as equal. `was`: its `fingerprint`.
-    Raises: UserError, with the changes."""
+    """Compares the source with its `fingerprint`. Files of the size and time in its record are not read again.
+    Raises: UserError if it has changed."""
     before: list[Entry] = []
     with suppress(OSError):
         before = [Entry(*json.loads(line)) for line in (folder / RECORD).read_text().splitlines()]
     entries = [] if row_source(config) else list(file_entries(config, find_files(config.source, config.output), before))
     now = fingerprint(config, entries)
     if now != was and None not in now.values():
-        old, new = ({(entry.name, entry.sha256) for entry in of} for of in (before, entries))
-        names = sorted({truncate(name, 30) for name, _ in old ^ new})[:NAMED_CHANGES]
-        hint = f"has changed since it was read: {', '.join(names) or now}; choose another output, or delete {folder}"
+        hint = f"has changed since it was read; choose another output, or delete {folder}"
         raise UserError("source", config.source, hint)
 
 
