@@ -31,10 +31,10 @@ def main(config: TrainingConfig) -> int:
 
     result = train(config, make_pretraining)
     if result.outcome == "completed" and is_main_process():
-        report, rows = result.run / "report.html", result.run / "metrics.jsonl"
+        report = result.run / "report.html"
         if not find_spec("matplotlib"):
             report = "none: matplotlib is not installed"
-        elif not report.exists() or report.stat().st_mtime_ns <= rows.stat().st_mtime_ns:
+        else:
             try:
                 run_script("report", str(result.run), quiet=True)
             except (UserError, CalledProcessError) as error:

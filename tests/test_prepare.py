@@ -225,7 +225,7 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path, case):
     for output in ("new/out", "one", "one/mine"):
         asked = config(tmp_path / source, tmp_path / output, tokenizer=tokenizer, val_fraction=0)
         expect_error(f"^{field} = [^\n]*$", prepare, asked)
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new/out").exists()
     assert [*(tmp_path / "one").rglob("*")] == [tmp_path / "one/mine"]
 
 
