@@ -61,7 +61,7 @@ def default_output(checkpoint: Checkpoint) -> Path:
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code: bool = False) -> str:
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results; returns what is
     equal. `gguf`: with a file for llama.cpp. `trust_code`: as for `load_model`. Raises: UserError for another
-    architecture, an `output` in use or among the run's checkpoints, a deleted checkpoint, or a failed write. Raises:
+    architecture, an `output` in use, a deleted checkpoint, or a failed write. Raises:
     ExportMismatch for other results."""
     settings = read_settings(checkpoint)
     task = own_task(checkpoint, trust_code)
@@ -73,9 +73,6 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
     known = LLAMA_CPP if gguf else CLASSES
     if architecture not in known:
         raise UserError("model.architecture", architecture, f"only {', '.join(known)} can be exported in this format")
-    checkpoints = checkpoint.path.parent.resolve()
-    if checkpoints.name == "checkpoints" and checkpoints in output.resolve().parents:
-        raise UserError("output", output, "is among the run's checkpoints; name another folder")
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             own, tokenizer = load_model(checkpoint, trust_code)
