@@ -240,7 +240,8 @@ def save(place: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) 
     """Writes `PLACE.jsonl`, the items and their scores, then `PLACE.json`, the metrics, each by a rename. `facts`: the
     scored checkpoint and settings."""
     scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
-    scores |= {name: _json(value) for name, value in result.metrics.items()} | facts
+    scores |= {name: _json(value) for name, value in result.metrics.items()}
+    scores |= facts
     write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
     write_json(Path(f"{place}.json"), scores)
 

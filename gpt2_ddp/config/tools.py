@@ -180,10 +180,6 @@ class CheckClusterConfig(Command):
 
     timeout_seconds: PositiveFloat = 60
     """seconds to wait for a rank that does not connect, and for an all-reduce that does not end"""
-    sizes: tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
-    """sizes of the all-reduces in bytes, in fp32; DDP sends gradients in buckets of 25 MiB"""
-    repeats: PositiveInt = 20
-    """timed all-reduces per size"""
     device: Device = "auto"
 
 
