@@ -49,7 +49,7 @@ def prepare(source: Place = "stdlib", output: Place | None = None, **settings: A
     """
     from gpt2_ddp.preparation.prepare import prepare
 
-    return prepare(PrepareConfig(source=os.fspath(source), output=output and os.fspath(output), **settings))
+    return prepare(PrepareConfig(source=os.fspath(source), output=os.fspath(output) if output else None, **settings))
 
 
 def train(

@@ -27,7 +27,7 @@ LLAMA_CPP = ("gpt2", "llama", "qwen3")
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes config.json, generation_config.json and model.safetensors."""
     write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
+    ends = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos", "pad")}
     write_json(folder / "generation_config.json", ends)
     file = folder / "model.safetensors"
     with writing(file):

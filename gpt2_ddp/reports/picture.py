@@ -89,8 +89,8 @@ def _mark(panel: Axes, steps: np.ndarray, color: str) -> None:
     """Marks steps with a number that is not finite, at the foot of a panel."""
     if len(steps):
         foot = np.full(len(steps), 0.03)
-        look = {"linestyle": "", "marker": "x", "color": color, "label": "not a finite number"}
-        panel.plot(steps, foot, transform=panel.get_xaxis_transform(), **look)
+        where = panel.get_xaxis_transform()
+        panel.plot(steps, foot, "x", color=color, transform=where, label="not a finite number")
 
 
 def _plain(largest: float) -> Formatter:
