@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpt2_ddp.api import (
         evaluate,
-        export_hf,
         generate,
         load_config,
         load_model,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _API = (
     "evaluate",
-    "export_hf",
     "generate",
     "load_config",
     "load_model",

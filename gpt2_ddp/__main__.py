@@ -14,14 +14,6 @@ from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
 
-GROUPS = {
-    "train": ("prepare_data", "train_gpt2", "train_classifier", "train_regression", "train_transformer"),
-    "use": ("generate", "evaluate", "export_hf"),
-    "look": ("status", "report", "verify_run"),
-    "plan": ("plan", "sweep", "check_cluster", "compare_parallel"),
-    "learn": ("ddp_lab",),
-}
-
 
 def main() -> None:
     """Runs the script named by the first word of the command line. The other words are its arguments."""
@@ -30,11 +22,10 @@ def main() -> None:
     jobs = {f"train_{job.kind}": job for job in JobConfig.__subclasses__() if f"train_{job.kind}" not in scripts}
     if name in ("-h", "--help"):
         print("usage: gpt2-ddp SCRIPT [--help] ...")
-        for group, members in GROUPS.items():
-            lines = [f"{name:20}{_summary(scripts[name])}" for name in members]
-            lines += [f"{name:20}{job.__doc__}" for name, job in jobs.items() if group == "train"]
-            print(f"\n{group}:", *lines, sep="\n  ")
-        print(f"\n--config also accepts the name of a file in {PROJECT / 'configs'}")
+        summaries = {script: _summary(file) for script, file in scripts.items()}
+        for script, summary in (summaries | {job: config.__doc__ for job, config in jobs.items()}).items():
+            print(f"  {script:20}{summary}")
+        print(f"--config also accepts the name of a file in {PROJECT / 'configs'}")
         return
     if name in jobs:
         from gpt2_ddp.script import run_command

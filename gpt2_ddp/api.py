@@ -40,16 +40,7 @@ def load_config(*files: str, **changes: Any) -> TrainingConfig:
         files: YAML files, those of `configs/` from any folder. None: the file that suits the data.
         changes: `run_name="a", train={"steps": 100}` or, by dotted names, `**{"train.steps": 100}`.
     """
-    return resolve(TrainingConfig, files, flat(_plain(changes)), training_default)
-
-
-def _plain(value: Any) -> Any:
-    """Paths as text, also in lists and dictionaries."""
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(_plain, value)]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    return resolve(TrainingConfig, files, flat(changes), training_default)
 
 
 def prepare(source: Place = "stdlib", output: Place | None = None, **settings: Any) -> Manifest:
@@ -58,7 +49,7 @@ def prepare(source: Place = "stdlib", output: Place | None = None, **settings: A
     """
     from gpt2_ddp.preparation.prepare import prepare
 
-    return prepare(PrepareConfig(**_plain({"source": source, "output": output, **settings})))
+    return prepare(PrepareConfig(source=os.fspath(source), output=os.fspath(output) if output else None, **settings))
 
 
 def train(
@@ -182,26 +173,6 @@ def generate(  # noqa: PLR0913
     return sample_texts(model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, sampling)
 
 
-def export_hf(checkpoint: Place, output: Place | None = None) -> Path:
-    """Writes a folder in transformers' format, and compares transformers' results with the checkpoint's.
-
-    Args:
-        checkpoint: as for `load_model`.
-        output: the folder, which is returned; None: exports/RUN-step-STEP.
-
-    Raises:
-        gpt2_ddp.export.check.ExportMismatch: transformers' results differ; no folder is written.
-    """
-    from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
-    from gpt2_ddp.export.export import default_output, export, require_package
-
-    require_package("transformers", "the export is checked")
-    found = find_checkpoint(Path(checkpoint), kind="gpt2")
-    folder = Path(output) if output else default_output(found)
-    export(found, folder)
-    return folder
-
-
 def evaluate(
     model: "GPT",
     tokenizer: "Tokenizer",
@@ -267,4 +238,4 @@ def verify(run: Place, **settings: Any) -> bool:
     """
     from gpt2_ddp.reports.verify import verify_run
 
-    return verify_run(VerifyConfig(**_plain({"run": run, **settings}))) == 0
+    return verify_run(VerifyConfig(run=os.fspath(run), **settings)) == 0

@@ -13,7 +13,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from gpt2_ddp.output import text_table
 AFTERMATH = 5.0  # seconds that a failed rank 0 serves the store for ranks that still wait
 Facts = dict[str, Any]  # facts about a rank and its machine (`gather_facts`)
 SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
-WARM_UP = 3  # all-reduces of a size before it is timed: the first opens connections
+BYTES, REPEATS = 2**26, 9  # of a timed all-reduce, in fp32
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
@@ -56,15 +56,15 @@ def check_cluster(config: CheckClusterConfig) -> None:
         raise
     except dist.DistError as error:  # the store has ended with rank 0, which has printed why
         raise UserError("rank", 0, "ended early; see its output") from error
-    results = _measure(config, store, ranks, rank)
+    measured = _measure(config, store, ranks, rank)
     if rank == 0:
         shown = ("rank", "host", "device", "python", "torch", "accelerate", "cuda", "nccl")
-        print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]), end="\n\n")
-        print(text_table([[*results[0]], *([str(value) for value in row.values()] for row in results)]))
-        print(f"\n{len(ranks)} processes; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
-    wrong = [f"{row['bytes']} bytes on ranks {row['wrong_ranks']}" for row in results if row["wrong_ranks"]]
-    if wrong:
-        raise UserError("all-reduce", "; ".join(wrong), "wrong sums")
+        print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]))
+        seconds, n = max(seconds for seconds, _ in measured), len(ranks)
+        bandwidth = BYTES / seconds / 1e9 * 2 * (n - 1) / n  # as nccl-tests defines it
+        print(f"\nall-reduce of {BYTES:,} bytes: bus bandwidth {bandwidth:.4g} GB/s")
+    if wrong := [number for number, (_, is_wrong) in enumerate(measured) if is_wrong]:
+        raise UserError("all-reduce", f"ranks {wrong}", "wrong sums")
 
 
 def connect(rank: int, timeout: float) -> Store:
@@ -155,17 +155,15 @@ def _difference(found: list[Facts], name: str) -> list[str]:
     return UserError(name, "; ".join(texts), "must be equal on all ranks").mistakes if len(values) > 1 else []
 
 
-def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
-    """All-reduces every size, with a watchdog; returns the rows of the table, the same on all ranks."""
+def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[tuple[float, bool]]:
+    """All-reduces on all ranks, with a watchdog; returns what `time_all_reduce` found on each rank."""
     watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store, exit_code=2)
     watchdog.heartbeat("connecting to the other ranks")
     patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watchdog's error comes first: it names ranks
-    mine = []
     try:
         accelerator = build_accelerator(config.device, "no", timeout=patience)
-        for size in config.sizes:
-            watchdog.heartbeat(f"all-reduce of {size:,} bytes")
-            mine.append(time_all_reduce(size, config.repeats, accelerator, watchdog.progress))
+        watchdog.heartbeat(f"all-reduce of {BYTES:,} bytes")
+        mine = time_all_reduce(accelerator, watchdog.progress)
         watchdog.heartbeat("comparing results")
         everyone = gather_object([mine])
     except RuntimeError as error:  # the only class that lost connections have in common
@@ -174,28 +172,25 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
         raise
     watchdog.close()
     dist.destroy_process_group()
-    return [*map(_row, config.sizes, zip(*everyone, strict=True))]
+    return everyone
 
 
-def time_all_reduce(
-    size: int, repeats: int, accelerator: Accelerator, progress: Callable[[], None]
-) -> tuple[float, int]:
-    """Sums `size` bytes of fp32 over all ranks, and calls `progress` before each all-reduce. Returns the median seconds
-    of `repeats` all-reduces on this rank, and the number of elements that were wrong in the first. The numbers are
-    whole and their sums below 2^24, so fp32 is exact in any order of summation."""
+def time_all_reduce(accelerator: Accelerator, progress: Callable[[], None]) -> tuple[float, bool]:
+    """The median seconds of all-reduces of `BYTES` on this rank, and whether the first one had a wrong sum. Calls
+    `progress` before each. The numbers are whole and their sums below 2^24, so fp32 is exact in any order of sums."""
     device, factors = accelerator.device, [rank % 8 + 1 for rank in range(accelerator.num_processes)]
-    index = torch.arange(size // 4, device=device) % 128
+    index = torch.arange(BYTES // 4, device=device) % 128
     value, expected = (index * factors[accelerator.process_index]).float(), (index * sum(factors)).float()
     dist.all_reduce(value)
-    wrong = int((value != expected).sum().item())
+    is_wrong = not torch.equal(value, expected)
     value.zero_()
     seconds = []
-    for _ in range(WARM_UP + repeats):
+    for _ in range(REPEATS):
         progress()
         start = read_clock(device)
         dist.all_reduce(value)
         seconds.append(read_clock(device) - start)
-    return statistics.median(seconds[WARM_UP:]), wrong
+    return statistics.median(seconds), is_wrong
 
 
 def read_clock(device: torch.device) -> float:
@@ -203,16 +198,3 @@ def read_clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _row(size: int, measured: Sequence[tuple[float, int]]) -> dict:
-    """A size's row: the slowest rank's median; bandwidths as nccl-tests defines them, in 10^9 bytes per second."""
-    seconds, n = max(median for median, _ in measured), len(measured)
-    algorithm = size / seconds / 1e9
-    return {
-        "bytes": size,
-        "median_us": round(seconds * 1e6, 1),
-        "algorithm_gb_per_s": round(algorithm, 4),
-        "bus_gb_per_s": round(algorithm * 2 * (n - 1) / n, 4),
-        "wrong_ranks": [rank for rank, (_, wrong) in enumerate(measured) if wrong],
-    }

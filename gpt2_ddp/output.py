@@ -49,37 +49,26 @@ def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
     output = Path(os.path.realpath(output))
     is_fixed = os.path.ismount(output) or (output.is_dir() and not os.access(output.parent, os.W_OK))
     base = output if is_fixed else output.parent
-    aside, path, made = base / f".{output.name}.tmp", base / f".{output.name}.lock", []
-    try:
-        with writing(output):
-            lock = _lock(output, path, made, waiting)
-        with lock:
-            try:
-                shutil.rmtree(aside, ignore_errors=True)  # of a killed process
-                with writing(output):
-                    aside.mkdir()
-                yield aside
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
-                with writing(output):
-                    path.unlink()  # while it is locked
-    finally:
-        for folder in made:
-            with suppress(OSError):  # it is not empty
-                folder.rmdir()
-
-
-def _lock(output: Path, path: Path, made: list[Path], waiting: str) -> IO[str]:
-    """The open, locked file `path`. Folders that are made for it are added to `made`, inner ones first."""
-    for _ in range(ATTEMPTS):
-        missing = [parent for parent in path.parents if not parent.exists()]
-        made += missing
+    aside, path = base / f".{output.name}.tmp", base / f".{output.name}.lock"
+    with writing(output):
+        base.mkdir(parents=True, exist_ok=True)
+        lock = _lock(output, path, waiting)
+    with lock:
         try:
-            if missing:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            lock = open(path, "w")  # noqa: SIM115 (the caller closes it)
-        except FileNotFoundError:  # another process has removed the folder that it had made
-            continue
+            shutil.rmtree(aside, ignore_errors=True)  # of a killed process
+            with writing(output):
+                aside.mkdir()
+            yield aside
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            with writing(output):
+                path.unlink()  # while it is locked
+
+
+def _lock(output: Path, path: Path, waiting: str) -> IO[str]:
+    """The open, locked file `path`."""
+    for _ in range(ATTEMPTS):
+        lock = open(path, "w")  # noqa: SIM115 (the caller closes it)
         with suppress(OSError):  # the process that had the lock has removed the file, which is ESTALE on NFS
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

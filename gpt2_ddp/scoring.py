@@ -60,7 +60,6 @@ class ItemSet:
     items: list[Item]
     requests: list[Request]  # one for each choice of each item, in their order
     sha256: str  # of the items
-    cut: int  # requests whose contexts are longer than the model's
 
     @property
     def chance(self) -> float:
@@ -142,17 +141,15 @@ def make_set(name: str, items: list[Item], most: int | None, tokenizer: Tokenize
     count = min(most or len(items), len(items))
     items = [items[index * len(items) // count] for index in range(count)]
     requests = []
-    cut = 0
     for item in items:
         for choice in item.choices:
             before, continuation = encode_pair(item.context, f" {choice}", tokenizer)
             if not 0 < len(continuation) <= block_size:
                 raise ValueError(f"choice {choice!r} has {len(continuation)} tokens, model.block_size {block_size}")
             tokens = before + continuation
-            cut += len(tokens) > block_size + 1
             requests.append(Request(tokens[-block_size - 1 :], len(continuation)))
     texts = "\n".join(item.model_dump_json() for item in items)
-    return ItemSet(name, items, requests, hashlib.sha256(texts.encode()).hexdigest(), cut)
+    return ItemSet(name, items, requests, hashlib.sha256(texts.encode()).hexdigest())
 
 
 def encode_pair(context: str, continuation: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -244,7 +241,7 @@ def save(place: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) 
     scored checkpoint and settings."""
     scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
     scores |= {name: _json(value) for name, value in result.metrics.items()}
-    scores |= {"contexts_cut": items.cut, **facts}
+    scores |= facts
     write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
     write_json(Path(f"{place}.json"), scores)
 

@@ -1,4 +1,4 @@
-"""A GPT-2 trainer in one file: windows of tokens, a GPT, accumulation, schedule, evaluation, checkpoint and resume.
+"""A GPT-2 trainer in one file, from windows of tokens to checkpoint and resume.
 
     python scripts/prepare_data.py --config configs/data_stdlib.yaml          # once: the source of Python as tokens
     python scripts/hello_gpt.py                                               # one process

@@ -16,12 +16,7 @@ from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import exit_code
 from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.errors import UserError, is_main_process
-from gpt2_ddp.project import command_for
 from gpt2_ddp.script import run_command
-
-NEXT = """what next:
-  {generate} {best} --prompts_file -  # continues the prompts that you type
-  {evaluate} {best}  # scores every token of the validation split"""
 
 
 def main(config: TrainingConfig) -> int:
@@ -36,17 +31,15 @@ def main(config: TrainingConfig) -> int:
 
     result = train(config, make_pretraining)
     if result.outcome == "completed" and is_main_process():
-        report, rows = result.run / "report.html", result.run / "metrics.jsonl"
+        report = result.run / "report.html"
         if not find_spec("matplotlib"):
             report = "none: matplotlib is not installed"
-        elif not report.exists() or report.stat().st_mtime_ns <= rows.stat().st_mtime_ns:
+        else:
             try:
                 run_script("report", str(result.run), quiet=True)
             except (UserError, CalledProcessError) as error:
                 report = f"none: {error}"
         print(f"report: {report}")
-        names = {name: command_for(name) for name in ("generate", "evaluate")}
-        print(NEXT.format(best=result.best or result.run, **names))
     return exit_code(result.outcome)
 
 

@@ -32,8 +32,7 @@ NOISE = random.Random(0).randbytes(20_000)
 DECODABLE = {
     "utf8.txt": (PROSE.encode(), PROSE),
     "bom.txt": (PROSE.encode("utf-8-sig"), PROSE),
-    "utf16.txt": (RUSSIAN.encode("utf-16"), RUSSIAN),
-    "utf16be.txt": (b"\xfe\xff" + RUSSIAN.encode("utf-16-be"), RUSSIAN),
+    "russian.txt": (RUSSIAN.encode(), RUSSIAN),
     "crlf.txt": (b"one\r\ntwo\r\n\r\nthree\rfour\n", "one\r\ntwo\r\n\r\nthree\rfour\n"),
     "emoji.txt": (EMOJI.encode(), EMOJI),
     "long-line.txt": (LONG_LINE.encode(), LONG_LINE),
@@ -48,12 +47,14 @@ NOT_TEXT = {
     "program.txt": b"\x7fELF\x02\x01\x01" + bytes(9) + NOISE,
     "utf32.txt": PROSE.encode("utf-32"),
     "archive.txt": b"PK\x03\x04\x14\0\0\0\x08\0" + NOISE,
+    "utf16.txt": RUSSIAN.encode("utf-16"),
     "utf16-unmarked.txt": PROSE.encode("utf-16-le"),
+    "latin.txt": PROSE.encode("latin-1"),
+    "cp1252.txt": "“Où ?” – 5 €\n".encode("cp1252") * 50,
     "late.txt": b"text at first\n" * 1000 + NOISE,
     "torn.txt.gz": gzip.compress(NOISE, mtime=0)[:100],
     "torn.parquet": b"PAR1 and no more",
 }
-LATIN = {"latin.txt": PROSE.encode("latin-1"), "cp1252.txt": "“Où ?” – 5 €\n".encode("cp1252") * 50}
 CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
 CL100K_PATTERN += r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 
@@ -76,9 +77,9 @@ def texts(source, **changes):
 
 
 def write_nasty(folder):
-    """All kinds of files; `cp1252` is the encoding of two of them."""
+    """All kinds of files."""
     folder.mkdir()
-    files = {name: data for name, (data, _) in DECODABLE.items()} | NOT_TEXT | LATIN
+    files = {name: data for name, (data, _) in DECODABLE.items()} | NOT_TEXT
     files |= {"empty.txt": b"", "rows.jsonl": b"\xef\xbb\xbf" + ROWS, "rows.jsonl.gz": gzip.compress(ROWS)}
     for name, data in files.items():
         (folder / name).write_bytes(data)

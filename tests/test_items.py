@@ -92,7 +92,6 @@ def test_a_part_is_spread_and_long_contexts_lose_their_beginning():
     assert [len(request.tokens) for request in part.requests] == [2, 3, 4, 5, 5, 5, 5, 5, 5, 5]
     assert [request.scored for request in part.requests] == [1, 2] * 5
     assert GPT2.decode(part.requests[1].tokens) == "word two three"
-    assert part.cut == 6
     assert make_set("t", items, 99, GPT2, 4).sha256 == make_set("u", items, None, GPT2, 9).sha256 != part.sha256
 
 

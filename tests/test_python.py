@@ -8,7 +8,6 @@ import sys
 import threading
 import types
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ def test_a_configuration_is_files_and_then_changes(tmp_path):
     config = load_config("configs/gpt2_stdlib.yaml", str(file), train={"micro_batch_size": 2}, **{"eval.every": 9})
     assert (config.optim.lr, config.train.steps, config.train.micro_batch_size, config.eval.every) == (0.5, 3, 2, 9)
     assert (config.run_name, config.model.n_embd) == ("stdlib", 192), "the rest of the first file"
-    assert load_config(data={"path": [Path("a"), "b"]}).data.path == ("a", "b")
+    assert load_config(data={"path": ["a", "b"]}).data.path == ("a", "b")
 
 
 def in_a_cell():

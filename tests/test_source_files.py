@@ -6,11 +6,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from commands import expect_error, expect_field
-from nasty import DECODABLE, LATIN, PROSE, RUSSIAN, config, texts
+from commands import expect_error
+from nasty import DECODABLE, config, texts
 
-from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation import source_files, sources
 from gpt2_ddp.preparation.source_files import find_files, library_files
@@ -86,17 +84,6 @@ def test_what_can_be_decoded_is_read_byte_for_byte(tmp_path):
     assert texts(tmp_path) == [DECODABLE[name][1] for name in sorted(DECODABLE)]
 
 
-def test_text_in_another_encoding_is_asked_for(tmp_path):
-    for name, data in LATIN.items():
-        (tmp_path / name).write_bytes(data)
-    (tmp_path / "utf16.txt").write_bytes(RUSSIAN.encode("utf-16"))
-    (tmp_path / "utf8.txt").write_bytes(PROSE.encode())
-    assert texts(tmp_path) == [RUSSIAN, PROSE]
-    cp1252 = "“Où ?” – 5 €\n" * 50
-    assert texts(tmp_path, encoding="cp1252") == [cp1252, PROSE, RUSSIAN, PROSE], "UTF-8 and UTF-16 stay that"
-    expect_error("is not shift_jis", scan, config(tmp_path / "latin.txt", encoding="shift_jis"))
-
-
 @pytest.mark.parametrize(("size", "good"), [(20_000, True), (19_999, False)])
 def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(tmp_path, monkeypatch, size, good):
     monkeypatch.setattr(source_files, "BLOCK", 1000)
@@ -111,9 +98,8 @@ def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(tmp_path, mon
 def test_a_character_that_straddles_two_blocks_is_one(tmp_path, monkeypatch):
     for module in (source_files, sources):
         monkeypatch.setattr(module, "BLOCK", 7)
-    for encoding, named in (("utf-8", "auto"), ("utf-16", "auto"), ("shift_jis", "shift_jis")):
-        (tmp_path / "text").write_bytes(("仮名と漢字、" * 9).encode(encoding))
-        assert texts(tmp_path / "text", encoding=named) == ["仮名と漢字、" * 9], encoding
+    (tmp_path / "text").write_bytes(("仮名と漢字、" * 9).encode())
+    assert texts(tmp_path / "text") == ["仮名と漢字、" * 9]
 
 
 def test_control_characters_make_a_file_binary_by_their_share(tmp_path):
@@ -127,10 +113,3 @@ def test_control_characters_make_a_file_binary_by_their_share(tmp_path):
                     assert scan(config(tmp_path / name)).parts
     (tmp_path / "text").write_bytes(b"\x1b[1mbold\x1b[0m\x0c\r\n\t\a" * 100)  # a terminal's log
     assert texts(tmp_path / "text")
-
-
-def test_an_encoding_is_one_of_pythons():
-    for name in ("latin1x", "base64"):
-        expect_field("encoding", name, load, PrepareConfig, ["--encoding", name])
-    for name in ("auto", "Latin-1"):
-        assert load(PrepareConfig, ["--encoding", name]).encoding == name

@@ -208,7 +208,7 @@ def test_the_first_rows_show_whether_a_table_has_the_column(tmp_path):
         expect_error("^source = .*bad.jsonl: ", texts, tmp_path / "bad.jsonl")
 
 
-@pytest.mark.parametrize("changes", [{}, {"documents": "line"}, {"document_separator": "<|endoftext|>"}])
+@pytest.mark.parametrize("changes", [{}, {"document_separator": "\n"}, {"document_separator": "<|endoftext|>"}])
 def test_a_document_of_any_length_takes_little_memory(tmp_path, changes):
     (tmp_path / "long.txt").write_text("a long line of words " * 2_000_000)
     tracemalloc.start()

@@ -32,15 +32,13 @@ from gpt2_ddp.output import make_output_folder, markdown_table
 
 Job = TrainingConfig | JobConfig
 DEFAULTS = {
-    "regression": "configs/jobs/regression.yaml",
-    "classifier": "configs/jobs/mlp_clusters.yaml",
-    "transformer": "configs/jobs/transformer.yaml",
-    "gpt2": "configs/gpt2_30m.yaml",
+    "regression": ("configs/jobs/regression.yaml", 5000),
+    "classifier": ("configs/jobs/mlp_clusters.yaml", 100),
+    "transformer": ("configs/jobs/transformer.yaml", 2000),
+    "gpt2": ("configs/gpt2_30m.yaml", 20),
 }
-"""The jobs, and the default configuration of each."""
+"""The jobs, and the default configuration and number of timed steps of each: some ten seconds on one core."""
 
-TRIAL = 10  # timed steps of the run that determines the number of steps for `seconds`
-STEPS = (5, 5000)  # least and most steps
 COLUMNS = ["job", "way", "wall s", "speed-up", "peak MB per process", "final metric", "Δ parameters"]
 Row = dict[str, Any]  # the numbers of one strategy for one job
 
@@ -66,8 +64,8 @@ def compare(config: CompareConfig) -> list[Row]:
         # all user errors before any work
         jobs = [read_job(word, config, device, Path(folder)) for word in config.jobs]
         found = ways(config.processes, gpus)
-        for name, job in jobs:
-            rows += compare_job(name, job, config, found, Path(folder))
+        for name, job, steps in jobs:
+            rows += compare_job(name, job, steps, config.repeats, found, Path(folder))
             write_atomically(output / "compare.md", as_markdown(rows) + "\n")
             settings = config.model_dump(mode="json")
             write_json(output / "compare.json", {"machine": machine, "settings": settings, "rows": rows})
@@ -75,19 +73,20 @@ def compare(config: CompareConfig) -> list[Row]:
     return rows
 
 
-def read_job(word: str, config: CompareConfig, device: str, folder: Path) -> tuple[str, Job]:
-    """The name and configuration of a job, KIND or KIND:FILE, changed for a comparison. Raises: UserError."""
+def read_job(word: str, config: CompareConfig, device: str, folder: Path) -> tuple[str, Job, int]:
+    """The name, configuration and steps of a job, KIND or KIND:FILE, changed for a comparison. Raises: UserError."""
     kind, _, file = word.partition(":")
     if kind not in DEFAULTS:
         raise UserError("jobs", word, f"is not a job; use {', '.join(DEFAULTS)}, with or without :CONFIGURATION")
-    file = file or DEFAULTS[kind]
+    default, steps = DEFAULTS[kind]
+    file = file or default
     # not compiled: nn.DataParallel cannot
     changes = {"output_dir": str(folder / "runs"), "tracking.log_with": (), "train.compile": "off"}
     changes |= {"train.mixed_precision": config.mixed_precision, "train.device": device}
     if kind != "gpt2":
         changes |= {"scale_with_processes": False, "launch.processes": None, "launch.threads": None}
     job: Any = resolve(CONFIGS[kind], [file], changes)
-    return Path(file).stem, job
+    return Path(file).stem, job, config.steps or steps
 
 
 def ways(processes: Sequence[int], gpus: int) -> list[Strategy]:
@@ -101,23 +100,21 @@ def ways(processes: Sequence[int], gpus: int) -> list[Strategy]:
     return found
 
 
-def compare_job(name: str, job: Job, config: CompareConfig, found: Sequence[Strategy], folder: Path) -> list[Row]:
+def compare_job(name: str, job: Job, steps: int, repeats: int, found: Sequence[Strategy], folder: Path) -> list[Row]:
     """Measures every strategy of one job, `repeats` times, interleaved."""
     runs: dict[Strategy, list[RunResult]] = {way: [] for way in found}
     differences = dict.fromkeys(runs, 0.0)
-    single = found[0]
-    steps = config.steps or steps_for(name, job, config.seconds, single, folder)
     reference, weights = folder / f"{name}.pt", folder / "weights.pt"
-    for repeat, way in product(range(config.repeats), runs):
+    for repeat, way in product(range(repeats), runs):
         run = run_way(f"{name}-{way.name}-{repeat}", job, way, steps, weights)
         if not reference.exists():
             shutil.copyfile(weights, reference)
         runs[way].append(run)
         differences[way] = max(differences[way], difference(weights, reference))
         measured = f"{run.seconds:.3g} s for {steps} steps"
-        print(f"{name}  {way.name}  {repeat + 1}/{config.repeats}: {measured}", file=sys.stderr)
+        print(f"{name}  {way.name}  {repeat + 1}/{repeats}: {measured}", file=sys.stderr)
     return [
-        {"job": name, "way": way.name} | numbers(measured, runs[single], steps, differences[way])
+        {"job": name, "way": way.name} | numbers(measured, runs[found[0]], steps, differences[way])
         for way, measured in runs.items()
     ]
 
@@ -148,12 +145,6 @@ def run_way(name: str, job: Job, way: Strategy, steps: int, weights: Path) -> Ru
         train["micro_batch_size"] = size * way.devices
     job = job.model_copy(update={"run_name": name, "train": job.train.model_copy(update=train)})
     return start_processes(measure, way.processes, job, data_parallel, steps, weights)
-
-
-def steps_for(name: str, job: Job, seconds: float, single: Strategy, folder: Path) -> int:
-    """Number of steps that take one process about `seconds`."""
-    trial = run_way(f"{name}-trial", job, single, TRIAL, folder / "trial.pt")
-    return min(max(round(seconds / trial.seconds * TRIAL), STEPS[0]), STEPS[1])
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

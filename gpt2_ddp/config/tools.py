@@ -1,13 +1,11 @@
 """Configurations of the scripts that do not train."""
 
-import codecs
 import re
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from gpt2_ddp.config.base import Command, Count, Fraction
 
@@ -56,9 +54,6 @@ class PrepareConfig(Command):
     ones, if that would be fewer than about ten documents"""
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
     """most tokens per shard"""
-    encoding: str = "auto"
-    """text, JSON and CSV files: UTF-8, or UTF-16 with a byte order mark; a codec of Python (cp1252, shift_jis, ...)
-    reads the others, `auto` leaves them out and lists them"""
     column: str = "text"
     """column of the text, in tables and Hub sources; `meta.text`: the field text of column meta"""
     split: str = "train"
@@ -67,11 +62,9 @@ class PrepareConfig(Command):
     """Hub: the dataset's configuration, such as sample-10BT; null: its default"""
     revision: str | None = None
     """Hub: branch, tag or commit; null: the default branch"""
-    documents: Literal["file", "line"] = "file"
-    """text files: one document per file or per line"""
     document_separator: str | None = Field(default=None, min_length=1, max_length=1000)
-    """text between the documents of a file, such as `<|endoftext|>`, or two line breaks for paragraphs; line breaks
-    around it count as part of it"""
+    """text between the documents of a file, such as `<|endoftext|>`, or one line break for lines, two for paragraphs;
+    line breaks around it count as part of it; null: a file is one document"""
     max_documents: PositiveInt | None = None
     """number of documents to stop after; null: all"""
 
@@ -85,14 +78,6 @@ class PrepareConfig(Command):
             return f"data/{name}-{self.subset}" if self.subset else f"data/{name}"
         path = before_glob(re.sub(r"^\w+:", "", self.source))
         return f"data/{path.stem or 'text'}"
-
-    @field_validator("encoding")
-    @classmethod
-    def _a_codec(cls, encoding: str) -> str:
-        with suppress(LookupError, ValueError):
-            if encoding == "auto" or codecs.lookup(encoding)._is_text_encoding:
-                return encoding
-        raise ValueError("should be auto or a text codec of Python, such as cp1252")
 
 
 class EvaluateConfig(CheckpointCommand):
@@ -159,8 +144,8 @@ class ReportConfig(Command):
     runs: tuple[str, ...] = Field(default=("runs/stdlib",), min_length=1)
     """run folders"""
     output: str | None = None
-    """folder for report.html and report.png. FOLDER/NAME.json: NAME.html, NAME.png, and NAME.json with the groups of
-    seeds. null: the run's folder; for several runs comparison.html and comparison.png in the first run's folder"""
+    """folder for report.html and report.png; null: the run's folder; for several runs comparison.html and
+    comparison.png in the first run's folder"""
 
 
 class StatusConfig(Command):
@@ -195,10 +180,6 @@ class CheckClusterConfig(Command):
 
     timeout_seconds: PositiveFloat = 60
     """seconds to wait for a rank that does not connect, and for an all-reduce that does not end"""
-    sizes: tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
-    """sizes of the all-reduces in bytes, in fp32; DDP sends gradients in buckets of 25 MiB"""
-    repeats: PositiveInt = 20
-    """timed all-reduces per size"""
     device: Device = "auto"
 
 
@@ -212,10 +193,8 @@ class CompareConfig(Command):
     """numbers of DDP processes; each has a row in the table"""
     repeats: PositiveInt = 3
     """runs of each strategy, in new processes each; the strategies alternate"""
-    seconds: PositiveFloat = 10
-    """approximate time of the run with one process, in seconds; it fixes the number of timed steps of all strategies"""
     steps: PositiveInt | None = None
-    """number of timed steps, used instead of seconds; null: by seconds"""
+    """number of timed steps of each run; null: regression 5000, classifier 100, transformer 2000, gpt2 20"""
     threads: PositiveInt = 1
     """CPU threads per process, equal for all strategies"""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"

@@ -9,17 +9,15 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import ExportMismatch, check_export
 from gpt2_ddp.export.formats import LLAMA_CPP, write_gguf, write_model, write_tokenizer
-from gpt2_ddp.files import sha256_file, writing
-from gpt2_ddp.model.architecture import mlp_width
-from gpt2_ddp.model.transformers_layout import CLASSES, their_views
+from gpt2_ddp.files import writing
+from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.trained_model import load_model, note_best, own_task, read_settings, still_there
@@ -63,7 +61,7 @@ def default_output(checkpoint: Checkpoint) -> Path:
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code: bool = False) -> str:
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results; returns what is
     equal. `gguf`: with a file for llama.cpp. `trust_code`: as for `load_model`. Raises: UserError for another
-    architecture, an `output` in use or among the run's checkpoints, a deleted checkpoint, or a failed write. Raises:
+    architecture, an `output` in use, a deleted checkpoint, or a failed write. Raises:
     ExportMismatch for other results."""
     settings = read_settings(checkpoint)
     task = own_task(checkpoint, trust_code)
@@ -75,9 +73,6 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
     known = LLAMA_CPP if gguf else CLASSES
     if architecture not in known:
         raise UserError("model.architecture", architecture, f"only {', '.join(known)} can be exported in this format")
-    checkpoints = checkpoint.path.parent.resolve()
-    if checkpoints.name == "checkpoints" and checkpoints in output.resolve().parents:
-        raise UserError("output", output, "is among the run's checkpoints; name another folder")
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             own, tokenizer = load_model(checkpoint, trust_code)
@@ -85,7 +80,6 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
             shutil.copyfile(checkpoint.path / CONFIG, folder / "training.yaml")
             definition = checkpoint.path / checkpoint.state.record["tokenizer"]
             definition = definition.read_bytes() if definition.is_file() else None
-            sha256 = sha256_file(checkpoint.path / MANIFEST)
         write_tokenizer(tokenizer, definition, model.config.block_size, folder)
         write_model(model, tokenizer, folder)
         findings = check_export(folder, model, tokenizer, own)
@@ -94,21 +88,15 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         feed, scores = checkpoint.state.feed, checkpoint.state.progress.scores
         rows = [f"| data | {path} |" for path in settings.data.paths]
         rows += [f"| {name} | {score:,} |" for name, score in scores.items() if score is not None]
-        weights = their_views(model.state_dict(), model.config, model.vocab_size)
         card = CARD.read_text(encoding="utf-8").format(
             name=settings.run_name,
             their_class=CLASSES[architecture],
-            parameters=sum(weight.numel() for weight in weights.values()),
             config=model.config,
-            mlp_width=mlp_width(model.config),
             tokenizer=tokenizer,
             tokens=feed.consumed * settings.model.block_size,
-            epochs=feed.position / checkpoint.state.setup.epoch_size,
             checkpoint=checkpoint,
-            sha256=sha256,
             rows="\n".join(rows),
             notes=DOCUMENT_MASK if model.config.document_mask else "",
-            transformers=version("transformers"),
             findings=findings,
         )
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")

@@ -16,7 +16,6 @@ from gpt2_ddp.checkpoint.tensors import as_safetensors
 from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.check import END_IDS
 from gpt2_ddp.files import write_hashed, write_json, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import fixed_fields, shape, to_transformers, transformers_config
@@ -28,7 +27,8 @@ LLAMA_CPP = ("gpt2", "llama", "qwen3")
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes config.json, generation_config.json and model.safetensors."""
     write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
-    write_json(folder / "generation_config.json", dict.fromkeys(END_IDS, tokenizer.eot))
+    ends = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos", "pad")}
+    write_json(folder / "generation_config.json", ends)
     file = folder / "model.safetensors"
     with writing(file):
         tensors = to_transformers(model.state_dict(), model.config, model.vocab_size)

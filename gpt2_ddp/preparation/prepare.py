@@ -1,7 +1,7 @@
 """Text to token shards. The same source and settings give the same bytes with any number of workers. manifest.json is
 written last and makes the folder usable; after a kill, a preparation starts over.
 
-Shards of other programs (llm.c, modded-nanogpt) are indexed in place: all are read, then a manifest is written.
+Shards of other programs (llm.c, modded-nanogpt) are indexed in place: all are hashed, then a manifest is written.
 """
 
 import glob
@@ -17,18 +17,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, read_manifest, token_dtype
+from gpt2_ddp.data.manifest import MANIFEST, Manifest, Shard, read_manifest, token_dtype
 from gpt2_ddp.data.shards import TokenStream, read_header
 from gpt2_ddp.data.tokenizer import (
     BYTE_OF_CHARACTER,
@@ -152,50 +149,29 @@ def _summary(manifest: Manifest) -> str:
 
 
 def index_shards(config: PrepareConfig) -> Manifest:
-    """Checks every token of the shards of `bin:GLOB` and writes their folder's manifest.json, and nothing else. A file
-    belongs to the split, `train` or `val`, that its name contains.
-    Raises: UserError for no such files, or in several folders, and for the manifest of other shards. Also for a file
-    that is not whole, has ids outside the vocabulary, or is in both splits."""
+    """Hashes the shards of `bin:GLOB`, and writes their folder's manifest.json, and nothing else. A file with
+    `val` in its name is of the validation split. Raises: UserError for files of no folder or of several, for a manifest
+    of other shards, and for a file that is no whole shard, or is in both splits."""
     files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
     folders = {path.parent for path in files}
     if len(folders) != 1:
         raise UserError("source", config.source, "name the files of one folder, like bin:FOLDER/*.bin")
-    folder, name = folders.pop(), config.tokenizer
-    if name not in encoding_names() and os.path.realpath(Path(name).parent) != os.path.realpath(folder):
-        raise UserError(
-            "tokenizer", name, f"name the shards' tokenizer, such as gpt2, or a copy of its file in {folder}"
-        )
-    tokenizer = load_tokenizer(name)
+    folder, tokenizer = folders.pop(), load_tokenizer(config.tokenizer)
     recipe = {"files": [path.name for path in files], "tokenizer_sha256": tokenizer.sha256}
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if manifest.recipe != recipe:
             raise UserError("output", folder, f"has a {MANIFEST} of other shards; delete it to index these")
-        print(f"{folder} is already indexed: {_summary(manifest)}")
-        return manifest
-
-    splits: dict[str, list[Shard]] = {}
-    with ThreadPoolExecutor() as pool:  # hashing runs outside the GIL
-        for split, shard in pool.map(partial(_index, tokenizer=tokenizer), files):
-            splits.setdefault(split, []).append(shard)
-    manifest = make_manifest(tokenizer, config.source, splits, recipe)
-    write_manifest(folder, manifest)
+    else:
+        dtype = token_dtype(tokenizer.vocab_size)
+        splits: dict[str, list[Shard]] = {}
+        for path in files:
+            split = "val" if re.search("(?<![a-z])val", path.name) else "train"  # no `retrieval`
+            splits.setdefault(split, []).append(describe(path, read_header(path, dtype)))
+        manifest = make_manifest(tokenizer, config.source, splits, recipe)
+        write_manifest(folder, manifest)
     print(f"{folder} is indexed: {_summary(manifest)}")
     return manifest
-
-
-def _index(path: Path, tokenizer: Tokenizer) -> tuple[str, Shard]:
-    """The split of a shard, by its name, and its entry in the manifest."""
-    splits = [split for split in ("val", "train") if re.search(f"(?<![a-z]){split}", path.name)]  # not for `interval`
-    if len(splits) != 1:
-        raise UserError("shard", path, "its name should contain either train or val; rename it, or narrow the glob")
-    dtype = token_dtype(tokenizer.vocab_size)
-    tokens = read_header(path, dtype)
-    largest = np.memmap(path, dtype, "r", HEADER_BYTES).max()
-    if largest >= tokenizer.vocab_size:
-        hint = f"has token id {largest}, {tokenizer.name} has {tokenizer.vocab_size} ids; name its tokenizer"
-        raise UserError("shard", path, hint)
-    return splits[0], describe(path, tokens)
 
 
 def make_tokenizer(source: Source, path: Path) -> None:

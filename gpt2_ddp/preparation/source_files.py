@@ -1,4 +1,4 @@
-"""Files of a source: their list and order, their encoding, and changes since they were read."""
+"""Files of a source: their list and order, whether they are text, and changes since they were read."""
 
 import codecs
 import glob
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_ddp.config.tools import PrepareConfig, before_glob
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import regular, sha256_file
 from gpt2_ddp.preparation.row_sources import row_source
 
@@ -44,7 +44,6 @@ TRACE = 10_000  # in a text file, at most one character in so many bytes is unde
 CONTROLS = bytes({*range(32), 127} - {*b"\a\b\t\n\v\f\r\x1b"})
 """Control characters except those of texts and terminal logs. A text file has at most one in 100 bytes."""
 RECORD = ".source.jsonl"  # next to the shards, a line per file of the source: [name, bytes, time in ns, SHA-256]
-NAMED_CHANGES = 5  # most names of changed files in a message
 
 
 def find_files(source: str, without: str | None = None) -> list[Path]:
@@ -104,7 +103,6 @@ class Part(NamedTuple):
     """A file, or its bytes or row groups from `start` to `end`."""
 
     path: str
-    encoding: str = "utf-8-sig"
     start: int = 0
     end: int = 0  # 0: of the file
     bytes: float = inf  # to be read, about
@@ -125,16 +123,28 @@ def kind_of(path: str | Path) -> str:
     return KINDS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix, "text")
 
 
-def text_parts(path: Path, named: str, end: bytes) -> list[Part]:
-    """The parts of a file, which is read as a whole, in little memory. `named`: the codec of files that are neither
-    UTF-8 nor UTF-16 with a byte order mark; `auto`: there are none. `end`: pattern of the end of a document, where a
-    file in UTF-8 may be cut. Raises: OSError or ValueError if the file is no text, or cannot be read."""
+def text_parts(path: Path, end: bytes) -> list[Part]:
+    """The parts of a file, which is read as a whole, in little memory. `end`: pattern of the end of a document, where
+    the file may be cut. Raises: OSError or ValueError if the file is no text in UTF-8, or cannot be read."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    parts = []
+    start = size = undecodable = controls = 0
     with open_bytes(path) as file:
-        marked = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    usual = "utf-16" if marked else "utf-8-sig"
-    with suppress(UnicodeError):
-        return _scan(path, usual, end)
-    return _scan(path, usual if named == "auto" else named, end)
+        for block in chain(iter(partial(file.read, BLOCK), b""), [b""]):
+            text = decoder.decode(block, final=not block)
+            undecodable += text.count("\ufffd") - block.count("\ufffd".encode())
+            controls += len(block) - len(block.translate(None, CONTROLS))
+            place = re.compile(end).search(block, BLOCK // 2) if end else None
+            if place and size - start < LARGEST:
+                cut = size + place.end()
+                parts.append(Part(str(path), start, cut, cut - start))
+                start = cut
+            size += len(block)
+    if controls * 100 > size:
+        raise ValueError(f"is not text (has {controls:,} control characters)")
+    if undecodable * TRACE > size:
+        raise ValueError(f"is not UTF-8 (cannot decode {undecodable:,} characters); convert it with iconv")
+    return [*parts, Part(str(path), start, 0, size - start)]
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
@@ -147,7 +157,7 @@ def open_bytes(path: Path) -> io.BufferedReader:
     return pyarrow.input_stream(str(path), compression)  # pyright: ignore[reportReturnType]
 
 
-def open_text(part: Part, newline: str | None = "") -> io.TextIOWrapper:
+def open_text(part: Part) -> io.TextIOWrapper:
     """Text of a part, line ends as they are; what cannot be decoded becomes U+FFFD."""
     file = open_bytes(Path(part.path))
     if part.start:
@@ -155,31 +165,7 @@ def open_text(part: Part, newline: str | None = "") -> io.TextIOWrapper:
     if part.end:
         with file:
             file = io.BytesIO(file.read(part.end - part.start))
-    return io.TextIOWrapper(file, encoding=part.encoding, errors="replace", newline=newline)
-
-
-def _scan(path: Path, encoding: str, end: bytes) -> list[Part]:
-    """As `text_parts`, in this encoding. Raises: UnicodeError if it is another one."""
-    decoder = codecs.getincrementaldecoder(encoding)("replace")
-    parts = []
-    start = size = undecodable = controls = 0
-    with open_bytes(path) as file:
-        for block in chain(iter(partial(file.read, BLOCK), b""), [b""]):
-            text = decoder.decode(block, final=not block)
-            undecodable += text.count("\ufffd") - block.count("\ufffd".encode())
-            plain = block if encoding == "utf-8-sig" else text.encode("utf-8", "replace")
-            controls += len(plain) - len(plain.translate(None, CONTROLS))
-            place = re.compile(end).search(block, BLOCK // 2) if end and encoding == "utf-8-sig" else None
-            if place and size - start < LARGEST:
-                cut = size + place.end()
-                parts.append(Part(str(path), encoding, start, cut, cut - start))
-                start = cut
-            size += len(block)
-    if controls * 100 > size:
-        raise ValueError(f"is not text (has {controls:,} control characters)")
-    if undecodable * TRACE > size:
-        raise UnicodeError(f"is not {encoding} (cannot decode {undecodable:,} characters); set --encoding")
-    return [*parts, Part(str(path), encoding, start, 0, size - start)]
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
 
 
 def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -193,17 +179,15 @@ def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, An
 
 
 def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any]) -> None:
-    """Compares the source with its record. Files of equal size and time count as equal. `was`: its `fingerprint`.
-    Raises: UserError, with the changes."""
+    """Compares the source with its `fingerprint`. Files of the size and time in its record are not read again.
+    Raises: UserError if it has changed."""
     before: list[Entry] = []
     with suppress(OSError):
         before = [Entry(*json.loads(line)) for line in (folder / RECORD).read_text().splitlines()]
     entries = [] if row_source(config) else list(file_entries(config, find_files(config.source, config.output), before))
     now = fingerprint(config, entries)
     if now != was and None not in now.values():
-        old, new = ({(entry.name, entry.sha256) for entry in of} for of in (before, entries))
-        names = sorted({truncate(name, 30) for name, _ in old ^ new})[:NAMED_CHANGES]
-        hint = f"has changed since it was read: {', '.join(names) or now}; choose another output, or delete {folder}"
+        hint = f"has changed since it was read; choose another output, or delete {folder}"
         raise UserError("source", config.source, hint)
 
 

@@ -108,19 +108,17 @@ def read_documents(config: PrepareConfig, parts: Iterable[Part]) -> Iterator[Blo
 
 def _of_part(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
     is_text = row_source(config) is None and kind_of(part.path) == "text"
-    for document in _of_text(config, part) if is_text else _of_rows(config, part):
+    for document in _of_text(part) if is_text else _of_rows(config, part):
         if config.document_separator:
             yield from map(without_line_breaks, divide(document, config.document_separator))
         else:
             yield document
 
 
-def _of_text(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
-    """A text file as one document, or its lines."""
-    in_lines = config.documents == "line"
-    with open_text(part, None if in_lines else "") as file:
-        blocks = iter(lambda: file.read(BLOCK), "")
-        yield from divide(blocks, "\n") if in_lines else [blocks]
+def _of_text(part: Part) -> Iterator[Blocks]:
+    """A text file as one document."""
+    with open_text(part) as file:
+        yield iter(lambda: file.read(BLOCK), "")
 
 
 def _of_rows(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
@@ -204,10 +202,7 @@ def look_at(config: PrepareConfig, paths: list[Path]) -> list[tuple[Entry, list[
         kind, parts = kind_of(path), []
         try:
             regular(path)
-            if kind == "parquet":
-                parts = _row_groups(path)
-            else:
-                parts = text_parts(path, config.encoding, _end_of_document(path, config))
+            parts = _row_groups(path) if kind == "parquet" else text_parts(path, _end_of_document(path, config))
             rows = (row for part in parts for row in read_rows(config, part))
             fault = fault_of(rows, config.column) if kind != "text" else ""
         except (OSError, ValueError) as error:  # ValueError: content and suffix differ
@@ -228,7 +223,7 @@ def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
     """Pattern of places where a file of UTF-8 may be cut; empty if there are none."""
     suffix = path.suffix.lower()
     is_text = suffix not in COMPRESSED and kind_of(path) == "text"
-    if suffix in (".jsonl", ".ndjson") or (is_text and config.documents == "line"):
+    if suffix in (".jsonl", ".ndjson"):
         return b"\n"
     separator = (config.document_separator or "").encode()
     straddles = any(separator.endswith(separator[:length]) for length in range(1, len(separator)))

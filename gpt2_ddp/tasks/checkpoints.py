@@ -120,9 +120,6 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     results: dict[str, tuple[ItemSet, Result]] = {}
     for items in on_main(load):
-        if items.cut:
-            note = f"{items.cut:,} of {len(items.requests):,} texts are longer than the model's {size} tokens"
-            accelerator.print(f"note: {items.name}: {note}; their beginning is cut off", file=sys.stderr)
         result = judge(items, answer(accelerator, prepared, items.requests, config.batch_size))
         facts = {"checkpoint": str(checkpoint.path), "step": checkpoint.step}
         facts |= {"precision": accelerator.mixed_precision, "task_items": config.task_items}
