@@ -86,8 +86,8 @@ data/order.py: which lookups are cached; the items are the same
 - if first < self._first or positions[-1] >= self._first + len(self._cached):
 + if first <= self._first or positions[-1] >= self._first + len(self._cached):
 data/feed.py: a free position is no start of a skipped range
-- stop = min(position + wanted, end, *(start for start, _ in self.state.skipped_ranges if start > position))
-+ stop = min(position + wanted, end, *(start for start, _ in self.state.skipped_ranges if start >= position))
+- stop = min(position + wanted, end, *(start for start, _ in skipped if start > position))
++ stop = min(position + wanted, end, *(start for start, _ in skipped if start >= position))
 data/feed.py: each step sets it, and nobody asks before the first
 - self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0
 + self.ended_epoch, self.skipped_end, self.waited = False, True, 0.0

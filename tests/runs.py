@@ -170,7 +170,7 @@ def train_with_faults(
             return step(run)
         if len(taken) == dies_at:
             os.kill(os.getpid(), sent)
-        if not bad[0] <= int(run.task.feed.positions_from(run.task.feed.state.position)[0]) < bad[1]:
+        if not bad[0] <= run.task.feed.next_position < bad[1]:
             return step(run)
         backward = run.optimizer.backward
         run.optimizer.backward = lambda loss, last: backward(loss * times, last)

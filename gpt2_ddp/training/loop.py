@@ -198,11 +198,12 @@ def next_step(run: Training) -> str:
     """Takes the next step, and says in `run.progress.pending` what follows it. After too many bad steps, goes back to a
     checkpoint, and takes the step after that. Returns why it cannot; else an empty text."""
     while True:
-        with run.stop.timed("step"):
-            result = train_step(run)
-            poll_save(run)
-            run.stop.check()
-            verdict = run.guard.judge(run.progress.step)
+        begun = time.perf_counter()
+        result = train_step(run)
+        poll_save(run)
+        run.stop.check()
+        verdict = run.guard.judge(run.progress.step)
+        run.stop.record_duration("step", time.perf_counter() - begun)
         if verdict is Verdict.OK:
             break
         warn_of_bad_step(run)
@@ -252,7 +253,7 @@ def roll_back(run: Training) -> str:
         return problem + (f", after {rollbacks} rollbacks" if rollbacks else "")
     run.load(good)
     run.progress.rollbacks, run.progress.pending = rollbacks + 1, Pending()
-    start = int(feed.positions_from(feed.state.position)[0])
+    start = feed.next_position
     feed.skip_range(start, end)
     event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
     run.log.append_rollback(event | {"order_digest": feed.state.order_digest})
