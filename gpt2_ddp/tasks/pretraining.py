@@ -116,6 +116,7 @@ class Pretraining:
     """
 
     unit = "tokens"
+    initial: Iterator[Any] = iter(())
     code: Any = None
     """Where a subclass comes from, an `own_code.Code`; None in this package."""
 
@@ -251,14 +252,19 @@ class Pretraining:
         if config.parallel == "fsdp":
             from gpt2_ddp.training.sharded import make_model
 
-            make = partial(make_model, make, begins)
-        with nullcontext() if begins else without_init():
-            self.model = on_every_rank(make)
+            self.model, initial = on_every_rank(partial(make_model, make))
+            self.initial = initial if begins else iter(())
+        else:
+            with nullcontext() if begins else without_init():
+                self.model = on_every_rank(make)
         self.flops_per_unit = self.model.flops_per_token() if isinstance(self.model, GPT) else 0
         if self._needs_weights:
-            from gpt2_ddp.training.initial_weights import load_initial_weights
+            on_main(self._load_initial_weights)
 
-            on_main(partial(load_initial_weights, config, self.model, self.tokenizer))
+    def _load_initial_weights(self) -> None:
+        from gpt2_ddp.training.initial_weights import load_initial_weights
+
+        self.initial = load_initial_weights(self.config, self.model, self.tokenizer, self.initial)
 
     def build_feed(self) -> None:
         """Chooses the micro-batch, and makes `feed`."""

@@ -139,6 +139,11 @@ class Guard:
             sums.epoch = LossSum(*map(add, sums.epoch, (0, 0, trained.units) if skipped else trained))
             sums.skipped += skipped > 0
 
+    def end_row(self) -> LossSum:
+        """The losses since the row before, as a row is written."""
+        sums, self.losses.since_row = self.losses.since_row, LossSum()
+        return sums
+
     def end_epoch(self) -> float:
         """The mean loss of the epoch, which ends. Collective."""
         self.flush()

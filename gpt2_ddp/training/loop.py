@@ -18,7 +18,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
-from gpt2_ddp.state import LossSum, Pending, Scores
+from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.optimizer import named_losses
 from gpt2_ddp.training.own_numbers import check_numbers
@@ -289,22 +289,21 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
     """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the device."""
     feed = run.task.feed
     run.watchdog.heartbeat("all-reduce")
-    numbers, losses = run.guard.flush(), run.guard.losses
+    numbers, losses = run.guard.flush(), run.guard.end_row()
     assert numbers
     others = dict(zip([*result.losses][1:], (total / result.units for total in numbers.others), strict=True))
-    not_finite = losses.since_row.units - losses.since_row.valid
+    not_finite = losses.units - losses.valid
     row = {
         **_position(run),
         "loss": numbers.loss,
-        "loss_mean": losses.since_row.mean,
+        "loss_mean": losses.mean,
         **({"not_finite": not_finite} if not_finite else {}),
         **result.settings,
         "grad_norm": numbers.grad_norm,
-        "skipped": losses.skipped,
+        "skipped": run.guard.losses.skipped,
         **run.throughput.read(),
         "order_digest": feed.state.order_digest,
     }
-    losses.since_row = LossSum()
     if feed.ended_epoch:
         run.progress.scores["train_loss"] = row["train_loss"] = run.guard.end_epoch()
     for method, given in (("loss", others or None), ("row_fields", result.fields)):

@@ -283,7 +283,7 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     run.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
     steps = task.total_steps(len(task.feed.order))
     how = _resolve_compile(run, steps)
-    model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task.build_optimizer)
+    model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task)
     optimizer = GuardedOptimizer(prepared, run.strategy)
     on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))  # checks their names
     device, threads = run.accelerator.device, torch.get_num_threads()
@@ -325,7 +325,8 @@ def _resolve_compile(run: Opened, steps: int | None) -> str:
         how = "blocks"
     if missing:
         accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
-    run.watchdog.compiles = how != "off"
+    if how != "off":
+        run.watchdog.expect_graphs()
     return how
 
 
