@@ -20,9 +20,10 @@ from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
+from gpt2_ddp.training.opening import finish_complete, open_run
 from gpt2_ddp.training.optimizer import named_losses
 from gpt2_ddp.training.own_numbers import check_numbers
-from gpt2_ddp.training.run import Trainer, Training, build, finish, finish_complete, open_run, start
+from gpt2_ddp.training.run import Trainer, Training, build, finish, start
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import Due, MakeTask
 
