@@ -147,7 +147,7 @@ def load_model(
         checkpoint: a run folder, for its newest intact one; or one in it, RUN/checkpoints/step-XXXXXXXX.
         trust_run_code: execute the class that the run recorded, even if it was never given on this machine.
     """
-    from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
+    from gpt2_ddp.checkpoint.intact import find_checkpoint
     from gpt2_ddp.distributed.launch import pick_device
     from gpt2_ddp.tasks.trained_model import load_model
 
@@ -192,7 +192,7 @@ def export_hf(checkpoint: Place, output: Place | None = None) -> Path:
     Raises:
         gpt2_ddp.export.check.ExportMismatch: transformers' results differ; no folder is written.
     """
-    from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
+    from gpt2_ddp.checkpoint.intact import find_checkpoint
     from gpt2_ddp.export.export import default_output, export, require_package
 
     require_package("transformers", "the export is checked")

@@ -43,7 +43,8 @@ data/mixture.py 24 tests/test_mixture.py
 training/loop.py 24 LOOP GUARD tests/test_background.py tests/test_branch.py -k '{STEPS} or {ENDS} or {BACK}'
 training/guard.py 24 LATE GUARD tests/test_losses.py -k '{SUMS}'
 training/optimizer.py 20 tests/test_optim.py GUARD -k '{STATISTICS} or schedule'
-checkpoint/checkpoint.py 18 tests/test_checkpoint.py -k 'not killed'
+checkpoint/checkpoint.py 6 tests/test_checkpoint.py -k 'not killed'
+checkpoint/intact.py 14 tests/test_checkpoint.py -k 'not killed'
 checkpoint/store.py 18 tests/test_checkpoint.py -k 'not flipped'
 model/evaluate.py 18 tests/test_evaluate.py tests/test_mixture.py -k 'not hang and (evaluate or of_a_mixture)'
 model/optim.py 16 tests/test_optim.py

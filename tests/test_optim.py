@@ -27,10 +27,9 @@ from gpt2_ddp.model.optim import (
     build_optimizer,
     muon_matrices,
 )
-from gpt2_ddp.tasks.length import default_decay_steps, schedule_note
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.optimizer import GuardedOptimizer, lr_at, set_values
+from gpt2_ddp.training.optimizer import GuardedOptimizer, default_decay_steps, lr_at, schedule_note, set_values
 from gpt2_ddp.training.strategy import Replicated
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)

@@ -17,7 +17,7 @@ from faults.mutations import check_told
 from ranks import run_ranks
 from runs import built, edit_manifest, spoil, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import ReportConfig, StatusConfig
 from gpt2_ddp.data.manifest import missing_data, read_manifest

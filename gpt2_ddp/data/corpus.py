@@ -9,7 +9,7 @@ from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.state import GPTData, Mixture, State
+from gpt2_ddp.state import Mixture
 
 if TYPE_CHECKING:
     from gpt2_ddp.data.mixture import MixedWindows
@@ -63,12 +63,3 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
     streams = {number: TokenStream(*folders[number], "val", check) for number in weights}
     validation = {names[number]: (weight, streams[number]) for number, weight in weights.items()}
     return Corpus(manifests, tokenizer, sources, source, validation, mixture)
-
-
-def check_same_data(config: TrainingConfig, corpus: Corpus, saved: State, data: GPTData) -> None:
-    """Compares the data with those of the saved run. Raises: UserError if they differ."""
-    now = corpus.manifests[0].hash
-    if corpus.mixture or data.mixture or data.data_manifest != now:
-        from gpt2_ddp.data.mixture import check_goes_on
-
-        check_goes_on(config, saved, corpus.mixture or Mixture(manifests=[now], phases=[]))

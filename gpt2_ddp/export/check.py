@@ -9,8 +9,8 @@ from torch import nn
 
 from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import Tokenizer
+from gpt2_ddp.export.formats import END_IDS, to_transformers
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import to_transformers
 from gpt2_ddp.preparation.source_files import library_files
 
 MODULES = 50  # of Python, about a million characters to compare token ids on
@@ -20,8 +20,6 @@ SCRIPTS = (
     "\u200b\u2028\u3000\ufeff\x00\x7f end   "
 )
 """Text that is rare in modules: other scripts, combining characters, all kinds of blanks, end-of-text as text."""
-END_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
-"""Names of end-of-text's id in transformers."""
 WINDOWS = 2
 """Windows of the model's whole context, to compare logits on."""
 TOLERANCE, RELATIVE = 1e-4, 1e-5

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import ExportMismatch, check_export

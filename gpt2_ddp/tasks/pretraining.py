@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.corpus import check_same_data, open_corpus
+from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
 from gpt2_ddp.data.manifest import missing_data
 from gpt2_ddp.data.order import Order, Permutation
@@ -30,10 +30,10 @@ from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, State, TaskState
-from gpt2_ddp.tasks.length import check_branch, resolve, schedule_note, total_steps, with_length
-from gpt2_ddp.training.meters import device_name
-from gpt2_ddp.training.optimizer import lr_at
+from gpt2_ddp.state import CODE, GPTData, Mixture, OwnCode, Scores, State, TaskState
+from gpt2_ddp.tasks.length import check_branch, resolve, total_steps, with_length
+from gpt2_ddp.training.meters import has_same_devices
+from gpt2_ddp.training.optimizer import lr_at, schedule_note
 from gpt2_ddp.training.task import Due, Loss, Poll
 
 if TYPE_CHECKING:
@@ -121,7 +121,10 @@ class Pretraining:
             if value and not self.validates:
                 raise UserError(field, value, f"{' '.join(paths)} has no validation split; remove this setting")
         if self._saved:
-            check_same_data(config, corpus, self._saved.state, self._data)
+            from gpt2_ddp.data.mixture import check_goes_on
+
+            alone = Mixture(manifests=[self.manifest.hash], phases=[(0, ["1"])])
+            check_goes_on(config, self._saved.state, corpus.mixture or alone)
         self.order = self.make_order(corpus.sources)
         self.epoch_size = len(self.order)
         self.config, notes = resolve(config, self._saved, self.epoch_size)
@@ -315,10 +318,9 @@ def choose_micro_batch(
 ) -> tuple[int, list[str]]:
     """The windows of a micro-batch by `train.micro_batch_size`, and notes. `auto` keeps the value of the state `before`
     on as many devices of the same kind; a new value is estimated, and on GPUs tried until it fits. Collective."""
-    processes, size, windows = accelerator.num_processes, config.train.micro_batch_size, config.global_batch_windows
-    here, notes = (processes, device_name(accelerator.device)), []
+    size, windows = config.train.micro_batch_size, config.global_batch_windows
     saved: Any = before and before.task
-    if size == "auto" and before and (before.setup.processes, before.setup.device) == here:
+    if size == "auto" and before and has_same_devices(before.setup, accelerator):
         size = saved.micro_batch
     if size == "auto":
         from gpt2_ddp.model.memory import estimated_micro_batch, tried_micro_batch
@@ -327,10 +329,10 @@ def choose_micro_batch(
         if accelerator.device.type == "cuda" and config.parallel == "ddp":
             chosen = tried_micro_batch(model, accelerator, windows, chosen)
     else:
-        chosen = split_batch(windows, processes, size)
+        chosen = split_batch(windows, accelerator.num_processes, size)
     if config.model.dropout and saved and saved.micro_batch != chosen:
-        notes.append(f"dropout masks differ from now on: the micro-batch was {saved.micro_batch} and is {chosen}")
-    return chosen, notes
+        return chosen, [f"dropout masks differ from now on: the micro-batch was {saved.micro_batch} and is {chosen}"]
+    return chosen, []
 
 
 def check_memory(model: ModelConfig, vocab_size: int, parts: int = 1) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.checkpoint.loading import fit_weights
 from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.hints import complete

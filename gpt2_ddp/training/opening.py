@@ -34,7 +34,7 @@ class Opened:
     touch the disk.
 
     Attributes:
-        checkpoint: to start from, hashed; None for a new run. parent: of a new branch.
+        checkpoint: to start from, hashed; None for a new run. A new branch has its parent's.
         progress: steps taken, scores, pending work.
         steps: of the whole run; None while that is unknown.
         speeds: measured for `train.mixed_precision`. begun: `time.monotonic()` of the start.
@@ -48,7 +48,6 @@ class Opened:
     strategy: Replicated
     task: Task
     checkpoint: Checkpoint | None
-    parent: Checkpoint | None
     progress: Progress
     steps: int | None
     speeds: Speeds
@@ -114,7 +113,7 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             if lock:
                 watchdog.report_to(log.write_heartbeat, lambda reason: log.write_failure(progress.step, reason))
             watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
-            checkpoint, parent = find_start(config, store, processes.print)
+            checkpoint = find_start(config, store, processes.print)
             if checkpoint:
                 progress.load_state_dict(checkpoint.state.progress)
             config, precision, speeds = _settle(config, checkpoint, device, processes.print)
@@ -130,7 +129,6 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
                 strategy,
                 task,
                 checkpoint,
-                parent,
                 progress,
                 task.total_steps(checkpoint.state.setup.epoch_size if checkpoint else None),
                 speeds,
@@ -156,15 +154,13 @@ def _open_folder(
         mirror_status = open_mirror(keep, folder.path, watchdog, closing)
     log = RunLog(folder, mirror_status)
     store = CheckpointStore(folder, log, keep.keep_last, keep.background, config.train.patience_seconds or TIMEOUT)
-    closing.callback(store.close)
+    closing.callback(store.background.join)
     return folder, log, store
 
 
-def find_start(
-    config: RunConfig, store: CheckpointStore, note: Callable[[str], None]
-) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run. And a
-    new branch's parent. Compares configurations before it hashes. Collective. Raises: UserError."""
+def find_start(config: RunConfig, store: CheckpointStore, note: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run.
+    Compares configurations before it hashes. Collective. Raises: UserError."""
     if newest := store.newest_unhashed():
         from gpt2_ddp.config.hints import check_resumable
 
@@ -172,11 +168,10 @@ def find_start(
         if config.branch_from and config.branch_from != newest.config["train"].get("branch_from"):
             note("note: train.branch_from is ignored: this run has checkpoints already")
     if (newest := store.newest()) or not config.branch_from:
-        return newest, None
+        return newest
     from gpt2_ddp.training.branch import branch_off, find_parent
 
-    parent = find_parent(config)
-    return branch_off(parent, config), parent
+    return branch_off(find_parent(config), config)
 
 
 def _settle(

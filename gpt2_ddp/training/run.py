@@ -31,7 +31,7 @@ from gpt2_ddp.model.compiled import compiled, resolve_compile
 from gpt2_ddp.project import git_commit
 from gpt2_ddp.state import LogEnd, OptimizerState, Scores, Setup, State
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name, versions
+from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name, has_same_devices, versions
 from gpt2_ddp.training.opening import Opened
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
 from gpt2_ddp.training.own_numbers import check_scores
@@ -172,8 +172,7 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
 def _resolve_compile(run: Opened, steps: int | None) -> str:
     """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices are the same."""
     accelerator, task, before = run.accelerator, run.task, run.checkpoint.state.setup if run.checkpoint else None
-    here = (accelerator.num_processes, device_name(accelerator.device))
-    known = before.compile if before and (before.processes, before.device) == here else None
+    known = before.compile if before and has_same_devices(before, accelerator) else None
     left = (steps or 0) - run.step
     flops = task.flops_per_unit * task.units_per_item * task.feed.step_size * left / accelerator.num_processes
     if run.config.minutes:
@@ -189,20 +188,21 @@ def _resolve_compile(run: Opened, steps: int | None) -> str:
 
 
 def _record_start(run: Trainer) -> None:
-    config, parent, progress = run.config, run.parent, run.progress
+    config, progress = run.config, run.progress
     run.store.prune(run.guard.last_good)  # keep_last may have been lowered since, for a full disk
     feed, task = run.task.feed.state, run.task.state_dict()
+    listing = run.store.listing()
     begins = State.of(config.kind, progress=progress, feed=feed, setup=run.setup, task=task)
     start = {"event": "start", **begins.identity, "steps": run.steps}
     start |= {"config": config.model_dump(mode="json"), "command": shlex.join(sys.argv)}
-    start |= {"commit": git_commit(), "hardware": describe_hardware(), **run.store.listing()}
+    start |= {"commit": git_commit(), "hardware": describe_hardware(), **listing}
     if run.speeds:
         start["gflops"] = run.speeds
     run.log.resume(run.checkpoint.state.log if run.checkpoint else LogEnd(), progress, start)
     run.log.write_config(config)
-    if parent and progress.branched_from:
+    if progress.branched_from and not listing["checkpoint"]:
         run.log.append({"event": "branch", **progress.branched_from.model_dump(), **feed.model_dump()})
-        run.accelerator.print(f"note: branches off {parent.path}")
+        run.accelerator.print(f"note: branches off {progress.branched_from.parent}")
 
 
 @dataclass(frozen=True)
