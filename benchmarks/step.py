@@ -24,15 +24,16 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.launch import pick_device
+from gpt2_ddp.export.formats import CLASSES, transformers_config
 from gpt2_ddp.model.compiled import compiled
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.model.transformers_layout import CLASSES, transformers_config
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.preparation.prepare import make_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
-from gpt2_ddp.training.run import Training, build, open_run, start
+from gpt2_ddp.training.opening import open_run
+from gpt2_ddp.training.run import Training, build, start
 from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"

@@ -138,7 +138,7 @@ def load_model(
         checkpoint: a run folder, for its newest intact one; or one in it, RUN/checkpoints/step-XXXXXXXX.
         trust_run_code: execute the class that the run recorded, even if it was never given on this machine.
     """
-    from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
+    from gpt2_ddp.checkpoint.intact import find_checkpoint
     from gpt2_ddp.distributed.launch import pick_device
     from gpt2_ddp.tasks.trained_model import load_model
 

@@ -4,7 +4,6 @@ Items are the lines of a jsonl file, or HellaSwag from the Hub; docs/evaluation.
 """
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import load_from_hub, parse_json, read_small, write_atomically, write_json
+from gpt2_ddp.files import load_from_hub, parse_json, read_small
 from gpt2_ddp.model.evaluate import IGNORED, rounds
 
 METRICS = ("acc", "acc_norm")
@@ -223,7 +222,7 @@ def judge(items: ItemSet, log_likelihoods: np.ndarray) -> Result:
         lengths = [len(choice) for choice in item.choices]
         picks = [int(np.argmax(each)) for each in (nats, nats / lengths)]
         hits.append([pick == item.label if known else math.nan for pick in picks])
-        scores = {"log_likelihoods": [*map(_json, nats)], "pick": picks[0], "pick_norm": picks[1]}
+        scores = {"log_likelihoods": [*map(finite, nats)], "pick": picks[0], "pick_norm": picks[1]}
         rows.append(item.model_dump() | scores)
     metrics = {}
     for name, right in zip(METRICS, np.array(hits, dtype=np.float64).T, strict=True):
@@ -232,18 +231,9 @@ def judge(items: ItemSet, log_likelihoods: np.ndarray) -> Result:
     return Result(metrics, rows)
 
 
-def _json(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """The value; None, as JSON lacks others, if it is not finite."""
     return float(value) if math.isfinite(value) else None
-
-
-def save(place: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) -> None:
-    """Writes `PLACE.jsonl`, the items and their scores, then `PLACE.json`, the metrics, each by a rename. `facts`: the
-    scored checkpoint and settings."""
-    scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
-    scores |= {name: _json(value) for name, value in result.metrics.items()}
-    scores |= facts
-    write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
-    write_json(Path(f"{place}.json"), scores)
 
 
 def as_row(items: ItemSet, log_likelihoods: np.ndarray) -> dict[str, float]:

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.export.formats import CLASSES, to_transformers, transformers_config
 from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import CLASSES, to_transformers, transformers_config
 
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 OTHERS = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}

@@ -43,7 +43,8 @@ data/mixture.py 24 tests/test_mixture.py
 training/loop.py 24 LOOP GUARD tests/test_background.py tests/test_branch.py -k '{STEPS} or {ENDS} or {BACK}'
 training/guard.py 24 LATE GUARD tests/test_losses.py -k '{SUMS}'
 training/optimizer.py 20 tests/test_optim.py GUARD -k '{STATISTICS} or schedule'
-checkpoint/checkpoint.py 18 tests/test_checkpoint.py -k 'not killed'
+checkpoint/checkpoint.py 6 tests/test_checkpoint.py -k 'not killed'
+checkpoint/intact.py 14 tests/test_checkpoint.py -k 'not killed'
 checkpoint/store.py 18 tests/test_checkpoint.py -k 'not flipped'
 model/evaluate.py 18 tests/test_evaluate.py tests/test_mixture.py -k 'not hang and (evaluate or of_a_mixture)'
 model/optim.py 16 tests/test_optim.py
@@ -86,8 +87,8 @@ data/order.py: which lookups are cached; the items are the same
 - if first < self._first or positions[-1] >= self._first + len(self._cached):
 + if first <= self._first or positions[-1] >= self._first + len(self._cached):
 data/feed.py: a free position is no start of a skipped range
-- stop = min(position + wanted, end, *(start for start, _ in self.state.skipped_ranges if start > position))
-+ stop = min(position + wanted, end, *(start for start, _ in self.state.skipped_ranges if start >= position))
+- stop = min(position + wanted, end, *(start for start, _ in skipped if start > position))
++ stop = min(position + wanted, end, *(start for start, _ in skipped if start >= position))
 data/feed.py: each step sets it, and nobody asks before the first
 - self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0
 + self.ended_epoch, self.skipped_end, self.waited = False, True, 0.0

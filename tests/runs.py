@@ -170,7 +170,7 @@ def train_with_faults(
             return step(run)
         if len(taken) == dies_at:
             os.kill(os.getpid(), sent)
-        if not bad[0] <= int(run.task.feed.positions_from(run.task.feed.state.position)[0]) < bad[1]:
+        if not bad[0] <= run.task.feed.next_position < bad[1]:
             return step(run)
         backward = run.optimizer.backward
         run.optimizer.backward = lambda loss, last: backward(loss * times, last)
@@ -377,7 +377,8 @@ def built(config, make_task=None):
     from gpt2_ddp.tasks.jobs import make_job
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
-    from gpt2_ddp.training.run import build, open_run
+    from gpt2_ddp.training.opening import open_run
+    from gpt2_ddp.training.run import build
 
     usual = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
     with open_run(config, make_task or usual) as opened:

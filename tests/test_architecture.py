@@ -7,12 +7,12 @@ from close import assert_close, float64
 from models import in_transformers, random_tokens
 
 from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.export.formats import to_transformers
 from gpt2_ddp.model import architecture
 from gpt2_ddp.model.architecture import causal_attention
 from gpt2_ddp.model.generate import KVCache, decode
 from gpt2_ddp.model.gpt import GPT, count_parameters
 from gpt2_ddp.model.optim import muon_matrices
-from gpt2_ddp.model.transformers_layout import to_transformers
 
 VOCABULARY = 300
 KINDS = [("gpt2", None), ("llama", None), ("llama", 2), ("qwen3", 2), ("nanochat", 2), ("nanochat", None)]

@@ -9,8 +9,9 @@ from close import assert_close
 
 from benchmarks import step
 from benchmarks.config import BenchmarkConfig
+from gpt2_ddp.export.formats import to_transformers
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import HEAD, to_transformers
+from gpt2_ddp.model.transformers_layout import HEAD
 
 TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}  # whose step is bookkeeping
 IDS, CPU = 257, torch.device("cpu")

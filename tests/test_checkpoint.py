@@ -35,17 +35,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gpt2_ddp.checkpoint import loading
-from gpt2_ddp.checkpoint.checkpoint import (
-    MANIFEST,
-    STATE,
-    CorruptCheckpoint,
-    Snapshot,
-    find_checkpoint,
-    list_checkpoints,
-    verify,
-    write_manifest,
-    write_part,
-)
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, STATE, Snapshot, list_checkpoints, write_manifest, write_part
+from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, find_checkpoint, verify
 from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state, misfit
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunLog
@@ -271,7 +262,7 @@ def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
         return opening(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", opened)
-    monkeypatch.setattr("gpt2_ddp.checkpoint.checkpoint.PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("gpt2_ddp.checkpoint.intact.PAUSES", (0.0, 0.0, 0.0))
     assert open_store(run).newest().step == 2
     failures += [errno.EIO] * 9
     expect_error(rf"step-00000002/{name}: cannot be read", open_store(run).newest)
@@ -384,7 +375,7 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(run, monkeypatch, c
         save(run, 2, keep_last=1)
         return verify(place, weights)
 
-    monkeypatch.setattr("gpt2_ddp.checkpoint.checkpoint.verify", late)
+    monkeypatch.setattr("gpt2_ddp.checkpoint.intact.verify", late)
     assert find_checkpoint(run).path.name == "step-00000002"
     assert capsys.readouterr().err == ""
 

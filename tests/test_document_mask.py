@@ -7,7 +7,7 @@ from models import tiny
 from runs import complete, rows, training_config
 
 from gpt2_ddp import evaluate
-from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.model import documents
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.tasks.trained_model import load_model

@@ -14,7 +14,7 @@ from commands import expect_error
 from golden_runs import GOLDEN
 from runs import change, checkpoint_at, forge, reseal
 
-from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.architecture import Attention, Context

@@ -13,7 +13,8 @@ import torch
 from ranks import run_ranks
 from runs import all_rows, checkpoint_at, edit_manifest, train, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot, verify
+from gpt2_ddp.checkpoint.checkpoint import Snapshot
+from gpt2_ddp.checkpoint.intact import verify
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER

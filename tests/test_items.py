@@ -16,7 +16,8 @@ from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.files import read_json
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.scoring import Item, Request, answer, as_row, encode_pair, judge, load_sets, make_set, read_items, save
+from gpt2_ddp.scoring import Item, Request, answer, as_row, encode_pair, judge, load_sets, make_set, read_items
+from gpt2_ddp.tasks.checkpoints import write_scores
 
 GPT2 = load_tokenizer("gpt2")
 CHOICE = {"context": "The capital of France is", "choices": ["Paris", "Rome"], "label": 0}
@@ -124,7 +125,7 @@ def test_accuracies_standard_errors_and_what_is_saved(tmp_path):
     assert [(row["pick"], row["pick_norm"]) for row in result.rows] == [(0, 1), (0, 0), (0, 1), (1, 1)]
     assert_close((result.metrics["acc"], result.metrics["acc_stderr"]), (0.5, math.sqrt(1 / 3) / 2))
     assert as_row(made, likelihoods) == {"t_acc": 0.5, "t_acc_norm": 0.5}
-    save(tmp_path / "t", made, result, {"step": 7})
+    write_scores(tmp_path / "t", made, result, {"step": 7})
     assert read_items(tmp_path / "t.jsonl") == made.items
     scores = read_json(tmp_path / "t.json")
     assert scores.items() >= {"acc": 0.5, "chance": 0.5, "items_sha256": made.sha256, "step": 7}.items()

@@ -14,7 +14,7 @@ from commands import expect_error, expect_field, run_script
 from runs import train, training_config
 
 from gpt2_ddp import api
-from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export import export

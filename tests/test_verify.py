@@ -29,7 +29,8 @@ from runs import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, STATE, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, STATE
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import HASH, METRICS, SAMPLES, STATUS
 from gpt2_ddp.checkpoint.run_folder import RunLog

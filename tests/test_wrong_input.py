@@ -17,16 +17,15 @@ from faults.mutations import check_told
 from ranks import run_ranks
 from runs import built, edit_manifest, spoil, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import ReportConfig, StatusConfig
-from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.manifest import missing_data, read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.report import report
 from gpt2_ddp.reports.status import show_status
 from gpt2_ddp.tasks import pretraining
-from gpt2_ddp.tasks.pretraining import missing_data
 
 COMMANDS = """
 train_gpt2 --optim.lr nan | optim.lr

@@ -1,45 +1,30 @@
-"""Checkpoints that verify themselves: folders `step-XXXXXXXX/`, written and read whole.
+"""Checkpoints: folders `step-XXXXXXXX/`, written whole; `checkpoint.intact` finds and verifies them.
 
 A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, both in parts if ranks share a model
 (`checkpoint.tensors`), state.json, config.yaml, a tokenizer file if there is one, and manifest.json: size and SHA-256
 of every file, itself included. No file is a pickle.
 """
 
-import errno
 import hashlib
 import json
-import math
-import os
 import re
-import sys
-import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.run_files import METRICS, read_events, recorded_checkpoint
 from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Part, as_safetensors, part_name, part_names
-from gpt2_ddp.config.cli import parse_yaml
-from gpt2_ddp.distributed.environment import usable_cores
-from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import (
-    free_name,
-    read_small,
-    regular,
     sha256_file,
     write_atomically,
     write_hashed,
     writing,
 )
-from gpt2_ddp.project import command_for
-from gpt2_ddp.state import GPTState, State
+from gpt2_ddp.state import State
 
 if TYPE_CHECKING:
     from gpt2_ddp.checkpoint.loading import Tensors
@@ -47,13 +32,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Format of a checkpoint folder."""
 STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
-TENSORS = ".safetensors"  # end of the large files' names
-FOLDER, RUN_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})"), re.compile(r"\w[\w.-]*")
-
-PAUSES = (0.1, 1.0, 3.0)  # seconds after which a file is read again that the disk or the network failed to read
-NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)  # of the expected kind
-
-T = TypeVar("T")
+FOLDER = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
 @dataclass(frozen=True)
@@ -100,22 +79,6 @@ def _pin(tensor: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
     if tensor.nbytes and int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
         weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
-
-
-class CorruptCheckpoint(Exception):
-    """A checkpoint with a file that differs from what was written, for `reason`."""
-
-    suffix = "corrupt"  # of its folder, once it is set aside
-
-    def __init__(self, file: Path, reason: str):
-        self.file, self.reason = file, reason
-        super().__init__(f"{truncate(file, 1000)}: {reason}")
-
-
-class RejectedCheckpoint(CorruptCheckpoint):
-    """An intact checkpoint that is not the one that its run recorded."""
-
-    suffix = "rejected"
 
 
 @dataclass(frozen=True)
@@ -165,170 +128,6 @@ def steps_of(checkpoints: list[Path]) -> list[int]:
 def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
     """A checkpoint's step and the SHA-256 of its manifest, for rows."""
     return {"step": step_of(checkpoint), "sha256": sha256_file(checkpoint / MANIFEST)}
-
-
-def newest_intact(
-    folder: Path, weights: bool = True, put_aside: bool = False, quiet: bool = False, until: float = math.inf
-) -> Checkpoint | None:
-    """The newest intact checkpoint up to step `until` that its run recorded, or None. Prints a warning for each other
-    one, unless `quiet`, and renames it to `*.corrupt` or `*.rejected` if `put_aside`. Hashes the large files too if
-    `weights`. Raises: UserError."""
-    for place in reversed(list_checkpoints(folder)):
-        try:
-            if step_of(place) <= until:
-                return verify_recorded(place, weights)
-        except CorruptCheckpoint as damage:
-            if not place.is_dir():  # its running trainer has written a newer one and deleted this
-                return newest_intact(folder, weights, put_aside, quiet, until)
-            moved = ""
-            if put_aside:
-                with writing(place):
-                    aside = free_name(place.with_name(f"{place.name}.{damage.suffix}"))
-                    moved = f"moved to {place.rename(aside).name}, "
-            if not quiet:
-                print(f"warning: {damage}; {moved}trying the previous one", file=sys.stderr)
-    return None
-
-
-def verify_recorded(place: Path, weights: bool = True) -> Checkpoint:
-    """As `verify`; and compares the checkpoint with the rows of its run, if it is in a run folder. Raises: as `verify`;
-    RejectedCheckpoint."""
-    checkpoint = verify(place, weights)
-    events = read_events(place.absolute().parent.parent / METRICS, checkpoint.state.log.chain)
-    if defect := record_defect(checkpoint, *events):
-        raise RejectedCheckpoint(place, defect)
-    return checkpoint
-
-
-def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], before: int) -> str:
-    """Why a checkpoint is not the one that the events of its run record; empty if it is. It was written after the first
-    `before` events. A kill may have come before its row; then no checkpoint of its step or a later one follows."""
-    folder, later = checkpoint.path, events[before:]
-    step = step_of(folder) if FOLDER.fullmatch(folder.name) else checkpoint.step
-    recorded = [found for row in later if (found := recorded_checkpoint(row)) and found[0] == step]
-    if recorded:
-        is_same = recorded[-1][1] == sha256_file(folder / MANIFEST)
-        return "" if is_same else f"its manifest's SHA-256 differs from {METRICS}'s"
-    start = next((row for row in events if row["event"] == "start"), {})
-    if (run_id := checkpoint.state.progress.run_id) != (right := start.get("run_id", run_id)):
-        return f"is of the run {run_id}, its folder has the run {right}"
-    if step != checkpoint.step:
-        return f"holds the state of step {checkpoint.step}"
-    passed = [row for row in later if row["event"] in ("start", "checkpoint", "end") and row["step"] >= step]
-    # rows that begin with a later start were deleted
-    return f"is not recorded in {METRICS}" if passed and step > start.get("step", step) else ""
-
-
-def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
-    """Checks every file of a checkpoint against its manifest; without `weights`, only sizes of the large files. Raises:
-    CorruptCheckpoint for a damaged file; UserError for another format, and for a file that the disk fails to read."""
-    files = _parse_manifest(checkpoint, _read(checkpoint / MANIFEST, read_small, 2**20))
-
-    def check(name: str) -> bytes:
-        size, sha256 = files[name]
-        is_hashed = weights or not name.endswith(TENSORS)
-        return _read(checkpoint / name, _check_file, size, sha256 if is_hashed else "")
-
-    with ThreadPoolExecutor(usable_cores()) as pool:  # hashing and reading release Python's lock
-        content = dict(zip(files, pool.map(check, files), strict=True))
-    try:
-        state = State.parse(content[STATE])
-    except ValueError as error:
-        raise CorruptCheckpoint(checkpoint / STATE, " ".join(str(error).split())) from error
-    weights_size = sum(files[name][0] for name in part_names(MODEL, files))
-    if isinstance(state, GPTState) and state.task.vocab_size > weights_size:  # each id has some bytes of weights
-        raise CorruptCheckpoint(checkpoint / STATE, f"has vocab_size = {state.task.vocab_size}")
-    config = _parse_config(checkpoint / CONFIG, content[CONFIG], state.kind)
-    return Checkpoint(checkpoint, state, config, files)
-
-
-def _read(file: Path, read: Callable[..., T], *more: Any) -> T:
-    """`read(file, *more)`. Raises: CorruptCheckpoint for no file; UserError for an error of the disk that persists."""
-    reason = ""
-    for pause in (*PAUSES, 0):
-        try:
-            return read(file, *more)
-        except OSError as error:
-            reason = "is missing" if error.errno == errno.ENOENT else f"cannot be read ({error.strerror})"
-            if error.errno in NO_FILE:
-                raise CorruptCheckpoint(file, reason) from error
-            time.sleep(pause)
-    raise UserError("checkpoint", file, f"{reason}; check that disk, then run the same command again")
-
-
-def _check_file(file: Path, size: int, sha256: str) -> bytes:
-    """Checks a file's size and, unless it is empty, its SHA-256. Returns the content of a file of fields."""
-    if (there := regular(file).stat().st_size) != size:
-        raise CorruptCheckpoint(file, f"has {there} bytes instead of {size}")
-    if not sha256:
-        return b""
-    with file.open("rb") as stream:
-        content = stream.read() if file.name in (STATE, CONFIG) else b""
-        found = hashlib.sha256(content) if content else hashlib.file_digest(stream, "sha256")
-    if found.hexdigest() != sha256:
-        raise CorruptCheckpoint(file, "its SHA-256 differs from the manifest's")
-    if file.name.endswith(TENSORS):
-        try:
-            with safe_open(file, "pt"):  # reads the header
-                pass
-        except SafetensorError as error:
-            raise CorruptCheckpoint(file, f"is no safetensors file ({error})") from error
-    return content
-
-
-def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, str]]:
-    """Bytes and SHA-256 of each file."""
-    file = checkpoint / MANIFEST
-    try:
-        manifest = json.loads(content)
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        format, sealed = manifest.get("format"), manifest["sha256"] == seal(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(file, f"cannot be read ({error})") from error
-    if not sealed:
-        raise CorruptCheckpoint(file, "its own SHA-256 differs")
-    if format != FORMAT:
-        hint = f"has format {format}, this release reads format {FORMAT}; use the release that wrote it"
-        raise UserError("checkpoint", checkpoint, hint)
-    for name in (CONFIG, MODEL, OPTIMIZER, STATE):
-        if not part_names(name, files):
-            raise CorruptCheckpoint(file, f"does not list {name}")
-    if outside := [name for name in files if os.path.basename(name) != name]:
-        raise CorruptCheckpoint(file, f"lists {truncate(outside[0], 40)}, outside of the folder")
-    return files
-
-
-def _parse_config(file: Path, content: bytes, kind: str) -> dict[str, Any]:
-    """The configuration of a run of this kind. Raises: CorruptCheckpoint for what readers cannot use, such as an absent
-    section or a run name that is a path."""
-    try:
-        config = parse_yaml(content.decode()) or {}
-        for section in ("optim", "train", *["data", "model"] * (kind == "gpt2")):
-            if not isinstance(config.get(section), dict):
-                raise ValueError(f"has no section {section}")
-        if not (isinstance(name := config.get("run_name"), str) and RUN_NAME.fullmatch(name)):
-            raise ValueError(f"has run_name = {truncate(name, 40)}")
-    except (ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(file, " ".join(str(error).split())) from error
-    return config
-
-
-def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True, kind: str = "") -> Checkpoint:
-    """The checkpoint `path`, or the newest intact one of the run folder `path`, of a run of this `kind` (empty: any).
-    Hashes the large files too if `weights`. Raises: UserError for the user's `field`, which names this path."""
-    if FOLDER.fullmatch(path.name) or os.path.isfile(path / STATE):
-        try:
-            found = verify_recorded(path, weights)
-        except CorruptCheckpoint as damage:
-            raise UserError(field, damage.file, f"{damage.reason}; name another checkpoint") from damage
-    else:
-        found = newest_intact(path / "checkpoints", weights) if os.path.isdir(path / "checkpoints") else None
-    if not found:
-        raise UserError(field, path, "holds no intact checkpoint; name a run folder or a step-XXXXXXXX folder in it")
-    if kind and found.kind != kind:
-        hint = f"is of a {found.kind} run; name one of a {kind} run, or score it with `{command_for('evaluate')}`"
-        raise UserError(field, path, hint)
-    return found
 
 
 def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:

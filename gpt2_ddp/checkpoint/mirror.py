@@ -18,15 +18,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.checkpoint.checkpoint import (
-    MANIFEST,
-    STATE,
-    Checkpoint,
-    CorruptCheckpoint,
-    list_checkpoints,
-    newest_intact,
-    verify,
-)
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, STATE, Checkpoint, list_checkpoints
+from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, newest_intact, verify
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS
 from gpt2_ddp.config.run import KeepConfig
 from gpt2_ddp.distributed.launch import LONGEST

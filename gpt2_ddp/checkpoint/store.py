@@ -15,14 +15,11 @@ from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import (
     Checkpoint,
-    CorruptCheckpoint,
     Snapshot,
     checkpoint_ref,
     list_checkpoints,
-    newest_intact,
     step_of,
     steps_of,
-    verify_recorded,
     write_manifest,
     write_part,
 )
@@ -110,7 +107,7 @@ class CheckpointStore:
     def newest_unhashed(self) -> Checkpoint | None:
         """The newest checkpoint whose small files are intact; the weights are not read. Repairs the folder."""
         self._recover()
-        return newest_intact(self.folder, weights=False, quiet=True)
+        return self._newest_intact(weights=False, quiet=True)
 
     @runs_on_main
     def newest(self, until: float = math.inf) -> Checkpoint | None:
@@ -118,13 +115,20 @@ class CheckpointStore:
         Repairs the folder. Sets others aside, with a warning. Raises: UserError if checkpoints of any step were wanted
         and exist, and none is such."""
         self._recover()
-        found = newest_intact(self.folder, put_aside=self._run_folder.wants_lock, until=until)
+        found = self._newest_intact(put_aside=self._run_folder.wants_lock, until=until)
         if found:
             self._known[found.path] = found.state, True
         elif until == math.inf and any(self.folder.glob("step-*")):
             hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
             raise UserError("run folder", self.folder, hint)
         return found
+
+    def _newest_intact(self, **how: Any) -> Checkpoint | None:
+        if not list_checkpoints(self.folder):
+            return None
+        from gpt2_ddp.checkpoint.intact import newest_intact
+
+        return newest_intact(self.folder, **how)
 
     def read(self, checkpoint: Checkpoint, part: Part) -> tuple[Any, Any]:
         """Weights and optimizer state of a checkpoint: `Tensors` for the ranks with a part of their own to read;
@@ -239,10 +243,6 @@ class CheckpointStore:
         newest up to `last_good`, and all later ones. Deletes that of the first step once a later one is good."""
         self._delete_except(self._to_keep(last_good))
 
-    def close(self) -> None:
-        """Waits until nothing is written any more. Not collective."""
-        self.background.join()
-
     def _to_keep(self, last_good: float) -> list[Path]:
         """The checkpoints that `prune` keeps. All that count are hashed before one is deleted."""
         there = list_checkpoints(self.folder)
@@ -266,6 +266,8 @@ class CheckpointStore:
         damaged or unreadable. Hashes the large files too if `weights`, once."""
         state, is_hashed = self._known.get(place, (None, False))
         if not is_hashed and (weights or not state):
+            from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, verify_recorded
+
             try:
                 state, is_hashed = verify_recorded(place, weights).state, weights
             except (CorruptCheckpoint, UserError) as damage:

@@ -19,7 +19,8 @@ from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train_step
-from gpt2_ddp.training.run import Trainer, build, open_run
+from gpt2_ddp.training.opening import open_run
+from gpt2_ddp.training.run import Trainer, build
 
 WARM_UP = 3  # steps before the clock starts; they train like all others
 

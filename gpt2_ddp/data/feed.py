@@ -154,7 +154,7 @@ class Feed:
         epoch, digest = int(positions[0]) // self._epoch_size, next_digest(self.state.order_digest, items)
         self.skipped_end = epoch > self.state.position // self._epoch_size
         self.state = self.state.model_copy(update={"position": int(positions[-1]) + 1, "order_digest": digest})
-        self.ended_epoch = self.epochs > epoch
+        self.ended_epoch = self.next_position // self._epoch_size > epoch
         self._micro_batches = iter(()) if self.source is None else self._take_step()
         return Step(items, self._micro_batches)
 
@@ -177,11 +177,17 @@ class Feed:
 
     def _steps(self) -> Plan:
         """The steps from the state on, endlessly."""
-        position = self.state.position
+        position, skipped = self.next_position, self.state.skipped_ranges
         while True:
-            positions = self.positions_from(position)
+            end = (position // self._epoch_size + 1) * self._epoch_size if self.batch.by_epoch else 2**63
+            parts, wanted = [], self.batch.size
+            while wanted and position < end:
+                stop = min(position + wanted, end, *(start for start, _ in skipped if start > position))
+                parts.append(np.arange(position, stop))
+                wanted -= stop - position
+                position = self._next_free(stop)
+            positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
             yield positions, self.order.items_at(positions)
-            position = int(positions[-1]) + 1
 
     def _read(self, steps: Plan, rank: int) -> Iterator[MicroBatch]:
         """Reads a rank's micro-batches of the steps. Padding repeats the last item, or the step's first one."""
@@ -205,22 +211,15 @@ class Feed:
             is_last = batch.last
             yield batch
 
-    def positions_from(self, position: int) -> np.ndarray:
-        """Positions int64 [n] of the step that begins at `position`, or after the skipped range there."""
-        position = self._next_free(position)
-        end = (position // self._epoch_size + 1) * self._epoch_size if self.batch.by_epoch else 2**63
-        parts, wanted = [], self.batch.size
-        while wanted and position < end:
-            stop = min(position + wanted, end, *(start for start, _ in self.state.skipped_ranges if start > position))
-            parts.append(np.arange(position, stop))
-            wanted -= stop - position
-            position = self._next_free(stop)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    @property
+    def next_position(self) -> int:
+        """The first position of the next step: after those that steps took, and after the skipped ranges there."""
+        return self._next_free(self.state.position)
 
     @property
     def epochs(self) -> int:
         """Number of completed epochs, whose positions are all taken or skipped."""
-        return self._next_free(self.state.position) // self._epoch_size
+        return self.next_position // self._epoch_size
 
     def by_source(self, unit: str, per_item: int) -> dict[str, float]:
         """Row fields of each source (`Order.by_source`); empty for a single source."""

@@ -71,10 +71,10 @@ class TokenStream:
         for shard in shards if check else ():
             check_shard(folder, shard, self.dtype)
         self._ends = np.cumsum([shard.tokens for shard in shards])
-        self._bounds = [0, *self._ends.tolist()]
+        self._bounds = [0, *(self._ends * self.dtype.itemsize).tolist()]  # of the shards, in bytes of the stream
 
     def __len__(self) -> int:
-        return self._bounds[-1]
+        return int(self._ends[-1])
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Tokens [len(starts), length], uint16 or uint32: row i begins at position `starts[i]` of the stream.
@@ -84,32 +84,27 @@ class TokenStream:
             UserError: a shard became shorter, or has an id outside the vocabulary.
         """
         starts = np.asarray(starts, dtype=np.int64)
-        if len(starts) and (starts.min() < 0 or starts.max() + length > self._bounds[-1]):
+        if len(starts) and (starts.min() < 0 or starts.max() + length > self._ends[-1]):
             raise IndexError(f"{length} tokens from {starts.min()} to {starts.max()} in a stream of {len(self)}")
         rows = np.empty((len(starts), length), self.dtype)
         buffer, itemsize, filled = rows.reshape(-1).view(np.uint8).data, self.dtype.itemsize, 0
         shards = np.searchsorted(self._ends, starts, side="right").tolist()
-        for shard, start in zip(shards, starts.tolist(), strict=True):
-            end = start + length
+        for shard, start in zip(shards, (starts * itemsize).tolist(), strict=True):
+            end = start + length * itemsize
             while start < end:
-                stop = min(end, self._bounds[shard + 1])
-                size = (stop - start) * itemsize
-                self._read_into(buffer[filled : filled + size], shard, (start - self._bounds[shard]) * itemsize)
-                filled, start, shard = filled + size, stop, shard + 1
+                first, after = self._bounds[shard : shard + 2]
+                part = buffer[filled : filled + min(end, after) - start]
+                count = os.preadv(_opener()(*self._files[shard]).fileno(), [part], HEADER_BYTES + start - first)
+                if count == 0:
+                    raise UserError("shard", self._files[shard][0], f"became shorter while it was read; {AGAIN}")
+                filled, start = filled + count, start + count
+                shard += start == after
         if rows.size and rows.max() >= self.vocab_size:
             row, column = np.argwhere(rows >= self.vocab_size)[0]
             path, _ = self._files[np.searchsorted(self._ends, starts[row] + column, side="right")]
             hint = f"holds token id {rows[row, column]}, outside the vocabulary of {self.vocab_size}; {AGAIN}"
             raise UserError("shard", path, hint)
         return rows
-
-    def _read_into(self, buffer: memoryview, shard: int, offset: int) -> None:
-        file, done = _opener()(*self._files[shard]), 0
-        while done < len(buffer):
-            count = os.preadv(file.fileno(), [buffer[done:]], HEADER_BYTES + offset + done)
-            if count == 0:
-                raise UserError("shard", self._files[shard][0], f"became shorter while it was read; {AGAIN}")
-            done += count
 
 
 @cache

@@ -118,20 +118,28 @@ def _raise_on_every_rank(errors: Sequence[UserError | None]) -> None:
             raise error
 
 
-def start_sum(values: Sequence[float]) -> Callable[[], list[float]]:
-    """Starts the sum of fp64 values over all ranks. Returns a function that waits for it and returns it.
+Later = Callable[[], list[float]]
+"""Waits for numbers, and returns them."""
 
-    Every rank calls it equally often, in the same order as other work of the control group. Until the result is asked
-    for, no rank waits for another, and no GPU either.
+
+def late_sums() -> Callable[[Sequence[float]], Later]:
+    """A function that starts the sum of fp64 values over all ranks; a single process has its own values. Collective.
+
+    Every rank calls that function equally often, in the same order as other work of the control group. Until the
+    result is asked for, no rank waits for another, and no GPU either.
     """
     if not has_others():
-        return lambda: [*values]
-    total = torch.tensor(values, dtype=torch.float64)
-    work = dist.all_reduce(total, group=control_group(), async_op=True)
-    assert work
+        return lambda values: lambda: [*values]
+    group = control_group()
 
-    def result() -> list[float]:
-        work.wait()
-        return total.tolist()
+    def start(values: Sequence[float]) -> Later:
+        total = torch.tensor(values, dtype=torch.float64)
+        work: Any = dist.all_reduce(total, group=group, async_op=True)
 
-    return result
+        def result() -> list[float]:
+            work.wait()
+            return total.tolist()
+
+        return result
+
+    return start

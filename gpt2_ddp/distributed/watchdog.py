@@ -124,7 +124,7 @@ class Pulse:
     """What the main thread records, for the other threads to read; each call costs some attribute writes."""
 
     def __init__(self):
-        self.compiles = False  # whether graphs are compiled, which needs FIRST_TIMEOUT in any case
+        self.compiles = False  # whether graphs are compiled
         self.thread, self._begun = threading.get_ident(), dict[str, int]()
         self.stage, self.step, self.timeout, self.is_first = "starting", 0, FIRST_TIMEOUT, False
         self.count = self.count_before = 0  # progress in total, and before this step
@@ -137,6 +137,10 @@ class Pulse:
             self.step, self.count_before = step, self.count
         self.is_first = self._begun.setdefault(stage, self.step) == self.step
         self.stage, self.timeout, self.count = stage, timeout, self.count + 1
+
+    def expect_graphs(self) -> None:
+        """Graphs will be compiled: the first occurrence of any stage may take FIRST_TIMEOUT."""
+        self.compiles = True
 
     def progress(self) -> None:
         """Records progress in the stage, and ends its additional timeout."""

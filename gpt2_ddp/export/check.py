@@ -9,8 +9,8 @@ from torch import nn
 
 from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import Tokenizer
+from gpt2_ddp.export.formats import to_transformers
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import to_transformers
 from gpt2_ddp.preparation.source_files import library_files
 
 MODULES = 50  # of Python, about a million characters to compare token ids on

@@ -6,20 +6,25 @@ makes smaller files of it.
 """
 
 import json
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from gpt2_ddp.checkpoint.tensors import as_safetensors
+from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_hashed, write_json, writing
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import fixed_fields, shape, to_transformers, transformers_config
+from gpt2_ddp.model.transformers_layout import CLASSES, EMBEDDINGS, PREFIX, SHAPE, fixed_fields, shape, their_views
 
+END_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
+"""Names of end-of-text's id in transformers."""
 LLAMA_CPP = ("gpt2", "llama", "qwen3")
 """Architectures that llama.cpp computes as `GPT` does."""
 
@@ -171,4 +176,39 @@ def _tensors(model: GPT) -> dict[str, np.ndarray]:
             # its Llama rotates neighbours in place of halves: `LlamaModel.permute` of its converter
             tensor = tensor.view(rotated, 2, -1, config.n_embd).transpose(1, 2).reshape(tensor.shape)
         tensors[their_name] = tensor.float().numpy(force=True)
+    return tensors
+
+
+def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
+    """The config.json of transformers' class of this shape. `eot` is the token that begins and ends a document."""
+    gpt2, values = config.architecture == "gpt2", shape(config)
+    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if gpt2 else ("attention_dropout",)
+    return {
+        "architectures": [CLASSES[config.architecture]],
+        "model_type": config.architecture,
+        "vocab_size": vocab_size,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "pad_token_id": None,  # its embedding would have no gradient
+        "torch_dtype": "float32",
+        **{theirs: values[name] for name, theirs in SHAPE[config.architecture].items()},
+        **fixed_fields(config),
+        **dict.fromkeys(dropouts, config.dropout),
+        # transformers no longer has it; llama.cpp's converter reads it alone
+        **({"n_ctx": config.block_size} if gpt2 else {}),
+    }
+
+
+def to_transformers(state: Mapping[str, Tensor], config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+    """The tensors of an equal model of transformers' class. GPT-2's missing biases are zeros.
+
+    Args:
+        state: weights by name (`GPT.state_dict()`, or a checkpoint's model.safetensors).
+        vocab_size: rows of the vocabulary; the padding above them is left out.
+    """
+    tensors = {name: part.contiguous() for name, part in their_views(state, config, vocab_size).items()}
+    for name, weight in state.items() if config.architecture == "gpt2" else ():
+        bias = name.removesuffix("weight") + "bias"
+        if name.endswith(".weight") and name not in EMBEDDINGS and bias not in state:
+            tensors[PREFIX + bias] = weight.new_zeros(weight.size(0))
     return tensors

@@ -22,9 +22,8 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, fp32 [T, 1, Q / 2] or [B, T, 1, Q / 2]."""
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU, tanh approximation (Hendrycks and Gimpel, 2016): [..., I] -> [..., I]."""
-    return F.gelu(x, approximate="tanh")
+gelu = partial(F.gelu, approximate="tanh")
+"""GELU, tanh approximation (Hendrycks and Gimpel, 2016): [..., I] -> [..., I]."""
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -118,15 +117,12 @@ class Context(NamedTuple):
     values: Sequence[Tensor] = ()
 
 
-def rotation(config: ModelConfig, positions: Tensor) -> Rotation | None:
-    """Cosines and sines of int64 positions [T] or [B, T]; None for learned positions."""
-    direction = ARCHITECTURES[config.architecture].rotary
-    if not direction:
-        return None
+def rotation(config: ModelConfig, positions: Tensor) -> Rotation:
+    """Cosines and sines of int64 positions [T] or [B, T]."""
     size = config.n_embd // config.n_head
     frequencies = config.rope_theta ** (-torch.arange(0, size, 2, device=positions.device).float() / size)  # [Q / 2]
     angles = positions[..., None, None].float() * frequencies  # [T, 1, Q / 2] or [B, T, 1, Q / 2]
-    return angles.cos(), direction * angles.sin()
+    return angles.cos(), ARCHITECTURES[config.architecture].rotary * angles.sin()
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -139,10 +135,6 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 SHORT = range(64, 257)
 """Contexts in tokens whose attention matrix is built in bf16 training on CPUs: at 128, the backward pass of torch's
 kernel takes three times as long. Shorter contexts keep the bits of earlier releases."""
-
-
-def _by_products(q: Tensor) -> bool:
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.size(2) in SHORT and torch.is_grad_enabled()
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -185,7 +177,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, mask = cache.extend(self.layer, k, v)  # 2 x [B, K, S, Q], [B, 1, T, S]
         dropout = self.dropout if self.training else 0.0
-        if mask is None and not dropout and _by_products(q):
+        is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T in SHORT and torch.is_grad_enabled()
+        if mask is None and not dropout and is_short:
             y = causal_attention(q, k, v)
         elif mask is None or isinstance(mask, Tensor):
             y = F.scaled_dot_product_attention(

@@ -97,7 +97,9 @@ class GPT(nn.Module):
         Returns:
             Cross-entropy in nats: fp32 scalar, or [B, T] with reduction `none`. Logits: [B, T, vocab_size].
         """
-        positions, mask = self._positions(tokens)
+        positions, mask = torch.arange(tokens.size(1), device=tokens.device), None  # [T]; causal
+        if self.config.document_mask:
+            positions, mask = self._within_documents(tokens)
         x = self.embed(tokens, F.pad(tokens[:, :-1], (1, 0)), positions)  # [B, T, C]
         x, context = F.dropout(x, self.config.dropout, self.training), self.context(tokens, positions, mask)
         for block in self.h:
@@ -137,7 +139,8 @@ class GPT(nn.Module):
         self, tokens: Tensor, positions: Tensor, mask: "Mask | None" = None, cache: Cache | None = None
     ) -> Context:
         """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
-        return Context(rotation(self.config, positions), mask, cache, [table(tokens) for table in self.values])
+        rotated = rotation(self.config, positions) if self.wpe is None else None
+        return Context(rotated, mask, cache, [table(tokens) for table in self.values])
 
     def embed(self, tokens: Tensor, before: Tensor, positions: Tensor) -> Tensor:
         """Embeddings [B, T, C] of tokens int64 [B, T] at positions [T] or [B, T]. Some architectures add those of pairs
@@ -154,16 +157,13 @@ class GPT(nn.Module):
             x = x + F.dropout(self.pairs(pairs), PAIR_DROPOUT, self.training)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def _positions(self, tokens: Tensor) -> "tuple[Tensor, Mask | None]":
-        """Positions int64, 0 to T - 1 [T] or within documents [B, T], and the attention mask; None: causal."""
-        if not self.config.document_mask:
-            return torch.arange(tokens.size(1), device=tokens.device), None
+    def _within_documents(self, tokens: Tensor) -> "tuple[Tensor, Mask]":
+        """Positions int64 within documents [B, T], and the attention mask."""
         from gpt2_ddp.model.documents import flex_is_there, within_documents
 
         assert self.eot is not None, "a document mask needs the id of end-of-text"
         head_size, dropout = self.config.n_embd // self.config.n_head, self.config.dropout if self.training else 0.0
-        positions, mask = within_documents(tokens, self.eot, blocks=flex_is_there(tokens, head_size, dropout))
-        return positions, mask
+        return within_documents(tokens, self.eot, blocks=flex_is_there(tokens, head_size, dropout))
 
     def _head(self) -> Head:
         return Head((self.lm_head or self.wte).weight, self.padding_mask, self.soft_cap)

@@ -55,6 +55,10 @@ def sharded_updates(
     return [part[: len(local(one))] for part, one in zip(parts, parameters, strict=True)]
 
 
+MUON_STATE, ADAMW_STATE = ("momentum_buffer",), ("step", "exp_avg", "exp_avg_sq")
+"""Kinds of state of a parameter, zero at first."""
+
+
 class MuonAdamW(Optimizer):
     """Muon for parameter groups with a `momentum`, fused AdamW for the others. Both read `found_inf` on the device."""
 
@@ -65,19 +69,13 @@ class MuonAdamW(Optimizer):
         assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
+                step, kinds = (muon_step, MUON_STATE) if "momentum" in group else (adamw_step, ADAMW_STATE)
+                for p in parameters:
+                    if not self.state[p]:
+                        number = torch.zeros((), device=p.device)
+                        self.state[p] = {kind: number if kind == "step" else torch.zeros_like(p) for kind in kinds}
                 bad = getattr(self, "found_inf", torch.zeros((), device=parameters[0].device))
-                if "momentum" in group:
-                    (buffers,) = self._state(parameters, "momentum_buffer")
-                    muon_step(group, parameters, bad.bool(), buffers)
-                else:
-                    adamw_step(group, parameters, bad, *self._state(parameters, "step", "exp_avg", "exp_avg_sq"))
-
-    def _state(self, parameters: list[Any], *kinds: str) -> list[list[Tensor]]:
-        for p in parameters:
-            if not self.state[p]:
-                number = torch.zeros((), device=p.device)
-                self.state[p] = {kind: number if kind == "step" else torch.zeros_like(p) for kind in kinds}
-        return [[local(self.state[p][kind]) for p in parameters] for kind in kinds]
+                step(group, parameters, bad, *([local(self.state[p][kind]) for p in parameters] for kind in kinds))
 
 
 def local(tensor: Any) -> Tensor:
@@ -96,7 +94,7 @@ def adamw_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, steps:
 def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor]) -> None:
     """Step of `torch.optim.Muon`. The update of an [A, B] matrix is Nesterov's momentum, orthogonalized and scaled by
     √max(1, A/B) (the "original" adjustment): its spectral norm is about the learning rate at any width."""
-    gradients = [local(parameter.grad) for parameter in parameters]
+    gradients, bad = [local(parameter.grad) for parameter in parameters], bad.bool()
     for gradient, buffer in zip(gradients, buffers, strict=True):
         buffer.lerp_(torch.where(bad, buffer, gradient), 1 - group["momentum"])  # lerp to itself keeps it
     direction = lambda n: gradients[n].lerp(buffers[n], group["momentum"])  # noqa: E731

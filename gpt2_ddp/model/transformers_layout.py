@@ -1,4 +1,4 @@
-"""Converts weights and shape of a GPT to the layout of transformers' class of the same architecture and back.
+"""Weights and shape of a GPT in the layout of transformers' class of the same architecture.
 
 transformers' GPT-2 has the same names behind a prefix; it stores a block's matrices as [in, out] (`Conv1D`) and always
 has biases. The other classes have names of their own, and a matrix for each part of `c_attn` and of a gated `c_fc`.
@@ -92,26 +92,6 @@ def fixed_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
-    """The config.json of transformers' class of this shape. `eot` is the token that begins and ends a document."""
-    gpt2, values = config.architecture == "gpt2", shape(config)
-    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if gpt2 else ("attention_dropout",)
-    return {
-        "architectures": [CLASSES[config.architecture]],
-        "model_type": config.architecture,
-        "vocab_size": vocab_size,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-        "pad_token_id": None,  # its embedding would have no gradient
-        "torch_dtype": "float32",
-        **{theirs: values[name] for name, theirs in SHAPE[config.architecture].items()},
-        **fixed_fields(config),
-        **dict.fromkeys(dropouts, config.dropout),
-        # transformers no longer has it; llama.cpp's converter reads it alone
-        **({"n_ctx": config.block_size} if gpt2 else {}),
-    }
-
-
 def their_names(name: str, config: ModelConfig) -> list[str]:
     """Names in transformers' class of the tensors that stand one below the other in our tensor `name`."""
     if config.architecture == "gpt2":
@@ -121,24 +101,9 @@ def their_names(name: str, config: ModelConfig) -> list[str]:
     return [f"{block}{part}.{end}" for part in (NANOCHAT if config.architecture == "nanochat" else NAMES)[module]]
 
 
-def to_transformers(state: Mapping[str, Tensor], config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of an equal model of transformers' class. GPT-2's missing biases are zeros.
-
-    Args:
-        state: weights by name (`GPT.state_dict()`, or a checkpoint's model.safetensors).
-        vocab_size: rows of the vocabulary; the padding above them is left out.
-    """
-    tensors = {name: part.contiguous() for name, part in their_views(state, config, vocab_size).items()}
-    for name, weight in state.items() if config.architecture == "gpt2" else ():
-        bias = name.removesuffix("weight") + "bias"
-        if name.endswith(".weight") and name not in EMBEDDINGS and bias not in state:
-            tensors[PREFIX + bias] = weight.new_zeros(weight.size(0))
-    return tensors
-
-
 def their_views(state: Mapping[str, Tensor], config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
-    """The weights of a GPT as views by the names and in the layout of transformers' class. Arguments: as of
-    `to_transformers`."""
+    """The weights of a GPT as views by the names and in the layout of transformers' class. The
+    vocabulary has `vocab_size` rows; the padding above them is left out."""
     views = {}
     keys = config.n_embd // config.n_head * config.key_heads
     for name, weight in state.items():

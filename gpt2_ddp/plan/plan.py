@@ -22,6 +22,7 @@ from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import padding_rows, split_batch
+from gpt2_ddp.data.manifest import missing_data
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device
@@ -29,11 +30,11 @@ from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import without_init
 from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, peak_of, pick_micro_batch, setting_of
 from gpt2_ddp.preparation.sources import scan
-from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining, missing_data
+from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
 from gpt2_ddp.training.meters import device_name
+from gpt2_ddp.training.opening import Opened, open_run
 from gpt2_ddp.training.peaks import GPUS, peak_flops
 from gpt2_ddp.training.precision import settle_precision
-from gpt2_ddp.training.run import Opened, open_run
 
 CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
 FIRST_STEP = 4e7  # bytes that the first step on a CPU loads: libraries and kernels

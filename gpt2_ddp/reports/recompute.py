@@ -196,7 +196,7 @@ class Recomputed:
         known = self.stood.get(step, [])
         for state in known:  # the checkpoint lacks an earlier rollback's range, unless it was saved again since
             self.feed.seek(state)
-            begin = int(self.feed.positions_from(state.position)[0])
+            begin = self.feed.next_position
             if [begin, reached] == row.get("skipped_range") and begin < reached:
                 break
         else:

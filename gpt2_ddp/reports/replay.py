@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint, list_checkpoints, steps_of, verify
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, list_checkpoints, steps_of
+from gpt2_ddp.checkpoint.intact import verify
 from gpt2_ddp.checkpoint.run_files import (
     METRICS,
     SAMPLES,

@@ -17,14 +17,8 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Field, ValidationError
 
-from gpt2_ddp.checkpoint.checkpoint import (
-    MANIFEST,
-    Checkpoint,
-    CorruptCheckpoint,
-    list_checkpoints,
-    record_defect,
-    verify,
-)
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, list_checkpoints
+from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, record_defect, verify
 from gpt2_ddp.checkpoint.run_files import (
     CONFIG,
     HASH,

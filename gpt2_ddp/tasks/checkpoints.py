@@ -10,7 +10,8 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import EvaluateConfig
@@ -21,10 +22,10 @@ from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import write_atomically
+from gpt2_ddp.files import write_atomically, write_json
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.output import make_output_folder, text_table
-from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, judge, load_sets, save
+from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, finite, judge, load_sets
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import means, score_each
 from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best, read_settings
@@ -124,7 +125,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
         facts = {"checkpoint": str(checkpoint.path), "step": checkpoint.step}
         facts |= {"precision": accelerator.mixed_precision, "task_items": config.task_items}
         name = f"{items.name}-{config.task_items}" if config.task_items else items.name
-        on_main(partial(save, folder / name, items, result, facts))
+        on_main(partial(write_scores, folder / name, items, result, facts))
         results[items.name] = items, result
     return f"items and scores are in {folder}\n{task_table(results)}"
 
@@ -245,3 +246,13 @@ def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Writes predictions.jsonl. Raises: UserError if that fails."""
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     write_atomically(make_output_folder(folder) / "predictions.jsonl", text)
+
+
+def write_scores(place: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) -> None:
+    """Writes `PLACE.jsonl`, the items and their scores, then `PLACE.json`, the metrics, each by a rename. `facts`: the
+    scored checkpoint and settings."""
+    scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
+    scores |= {name: finite(value) for name, value in result.metrics.items()}
+    scores |= facts
+    write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
+    write_json(Path(f"{place}.json"), scores)

@@ -1,12 +1,11 @@
 """Pretraining of a GPT on the shard folders of `data.path` (a `training.task.Task`)."""
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -16,11 +15,11 @@ from torch.optim import Optimizer
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
-from gpt2_ddp.data.manifest import Manifest, missing_data, read_manifest
+from gpt2_ddp.data.manifest import missing_data
 from gpt2_ddp.data.order import Order, Permutation
-from gpt2_ddp.data.shards import TokenStream, Windows, verify_shards
-from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.process import run_script
@@ -31,13 +30,13 @@ from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.state import CODE, GPTData, Mixture, OwnCode, Parent, Scores, State, TaskState
-from gpt2_ddp.training.meters import device_name
-from gpt2_ddp.training.optimizer import default_decay_steps, lr_at, schedule_note
+from gpt2_ddp.state import CODE, GPTData, Mixture, OwnCode, Scores, State, TaskState
+from gpt2_ddp.tasks.length import check_branch, resolve, total_steps, with_length
+from gpt2_ddp.training.meters import has_same_devices
+from gpt2_ddp.training.optimizer import lr_at, schedule_note
 from gpt2_ddp.training.task import Due, Loss, Poll
 
 if TYPE_CHECKING:
-    from gpt2_ddp.data.mixture import MixedWindows
     from gpt2_ddp.scoring import ItemSet
 
 
@@ -45,65 +44,6 @@ MOST_PASSES = 40
 """Passes over the training split beyond which a note asks for more text."""
 TASK_ITEMS = 500
 """Most items of each task that an evaluation during training scores."""
-
-
-class Corpus(NamedTuple):
-    """The opened shard folders, in the order of `data.path`, and their common tokenizer."""
-
-    manifests: list[Manifest]
-    tokenizer: Tokenizer
-    sources: list[Windows]  # of the training splits
-    source: "Windows | MixedWindows"  # all of them
-    validation: dict[str, tuple[float, TokenStream]]  # loss weight and validation split, by the name of the folder
-    mixture: Mixture | None  # manifests and phases of several folders; None for one folder
-
-
-def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
-    """Opens the folders by their small files; hashes only the tokenizer. `check`: read the headers of all shards.
-    Raises: UserError if a folder has no usable shards, or another tokenizer than the first."""
-    paths, size = config.data.paths, config.model.block_size
-    if len(paths) == 1:
-        manifests = [read_manifest(Path(paths[0]))]
-    else:
-        from gpt2_ddp.data.mixture import read_manifests
-
-        manifests = read_manifests(paths)
-    folders = [(Path(path), manifest) for path, manifest in zip(paths, manifests, strict=True)]
-    for folder, manifest in folders:
-        if not manifest.tokens("train"):
-            raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
-    file = folders[0][0] / manifests[0].tokenizer
-    tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
-    if tokenizer.sha256 != manifests[0].tokenizer_sha256:
-        hint = "is not the shards' tokenizer; restore that file, or prepare the data again"
-        raise UserError("tokenizer", file, hint)
-    for folder, manifest in folders:
-        check_tokenizer(tokenizer, manifest, folder)
-    sources = [Windows(TokenStream(*folder, "train", check), size) for folder in folders]
-    for (folder, _), source in zip(folders, sources, strict=True):
-        if not len(source):
-            hint = f"a window needs {size + 1} tokens, but the training split has {len(source.stream)}"
-            raise UserError("data.path", folder, f"{hint}; use more text or a smaller model.block_size")
-    if len(sources) == 1:
-        weights = {0: 1.0} if manifests[0].tokens("val") > 1 else {}
-        source, mixture = sources[0], None
-    else:
-        from gpt2_ddp.data.mixture import mix
-
-        source, weights, mixture = mix(config, manifests, sources)
-    names = config.data.names
-    streams = {number: TokenStream(*folders[number], "val", check) for number in weights}
-    validation = {names[number]: (weight, streams[number]) for number, weight in weights.items()}
-    return Corpus(manifests, tokenizer, sources, source, validation, mixture)
-
-
-def check_same_data(config: TrainingConfig, corpus: Corpus, saved: State, data: GPTData) -> None:
-    """Compares the data with those of the saved run. Raises: UserError if they differ."""
-    now = corpus.manifests[0].hash
-    if corpus.mixture or data.mixture or data.data_manifest != now:
-        from gpt2_ddp.data.mixture import check_goes_on
-
-        check_goes_on(config, saved, corpus.mixture or Mixture(manifests=[now], phases=[]))
 
 
 class Pretraining:
@@ -116,6 +56,7 @@ class Pretraining:
     """
 
     unit = "tokens"
+    initial: Iterator[Any] = iter(())
     code: Any = None
     """Where a subclass comes from, an `own_code.Code`; None in this package."""
 
@@ -180,7 +121,10 @@ class Pretraining:
             if value and not self.validates:
                 raise UserError(field, value, f"{' '.join(paths)} has no validation split; remove this setting")
         if self._saved:
-            check_same_data(config, corpus, self._saved.state, self._data)
+            from gpt2_ddp.data.mixture import check_goes_on
+
+            alone = Mixture(manifests=[self.manifest.hash], phases=[(0, ["1"])])
+            check_goes_on(config, self._saved.state, corpus.mixture or alone)
         self.order = self.make_order(corpus.sources)
         self.epoch_size = len(self.order)
         self.config, notes = resolve(config, self._saved, self.epoch_size)
@@ -251,14 +195,19 @@ class Pretraining:
         if config.parallel == "fsdp":
             from gpt2_ddp.training.sharded import make_model
 
-            make = partial(make_model, make, begins)
-        with nullcontext() if begins else without_init():
-            self.model = on_every_rank(make)
+            self.model, initial = on_every_rank(partial(make_model, make))
+            self.initial = initial if begins else iter(())
+        else:
+            with nullcontext() if begins else without_init():
+                self.model = on_every_rank(make)
         self.flops_per_unit = self.model.flops_per_token() if isinstance(self.model, GPT) else 0
         if self._needs_weights:
-            from gpt2_ddp.training.initial_weights import load_initial_weights
+            on_main(self._load_initial_weights)
 
-            on_main(partial(load_initial_weights, config, self.model, self.tokenizer))
+    def _load_initial_weights(self) -> None:
+        from gpt2_ddp.training.initial_weights import load_initial_weights
+
+        self.initial = load_initial_weights(self.config, self.model, self.tokenizer, self.initial)
 
     def build_feed(self) -> None:
         """Chooses the micro-batch, and makes `feed`."""
@@ -364,65 +313,14 @@ def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Ch
     return Pretraining(config, accelerator, saved)
 
 
-def total_steps(config: TrainingConfig, epoch_size: int | None) -> int | None:
-    """Steps of the whole run; None where they are unknown, as for `train.epochs` without an epoch size."""
-    train = config.train
-    if train.epochs is None:
-        return train.steps
-    return epoch_size and math.ceil(train.epochs * epoch_size / config.global_batch_windows)
-
-
-def with_length(config: TrainingConfig, length: Mapping[str, Any]) -> TrainingConfig:
-    """The configuration with these steps or epochs."""
-    return config.model_copy(update={"train": config.train.model_copy(update=length)})
-
-
-def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -> tuple[TrainingConfig, list[str]]:
-    """The configuration with `eval.tokens: auto` and `optim.decay_steps: null` replaced, and notes."""
-    known = None
-    if saved:
-        from gpt2_ddp.config.hints import complete
-
-        known = complete(TrainingConfig, saved.config)
-    evals = config.eval
-    if evals.tokens == "auto":
-        tokens = known["eval"]["tokens"] if known else config.auto_eval_tokens
-        evals = evals.model_copy(update={"tokens": tokens})
-    length, notes = resolve_decay_steps(config, known, saved.step if saved else 0, epoch_size)
-    optim = config.optim.model_copy(update={"decay_steps": length})
-    return config.model_copy(update={"eval": evals, "optim": optim}), notes
-
-
-def resolve_decay_steps(
-    config: TrainingConfig, known: dict[str, Any] | None, step: int, epoch_size: int
-) -> tuple[int | None, list[str]]:
-    """`optim.decay_steps`, and notes; null becomes the default of the run's length. A resumed run keeps the value of
-    the saved configuration `known`, unless that was the default and no step up to `step` depends on it."""
-
-    def default(config: TrainingConfig) -> int | None:
-        steps = total_steps(config, epoch_size)
-        return steps and default_decay_steps(steps, config.optim)
-
-    length = default(config)
-    if config.optim.decay_steps is not None or length is None or not known:
-        return config.optim.decay_steps or length, []
-    kept = known["optim"]["decay_steps"]
-    ends = config.optim.model_copy(update={"decay_steps": kept})
-    if kept != default(with_length(config, known["train"])) or not ends.may_end_at(length, step):
-        return kept or length, []
-    changes = f"optim.decay_steps changes from {kept} to {length}; no step so far depends on it"
-    return length, [changes] * (length != kept)
-
-
 def choose_micro_batch(
     config: TrainingConfig, accelerator: Accelerator, model: GPT, before: State | None
 ) -> tuple[int, list[str]]:
     """The windows of a micro-batch by `train.micro_batch_size`, and notes. `auto` keeps the value of the state `before`
     on as many devices of the same kind; a new value is estimated, and on GPUs tried until it fits. Collective."""
-    processes, size, windows = accelerator.num_processes, config.train.micro_batch_size, config.global_batch_windows
-    here, notes = (processes, device_name(accelerator.device)), []
+    size, windows = config.train.micro_batch_size, config.global_batch_windows
     saved: Any = before and before.task
-    if size == "auto" and before and (before.setup.processes, before.setup.device) == here:
+    if size == "auto" and before and has_same_devices(before.setup, accelerator):
         size = saved.micro_batch
     if size == "auto":
         from gpt2_ddp.model.memory import estimated_micro_batch, tried_micro_batch
@@ -431,10 +329,10 @@ def choose_micro_batch(
         if accelerator.device.type == "cuda" and config.parallel == "ddp":
             chosen = tried_micro_batch(model, accelerator, windows, chosen)
     else:
-        chosen = split_batch(windows, processes, size)
+        chosen = split_batch(windows, accelerator.num_processes, size)
     if config.model.dropout and saved and saved.micro_batch != chosen:
-        notes.append(f"dropout masks differ from now on: the micro-batch was {saved.micro_batch} and is {chosen}")
-    return chosen, notes
+        return chosen, [f"dropout masks differ from now on: the micro-batch was {saved.micro_batch} and is {chosen}"]
+    return chosen, []
 
 
 def check_memory(model: ModelConfig, vocab_size: int, parts: int = 1) -> None:
@@ -444,14 +342,6 @@ def check_memory(model: ModelConfig, vocab_size: int, parts: int = 1) -> None:
     if size > free:
         hint = f"their weights take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
         raise UserError("model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model")
-
-
-def check_branch(config: TrainingConfig, begins: Parent | None, steps: int | None) -> None:
-    """Raises: UserError if a branch has no step after its parent's."""
-    if begins and steps is not None and steps <= begins.step:
-        field = "steps" if config.train.epochs is None else "epochs"
-        hint = f"{begins.parent} is at step {begins.step}, which counts; choose a larger value"
-        raise UserError(f"train.{field}", getattr(config.train, field), hint)
 
 
 def due(config: TrainingConfig, step: int, last: bool, ended_epoch: bool, validates: bool) -> Due:

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.hints import differences
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.ranks import runs_on_main

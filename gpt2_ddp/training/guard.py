@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from operator import add
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.distributed.ranks import start_sum
+from gpt2_ddp.distributed.ranks import Later, late_sums
 from gpt2_ddp.state import GuardState, Losses, LossSum, Sums, Unjudged
 
 LATE = 2
@@ -21,9 +21,6 @@ ranks, and none waits for it."""
 
 Verdict = Enum("Verdict", ["OK", "BAD", "DIVERGED"])
 """The verdict on a step. `DIVERGED`: the last of `guard.patience` bad steps in a row."""
-
-Later = Callable[[], list[float]]
-"""Waits for numbers, and returns them."""
 
 
 class StepNumbers(NamedTuple):
@@ -94,6 +91,7 @@ class Guard:
         self.problem, self.bad_steps = "", 0
         self._copied: tuple[int, int, Later] | None = None  # step, units, numbers of this rank
         self._summed: Later | None = None
+        self._start_sum = late_sums()
         self.load_state_dict(GuardState())
 
     @property
@@ -129,7 +127,7 @@ class Guard:
             step, units, copied = self._copied
             bad, skipped, norm, loss, *others = copied()
             part = [loss, units] if math.isfinite(loss) else [0, 0]
-            self._summed, self._copied = start_sum([1, step, bad, skipped, norm, *part, units, *others]), None
+            self._summed, self._copied = self._start_sum([1, step, bad, skipped, norm, *part, units, *others]), None
         if started:
             ranks, step, bad, skipped, norm, loss, valid, units, *others = started()
             mean = loss / units if valid == units else math.nan
@@ -140,6 +138,11 @@ class Guard:
             sums.since_row = LossSum(*map(add, sums.since_row, trained))
             sums.epoch = LossSum(*map(add, sums.epoch, (0, 0, trained.units) if skipped else trained))
             sums.skipped += skipped > 0
+
+    def end_row(self) -> LossSum:
+        """The losses since the row before, as a row is written."""
+        sums, self.losses.since_row = self.losses.since_row, LossSum()
+        return sums
 
     def end_epoch(self) -> float:
         """The mean loss of the epoch, which ends. Collective."""

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.checkpoint.loading import fit_weights
 from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.hints import complete
@@ -62,10 +64,12 @@ def find_model(config: TrainingConfig) -> ModelConfig:
     return theirs
 
 
-def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenizer) -> None:
-    """Loads the weights of `train.init_from` into the plain model (fsdp: has its `initial` yield them): the ids of the
-    data, and the positions of the context. Raises: UserError for a missing or damaged file, other ids than the data's,
-    or a tensor that does not fit.
+def load_initial_weights(
+    config: TrainingConfig, model: GPT, tokenizer: Tokenizer, initial: Iterable[tuple[str, Tensor]] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Loads the weights of `train.init_from` into the plain model: the ids of the data, and the positions of the
+    context. Returns their names and values, for a model on the meta device that would have `initial` ones. Raises:
+    UserError for a missing or damaged file, other ids than the data's, or a tensor that does not fit.
     """
     path = _folder(config.train.init_from or "", NEEDED)
     if not os.path.isfile(path / TRANSFORMERS):
@@ -82,14 +86,13 @@ def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenize
     else:
         theirs = _load(path, CLASSES[config.model.architecture])
         _check_ids(path, theirs.config.vocab_size, tokenizer)
-        weights = dict(vars(model).get("initial", ()))
+        weights = dict(initial)
         model.load_state_dict(weights, strict=False, assign=True)
         try:
             load_transformers(theirs.state_dict(), model)
         except ValueError as error:
             raise UserError(FIELD, path, f"cannot be trained further: {error}") from error
-    if config.parallel == "fsdp":
-        vars(model)["initial"] = weights.items()
+    return iter(weights.items())
 
 
 @contextmanager

@@ -18,11 +18,12 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
-from gpt2_ddp.state import LossSum, Pending, Scores
+from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
+from gpt2_ddp.training.opening import finish_complete, open_run
 from gpt2_ddp.training.optimizer import named_losses
 from gpt2_ddp.training.own_numbers import check_numbers
-from gpt2_ddp.training.run import Trainer, Training, build, finish, finish_complete, open_run, start
+from gpt2_ddp.training.run import Trainer, Training, build, finish, start
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import Due, MakeTask
 
@@ -198,11 +199,12 @@ def next_step(run: Training) -> str:
     """Takes the next step, and says in `run.progress.pending` what follows it. After too many bad steps, goes back to a
     checkpoint, and takes the step after that. Returns why it cannot; else an empty text."""
     while True:
-        with run.stop.timed("step"):
-            result = train_step(run)
-            poll_save(run)
-            run.stop.check()
-            verdict = run.guard.judge(run.progress.step)
+        begun = time.perf_counter()
+        result = train_step(run)
+        poll_save(run)
+        run.stop.check()
+        verdict = run.guard.judge(run.progress.step)
+        run.stop.record_duration("step", time.perf_counter() - begun)
         if verdict is Verdict.OK:
             break
         warn_of_bad_step(run)
@@ -252,7 +254,7 @@ def roll_back(run: Training) -> str:
         return problem + (f", after {rollbacks} rollbacks" if rollbacks else "")
     run.load(good)
     run.progress.rollbacks, run.progress.pending = rollbacks + 1, Pending()
-    start = int(feed.positions_from(feed.state.position)[0])
+    start = feed.next_position
     feed.skip_range(start, end)
     event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
     run.log.append_rollback(event | {"order_digest": feed.state.order_digest})
@@ -288,22 +290,21 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
     """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the device."""
     feed = run.task.feed
     run.watchdog.heartbeat("all-reduce")
-    numbers, losses = run.guard.flush(), run.guard.losses
+    numbers, losses = run.guard.flush(), run.guard.end_row()
     assert numbers
     others = dict(zip([*result.losses][1:], (total / result.units for total in numbers.others), strict=True))
-    not_finite = losses.since_row.units - losses.since_row.valid
+    not_finite = losses.units - losses.valid
     row = {
         **_position(run),
         "loss": numbers.loss,
-        "loss_mean": losses.since_row.mean,
+        "loss_mean": losses.mean,
         **({"not_finite": not_finite} if not_finite else {}),
         **result.settings,
         "grad_norm": numbers.grad_norm,
-        "skipped": losses.skipped,
+        "skipped": run.guard.losses.skipped,
         **run.throughput.read(),
         "order_digest": feed.state.order_digest,
     }
-    losses.since_row = LossSum()
     if feed.ended_epoch:
         run.progress.scores["train_loss"] = row["train_loss"] = run.guard.end_epoch()
     for method, given in (("loss", others or None), ("row_fields", result.fields)):

@@ -11,9 +11,11 @@ from pathlib import Path
 import accelerate
 import psutil
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_ddp.project import VERSION
+from gpt2_ddp.state import Setup
 from gpt2_ddp.training.task import Task
 
 
@@ -58,6 +60,11 @@ class Throughput:
 def device_name(device: torch.device) -> str:
     """The GPU's exact name, or cpu or mps, as runs record it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def has_same_devices(before: Setup, accelerator: Accelerator) -> bool:
+    """Whether these are as many devices of the same kind as a saved run had."""
+    return (before.processes, before.device) == (accelerator.num_processes, device_name(accelerator.device))
 
 
 def describe_hardware() -> str:

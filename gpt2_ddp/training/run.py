@@ -1,188 +1,46 @@
-"""A training run in three phases, each a value that is made whole: opened, built (`Trainer`), started (`Training`).
+"""A training run in three phases, each a value that is made whole: opened (`training.opening`), built (`Trainer`),
+started (`Training`).
 
 What changes from step to step is in the parts of a run: progress, feed, guard, optimizer, log and task.
 """
 
-import os
 import shlex
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
-from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
-from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
+from gpt2_ddp.checkpoint.store import SLOW_DISK
 from gpt2_ddp.checkpoint.tensors import optimizer_state
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core, torchrun_option
-from gpt2_ddp.distributed.launch import make_accelerator, start_run
-from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
-from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
+from gpt2_ddp.distributed.ranks import from_main, on_every_rank
+from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
+from gpt2_ddp.model.compiled import compiled, resolve_compile
 from gpt2_ddp.project import git_commit
-from gpt2_ddp.state import LogEnd, OptimizerState, Progress, Scores, Setup, State
+from gpt2_ddp.state import LogEnd, OptimizerState, Scores, Setup, State
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name, versions
+from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name, has_same_devices, versions
+from gpt2_ddp.training.opening import Opened
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
 from gpt2_ddp.training.own_numbers import check_scores
-from gpt2_ddp.training.precision import Speeds, describe_precision, settle_precision
+from gpt2_ddp.training.precision import describe_precision
 from gpt2_ddp.training.stop import StopRequest
-from gpt2_ddp.training.strategy import Replicated
-from gpt2_ddp.training.task import MakeTask, Poll, Task
+from gpt2_ddp.training.task import Poll
 
 CPU_FLOPS = 1e11
 """FLOP/s of a process on a CPU in bf16 (estimate), which say whether compiling pays off in `train.minutes`."""
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A run whose folder is open. It is the same on every rank: its parts are there on all, and only the main process's
-    touch the disk.
-
-    Attributes:
-        checkpoint: to start from, hashed; None for a new run. parent: of a new branch.
-        progress: steps taken, scores, pending work.
-        steps: of the whole run; None while that is unknown.
-        speeds: measured for `train.mixed_precision`. begun: `time.monotonic()` of the start.
-    """
-
-    folder: RunFolder
-    log: RunLog
-    store: CheckpointStore
-    watchdog: Watchdog
-    accelerator: Accelerator
-    strategy: Replicated
-    task: Task
-    checkpoint: Checkpoint | None
-    parent: Checkpoint | None
-    progress: Progress
-    steps: int | None
-    speeds: Speeds
-    begun: float
-
-    @property
-    def config(self) -> Any:
-        """The configuration; resolved once the task has loaded its data."""
-        return self.task.config
-
-    @property
-    def step(self) -> int:
-        """Number of steps taken."""
-        return self.progress.step
-
-    @property
-    def early_end(self) -> str:
-        """Reason to end the run before its last step; empty without one."""
-        return self.progress.early_end(self.config.eval_patience)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all steps are taken and no work is pending."""
-        done = self.steps is not None and self.step >= self.steps
-        return (done or bool(self.early_end)) and not self.progress.pending
-
-    @property
-    def best_checkpoint(self) -> Path | None:
-        """The checkpoint of the best evaluation, if the newest is another; on the main process."""
-        best = self.progress.best.step
-        return self.store.place(best) if best < self.step and self.store.place(best).is_dir() else None
-
-    def record_end(self, outcome: Outcome, reason: str) -> None:
-        """Records how training ended."""
-        kept = self.store.listing()["kept"]
-        self.log.append({"event": "end", "step": self.step, "outcome": outcome, "kept": kept})
-        self.log.write_status(outcome, self.step, reason)
-
-
-@contextmanager
-def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Iterator[Opened]:
-    """Connects the processes, locks the run folder (False: only checks it), and finds the checkpoint to start from.
-
-    Performs only cheap checks, and leaves no new folder behind on failure. An exception inside is sent to the other
-    ranks. At the end, waits for a background save, unlocks the folder and ends the watchdog. Collective. Raises:
-    UserError, on every rank.
-    """
-    begun = time.monotonic()
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        from gpt2_ddp.training.sharded import follow_accelerate
-
-        config = follow_accelerate(config)
-    processes = start_run(config)
-    watchdog = Watchdog(processes.process_index, processes.num_processes, config.train.patience_seconds)
-    with ExitStack() as closing:
-        closing.callback(watchdog.close)  # may wait for the other ranks
-        try:
-            check_ranks_agree(config.shared)
-            device: Any = processes.device
-            on_every_rank(partial(check_compiler, config.train.compile, device))
-            folder = RunFolder(config, lock)
-            closing.callback(folder.release)
-            if lock and elastic_nodes():
-                folder.check_is_shared()
-            keep, patience = config.checkpoint, config.train.patience_seconds or TIMEOUT
-            mirror_status: Callable[[], dict[str, Any]] = dict
-            if config.checkpoint.mirror and lock:
-                from gpt2_ddp.checkpoint.mirror import open_mirror
-
-                mirror_status = open_mirror(config.checkpoint, folder.path, watchdog, closing)
-            log = RunLog(folder, mirror_status)
-            store = CheckpointStore(folder, log, keep.keep_last, keep.background, patience)
-            closing.callback(store.close)
-            progress = Progress()
-            if lock:
-                watchdog.report_to(log.write_heartbeat, lambda reason: log.write_failure(progress.step, reason))
-            watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
-            checkpoint, parent = find_start(config, store, processes.print)
-            if checkpoint:
-                progress.load_state_dict(checkpoint.state.progress)
-            if config.init_from:
-                from gpt2_ddp.training.initial_weights import settle_model
-
-                config = settle_model(config, checkpoint, processes.print)
-            before = checkpoint.config["train"].get("mixed_precision", "") if checkpoint else ""
-            config, precision, speeds = settle_precision(config, device, before)
-            accelerator: Accelerator = make_accelerator(precision)
-            strategy = Replicated(accelerator)
-            if config.parallel == "fsdp":
-                from gpt2_ddp.training.sharded import Sharded
-
-                strategy = on_every_rank(partial(Sharded, accelerator, config))
-                if lock and machines() > 1:
-                    folder.check_is_shared(strategy.part.is_own)
-            task: Task = make_task(config, accelerator, checkpoint)
-            yield Opened(
-                folder,
-                log,
-                store,
-                watchdog,
-                accelerator,
-                strategy,
-                task,
-                checkpoint,
-                parent,
-                progress,
-                task.total_steps(checkpoint.state.setup.epoch_size if checkpoint else None),
-                speeds,
-                begun,
-            )
-        except BaseException as error:
-            watchdog.failed(error)  # ends this process if another rank is at fault
-            raise
 
 
 @dataclass(frozen=True)
@@ -283,7 +141,7 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     run.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
     steps = task.total_steps(len(task.feed.order))
     how = _resolve_compile(run, steps)
-    model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task.build_optimizer)
+    model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task)
     optimizer = GuardedOptimizer(prepared, run.strategy)
     on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))  # checks their names
     device, threads = run.accelerator.device, torch.get_num_threads()
@@ -314,8 +172,7 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
 def _resolve_compile(run: Opened, steps: int | None) -> str:
     """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices are the same."""
     accelerator, task, before = run.accelerator, run.task, run.checkpoint.state.setup if run.checkpoint else None
-    here = (accelerator.num_processes, device_name(accelerator.device))
-    known = before.compile if before and (before.processes, before.device) == here else None
+    known = before.compile if before and has_same_devices(before, accelerator) else None
     left = (steps or 0) - run.step
     flops = task.flops_per_unit * task.units_per_item * task.feed.step_size * left / accelerator.num_processes
     if run.config.minutes:
@@ -325,25 +182,27 @@ def _resolve_compile(run: Opened, steps: int | None) -> str:
         how = "blocks"
     if missing:
         accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
-    run.watchdog.compiles = how != "off"
+    if how != "off":
+        run.watchdog.expect_graphs()
     return how
 
 
 def _record_start(run: Trainer) -> None:
-    config, parent, progress = run.config, run.parent, run.progress
+    config, progress = run.config, run.progress
     run.store.prune(run.guard.last_good)  # keep_last may have been lowered since, for a full disk
     feed, task = run.task.feed.state, run.task.state_dict()
+    listing = run.store.listing()
     begins = State.of(config.kind, progress=progress, feed=feed, setup=run.setup, task=task)
     start = {"event": "start", **begins.identity, "steps": run.steps}
     start |= {"config": config.model_dump(mode="json"), "command": shlex.join(sys.argv)}
-    start |= {"commit": git_commit(), "hardware": describe_hardware(), **run.store.listing()}
+    start |= {"commit": git_commit(), "hardware": describe_hardware(), **listing}
     if run.speeds:
         start["gflops"] = run.speeds
     run.log.resume(run.checkpoint.state.log if run.checkpoint else LogEnd(), progress, start)
     run.log.write_config(config)
-    if parent and progress.branched_from:
+    if progress.branched_from and not listing["checkpoint"]:
         run.log.append({"event": "branch", **progress.branched_from.model_dump(), **feed.model_dump()})
-        run.accelerator.print(f"note: branches off {parent.path}")
+        run.accelerator.print(f"note: branches off {progress.branched_from.parent}")
 
 
 @dataclass(frozen=True)
@@ -422,42 +281,6 @@ def finish(run: Training, outcome: Outcome, reason: str = "") -> None:
     run.metrics.print(end + "; the same command resumes it" * (outcome == "stopped"))
     if best := run.best_checkpoint:
         run.metrics.print(f"lowest val_loss: {run.progress.best.val_loss:.4f}, in {best}")
-
-
-def finish_complete(run: Opened) -> None:
-    """Compares the data of a run that is already complete, and prints a note. Records the end if the last process did
-    not. Collective."""
-    run.task.load(run.watchdog, is_complete=True)
-    more = f"{run.early_end}; raise it" if run.early_end else "raise its steps or epochs"
-    run.accelerator.print(f"{run.config.run_name} is complete at step {run.step}; {more} to train further")
-    assert run.checkpoint, "a complete run has a checkpoint"
-    if from_main(run.log.outcome()) != "completed":
-        run.log.resume(run.checkpoint.state.log, run.progress)
-        run.store.prune(run.step)
-        listing = run.store.listing()
-        run.log.append({"event": "checkpoint", **(listing["checkpoint"] or {}), "kept": listing["kept"]})
-        run.record_end("completed", run.early_end)
-    run.log.write_status("completed", run.step, run.early_end)
-    run.accelerator.end_training()
-
-
-def find_start(
-    config: RunConfig, store: CheckpointStore, note: Callable[[str], None]
-) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run. And a
-    new branch's parent. Compares configurations before it hashes. Collective. Raises: UserError."""
-    if newest := store.newest_unhashed():
-        from gpt2_ddp.config.hints import check_resumable
-
-        check_resumable(config, newest.kind, newest.config, newest.step)
-        if config.branch_from and config.branch_from != newest.config["train"].get("branch_from"):
-            note("note: train.branch_from is ignored: this run has checkpoints already")
-    if (newest := store.newest()) or not config.branch_from:
-        return newest, None
-    from gpt2_ddp.training.branch import branch_off, find_parent
-
-    parent = find_parent(config)
-    return branch_off(parent, config), parent
 
 
 def describe_start(run: Training) -> list[str]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.checkpoint.metrics import Metrics
@@ -70,10 +69,10 @@ FILLS = ("normal_.default", "uniform_.default", "zero_.default", "fill_.Scalar")
 """Operations that change all of a tensor, and do not depend on what it was."""
 
 
-def make_model(make: Callable[[], Any], begins: bool) -> Any:
-    """The model that `make` returns, on the meta device. If it `begins` a run, its attribute `initial` yields names and
-    values of its weights, drawn as `make` draws them from the seed: one tensor after another. A model that does more
-    than to fill whole tensors yields all at once. Raises: UserError for a buffer whose values would be unknown."""
+def make_model(make: Callable[[], Any]) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
+    """The model that `make` returns, on the meta device. And names and values of its weights, drawn as `make` draws
+    them from the seed: one tensor after another, or all at once if the model does more than to fill whole tensors.
+    Raises: UserError for a buffer whose values would be unknown."""
     calls: list[Any] = []  # that fill the tensor with this id; 0: another operation
 
     class Record(TorchDispatchMode):  # torch has no public way to see operations
@@ -103,8 +102,7 @@ def make_model(make: Callable[[], Any], begins: bool) -> Any:
         if buffer.is_meta and name not in saved:
             raise UserError("task", name, 'no checkpoint has this buffer; make it with device="cpu", or persistent')
     names = {id(tensor): name for name, tensor in saved.items()}
-    model.initial = initial() if begins else ()
-    return model
+    return model, initial()
 
 
 class Sharded(Replicated):
@@ -134,9 +132,8 @@ class Sharded(Replicated):
         group = let_wait(dist.new_group([*range(shards)], backend="gloo")) if shards > 1 else None
         self.part = Part(self.shards.rank(), shards, not self.replicas or self.replicas.rank() == 0, group)
 
-    def prepare(self, model: Any, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
+    def prepare(self, model: Any, task: Any) -> tuple[nn.Module, Any]:
         device = self.accelerator.device
-        initial = iter(vars(model).pop("initial"))
         halves = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         dtypes = halves if self.accelerator.mixed_precision == "bf16" else {}
         policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
@@ -147,10 +144,10 @@ class Sharded(Replicated):
         for name, buffer in made.items():
             model.get_buffer(name).copy_(buffer)
         targets = model.state_dict()
-        while self.deal(targets, initial):
+        while self.deal(targets, task.initial):
             pass
         prepared = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        return prepared, self.accelerator.prepare_optimizer(optimizer(), device_placement=False)
+        return prepared, self.accelerator.prepare_optimizer(task.build_optimizer(), device_placement=False)
 
     @contextmanager
     def evaluating(self, model: Any) -> Iterator[nn.Module]:

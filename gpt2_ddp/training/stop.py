@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
-from gpt2_ddp.distributed.ranks import start_sum
+from gpt2_ddp.distributed.ranks import late_sums
 from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second_interrupt
 from gpt2_ddp.errors import is_main_process
 
@@ -30,7 +30,7 @@ class StopRequest:
     """A stop that all ranks agree on, requested by a signal to any rank or by the main process's clock.
 
     A single process stops after the current step. Several stop after it or the next one, since they agree one call
-    late (`start_sum`). A SIGINT more than a second after the first signal ends the process at once. `max_minutes` count
+    late (`late_sums`). A SIGINT more than a second after the first signal ends the process at once. `max_minutes` count
     from `begun`, a `time.monotonic()`. `progress` is called before each poll. `by_machine`: signals stop only the
     machines that received them; an elastic launcher starts the others again.
 
@@ -55,7 +55,8 @@ class StopRequest:
         if self._is_main and (end := os.environ.get("SLURM_JOB_END_TIME", "")):  # in seconds since 1970
             self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
         self._is_by_signal = False
-        self._sums, self._done, self._ends_all = start_sum([0, 0, 0]), 0.0, True
+        self._start_sum, self._done, self._ends_all = late_sums(), 0.0, True
+        self._sums = self._start_sum([0, 0, 0])
         kept = {"first step": 1, "step": RECENT_STEPS, "save": RECENT, "write": 1, "evaluation": 1}
         self._seconds = {name: deque[float](maxlen=most) for name, most in kept.items()}
         self.restore_handlers = install_handlers(self._on_signal)
@@ -72,7 +73,7 @@ class StopRequest:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Records the duration of a `step`, a `save` or an `evaluation`."""
+        """Records the duration of a `save` or an `evaluation`."""
         begun = time.perf_counter()
         yield
         self.record_duration(what, time.perf_counter() - begun)
@@ -100,7 +101,7 @@ class StopRequest:
                 self.request(reason)
         stops = bool(self.reason)  # read once: a signal may come at any time
         requested, signals, self._done = self._sums()
-        self._sums = start_sum([stops, stops and self._is_by_signal, done])
+        self._sums = self._start_sum([stops, stops and self._is_by_signal, done])
         if requested or (self._alone and self.reason):
             self._ends_all = self._ends_all and (not self._by_machine or requested > signals)
             self.reason = self.reason or "another rank"

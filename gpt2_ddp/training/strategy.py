@@ -13,6 +13,7 @@ from gpt2_ddp.checkpoint.metrics import Metrics
 from gpt2_ddp.checkpoint.tensors import Part
 from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.training.stop import StopRequest
+from gpt2_ddp.training.task import Task
 
 
 class Replicated:
@@ -36,11 +37,12 @@ class Replicated:
         self.part = Part(is_own=is_main_process())  # of a checkpoint
         self.no_sync = accelerator.no_sync
 
-    def prepare(self, model: nn.Module, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
-        """The model on its device as the loop calls it, with the main process's weights; its optimizer. Collective."""
+    def prepare(self, model: nn.Module, task: Task) -> tuple[nn.Module, Any]:
+        """The task's model on its device as the loop calls it, with the main process's weights; its optimizer.
+        Collective."""
         model.to(self.accelerator.device)
         # placed already; Accelerate's placing would import torch.distributed.tensor and sympy, 0.5 s
-        return self.accelerator.prepare(model, optimizer(), device_placement=[False, False])
+        return self.accelerator.prepare(model, task.build_optimizer(), device_placement=[False, False])
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Context of an evaluation, with the model for it. Accelerate's unwrap_model would import Dynamo, 1 s."""

@@ -53,7 +53,8 @@ class Task(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Plain, fp32, on the CPU (fsdp: on the meta device). Other ranks receive the main process's weights."""
+        """Plain, fp32, on the CPU. Other ranks receive the main process's weights. With fsdp, it is on the meta device,
+        and the main process's attribute `initial` of the task yields names and values of a new run's weights."""
         ...
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:

@@ -27,7 +27,7 @@ NASTY = yaml.safe_load(rf"""
 
 def open_data(folder):
     """What a training does with its data before the first step; the identity that it finds."""
-    from gpt2_ddp.tasks.pretraining import open_corpus
+    from gpt2_ddp.data.corpus import open_corpus
 
     (manifest,), *_ = open_corpus(training_config(folder, folder / "runs"))
     verify_shards(folder, manifest)

@@ -10,7 +10,7 @@ import yaml
 from commands import expect_error
 from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang, open_data
 
-from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config import tools
 from gpt2_ddp.config.base import leaves
 from gpt2_ddp.config.cli import PROJECT, dump, load

@@ -1,0 +1,65 @@
+"""The corpus of a pretraining: the shard folders of `data.path`, opened, with their tokenizer."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import Manifest, read_manifest
+from gpt2_ddp.data.shards import TokenStream, Windows
+from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.state import Mixture
+
+if TYPE_CHECKING:
+    from gpt2_ddp.data.mixture import MixedWindows
+
+
+class Corpus(NamedTuple):
+    """The opened shard folders, in the order of `data.path`, and their common tokenizer."""
+
+    manifests: list[Manifest]
+    tokenizer: Tokenizer
+    sources: list[Windows]  # of the training splits
+    source: "Windows | MixedWindows"  # all of them
+    validation: dict[str, tuple[float, TokenStream]]  # loss weight and validation split, by the name of the folder
+    mixture: Mixture | None  # manifests and phases of several folders; None for one folder
+
+
+def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
+    """Opens the folders by their small files; hashes only the tokenizer. `check`: read the headers of all shards.
+    Raises: UserError if a folder has no usable shards, or another tokenizer than the first."""
+    paths, size = config.data.paths, config.model.block_size
+    if len(paths) == 1:
+        manifests = [read_manifest(Path(paths[0]))]
+    else:
+        from gpt2_ddp.data.mixture import read_manifests
+
+        manifests = read_manifests(paths)
+    folders = [(Path(path), manifest) for path, manifest in zip(paths, manifests, strict=True)]
+    for folder, manifest in folders:
+        if not manifest.tokens("train"):
+            raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
+    file = folders[0][0] / manifests[0].tokenizer
+    tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
+    if tokenizer.sha256 != manifests[0].tokenizer_sha256:
+        hint = "is not the shards' tokenizer; restore that file, or prepare the data again"
+        raise UserError("tokenizer", file, hint)
+    for folder, manifest in folders:
+        check_tokenizer(tokenizer, manifest, folder)
+    sources = [Windows(TokenStream(*folder, "train", check), size) for folder in folders]
+    for (folder, _), source in zip(folders, sources, strict=True):
+        if not len(source):
+            hint = f"a window needs {size + 1} tokens, but the training split has {len(source.stream)}"
+            raise UserError("data.path", folder, f"{hint}; use more text or a smaller model.block_size")
+    if len(sources) == 1:
+        weights = {0: 1.0} if manifests[0].tokens("val") > 1 else {}
+        source, mixture = sources[0], None
+    else:
+        from gpt2_ddp.data.mixture import mix
+
+        source, weights, mixture = mix(config, manifests, sources)
+    names = config.data.names
+    streams = {number: TokenStream(*folders[number], "val", check) for number in weights}
+    validation = {names[number]: (weight, streams[number]) for number, weight in weights.items()}
+    return Corpus(manifests, tokenizer, sources, source, validation, mixture)

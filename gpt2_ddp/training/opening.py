@@ -1,0 +1,215 @@
+"""The first phase of a run: the processes are connected, the folder is locked, its checkpoint is known."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.checkpoint.run_files import Outcome
+from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
+from gpt2_ddp.checkpoint.store import CheckpointStore
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.distributed.environment import elastic_nodes, machines
+from gpt2_ddp.distributed.launch import make_accelerator, start_run
+from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
+from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
+from gpt2_ddp.model.compiled import check_compiler
+from gpt2_ddp.state import Progress
+from gpt2_ddp.training.precision import Speeds, settle_precision
+from gpt2_ddp.training.strategy import Replicated
+from gpt2_ddp.training.task import MakeTask, Task
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run whose folder is open. It is the same on every rank: its parts are there on all, and only the main process's
+    touch the disk.
+
+    Attributes:
+        checkpoint: to start from, hashed; None for a new run. A new branch has its parent's.
+        progress: steps taken, scores, pending work.
+        steps: of the whole run; None while that is unknown.
+        speeds: measured for `train.mixed_precision`. begun: `time.monotonic()` of the start.
+    """
+
+    folder: RunFolder
+    log: RunLog
+    store: CheckpointStore
+    watchdog: Watchdog
+    accelerator: Accelerator
+    strategy: Replicated
+    task: Task
+    checkpoint: Checkpoint | None
+    progress: Progress
+    steps: int | None
+    speeds: Speeds
+    begun: float
+
+    @property
+    def config(self) -> Any:
+        """The configuration; resolved once the task has loaded its data."""
+        return self.task.config
+
+    @property
+    def step(self) -> int:
+        """Number of steps taken."""
+        return self.progress.step
+
+    @property
+    def early_end(self) -> str:
+        """Reason to end the run before its last step; empty without one."""
+        return self.progress.early_end(self.config.eval_patience)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are taken and no work is pending."""
+        done = self.steps is not None and self.step >= self.steps
+        return (done or bool(self.early_end)) and not self.progress.pending
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint of the best evaluation, if the newest is another; on the main process."""
+        best = self.progress.best.step
+        return self.store.place(best) if best < self.step and self.store.place(best).is_dir() else None
+
+    def record_end(self, outcome: Outcome, reason: str) -> None:
+        """Records how training ended."""
+        kept = self.store.listing()["kept"]
+        self.log.append({"event": "end", "step": self.step, "outcome": outcome, "kept": kept})
+        self.log.write_status(outcome, self.step, reason)
+
+
+@contextmanager
+def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Iterator[Opened]:
+    """Connects the processes, locks the run folder (False: only checks it), and finds the checkpoint to start from.
+
+    Performs only cheap checks, and leaves no new folder behind on failure. An exception inside is sent to the other
+    ranks. At the end, waits for a background save, unlocks the folder and ends the watchdog. Collective. Raises:
+    UserError, on every rank.
+    """
+    begun = time.monotonic()
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        from gpt2_ddp.training.sharded import follow_accelerate
+
+        config = follow_accelerate(config)
+    processes = start_run(config)
+    watchdog = Watchdog(processes.process_index, processes.num_processes, config.train.patience_seconds)
+    with ExitStack() as closing:
+        closing.callback(watchdog.close)  # may wait for the other ranks
+        try:
+            check_ranks_agree(config.shared)
+            device: Any = processes.device
+            on_every_rank(partial(check_compiler, config.train.compile, device))
+            folder, log, store = _open_folder(config, lock, watchdog, closing)
+            progress = Progress()
+            if lock:
+                watchdog.report_to(log.write_heartbeat, lambda reason: log.write_failure(progress.step, reason))
+            watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
+            checkpoint = find_start(config, store, processes.print)
+            if checkpoint:
+                progress.load_state_dict(checkpoint.state.progress)
+            config, precision, speeds = _settle(config, checkpoint, device, processes.print)
+            accelerator = make_accelerator(precision)
+            strategy = _choose_strategy(config, accelerator, folder)
+            task = make_task(config, accelerator, checkpoint)
+            yield Opened(
+                folder,
+                log,
+                store,
+                watchdog,
+                accelerator,
+                strategy,
+                task,
+                checkpoint,
+                progress,
+                task.total_steps(checkpoint.state.setup.epoch_size if checkpoint else None),
+                speeds,
+                begun,
+            )
+        except BaseException as error:
+            watchdog.failed(error)  # ends this process if another rank is at fault
+            raise
+
+
+def _open_folder(
+    config: RunConfig, lock: bool, watchdog: Watchdog, closing: ExitStack
+) -> tuple[RunFolder, RunLog, CheckpointStore]:
+    """The run's folder, records and checkpoints, until `closing`."""
+    keep, mirror_status = config.checkpoint, dict
+    folder = RunFolder(config, lock)
+    closing.callback(folder.release)
+    if lock and elastic_nodes():
+        folder.check_is_shared()
+    if keep.mirror and lock:
+        from gpt2_ddp.checkpoint.mirror import open_mirror
+
+        mirror_status = open_mirror(keep, folder.path, watchdog, closing)
+    log = RunLog(folder, mirror_status)
+    store = CheckpointStore(folder, log, keep.keep_last, keep.background, config.train.patience_seconds or TIMEOUT)
+    closing.callback(store.background.join)
+    return folder, log, store
+
+
+def find_start(config: RunConfig, store: CheckpointStore, note: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run.
+    Compares configurations before it hashes. Collective. Raises: UserError."""
+    if newest := store.newest_unhashed():
+        from gpt2_ddp.config.hints import check_resumable
+
+        check_resumable(config, newest.kind, newest.config, newest.step)
+        if config.branch_from and config.branch_from != newest.config["train"].get("branch_from"):
+            note("note: train.branch_from is ignored: this run has checkpoints already")
+    if (newest := store.newest()) or not config.branch_from:
+        return newest
+    from gpt2_ddp.training.branch import branch_off, find_parent
+
+    return branch_off(find_parent(config), config)
+
+
+def _settle(
+    config: Any, checkpoint: Checkpoint | None, device: torch.device, note: Callable[[str], None]
+) -> tuple[Any, str, Speeds]:
+    """The configuration with model and precision settled, the precision, and speeds (`settle_precision`)."""
+    if config.init_from:
+        from gpt2_ddp.training.initial_weights import settle_model
+
+        config = settle_model(config, checkpoint, note)
+    before = checkpoint.config["train"].get("mixed_precision", "") if checkpoint else ""
+    return settle_precision(config, device, before)
+
+
+def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFolder) -> Replicated:
+    """What `launch.parallel` names."""
+    if config.parallel == "ddp":
+        return Replicated(accelerator)
+    from gpt2_ddp.training.sharded import Sharded
+
+    strategy = on_every_rank(partial(Sharded, accelerator, config))
+    if folder.wants_lock and machines() > 1:
+        folder.check_is_shared(strategy.part.is_own)
+    return strategy
+
+
+def finish_complete(run: Opened) -> None:
+    """Compares the data of a run that is already complete, and prints a note. Records the end if the last process did
+    not. Collective."""
+    run.task.load(run.watchdog, is_complete=True)
+    more = f"{run.early_end}; raise it" if run.early_end else "raise its steps or epochs"
+    run.accelerator.print(f"{run.config.run_name} is complete at step {run.step}; {more} to train further")
+    assert run.checkpoint, "a complete run has a checkpoint"
+    if from_main(run.log.outcome()) != "completed":
+        run.log.resume(run.checkpoint.state.log, run.progress)
+        run.store.prune(run.step)
+        listing = run.store.listing()
+        run.log.append({"event": "checkpoint", **(listing["checkpoint"] or {}), "kept": listing["kept"]})
+        run.record_end("completed", run.early_end)
+    run.log.write_status("completed", run.step, run.early_end)
+    run.accelerator.end_training()
