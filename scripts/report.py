@@ -2,6 +2,7 @@
 
 python scripts/report.py                                                      # the built-in run
 python scripts/report.py --runs runs/a runs/b --output runs/a-against-b       # overlaid, with their differences
+python scripts/report.py --runs runs/a runs/b --output runs/groups.json       # also groups of seeds, for programs
 """
 
 from gpt2_ddp.config.tools import ReportConfig

@@ -105,9 +105,9 @@ def describe_end(member: Member, code: int) -> str:
     return {0: "is complete", DIVERGED: "diverged", STOPPED: "stopped"}.get(code, f"failed: {last or code}")
 
 
-def compare(members: list[Member], incomplete: Mapping[Path, str], name: str) -> int:
-    """Prints the comparison, and writes it as the report `name` beside the runs. Returns 1 if a run is `incomplete`.
-    One that was refused is not in the comparison: what its folder has is of another configuration."""
+def compare(members: list[Member], incomplete: Mapping[Path, str], report: Path) -> int:
+    """Prints the comparison, and writes it as `report`, NAME.json. Returns 1 if a run is `incomplete`. One that was
+    refused is not in the comparison: what its folder has is of another configuration."""
     from gpt2_ddp.reports.groups import describe, group_runs
     from gpt2_ddp.reports.report import write_report
     from gpt2_ddp.reports.runs import read_runs
@@ -121,8 +121,7 @@ def compare(members: list[Member], incomplete: Mapping[Path, str], name: str) ->
     below = [f"{folder} {end}; its output is in {folder}.log" for folder, end in incomplete.items()]
     print(*describe(group_runs(runs)), *below, sep="\n")
     if runs:
-        folder = members[0].folder.parent
-        print("report:", write_report([folder / run.name for run in runs], folder, name))
+        print("report:", write_report([report.parent / run.name for run in runs], report))
     return int(bool(incomplete))
 
 
@@ -145,7 +144,7 @@ def main(config: SweepConfig) -> int:
     count, visible = device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible and count else [*map(str, range(count))]
     incomplete = train_all(members, config.at_once or len(gpus) or 1, gpus)
-    return compare(members, incomplete, f"{config.run_name}-sweep")
+    return compare(members, incomplete, Path(config.output_dir, f"{config.run_name}-sweep.json"))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from runs import training_config
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
-from gpt2_ddp.reports.groups import compare, critical_value, describe, group_runs, interval
+from gpt2_ddp.files import read_json
+from gpt2_ddp.reports.groups import compare, content, critical_value, describe, group_runs
 from gpt2_ddp.reports.picture import draw
 from gpt2_ddp.reports.report import report, write_report
 from gpt2_ddp.reports.runs import read_runs
@@ -251,7 +252,7 @@ ONE, TWO = {1: 3.31, 2: 3.27, 3: 3.42}, {1: 3.22, 2: 3.21, 3: 3.30}
 
 
 class Runs:
-    """Run folders in a folder: `add` makes some, `table` describes all."""
+    """Run folders in a folder: `add` makes some, `content` reads all."""
 
     def __init__(self, folder):
         self.folder, self.paths = folder, []
@@ -269,12 +270,8 @@ class Runs:
                 make_run(self.folder / f"run{len(self.paths)}", rows, state, seed=seed, **{"optim.lr": lr})
             )
 
-    def table(self):
-        """The lines of each group, the first one in its columns."""
-        _, *lines = describe(group_runs(read_runs(self.paths)))
-        begins = [number for number, line in enumerate(lines) if line[0] != " "]
-        parts = [lines[begin:end] for begin, end in zip(begins, [*begins[1:], None], strict=True)]
-        return [(first.split(None, 5), [line.strip() for line in below]) for first, *below in parts]
+    def content(self):
+        return content(group_runs(read_runs(self.paths)))
 
 
 @pytest.fixture
@@ -285,14 +282,13 @@ def runs(tmp_path):
 @pytest.mark.parametrize("other", [TWO, {2: 3.2, 3: 3.5, 9: 1.0}])  # a loss of another seed does not count
 def test_differences_are_scipys(other):
     stats = pytest.importorskip("scipy.stats")
-    shared = ONE.keys() & other.keys()
+    found, shared = compare(ONE, other), ONE.keys() & other.keys()
     a, b = ([each[seed] for seed in shared] for each in (ONE, other))
-    test, pairs = stats.ttest_rel(b, a), np.subtract(b, a)
-    assert_close(interval(pairs, 1), test.confidence_interval())
-    assert_close(interval(pairs, 7), test.confidence_interval(1 - 0.05 / 7))
-    text = compare(ONE, other)
-    assert (float(text.partition(",")[0]), text.endswith(": differs")) == (float(f"{pairs.mean():.3g}"), test[1] < 0.05)
-    assert f"({len(shared)} seeds)" in text
+    test = stats.ttest_rel(b, a)
+    assert_close((found.difference, found.difference / found.standard_error), (np.mean(b) - np.mean(a), test[0]))
+    assert (found.n, found.differs) == (len(shared), test[1] < 0.05)
+    assert_close(found.interval, test.confidence_interval())
+    assert_close(compare(ONE, other, 7).interval, test.confidence_interval(1 - 0.05 / 7))
     for level, freedom in ((0.95, 9), (0.99, 4)):
         assert_close(critical_value(level, freedom), stats.t.ppf((1 + level) / 2, freedom))
 
@@ -307,15 +303,15 @@ def test_left_out_runs_are_named(runs):
     runs.add({6: None, 7: None}, lr=3e-3)
     runs.add({2: 4.0}, lr=4e-3)
     runs.add({9: 4.0}, lr=5e-3)
-    (first, _), (second, below), (_, third), (single, fourth), (_, fifth) = runs.table()
+    first, second, _, single, _ = groups = runs.content()
     losses = np.array([*ONE.values()])
-    assert first == ["1", "3", "of", "3", "3", f"{losses.mean():.4f} ± {losses.std(ddof=1):.2g}"]
-    assert second[1:5] == ["6", "of", "9", "4"]
-    assert second[5].startswith(f"{np.mean([3.23, 3.21, 3.30, 3.1]):.4f} ±")
-    assert "(3 seeds, 4 comparisons)" in below[1]
-    assert single[5] == "4.0000"
-    assert fourth[1] == f"{4 - ONE[2]:+.3g} (one seed: no spread)"
-    assert third[1] == fifth[1] == "not compared: no seed with this score in both groups"
+    assert_close((first["mean"], first["sd"]), (losses.mean(), losses.std(ddof=1)))
+    assert_close(second["mean"], np.mean([3.23, 3.21, 3.30, 3.1]))
+    assert (second["completed"], second["n"], second["difference"]["n"]) == (6, 4, 3)
+    assert (single["sd"], single["difference"]["standard_error"]) == (None, None)
+    differences = [group["difference"]["difference"] for group in groups[2:]]
+    assert_close(differences.pop(1), 4 - ONE[2])
+    assert differences == [None, None]
     lines = "\n".join(describe(group_runs(read_runs(runs.paths))))
     for remark in ("run8: diverged", "run9: failed", "run10: stopped", "run11: no finite", "run12: no finite"):
         assert remark in lines
@@ -326,26 +322,24 @@ def test_what_does_not_compare(runs):
     runs.add(TWO, lr=2e-3, val_tokens=512)
     runs.add({1: 3.0}, lr=3e-3)
     runs.add({2: 3.0}, lr=3e-3, val_tokens=512)
-    _, (_, second), (mixed, _) = runs.table()
-    assert second[1].startswith("not compared: evaluations of")
-    assert mixed[-1] == "–"
+    _, second, mixed = runs.content()
+    assert (second["difference"]["difference"], mixed["mean"]) == (None, None)
 
 
 def test_bits_per_byte_compare_where_the_tokenizers_differ(runs):
     runs.add(ONE, tokenizer="1")
     runs.add(TWO, lr=2e-3, tokenizer="2")
-    (first, _), (_, second) = runs.table()
+    first, second = runs.content()
     losses = np.array([*ONE.values()]) / 3
-    assert first[-1] == f"{losses.mean():.4f} ± {losses.std(ddof=1):.2g}"
-    assert "(3 seeds)" in second[1]
-    assert "last val_bits_per_byte" in describe(group_runs(read_runs(runs.paths)))[0]
+    assert_close((first["mean"], first["sd"]), (losses.mean(), losses.std(ddof=1)))
+    assert (second["score"], second["difference"]["n"]) == ("val_bits_per_byte", 3)
 
 
 HEADINGS = """
-optim.lr=1, optim.y=null | 2
-optim.lr=1 | 1
-optim.lr=1.0 | 1
-run4 | 1
+optim.lr=1, optim.y=null | {"optim.lr": 1, "optim.y": null} | 2
+optim.lr=1 | {"optim.lr": 1} | 1
+optim.lr=1.0 | {"optim.lr": 1.0} | 1
+run4 | {} | 1
 """
 
 
@@ -353,8 +347,20 @@ def test_headings_are_the_fields_that_differ(runs):
     runs.add(dict.fromkeys(range(5), 3.0))
     for number, (path, text) in enumerate(zip(runs.paths, ["1, y: null", "1, y: null", "1", "1.0", "{"], strict=True)):
         (path / "config.yaml").write_text(f"seed: {number}\nrun_name: r{number}\ntokens: 5\noptim: {{lr: {text}}}")
-    found = [f"{group.heading} | {len(group.runs)}" for group in group_runs(read_runs(runs.paths))]
+    found = [f"{group['heading']} | {json.dumps(group['fields'])} | {len(group['runs'])}" for group in runs.content()]
     assert found == HEADINGS.strip().splitlines()
+
+
+def test_json_has_no_nan(runs):
+    runs.add({1: 3.25})
+    runs.add({5: math.nan, 6: math.inf}, lr=2e-3, state="diverged")
+    output = runs.folder / "x.json"
+    assert report(ReportConfig(runs=tuple(map(str, runs.paths)), output=str(output))) == 0
+    assert sorted(file.name for file in runs.folder.glob("x.*")) == ["x.html", "x.json", "x.png"]
+    assert "NaN" not in output.read_text()
+    found = read_json(output)["groups"]
+    assert found == runs.content()
+    assert [(group["n"], group["completed"], len(group["runs"])) for group in found] == [(1, 1, 1), (0, 0, 2)]
 
 
 def test_a_group_has_a_colour(runs):

@@ -16,6 +16,7 @@ from commands import ROOT, SCRIPTS, environment, expect_error
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.distributed.signals import Stopped
+from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.verify import verify_run
 
@@ -91,13 +92,12 @@ def test_a_refused_run_fails_the_sweep_and_what_it_had_before_is_not_compared(th
         shutil.copytree(ROOT / "tests/golden/gpt2_run", member.folder)
         (member.folder / "status.json").write_text('{"state": "completed", "step": 8, "reason": ""}')
     ends = {member.folder: "failed: error: something" for member in three[1:]}
-    assert sweep.compare(three, ends, "a-sweep") == 1
+    assert sweep.compare(three, ends, tmp_path / "a-sweep.json") == 1
     output = capsys.readouterr().out
     assert [folder for folder in ends if f"{folder} failed: " not in output] == []
-    assert "1 of 1" in output
-    page = (tmp_path / "a-sweep.html").read_text()
-    assert ("a-seed_1" in page, "a-seed_2" in page) == (True, False)
-    assert sweep.compare(three[:1], {}, "a-sweep") == 0
+    (group,) = read_json(tmp_path / "a-sweep.json")["groups"]
+    assert [run["name"] for run in group["runs"]] == ["a-seed_1"]
+    assert sweep.compare(three[:1], {}, tmp_path / "a-sweep.json") == 0
 
 
 def test_a_signal_stops_the_runs_and_begins_no_other(three, monkeypatch, capsys):
@@ -151,4 +151,4 @@ def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpu
     for run, record in zip(runs, read_runs(runs), strict=True):
         assert [row["step"] for row in record.rows] == [0, *range(5, 61, 5)]
         assert verify_run(VerifyConfig(run=str(run))) == 0
-    assert again.stdout.count("2 of 2") == 2
+    assert [len(group["runs"]) for group in read_json(tmp_path / "a-sweep.json")["groups"]] == [2, 2]

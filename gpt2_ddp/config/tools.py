@@ -144,8 +144,8 @@ class ReportConfig(Command):
     runs: tuple[str, ...] = Field(default=("runs/stdlib",), min_length=1)
     """run folders"""
     output: str | None = None
-    """folder for report.html and report.png; null: the run's folder; for several runs comparison.html and
-    comparison.png in the first run's folder"""
+    """folder for report.html and report.png. FOLDER/NAME.json: NAME.html, NAME.png, and NAME.json with the groups of
+    seeds. null: the run's folder; for several runs comparison.html and comparison.png in the first run's folder"""
 
 
 class StatusConfig(Command):

@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 import numpy as np
 
+from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
-from gpt2_ddp.reports.runs import SCORED, RunRecord, share_tokens
+from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
@@ -21,9 +23,10 @@ VALUE, LINE = 60, 130
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Runs whose configurations differ in OWN only."""
+    """Runs whose configurations differ in OWN only. `fields`: those in which the groups differ, if a run has them."""
 
     heading: str
+    fields: Row
     runs: list[RunRecord]
 
     @property
@@ -45,6 +48,18 @@ class Group:
         return {seed: fmean(values) for seed, values in found.items()}
 
 
+class Difference(NamedTuple):
+    """Mean difference of a group's last evaluations to those of the first group with the same seeds. None: undefined,
+    for the reason in `text`."""
+
+    text: str
+    difference: float | None = None
+    standard_error: float | None = None
+    n: int | None = None  # seeds
+    interval: tuple[float, float] | None = None  # with the true difference in 95 % of tables, for all of its rows
+    differs: bool | None = None  # whether the interval is without 0
+
+
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """Groups in the order of their first runs. A run without a readable configuration is a group of its own. Headings
     list the fields in which the groups differ."""
@@ -57,7 +72,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     for first, *others in members.values():
         fields = {name: first.config[name] for name in names if name in first.config}
         parts = [f"{name}={'null' if value is None else truncate(value, VALUE)}" for name, value in fields.items()]
-        groups.append(Group(", ".join(parts) or first.name, [first, *others]))
+        groups.append(Group(", ".join(parts) or first.name, fields, [first, *others]))
     return groups
 
 
@@ -68,25 +83,23 @@ def differing(runs: Iterable[RunRecord]) -> list[str]:
     return [name for name in names if len({repr(config.get(name, ...)) for config in known}) > 1]
 
 
-def compare(one: dict[str, float], two: dict[str, float], comparisons: int = 1) -> str:
-    """The mean difference of scores by seed, of the first group and another, over the seeds that both have, and its
-    interval."""
+def compare(one: dict[str, float], two: dict[str, float], comparisons: int = 1) -> Difference:
+    """The difference of scores by seed, of the first group and another, over the seeds that both have, with Student's
+    interval of paired differences. Of several `comparisons` in a table, each has a wider one (Bonferroni)."""
     pairs = [two[seed] - one[seed] for seed in one if seed in two]
     if not pairs:
-        return "not compared: no seed with this score in both groups"
-    if len(pairs) == 1:
-        return f"{pairs[0]:+.3g} (one seed: no spread)"
-    low, high = interval(pairs, comparisons)
-    verb = "no difference shown" if low <= 0 <= high else "differs"
-    count = f"{len(pairs)} seeds" + f", {comparisons} comparisons" * (comparisons > 1)
-    return f"{fmean(pairs):+.3g}, 95 % interval {low:+.3g} to {high:+.3g} ({count}): {verb}"
-
-
-def interval(pairs: Sequence[float], comparisons: int) -> tuple[float, float]:
-    """Student's interval of paired differences, two at least. It holds the true difference in 95 % of tables: of
-    several `comparisons` in a table, each has a wider one (Bonferroni)."""
-    width = critical_value(1 - 0.05 / comparisons, len(pairs) - 1) * stdev(pairs) / math.sqrt(len(pairs))
-    return fmean(pairs) - width, fmean(pairs) + width
+        return Difference("not compared: no seed with this score in both groups")
+    n, difference = len(pairs), fmean(pairs)
+    if n == 1:
+        return Difference(f"{difference:+.3g} (one seed: no spread)", difference, n=n)
+    error = stdev(pairs) / math.sqrt(n)
+    width = critical_value(1 - 0.05 / comparisons, n - 1) * error
+    low, high = difference - width, difference + width
+    differs = not low <= 0 <= high
+    verb = "differs" if differs else "no difference shown"
+    count = f"{n} seeds" + f", {comparisons} comparisons" * (comparisons > 1)
+    text = f"{difference:+.3g}, 95 % interval {low:+.3g} to {high:+.3g} ({count}): {verb}"
+    return Difference(text, difference, error, n, (low, high), differs)
 
 
 def critical_value(level: float, freedom: int) -> float:
@@ -99,23 +112,47 @@ def critical_value(level: float, freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(np.interp(level, within, ends[1:]))
 
 
-def describe(groups: Sequence[Group]) -> list[str]:
-    """A table as lines of text. Its scores are the last val_loss, or bits per byte where the tokenizers differ. Below
-    the numbered rows are headings, differences to the first group, and remarks."""
+def content(groups: Sequence[Group]) -> list[Row]:
+    """The groups for JSON: None for what is undefined. Their score is the last val_loss, or bits per byte where the
+    tokenizers differ."""
     score = SCORED[not share_tokens(run for group in groups for run in group.runs)]
-    rows, below = [["group", "completed", "n", f"last {score}"]], []
-    for number, group in enumerate(groups, 1):
+    found: list[Row] = []
+    for group in groups:
         values = group.values(score)
-        figure = "–"
-        if values and not _unlike(group.scored):
-            spread = f" ± {stdev(values.values()):.2g}" if len(values) > 1 else ""
-            figure = f"{fmean(values.values()):.4f}{spread}"
-        rows.append([str(number), f"{len(group.completed)} of {len(group.runs)}", str(len(values)), figure])
-        texts = [group.heading]
-        if number > 1:
+        alike = [] if _unlike(group.scored) else [*values.values()]
+        each = None
+        if found:
             reason = _unlike([*groups[0].scored, *group.scored])
-            texts.append(reason or compare(groups[0].values(score), values, len(groups) - 1))
-        below.append([f"  {truncate(text, LINE - 2)}" for text in (*texts, *_remarks(group))])
+            each = Difference(reason) if reason else compare(groups[0].values(score), values, len(groups) - 1)
+        found.append({
+            "heading": group.heading,
+            "fields": finite(group.fields),
+            "runs": [
+                finite({"name": run.name, "seed": run.config.get("seed"), "state": run.state, score: run.scores[score]})
+                for run in group.runs
+            ],
+            "completed": len(group.completed),
+            "n": len(values),
+            "score": score,
+            "mean": fmean(alike) if alike else None,
+            "sd": stdev(alike) if len(alike) > 1 else None,
+            "difference": each and each._asdict(),
+            "remarks": _remarks(group),
+        })  # fmt: skip
+    return found
+
+
+def describe(groups: Sequence[Group]) -> list[str]:
+    """A table as lines of text. Below the numbered rows are headings, differences to the first group, and remarks."""
+    found = content(groups)
+    rows, below = [["group", "completed", "n", *{f"last {group['score']}" for group in found}]], []
+    for number, group in enumerate(found, 1):
+        mean, deviation = group["mean"], group["sd"]
+        figure = "–" if mean is None else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.2g}")
+        rows.append([str(number), f"{group['completed']} of {len(group['runs'])}", str(group["n"]), figure])
+        difference = [group["difference"]["text"]] if group["difference"] else []
+        texts = [group["heading"], *difference, *group["remarks"]]
+        below.append([f"  {truncate(text, LINE - 2)}" for text in texts])
     first, *lines = text_table(rows).split("\n")
     return [first, *(text for line, texts in zip(lines, below, strict=True) for text in (line, *texts))]
 

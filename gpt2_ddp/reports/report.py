@@ -3,6 +3,7 @@
 The page is one HTML document that links to nothing, fetches nothing and runs no script.
 """
 
+import json
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -13,7 +14,7 @@ from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
-from gpt2_ddp.reports.groups import describe, differing, group_runs
+from gpt2_ddp.reports.groups import content, describe, differing, group_runs
 from gpt2_ddp.reports.picture import as_png, draw
 from gpt2_ddp.reports.runs import RunRecord, read_runs
 
@@ -32,12 +33,17 @@ def report(config: ReportConfig) -> int:
 
 
 def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
-    """Writes NAME.html and NAME.png of run folders into the folder `output`, each complete or not at all. Returns the
-    path of NAME.html. Missing and torn rows and files are omitted, with a note on the page. Raises: UserError if a
-    folder has no metrics to show, or `output` cannot be written."""
+    """Writes NAME.html and NAME.png of run folders into the folder `output`, each complete or not at all. If `output`
+    is FOLDER/NAME.json, writes that file, too, with the groups of runs. Returns the path of NAME.html. Missing and torn
+    rows and files are omitted, with a note on the page. Raises: UserError if a folder has no metrics to show, or
+    `output` cannot be written."""
     loaded = read_runs(runs)
     png = as_png(draw(loaded))
     files = {"png": png, "html": page(loaded, png).encode(errors="replace")}
+    if output.suffix == ".json" and not output.is_dir():
+        text = json.dumps({"groups": content(group_runs(loaded))}, ensure_ascii=False, default=str, indent=2)
+        files["json"] = f"{text}\n".encode(errors="replace")  # a text may hold half a character
+        output, name = output.parent, output.stem
     make_output_folder(output)
     for kind, data in files.items():
         write_atomically(output / f"{name}.{kind}", [data])
