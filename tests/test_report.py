@@ -195,6 +195,16 @@ def test_tokenizers_that_differ(tmp_path, unpainted):
     assert page.rows[""] == ["1", "3/1", "never"]
 
 
+def test_what_a_run_is_drawn_along(tmp_path):
+    rows = metrics(3)
+    doubled = [row | {"tokens": 2 * row["tokens"]} for row in rows]
+    all_rows = [rows, rows, doubled, [{"step": 1, "loss": 1.0}], [{"step": 1, "loss": 1.0, "tokens": math.inf}]]
+    run, *others = [make_run(tmp_path / str(number), rows) for number, rows in enumerate(all_rows)]
+    for other, label in zip(others, ("step", "tokens", "step", "step"), strict=True):
+        loss = draw(read_runs([run, other])).axes[0]
+        assert (loss.get_xlabel(), loss.dataLim.x1) == (label, 60 * BATCH if label == "tokens" else 30)
+
+
 def test_events_are_no_rows(tmp_path):
     rows = metrics(30)[21:]
     rows.insert(0, {"event": "branch", "step": 200, "of": "runs/x"})
@@ -205,7 +215,7 @@ def test_events_are_no_rows(tmp_path):
     (run,) = read_runs([make_run(tmp_path / "run", rows)])
     assert [row["step"] for row in run.rows] == [210, 220, 230, *range(250, 301, 10)]
     legend = str(draw([run]).axes[0].get_legend().texts)
-    assert "not a finite number" in legend
+    assert all(key in legend for key in ("resumed", "rollback to this step", "not a finite number"))
 
 
 DEEP = "[" * 400 + "]" * 400

@@ -4,7 +4,7 @@ Runs that differ only in their seed have the same colour. Nothing is smoothed.
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +21,42 @@ from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.runs import RunRecord, share_tokens
 
 STYLE = matplotlib.rc_params_from_file(str(Path(__file__).with_suffix(".mplstyle")), use_default_template=False)
+NOT_FINITE = "not a finite number"
+EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|")}
+"""Marks below the loss, by event."""
 PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
 """Titles of the panels beside the loss, by metric."""
 
 
+Along = Callable[[RunRecord, np.ndarray], np.ndarray]
+"""Positions of a run's steps [n] on the x axis [n]."""
 Colors = Mapping[RunRecord, str]
 
 
 def draw(runs: Sequence[RunRecord]) -> Figure:
-    """The figure of runs, along steps."""
+    """The figure of runs, along steps, or tokens if they differ in tokens per step and all are known."""
     groups = group_runs(runs)
     colors = {run: f"C{number}" for number, group in enumerate(groups) for run in group.runs}
+    rates = {round(run.tokens_per_step) for run in runs}
+    by_tokens = len(rates) > 1 and 0 not in rates
+    along = RunRecord.tokens_at if by_tokens else lambda run, steps: steps
     unit = " or ".join(dict.fromkeys(run.unit for run in runs))
     metrics = [metric for metric in PANELS if any(len(run.series(metric)[0]) for run in runs)]
     with matplotlib.rc_context(STYLE):
         rows = len(metrics) // 2 + 1
         figure = Figure(figsize=(11, 3.4 * rows), layout="constrained")
         loss, *others = (figure.add_subplot(rows, 2, number) for number in range(1, len(metrics) + 2))
-        _draw_loss(loss, colors, unit)
+        _draw_loss(loss, colors, along, unit)
         for panel, metric in zip(others, metrics, strict=True):
             panel.set_title(PANELS[metric].format(unit=unit))
-            _plot(panel, colors, metric, alpha=0.8)
+            _plot(panel, colors, metric, along, alpha=0.8)
             if metric == "grad_norm":
                 _make_logarithmic(panel)
             else:
                 panel.set_ylim(bottom=0)
                 panel.yaxis.set_major_formatter(_plain(panel.dataLim.y1))
         for panel in figure.axes:
-            panel.set_xlabel("step")
+            panel.set_xlabel(unit if by_tokens else "step")
             panel.xaxis.set_major_formatter(_plain(panel.get_xlim()[1]))
         if len(groups) > 1:
             names = [truncate(group.heading, 64) for group in groups]
@@ -57,40 +65,43 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
     return figure
 
 
-def _draw_loss(panel: Axes, colors: Colors, unit: str) -> None:
+def _draw_loss(panel: Axes, colors: Colors, along: Along, unit: str) -> None:
     look = {"linewidth": 1.6, "marker": "o", "markersize": 4, "markeredgecolor": "black"}
     if share_tokens(colors):
         panel.set_title("Loss (nats per token, log scale)" if unit == "tokens" else "Loss (log scale)")
         panel.plot([], [], color="gray", alpha=0.6, label="train")
-        _plot(panel, colors, "loss_mean", alpha=0.6)
-        _plot(panel, colors, "val_loss", **look)
+        _plot(panel, colors, "loss_mean", along, alpha=0.6)
+        _plot(panel, colors, "val_loss", along, **look)
     else:
         panel.set_title("Validation loss (bits per byte, log scale; the tokenizers differ)")
-        _plot(panel, colors, "val_bits_per_byte", **look)
+        _plot(panel, colors, "val_bits_per_byte", along, **look)
     panel.plot([], [], color="gray", label="validation", **look)
     for run, color in colors.items():
+        later = [row for row in run.events if row["step"] > run.rows[0]["step"]]
+        for event, (label, marker) in EVENTS.items():
+            steps = np.array([row["step"] for row in later if row["event"] == event])
+            _mark(panel, along(run, steps), label, color=color, marker=marker)
         steps, _ = run.series("not_finite")  # losses that a row's mean leaves out
-        _mark(panel, steps, color)
+        _mark(panel, along(run, steps), NOT_FINITE, color=color, marker="x")
     _make_logarithmic(panel)
     handles, labels = panel.get_legend_handles_labels()
     panel.legend(handles=dict(zip(labels, handles, strict=True)).values())
 
 
-def _plot(panel: Axes, colors: Colors, metric: str, **look: Any) -> None:
+def _plot(panel: Axes, colors: Colors, metric: str, along: Along, **look: Any) -> None:
     """Draws a metric of each run, with crosses for values that are not finite."""
     for run, color in colors.items():
         steps, values = run.series(metric)
-        finite = np.isfinite(values)
-        panel.plot(steps, np.where(finite, values, np.nan), color=color, **look)
-        _mark(panel, steps[~finite], color)
+        x, finite = along(run, steps), np.isfinite(values)
+        panel.plot(x, np.where(finite, values, np.nan), color=color, **look)
+        _mark(panel, x[~finite], NOT_FINITE, color=color, marker="x")
 
 
-def _mark(panel: Axes, steps: np.ndarray, color: str) -> None:
-    """Marks steps with a number that is not finite, at the foot of a panel."""
-    if len(steps):
-        foot = np.full(len(steps), 0.03)
-        where = panel.get_xaxis_transform()
-        panel.plot(steps, foot, "x", color=color, transform=where, label="not a finite number")
+def _mark(panel: Axes, x: np.ndarray, label: str, **look: Any) -> None:
+    """Marks at the foot of a panel."""
+    if len(x):
+        foot = np.full(len(x), 0.03)
+        panel.plot(x, foot, transform=panel.get_xaxis_transform(), linestyle="", label=label, **look)
 
 
 def _plain(largest: float) -> Formatter:

@@ -91,6 +91,12 @@ class RunRecord:
         return steps, values
 
     @property
+    def tokens_per_step(self) -> float:
+        """Tokens per optimizer step, 0 when unknown."""
+        steps, tokens = self.series("tokens")
+        return tokens[-1] / steps[-1] if steps.any() and np.isfinite(tokens[-1]) else 0.0
+
+    @property
     def state(self) -> str:
         return truncate(self.status.get("state", "unknown state"), 60)
 
@@ -104,6 +110,12 @@ class RunRecord:
     def start(self) -> Row:
         """The newest start, or an empty row."""
         return next((event for event in reversed(self.events) if event["event"] == "start"), {})
+
+    def tokens_at(self, steps: np.ndarray) -> np.ndarray:
+        """Tokens until each of the steps [n], between rows in proportion [n]. Needs a known `tokens_per_step`."""
+        places, tokens = self.series("tokens")
+        finite = np.isfinite(tokens)
+        return np.interp(steps, places[finite], tokens[finite])
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
