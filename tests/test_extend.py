@@ -62,7 +62,7 @@ def test_each_class_of_the_page_is_trained_below():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "parallel"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("world", "parallel"), [(2, "ddp"), (2, "fsdp")])
 def test_the_classes_of_the_page_are_stopped_and_resumed(short_documents, tmp_path, capsys, world, parallel):
     """Bitwise, without a word of the class, and verified with its own schedule and order."""
     names = [name for name in OWN if (name, parallel) != ("Rhymes", "fsdp")]  # norms of gradients would be of parts
