@@ -70,9 +70,9 @@ FILLS = ("normal_.default", "uniform_.default", "zero_.default", "fill_.Scalar")
 
 
 def make_model(make: Callable[[], Any]) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
-    """The model that `make` returns, on the meta device; and names and values of its weights, drawn as `make` draws them
-    from the seed. They come one tensor after another, or all at once if the model does more than to fill whole tensors.
-    Raises: UserError for a buffer whose values would be unknown."""
+    """The model that `make` returns, on the meta device, and names and values of its weights, drawn as `make` draws
+    them from the seed. They come one tensor after another, or all at once if the model does more than to fill
+    whole tensors. Raises: UserError for a buffer whose values would be unknown."""
     calls: list[Any] = []  # that fill the tensor with this id; 0: another operation
 
     class Record(TorchDispatchMode):  # torch has no public way to see operations
