@@ -35,7 +35,7 @@ STEPS = "figure or skipped or left_alone or mean_loss or patience_ends or short_
 ENDS = "sign_of or without_scores or newest_checkpoint_of or agreed_on or drawn or flipped or all_the_same"
 BACK = "every_gradient or poisoned or start_is_there or job_that_diverges or to_go_back_to or beginning or looks_at"
 STATISTICS = "optim and not (iteration or orthogonal) or running_statistics or spike or skipped"
-SUMS = "judge or knows_where or job or all_the_same or kept or mean or numbers"
+SUMS = "judge or knows_where or job or all_the_same or kept or mean or numbers or running_statistics"
 TABLE = f"""
 data/order.py 20 tests/test_order.py tests/test_mixture.py -k order
 data/feed.py 24 tests/test_feed.py -k 'not (workers or windows)'
@@ -137,6 +137,12 @@ data/feed.py: both are past every position
 data/mixture.py: both have a value per source
 - epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]
 + epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders)]
+model/muon.py: as many updates as matrices
+- updates |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype), strict=True)
++ updates |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype))
+model/muon.py: two ways to the same matrix
+- if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
++ if dtype == torch.float32 and x.size(2) >= 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
 training/guard.py: of no value, the variance is not used
 - def __init__(self, device: torch.device | str = "cpu", state: Sums = (0, 0, 0)):
 + def __init__(self, device: torch.device | str = "cpu", state: Sums = (0, 0, 1)):

@@ -29,7 +29,14 @@ from gpt2_ddp.model.optim import (
 )
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.optimizer import GuardedOptimizer, default_decay_steps, lr_at, schedule_note, set_values
+from gpt2_ddp.training.optimizer import (
+    GuardedOptimizer,
+    default_decay_steps,
+    lr_at,
+    named_losses,
+    schedule_note,
+    set_values,
+)
 from gpt2_ddp.training.strategy import Replicated
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
@@ -327,3 +334,9 @@ def test_the_numbers_that_an_optimizer_keeps(name):
     optimizer.step()
     kept = [value for state in optimizer.state.values() for kind, value in state.items() if kind != "step"]
     assert setting_of(config, model, "cpu", 1, "no").state == sum(value.numel() for value in kept)
+
+
+def test_a_loss_alone_and_one_with_others_have_names():
+    loss = torch.ones(())
+    assert named_losses(loss) == {"loss": loss}
+    assert named_losses((loss, {"balance": -loss})) == {"loss": loss, "balance": -loss}
