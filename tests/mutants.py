@@ -45,19 +45,20 @@ training/guard.py 24 LATE GUARD tests/test_losses.py -k '{SUMS}'
 training/optimizer.py 20 tests/test_optim.py GUARD -k '{STATISTICS} or schedule'
 checkpoint/checkpoint.py 6 tests/test_checkpoint.py -k 'not killed'
 checkpoint/intact.py 14 tests/test_checkpoint.py -k 'not killed'
-checkpoint/store.py 18 tests/test_checkpoint.py -k 'not flipped'
+checkpoint/store.py 18 tests/test_checkpoint.py tests/test_background.py -k 'not flipped'
 model/evaluate.py 18 tests/test_evaluate.py tests/test_mixture.py -k 'not hang and (evaluate or of_a_mixture)'
 model/optim.py 16 tests/test_optim.py
 model/muon.py 14 tests/test_optim.py tests/test_loop.py -k 'optim or accumulation'
 checkpoint/run_files.py 16 tests/test_rows.py CHAIN
 checkpoint/run_folder.py 8 CHAIN
-reports/recompute.py 20 tests/test_verify.py
+reports/recompute.py 20 tests/test_verify.py tests/test_branch.py SCALED -k 'verify or branch or scale'
 """
 SHORT = {
     "LOOP": (
         "tests/test_ranks.py tests/test_loop.py tests/test_replica_check.py tests/test_numbers.py tests/test_task.py"
         " tests/test_losses.py tests/test_run.py tests/test_resumed.py tests/test_stop.py tests/test_own_numbers.py"
     ),
+    "SCALED": "tests/test_supervised.py",
     "LATE": "GUARD::test_each_step_is_judged_two_steps_late GUARD::test_a_resumed_guard_judges_alike",
     "GUARD": "tests/faults/test_guard.py",
     "CHAIN": "tests/test_tracking.py tests/test_verify.py -k 'not (lock or crash or prompt)'",

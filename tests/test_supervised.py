@@ -13,6 +13,7 @@ from commands import expect_error
 from ranks import in_turn, run_ranks
 from runs import (
     complete,
+    is_intact,
     job_config,
     rows,
     weights,
@@ -128,6 +129,7 @@ def test_images_are_scored_as_by_a_plain_computation_and_their_folder_may_move(t
 def test_scale_with_processes(tmp_path):
     complete(job_config("regression", tmp_path, {"scale_with_processes": True}), 2)
     assert_by_hand(tmp_path, job_config("regression", tmp_path, {"train.global_batch_size": 24, "optim.lr": 0.02}))
+    assert is_intact(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("name", "value", "processes"), [
