@@ -37,7 +37,7 @@ DEFAULTS = {
     "transformer": ("configs/jobs/transformer.yaml", 2000),
     "gpt2": ("configs/gpt2_30m.yaml", 20),
 }
-"""The jobs, and the default configuration and number of timed steps of each: some ten seconds on one core."""
+"""The jobs, and the default configuration and number of timed steps of each."""
 
 COLUMNS = ["job", "way", "wall s", "speed-up", "peak MB per process", "final metric", "Δ parameters"]
 Row = dict[str, Any]  # the numbers of one strategy for one job
