@@ -142,6 +142,14 @@ def test_the_checkpoint_to_go_back_to_is_kept(tiny_config, tmp_path):
     assert saved_steps(tmp_path / "runs/run") == [0, 9]  # the best, and the good one
 
 
+def test_checkpoints_of_bad_steps_go_with_the_rollback(tiny_config, tmp_path):
+    """Stopped after the first step behind it, the 15th that it takes: a resume must not begin at a bad one."""
+    config = tiny_config(GUARD | {"checkpoint.every": 1})
+    assert run_ranks(train_with_faults, 1, config, POISON, math.nan, 15, signal.SIGTERM) == ["stopped"]
+    assert returns(tmp_path / "runs/run") == [(9, 14, [12 * 9, 12 * 14])]
+    assert saved_steps(tmp_path / "runs/run")[-1] == 10
+
+
 def test_a_new_run_saves_its_start_once(tiny_config, tmp_path):
     """Also where its evaluation is the best so far: a kill between two saves of one step would leave one unrecorded."""
     train(tiny_config({"train.steps": 2, "eval.patience": 5}))
