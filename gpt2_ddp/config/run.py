@@ -88,8 +88,6 @@ class KeepConfig(Section):
     mirror: Annotated[str | None, only(Url | None, MIRROR)] = None
     """URL of a folder for a copy of the run, such as s3://BUCKET/runs (any URL of fsspec); each checkpoint is copied in
     the background, and a machine without the run restores it from there (docs/cloud.md); null: no copy"""
-    mirror_seconds: NonNegativeFloat = 20
-    """longest wait for the mirror when the run ends or is stopped"""
 
 
 class TrackingConfig(Section):
