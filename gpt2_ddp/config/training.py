@@ -125,8 +125,6 @@ class ModelConfig(Section):
     """context length T in tokens: length of a training window, and of the model's longest input"""
     dropout: Fraction = 0.0
     """dropout probability in embeddings, attention and residual branches"""
-    bias: bool = True
-    """gpt2: biases in linear layers and LayerNorms; the other architectures have none"""
     n_inner: int | None = Field(default=None, ge=1, le=10**7)
     """width of the MLP; null: 4 n_embd, or with SwiGLU 8/3 n_embd, rounded up to a multiple of 64"""
     rope_theta: PositiveFloat = 10_000.0
@@ -138,11 +136,6 @@ class ModelConfig(Section):
     def key_heads(self) -> int:
         """Heads of keys and values."""
         return self.n_kv_head or self.n_head
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether linear layers have biases."""
-        return self.bias and self.architecture == "gpt2"
 
 
 WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
