@@ -251,9 +251,6 @@ class ParallelConfig(Section):
     (docs/sharded.md), which `accelerate config` may select, too"""
     replicas: PositiveInt = 1
     """fsdp: groups of processes; each group has the model once, in parts; a divisor of the number of processes"""
-    reduce: Literal["last", "each"] = "last"
-    """fsdp: micro-batches after which the processes add up their gradients; last: once a step, until when each has
-    gradients of the whole model; each: less memory, more communication"""
 
 
 TaskName = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]
@@ -379,7 +376,7 @@ class TrainingConfig(RunConfig):
         """Fields of another optimizer, and of sharding without it, which `accelerate config` may select, too."""
         owners = {"optim.muon_lr": "optim.name muon"} if self.optim.name != "muon" else {}
         if self.launch.parallel != "fsdp" and os.environ.get("ACCELERATE_USE_FSDP") != "true":
-            owners |= dict.fromkeys(("launch.replicas", "launch.reduce"), "launch.parallel fsdp")
+            owners["launch.replicas"] = "launch.parallel fsdp"
         given = flat(self.model_dump(exclude_defaults=True))
         for name in owners:
             if name in given:
