@@ -7,7 +7,6 @@ Fields, values, defaults and meanings come from the same classes as `--help`; gr
 """
 
 import ast
-import inspect
 import re
 import runpy
 import sys
@@ -75,9 +74,6 @@ def limits_of(metadata: Iterable[Any]) -> str:
         ]
         if pattern := getattr(constraint, "pattern", None):
             found.append(f"matches `{pattern}`")
-        check = getattr(constraint, "func", None)
-        if hint := inspect.getclosurevars(check).nonlocals.get("hint") if inspect.isfunction(check) else None:
-            found += ["≥ 1"] * ("at least 1" in hint)
     return ", ".join(found)
 
 

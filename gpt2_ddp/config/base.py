@@ -5,6 +5,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 import pydantic
@@ -39,12 +40,9 @@ def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None =
     return found
 
 
-def kinds_of(field: FieldInfo) -> list[Any]:
-    """The types in a field's annotation, and the words and conditions in them."""
-    kinds = [field.annotation]
-    for kind in kinds:
-        kinds += get_args(kind)
-    return kinds
+def kinds_of(annotation: Any) -> list[Any]:
+    """The types in an annotation, and the words and conditions in them."""
+    return [annotation, *chain.from_iterable(map(kinds_of, get_args(annotation)))]
 
 
 class Section(BaseModel):
@@ -64,7 +62,7 @@ class Section(BaseModel):
     @classmethod
     def _check_kind(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name or ""]
-        kinds = kinds_of(field)
+        kinds = kinds_of(field.annotation)
         takes_list = get_origin(field.annotation) is tuple
         if str(value).lower() in ("none", "null") and (takes_list or type(None) in kinds):
             return () if takes_list else None
@@ -103,25 +101,27 @@ class Command(Section):
         try:
             config = handler(values)
         except ValidationError as error:
-            mistakes = dict.fromkeys(describe(cls, details) for details in error.errors()[:MOST])
-            raise UserError.join([*mistakes]) from error
+            raise UserError.join(describe(cls, error)) from error
         found = [UserError(*mistake).mistakes[0] for mistake in config.mistakes()]
         if found:
             raise UserError.join(found)
         return config
 
 
-def describe(command: type[BaseModel], details: Any) -> str:
-    """One of pydantic's errors as `field = value: problem; hint`."""
+def describe(command: type[BaseModel], error: ValidationError) -> list[str]:
+    """The first of pydantic's errors of each field, as `field = value: problem; hint`."""
     known = dict(leaves(command))
-    name = ".".join(part for part in details["loc"] if isinstance(part, str))
-    field = known.get(name)
-    hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if details["type"] == "extra_forbidden":
-        hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
-    elif field is not None and field.default not in (None, ()):
-        hint += f"; the default is {field.default}"
-    return UserError(name, details["input"], hint).mistakes[0]
+    found: dict[str, str] = {}
+    for details in error.errors():
+        place = details["loc"] if int in map(type, details["loc"]) else details["loc"][:2]  # without kinds of a value
+        name = ".".join(part for part in place if isinstance(part, str))
+        hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if details["type"] == "extra_forbidden":
+            hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
+        elif name in known and known[name].default not in (None, ()):
+            hint += f"; the default is {known[name].default}"
+        found.setdefault(name, UserError(name, details["input"], hint).mistakes[0])
+    return [*found.values()][:MOST]
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -63,7 +63,7 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str],
             words = files
             if name != "config":
                 words = given[name] = []
-            is_list = name in fields and any(get_origin(kind) is tuple for kind in kinds_of(fields[name]))
+            is_list = name in fields and any(get_origin(kind) is tuple for kind in kinds_of(fields[name].annotation))
             takes_many = not command.positional or is_list
             room = len(argv) if takes_many and name != "config" else 1
             if is_whole:
@@ -213,7 +213,7 @@ def _metavar(field: FieldInfo) -> str:
     words = {str: "TEXT", bool: "true,false", type(None): "null"}
     names = [
         kind if isinstance(kind, str) else words.get(kind) or kind.__name__.upper()
-        for kind in kinds_of(field)
+        for kind in sorted(kinds_of(field.annotation), key=lambda kind: isinstance(kind, str))
         if isinstance(kind, type | str) and not get_args(kind)
     ]
     text = ",".join(dict.fromkeys(names))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -16,7 +16,6 @@ from gpt2_ddp.config.run import (
     LoopConfig,
     RunConfig,
     TrackingConfig,
-    only,
 )
 
 
@@ -136,16 +135,12 @@ class RegressionConfig(JobConfig):
 
 CIFAR_CLASSES = {"cifar10": 10, "cifar100": 100}
 """Number of classes of each CIFAR data set. Their images have 32 x 32 pixels."""
-DataSet = only(
-    Literal["clusters", "cifar10", "cifar100", "images"] | HubName,
-    "clusters, cifar10, cifar100, images, or a data set on the Hub, OWNER/NAME",
-)
 
 
 class ClassifierDataConfig(Section):
     """The samples to classify"""
 
-    name: Annotated[str, DataSet] = "clusters"
+    name: Literal["clusters", "cifar10", "cifar100", "images"] | HubName = "clusters"
     """data set: `clusters`, two uniform ones in a cube; `cifar10`; `cifar100`; `images`, your own, in path; or
     OWNER/NAME, images of a data set on the Hub"""
     path: str | None = None

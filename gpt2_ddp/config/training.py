@@ -24,7 +24,6 @@ from gpt2_ddp.config.run import (
     LoopConfig,
     RunConfig,
     TrackingConfig,
-    only,
 )
 from gpt2_ddp.files import local_copy
 
@@ -32,12 +31,6 @@ FEWEST_WARM_UP = 12
 """Fewest steps of the warm-up with `train.minutes`, which times steps of it."""
 WINDOWS_PER_BLOCK = 1000
 """Windows per block of a mixture's order; each block holds every source in proportion (`data.mixture`)."""
-
-
-Auto = Literal["auto"]
-Windows = Annotated[int | Auto, only(PositiveInt | Auto, "a number of windows, at least 1, or auto")]
-ALL = "a number of tokens, at least 1, or auto, or null for all of them"
-Tokens = Annotated[int | Auto | None, only(PositiveInt | Auto | None, ALL)]
 
 
 class Phase(Section):
@@ -197,7 +190,7 @@ class TrainConfig(LoopConfig):
     steps as fit (docs/optimizers.md); a resume keeps their number"""
     global_batch_tokens: PositiveInt = 524_288
     """tokens per optimizer step over all processes; a multiple of block_size"""
-    micro_batch_size: Windows = 16
+    micro_batch_size: PositiveInt | Literal["auto"] = 16
     """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; auto: as many
     as fit a GPU, by an estimate and a trial, or 512 tokens on a CPU; kept by a resume on equal devices"""
     activation_checkpointing: bool = False
@@ -216,7 +209,7 @@ class EvalConfig(Section):
 
     every: PositiveInt = 250
     """steps between evaluations; the first and the last step are always evaluated"""
-    tokens: Tokens = "auto"
+    tokens: PositiveInt | Literal["auto"] | None = "auto"
     """validation tokens per evaluation, evenly spread, always the same, shared equally by several folders; auto: 6% of
     the training tokens between two evaluations, at least 16 windows; null: all"""
     patience: PositiveInt | None = None
