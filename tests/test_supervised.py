@@ -12,8 +12,6 @@ from close import assert_close, float64, in_float64
 from commands import expect_error
 from ranks import in_turn, run_ranks
 from runs import (
-    complete,
-    is_intact,
     job_config,
     rows,
     weights,
@@ -126,14 +124,8 @@ def test_images_are_scored_as_by_a_plain_computation_and_their_folder_may_move(t
     assert_close({name: last[name] for name in expected}, expected, 1e-5, loss)
 
 
-def test_scale_with_processes(tmp_path):
-    complete(job_config("regression", tmp_path, {"scale_with_processes": True}), 2)
-    assert_by_hand(tmp_path, job_config("regression", tmp_path, {"train.global_batch_size": 24, "optim.lr": 0.02}))
-    assert is_intact(tmp_path / "run")
-
-
 @pytest.mark.parametrize(("name", "value", "processes"), [
-    ("launch.processes", 3, 1), ("train.global_batch_size", 2, 3), ("scale_with_processes", True, 1),
+    ("launch.processes", 3, 1), ("train.global_batch_size", 2, 3),
 ])  # fmt: skip
 def test_another_number_of_processes(tmp_path, name, value, processes):
     saved = SimpleNamespace(state=SimpleNamespace(task=JobData(global_batch_size=24, lr=0.02, data_hash="")))

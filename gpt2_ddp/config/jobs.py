@@ -86,8 +86,6 @@ class JobConfig(RunConfig):
 
     kept = ("seed", "data", "model", "optim", "train.global_batch_size", "train.epochs")
 
-    scale_with_processes: bool = False
-    """true: multiply global_batch_size and lr by the number of processes; false: they are those of all processes"""
     optim: JobOptimConfig = JobOptimConfig()
     train: JobTrainConfig = JobTrainConfig()
     eval: JobEvalConfig = JobEvalConfig()

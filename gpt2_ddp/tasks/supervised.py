@@ -101,16 +101,11 @@ class Supervised:
         if launched not in (None, processes):
             hint = f"the launcher started {processes}; remove one of the two"
             raise UserError("launch.processes", launched, hint)
-        scale = processes if config.scale_with_processes else 1
-        self.batch_size, self.lr = config.train.global_batch_size * scale, config.optim.lr * scale
+        self.batch_size, self.lr = config.train.global_batch_size, config.optim.lr
         if self.batch_size < processes:
             hint = f"should be at least 1 for each of the {processes} processes"
             raise UserError("train.global_batch_size", self.batch_size, hint)
         self._data: Any = saved.state.task if saved else None
-        if saved and (self._data.global_batch_size, self._data.lr) != (self.batch_size, self.lr):
-            batches = f"the run's batch of {self._data.global_batch_size} would become {self.batch_size}"
-            hint = f"{batches}; start as many processes as before"
-            raise UserError("scale_with_processes", config.scale_with_processes, hint)
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """The steps of `train.epochs`."""
