@@ -119,7 +119,7 @@ def sections_of(command: type[Command], title: str, names: Iterable[str]) -> lis
     for section in names:
         own = [(name, field) for name, field in fields if name.rpartition(".")[0] == section]
         about = (
-            (type(sections(command)[section]).__doc__ or "").partition("\n")[0]
+            (sections(command)[section].__doc__ or "").partition("\n")[0]
             if section
             else "Fields outside of the sections"
         )

@@ -1,6 +1,5 @@
 """Base classes of all configurations: frozen, typed sections that report all user errors at once."""
 
-import copy
 import difflib
 import os
 import re
@@ -21,22 +20,18 @@ MOST = 20
 """Most user errors that one command prints."""
 
 
-def sections(model: type[BaseModel]) -> dict[str, "Section"]:
-    """The sections of `model` with its defaults, which may differ from the section's own."""
-    return {name: field.default for name, field in model.model_fields.items() if isinstance(field.default, Section)}
+def sections(model: type[BaseModel]) -> dict[str, type["Section"]]:
+    """The classes of the sections of `model`, by name."""
+    fields = model.model_fields.items()
+    return {name: type(field.default) for name, field in fields if isinstance(field.default, Section)}
 
 
-def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None = None) -> list[tuple[str, FieldInfo]]:
-    """All fields below `model`: dotted names, and fields with the defaults of `section`."""
+def leaves(model: type[BaseModel], prefix: str = "") -> list[tuple[str, FieldInfo]]:
+    """All fields below `model`, by dotted names."""
     found = []
     below = sections(model)
     for name, field in model.model_fields.items():
-        if name in below:
-            found += leaves(type(below[name]), f"{prefix}{name}.", getattr(section, name, below[name]))
-        else:
-            leaf = copy.copy(field)
-            leaf.default = getattr(section, name, field.default)
-            found.append((prefix + name, leaf))
+        found += leaves(below[name], f"{prefix}{name}.") if name in below else [(prefix + name, field)]
     return found
 
 
@@ -58,9 +53,9 @@ class Section(BaseModel):
     alternatives: ClassVar[tuple[str, ...]] = ()
     """Fields of which one is set. One in a later file or a flag replaces those of earlier files."""
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _check_kind(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+    def _check(cls, value: Any, handler: pydantic.ValidatorFunctionWrapHandler, info: pydantic.ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name or ""]
         kinds = kinds_of(field.annotation)
         takes_list = get_origin(field.annotation) is tuple
@@ -73,11 +68,7 @@ class Section(BaseModel):
             raise ValueError("should be a number, not true or false")
         if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):  # half a surrogate raises, too
             raise ValueError("should not contain a NUL character")
-        return value
-
-    @field_validator("*")
-    @classmethod
-    def _check_size(cls, value: object) -> object:
+        value = handler(value)
         if any(type(item) is int and abs(item) >= 2**63 for item in (value if isinstance(value, tuple) else [value])):
             raise ValueError("should have at most 64 bits")
         return value

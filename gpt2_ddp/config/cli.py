@@ -90,7 +90,7 @@ def resolve(
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     `model_fields_set` of its sections has the fields of both, without a preset's. Raises: UserError, as `load`."""
     parts = sections(command)
-    values = {name: section.model_dump(exclude_unset=True) for name, section in parts.items()}
+    values: dict[str, Any] = {name: {} for name in parts}  # null has no meaning for a section
     preset = None if files else _preset(default, changes)
     if preset:
         merge(values, read_yaml(preset))

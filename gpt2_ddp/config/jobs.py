@@ -81,6 +81,13 @@ class JobCheckpointConfig(KeepConfig):
     """newest intact checkpoints to keep; the one with the lowest loss on the test samples is kept, too"""
 
 
+class JobTrackingConfig(TrackingConfig):
+    """Metrics"""
+
+    log_every: PositiveInt = 50
+    """steps between rows of metrics.jsonl"""
+
+
 class JobConfig(RunConfig):
     """A small supervised job"""
 
@@ -91,7 +98,7 @@ class JobConfig(RunConfig):
     eval: JobEvalConfig = JobEvalConfig()
     guard: GuardConfig = GuardConfig()
     checkpoint: JobCheckpointConfig = JobCheckpointConfig()
-    tracking: TrackingConfig = TrackingConfig(log_every=50)
+    tracking: JobTrackingConfig = JobTrackingConfig()
     launch: LaunchConfig = LaunchConfig()
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
