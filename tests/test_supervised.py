@@ -70,9 +70,6 @@ def test_rates_by_epochs(tmp_path):
     saved = job_config("regression", tmp_path, changes).model_dump(mode="json")
     longer = job_config("regression", tmp_path, changes | {"train.epochs": 6})
     expect_error("train.epochs = 6: ", check_resumable, longer, "regression", saved, 14)
-    changes |= {"optim.schedule": "step", "optim.step_epochs": (2, 3.5), "optim.step_factor": 0.5}
-    steps = job_schedule(job_config("regression", tmp_path, changes), 0.2, 7)
-    assert_close([steps(step) for step in (7, 14, 15, 24, 25)], [0.2, 0.2, 0.1, 0.1, 0.05])
     constant = job_schedule(job_config("regression", tmp_path), 0.01, 7)
     assert {constant(step) for step in (1, 28, 10**6)} == {0.01}
 

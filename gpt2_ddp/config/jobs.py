@@ -1,7 +1,6 @@
 """Configurations of the small supervised jobs."""
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -37,15 +36,10 @@ class JobOptimConfig(ClipConfig):
     """fused optimizer"""
     lr: PositiveFloat = 0.01
     """peak learning rate"""
-    schedule: Literal["constant", "cosine", "step"] = "constant"
-    """learning rate after the warm-up; cosine: decays to 0 at the end of train.epochs, which then must not change;
-    step: multiplied by step_factor after each of step_epochs"""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """learning rate after the warm-up; cosine: decays to 0 at the end of train.epochs, which then must not change"""
     warmup_epochs: NonNegativeFloat = 0
     """epochs of linear warm-up to lr"""
-    step_epochs: tuple[float, ...] = ()
-    """step: epochs after which the learning rate falls, like 15 25"""
-    step_factor: PositiveFloat = 0.1
-    """step: factor of the learning rate after each of step_epochs"""
     momentum: Fraction = 0.0
     """sgd: momentum"""
     weight_decay: NonNegativeFloat = 0.0
@@ -106,13 +100,8 @@ class JobConfig(RunConfig):
         return name == "train.epochs" and self.optim.schedule != "cosine"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        optim, given = self.optim, list(self.optim.step_epochs)
         if self.train.compile == "blocks":
             yield "train.compile", "blocks", "is for GPTs only; use model or off; the default is auto"
-        ascend = all(before < later for before, later in pairwise([0, *given]))
-        if (optim.schedule == "step") != bool(given) or not ascend:
-            hint = "should be increasing numbers above 0, like 15 25, with --optim.schedule step; or none"
-            yield "optim.step_epochs", given, hint
 
 
 class RegressionDataConfig(Section):

@@ -201,14 +201,8 @@ def job_schedule(config: JobConfig, lr: float, epoch_steps: int) -> Callable[[in
     `lr`: the peak, of all processes. `epoch_steps`: optimizer steps of an epoch."""
     optim = config.optim
     warmup, steps = round(optim.warmup_epochs * epoch_steps), config.train.epochs * epoch_steps
-    schedule = "cosine" if optim.schedule == "cosine" else "constant"
-    in_steps = OptimConfig(lr=lr, min_lr=0.0, schedule=schedule, warmup_steps=warmup, decay_steps=steps)
-
-    def rate(step: int) -> float:
-        falls = sum(step > epoch * epoch_steps for epoch in optim.step_epochs)
-        return lr_at(step, in_steps) * optim.step_factor**falls
-
-    return rate
+    in_steps = OptimConfig(lr=lr, min_lr=0.0, schedule=optim.schedule, warmup_steps=warmup, decay_steps=steps)
+    return lambda step: lr_at(step, in_steps)
 
 
 def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> Optimizer:
