@@ -7,7 +7,6 @@ Fields, values, defaults and meanings come from the same classes as `--help`; gr
 """
 
 import ast
-import inspect
 import re
 import runpy
 import sys
@@ -75,9 +74,6 @@ def limits_of(metadata: Iterable[Any]) -> str:
         ]
         if pattern := getattr(constraint, "pattern", None):
             found.append(f"matches `{pattern}`")
-        check = getattr(constraint, "func", None)
-        if hint := inspect.getclosurevars(check).nonlocals.get("hint") if inspect.isfunction(check) else None:
-            found += ["≥ 1"] * ("at least 1" in hint)
     return ", ".join(found)
 
 
@@ -123,7 +119,7 @@ def sections_of(command: type[Command], title: str, names: Iterable[str]) -> lis
     for section in names:
         own = [(name, field) for name, field in fields if name.rpartition(".")[0] == section]
         about = (
-            (type(sections(command)[section]).__doc__ or "").partition("\n")[0]
+            (sections(command)[section].__doc__ or "").partition("\n")[0]
             if section
             else "Fields outside of the sections"
         )

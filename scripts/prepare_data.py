@@ -3,7 +3,6 @@
     python scripts/prepare_data.py                                                # Python's standard library
     python scripts/prepare_data.py --source 'texts/**/*.txt' --output data/texts  # your own text
     python scripts/prepare_data.py --config configs/data_fineweb_edu_10bt.yaml    # 10 billion tokens from the Hub
-    python scripts/prepare_data.py --source 'bin:fineweb10B/*.bin' --tokenizer gpt2  # index llm.c shards in place
 
 The same command again keeps prepared data; an interrupted command starts over.
 """

@@ -137,8 +137,8 @@ model | train.compile | 'model'
 blocks | train.compile | 'blocks'
 off | train.compile | 'off'
 no | train.mixed_precision | 'no'
-false | model.bias | False
-yes | model.bias | True
+false | model.document_mask | False
+yes | model.document_mask | True
 010 | model.n_layer | 10
 1_000 | model.n_layer | 1000
 5 | seed | 5

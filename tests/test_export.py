@@ -51,8 +51,8 @@ def checkpoint_of(model, tokenizer, file, folder):
 
 @pytest.fixture
 def checkpoint(corpus, tmp_path):
-    """A checkpoint of a GPT-2 without biases, with a BPE of 512 ids."""
-    return checkpoint_of(tiny(512, bias=False), load_tokenizer(str(corpus)), corpus / "tokenizer.json", tmp_path)
+    """A checkpoint of a GPT-2 with a BPE of 512 ids."""
+    return checkpoint_of(tiny(512), load_tokenizer(str(corpus)), corpus / "tokenizer.json", tmp_path)
 
 
 @pytest.fixture
@@ -70,15 +70,15 @@ def tokenizer_of(name, corpus, tmp_path):
     return load_tokenizer(name), None
 
 
-@pytest.mark.parametrize(("name", "bias", "kind"), [
-    pytest.param("gpt2", True, "gpt2", marks=pytest.mark.slow), ("bpe", False, "gpt2"), ("bpe", True, "llama"),
-    ("bytes", True, "qwen3"), ("bytes", True, "nanochat"),
+@pytest.mark.parametrize(("name", "kind"), [
+    pytest.param("gpt2", "gpt2", marks=pytest.mark.slow), ("bpe", "gpt2"), ("bpe", "llama"), ("bytes", "qwen3"),
+    ("bytes", "nanochat"),
 ])  # fmt: skip
-def test_transformers_does_with_it_what_the_model_does(name, bias, kind, corpus, tmp_path, little_text, capsys):
+def test_transformers_does_with_it_what_the_model_does(name, kind, corpus, tmp_path, little_text, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
     tokenizer, file = tokenizer_of(name, corpus, tmp_path)
-    model = tiny(tokenizer.vocab_size, bias=bias, dropout=0.1, block_size=48, **SHAPES[kind]).eval()
+    model = tiny(tokenizer.vocab_size, dropout=0.1, block_size=48, **SHAPES[kind]).eval()
     place = checkpoint_of(model, tokenizer, file, tmp_path)
     assert exported(place, tmp_path / "made") == 0
     assert "bit for bit" in capsys.readouterr().out

@@ -68,7 +68,7 @@ def restored(bucket, folder):
     """The run on a machine, after a start that trains nothing."""
     run = folder / "run"
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    one = Mirror(f"file://{bucket}", run, 5)
+    one = Mirror(f"file://{bucket}", run)
     one.start()
     one.close()
     return run
@@ -151,7 +151,7 @@ def test_no_renewal_follows_the_end(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(Mirror, "_renew", late)
     run = tmp_path / "here/run"
     (run / "checkpoints").mkdir(parents=True)
-    one = Mirror(f"file://{bucket}", run, 5)
+    one = Mirror(f"file://{bucket}", run)
     one.start()
     assert renewing.wait(60)
     one.close()
@@ -194,7 +194,7 @@ def test_a_machine_whose_lease_was_taken_stops(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.set() if number == signal.SIGTERM else None)
     run = tmp_path / "here/run"
     (run / "checkpoints").mkdir(parents=True)
-    one = Mirror(f"file://{bucket}", run, 5)
+    one = Mirror(f"file://{bucket}", run)
     one.start()
     hold_lease(bucket, "other:/runs/run")
     assert sent.wait(60)
@@ -213,14 +213,14 @@ def test_the_newer_state_wins_and_another_run_is_refused(corpus, copied, bucket,
     assert (bucket / "run/step-00000010/manifest.json").exists()
     other = with_mirror(corpus, tmp_path / "other", tmp_path / "empty", **{"train.steps": 4})
     assert train_fast(other) == "completed"
-    expect_error("has another run of this name", Mirror(f"file://{bucket}", tmp_path / "other/run", 5).start)
+    expect_error("has another run of this name", Mirror(f"file://{bucket}", tmp_path / "other/run").start)
     assert not (bucket / "run" / LEASE).exists()
 
 
 def test_a_folder_that_is_lost_is_not_deleted_there(copied, bucket, tmp_path):
     """Its trainer lives on for a while, as that of a disk that fails."""
     shutil.copytree(copied / "run", tmp_path / "run")
-    one = Mirror(f"file://{bucket}", tmp_path / "run", 5)
+    one = Mirror(f"file://{bucket}", tmp_path / "run")
     one.start()
     shutil.move(tmp_path / "run", tmp_path / "aside")
     one.close()
@@ -237,7 +237,7 @@ def test_old_copies_stay_until_the_newest_is_copied(copied, bucket, tmp_path, mo
         raise FileNotFoundError(file)
 
     monkeypatch.setattr(Bucket, "put", put)
-    one = Mirror(f"file://{bucket}", run, 5)
+    one = Mirror(f"file://{bucket}", run)
     one.start()
     shutil.move(run / "checkpoints", tmp_path / "aside")
     shutil.move(tmp_path / "later", run / "checkpoints")

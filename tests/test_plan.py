@@ -187,7 +187,6 @@ def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
 SHARDED = """
 {} | {} | weights | 4 1/8 0 0
 {} | {} | gradients | 4 1 0 0 # whole, until the last micro-batch
-{"reduce": "each"} | {} | gradients | 4 1/8 1 1
 {} | {"micro_batch": 64} | gradients | 4 1/8 1 1
 {} | {} | gathered weights | 2 0 1 2 # in bf16, the next block too
 {} | {"precision": "no"} | gathered weights | 4 0 1 2

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import random
+import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +16,14 @@ import nasty
 import numpy as np
 import pyarrow.parquet
 import pytest
-from commands import expect_error, snapshot
+from commands import ROOT, expect_error, launch, snapshot
 from nasty import NOT_TEXT, library_texts, write_nasty
 from ranks import run_ranks
 from runs import said
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.shards import RECORD, TokenStream, verify_shards
+from gpt2_ddp.data.shards import TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.output import locked_output
 from gpt2_ddp.preparation import encode, source_files, sources
@@ -331,29 +333,17 @@ def make_dump(folder, **sizes):
         (folder / f"{name}.bin").write_bytes(header.tobytes() + ids.tobytes())
 
 
-def test_dumps_of_others_are_indexed_in_place(tmp_path):
-    folder = tmp_path / "fineweb10B"
-    make_dump(folder, fineweb_val_000000=300, retrieval_train_2=100, fineweb_train_1=200)
-    before = snapshot(folder)
-    indexing = PrepareConfig(source=f"bin:{folder}/*.bin", tokenizer="gpt2")
-    manifest = prepare(indexing)
-    assert [shard.tokens for shard in manifest.splits["train"]] == [200, 100]
+def test_dumps_of_others_become_a_corpus(tmp_path):
+    """By the program of docs/extend.md."""
+    make_dump(tmp_path / "dumps", fineweb_val_000000=300, fineweb_train_000001=100, fineweb_train_000000=200)
+    (program,) = re.findall(
+        r"```python\n(from pathlib import Path\n.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL
+    )
+    done = launch([sys.executable, "-c", program], tmp_path)
+    assert done.returncode == 0, done.stderr
+    manifest = read_manifest(tmp_path / "data/dumps")
+    verify_shards(tmp_path / "data/dumps", manifest)
+    ids = TokenStream(tmp_path / "data/dumps", manifest, "train").read(np.array([0]), 300)[0]
+    parts = [(tmp_path / f"dumps/fineweb_train_00000{n}.bin").read_bytes()[1024:] for n in (0, 1)]
+    assert ids.tobytes() == b"".join(parts)
     assert (manifest.tokens("val"), manifest.eot) == (300, 50256)
-    verify_shards(folder, read_manifest(folder))
-    assert {path.name for path in folder.iterdir()} - {Path(file).name for file in before} == {"manifest.json", RECORD}
-    assert before.items() <= snapshot(folder).items()
-    assert prepare(indexing) == manifest
-    (folder / "retrieval_train_2.bin").unlink()
-    expect_error("output = .*fineweb10B", prepare, indexing)
-
-
-@pytest.mark.parametrize(("name", "end", "tokenizer", "field"), [
-    ("train_0.bin", b"", "../tokenizer.json", "tokenizer"), ("train_0.bin", b"more", "gpt2", "shard"),
-])  # fmt: skip
-def test_dumps_that_are_wrong(tmp_path, monkeypatch, name, end, tokenizer, field):
-    make_dump(tmp_path / "dump", a_train_0=300, edu_validation_0=200)
-    monkeypatch.chdir(tmp_path / "dump")
-    file = Path("a_train_0.bin").rename(name)
-    file.write_bytes(file.read_bytes() + end)
-    expect_error(f"^{field} = ", prepare, PrepareConfig(source="bin:*.bin", tokenizer=tokenizer))
-    assert not Path("manifest.json").exists()

@@ -204,15 +204,15 @@ def test_kills_while_parts_are_written(corpus, tmp_path, background):
 
 SHARDED = {
     "wide": {"model.architecture": "qwen3", "model.n_embd": 8, "model.n_head": 4},
-    "each": {"launch.replicas": 2, "launch.reduce": "each"},
+    "two": {"launch.replicas": 2},
     "replicas": {"launch.replicas": 4, "checkpoint.background": True},
 }
 
 
 @SLOW
 def test_four_processes(corpus, tmp_path):
-    """More processes than rows of a parameter, and than items of a task; gradients that each micro-batch reduces; four
-    replicas, saved in the background."""
+    """More processes than rows of a parameter, and than items of a task; two
+    replicas; four, saved in the background."""
     alike = MUON | {"train.micro_batch_size": 1, "train.steps": 5, "eval.tasks": [items_file(tmp_path)]}
     ways = {name: FSDP | own for name, own in SHARDED.items()} | {"wide-ddp": SHARDED["wide"], "ddp": {}}
     configs = [training_config(corpus, tmp_path, alike | way | {"run_name": name}) for name, way in ways.items()]
@@ -327,5 +327,5 @@ def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch):
     assert train(config) == "completed"
     assert torch.get_num_threads() == 1  # two on two busy cores took 702 s for a test's run that one takes 47 s for
     (start,) = events(tmp_path / "gpt2-adamw", "start")
-    assert start["config"]["launch"] == {"parallel": "fsdp", "replicas": 1, "reduce": "last"}
+    assert start["config"]["launch"] == {"parallel": "fsdp", "replicas": 1}
     assert is_intact(tmp_path / "gpt2-adamw")  # the last step is evaluated, which gathers the blocks

@@ -90,8 +90,8 @@ def open_data(local_main, **changes):
 
 
 def test_one_process_of_a_machine_reads_the_headers(monkeypatch):
-    read, real = [], shards.read_header
-    monkeypatch.setattr(shards, "read_header", lambda *given: (read.append(given), real(*given))[1])
+    read, real = [], shards.check_shard
+    monkeypatch.setattr(shards, "check_shard", lambda *given: (read.append(given), real(*given))[1])
     open_data(False)
     assert read == []
     open_data(True)

@@ -12,8 +12,6 @@ from close import assert_close, float64, in_float64
 from commands import expect_error
 from ranks import in_turn, run_ranks
 from runs import (
-    complete,
-    is_intact,
     job_config,
     rows,
     weights,
@@ -72,9 +70,6 @@ def test_rates_by_epochs(tmp_path):
     saved = job_config("regression", tmp_path, changes).model_dump(mode="json")
     longer = job_config("regression", tmp_path, changes | {"train.epochs": 6})
     expect_error("train.epochs = 6: ", check_resumable, longer, "regression", saved, 14)
-    changes |= {"optim.schedule": "step", "optim.step_epochs": (2, 3.5), "optim.step_factor": 0.5}
-    steps = job_schedule(job_config("regression", tmp_path, changes), 0.2, 7)
-    assert_close([steps(step) for step in (7, 14, 15, 24, 25)], [0.2, 0.2, 0.1, 0.1, 0.05])
     constant = job_schedule(job_config("regression", tmp_path), 0.01, 7)
     assert {constant(step) for step in (1, 28, 10**6)} == {0.01}
 
@@ -126,14 +121,8 @@ def test_images_are_scored_as_by_a_plain_computation_and_their_folder_may_move(t
     assert_close({name: last[name] for name in expected}, expected, 1e-5, loss)
 
 
-def test_scale_with_processes(tmp_path):
-    complete(job_config("regression", tmp_path, {"scale_with_processes": True}), 2)
-    assert_by_hand(tmp_path, job_config("regression", tmp_path, {"train.global_batch_size": 24, "optim.lr": 0.02}))
-    assert is_intact(tmp_path / "run")
-
-
 @pytest.mark.parametrize(("name", "value", "processes"), [
-    ("launch.processes", 3, 1), ("train.global_batch_size", 2, 3), ("scale_with_processes", True, 1),
+    ("launch.processes", 3, 1), ("train.global_batch_size", 2, 3),
 ])  # fmt: skip
 def test_another_number_of_processes(tmp_path, name, value, processes):
     saved = SimpleNamespace(state=SimpleNamespace(task=JobData(global_batch_size=24, lr=0.02, data_hash="")))

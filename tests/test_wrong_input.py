@@ -121,10 +121,6 @@ train_classifier --model.hidden 5 0 | model.hidden
 train_classifier --config mlp_clusters.yaml --data.path x | data.path
 train_classifier --config configs/jobs/cifar100_lenet.yaml --data.path /no/such | data.path
 train_classifier --data.name cifar100 --model.name resnet18 --model.sync_batchnorm | model.sync_batchnorm
-train_classifier --optim.step_epochs 2 | optim.step_epochs
-train_classifier --optim.schedule step | optim.step_epochs
-train_classifier --optim.schedule step --optim.step_epochs 3 2 | optim.step_epochs
-train_classifier --optim.schedule step --optim.step_epochs 0 | optim.step_epochs
 train_classifier --tracking.log_every 0 | tracking.log_every | 50
 train_transformer --model.n_embd 13 | model.n_embd
 train_regression --train.global_batch_size 0 | train.global_batch_size

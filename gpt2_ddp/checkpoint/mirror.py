@@ -37,15 +37,17 @@ EXPIRES = 60.0
 """Seconds after which a lease that its owner has not renewed is over. The machines' clocks may differ by less."""
 LOOK = 1.0
 """Seconds between two looks for new checkpoints."""
+PATIENCE = 20.0
+"""Longest wait in seconds when the run is stopped."""
 RETRIES = (1.0, 5.0, 30.0)
 """Seconds before the next attempt after one, two and more failures in a row."""
 
 
 class Mirror:
-    """The copy of a run, which its main process starts. `seconds`: longest wait for it when the run ends."""
+    """The copy of a run, which its main process starts."""
 
-    def __init__(self, url: str, run: Path, seconds: float):
-        self._run, self._seconds, self._url = run, seconds, f"{url.rstrip('/')}/{run.name}"
+    def __init__(self, url: str, run: Path):
+        self._run, self._url = run, f"{url.rstrip('/')}/{run.name}"
         self._owner = f"{socket.gethostname()}:{run.absolute()}"
         self._whole: dict[str, str] = {}  # manifests of the copied checkpoints, by name
         self._problem = ""  # of the newest attempt
@@ -74,14 +76,14 @@ class Mirror:
         return {"mirror_step": max(steps, default=None), "mirror_problem": self._problem}
 
     def close(self) -> None:
-        """Copies what is left, and gives the lease back. Gives up after `seconds`, unless the run is complete."""
+        """Copies what is left, and gives the lease back. Gives up after `PATIENCE`, unless the run is complete."""
         copying = self._threads[0]
         if self._is_lost or not copying.is_alive():
             return
         self._end.set()
-        copying.join(None if self._is_complete() else self._seconds)
+        copying.join(None if self._is_complete() else PATIENCE)
         if copying.is_alive() or self._problem:
-            problem = self._problem or f"it takes more than {self._seconds:g} s (checkpoint.mirror_seconds)"
+            problem = self._problem or f"it takes more than {PATIENCE:g} s"
             warn(f"{self._url} lacks the end of the run: {problem}; the same command copies it")
 
     def _is_complete(self) -> bool:
@@ -223,7 +225,7 @@ class Mirror:
 def open_mirror(config: KeepConfig, run: Path, watchdog: Watchdog, closing: ExitStack) -> Callable[[], dict[str, Any]]:
     """Starts the mirror on the main process, and closes it with the stack; returns its `status`. What was newer there
     is here now. Collective."""
-    mirror = Mirror(str(config.mirror), run, config.mirror_seconds)
+    mirror = Mirror(str(config.mirror), run)
     watchdog.heartbeat("restoring", timeout=LONGEST.total_seconds())
     on_main(mirror.start)
     closing.callback(mirror.close)

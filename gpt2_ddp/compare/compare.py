@@ -84,7 +84,7 @@ def read_job(word: str, config: CompareConfig, device: str, folder: Path) -> tup
     changes = {"output_dir": str(folder / "runs"), "tracking.log_with": (), "train.compile": "off"}
     changes |= {"train.mixed_precision": config.mixed_precision, "train.device": device}
     if kind != "gpt2":
-        changes |= {"scale_with_processes": False, "launch.processes": None, "launch.threads": None}
+        changes |= {"launch.processes": None, "launch.threads": None}
     job: Any = resolve(CONFIGS[kind], [file], changes)
     return Path(file).stem, job, config.steps or steps
 

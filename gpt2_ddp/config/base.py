@@ -1,10 +1,10 @@
 """Base classes of all configurations: frozen, typed sections that report all user errors at once."""
 
-import copy
 import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 import pydantic
@@ -20,31 +20,24 @@ MOST = 20
 """Most user errors that one command prints."""
 
 
-def sections(model: type[BaseModel]) -> dict[str, "Section"]:
-    """The sections of `model` with its defaults, which may differ from the section's own."""
-    return {name: field.default for name, field in model.model_fields.items() if isinstance(field.default, Section)}
+def sections(model: type[BaseModel]) -> dict[str, type["Section"]]:
+    """The classes of the sections of `model`, by name."""
+    fields = model.model_fields.items()
+    return {name: type(field.default) for name, field in fields if isinstance(field.default, Section)}
 
 
-def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None = None) -> list[tuple[str, FieldInfo]]:
-    """All fields below `model`: dotted names, and fields with the defaults of `section`."""
+def leaves(model: type[BaseModel], prefix: str = "") -> list[tuple[str, FieldInfo]]:
+    """All fields below `model`, by dotted names."""
     found = []
     below = sections(model)
     for name, field in model.model_fields.items():
-        if name in below:
-            found += leaves(type(below[name]), f"{prefix}{name}.", getattr(section, name, below[name]))
-        else:
-            leaf = copy.copy(field)
-            leaf.default = getattr(section, name, field.default)
-            found.append((prefix + name, leaf))
+        found += leaves(below[name], f"{prefix}{name}.") if name in below else [(prefix + name, field)]
     return found
 
 
-def kinds_of(field: FieldInfo) -> list[Any]:
-    """The types in a field's annotation, and the words and conditions in them."""
-    kinds = [field.annotation]
-    for kind in kinds:
-        kinds += get_args(kind)
-    return kinds
+def kinds_of(annotation: Any) -> list[Any]:
+    """The types in an annotation, and the words and conditions in them."""
+    return [annotation, *chain.from_iterable(map(kinds_of, get_args(annotation)))]
 
 
 class Section(BaseModel):
@@ -60,11 +53,11 @@ class Section(BaseModel):
     alternatives: ClassVar[tuple[str, ...]] = ()
     """Fields of which one is set. One in a later file or a flag replaces those of earlier files."""
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _check_kind(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+    def _check(cls, value: Any, handler: pydantic.ValidatorFunctionWrapHandler, info: pydantic.ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name or ""]
-        kinds = kinds_of(field)
+        kinds = kinds_of(field.annotation)
         takes_list = get_origin(field.annotation) is tuple
         if str(value).lower() in ("none", "null") and (takes_list or type(None) in kinds):
             return () if takes_list else None
@@ -75,11 +68,7 @@ class Section(BaseModel):
             raise ValueError("should be a number, not true or false")
         if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):  # half a surrogate raises, too
             raise ValueError("should not contain a NUL character")
-        return value
-
-    @field_validator("*")
-    @classmethod
-    def _check_size(cls, value: object) -> object:
+        value = handler(value)
         if any(type(item) is int and abs(item) >= 2**63 for item in (value if isinstance(value, tuple) else [value])):
             raise ValueError("should have at most 64 bits")
         return value
@@ -103,25 +92,27 @@ class Command(Section):
         try:
             config = handler(values)
         except ValidationError as error:
-            mistakes = dict.fromkeys(describe(cls, details) for details in error.errors()[:MOST])
-            raise UserError.join([*mistakes]) from error
+            raise UserError.join(describe(cls, error)) from error
         found = [UserError(*mistake).mistakes[0] for mistake in config.mistakes()]
         if found:
             raise UserError.join(found)
         return config
 
 
-def describe(command: type[BaseModel], details: Any) -> str:
-    """One of pydantic's errors as `field = value: problem; hint`."""
+def describe(command: type[BaseModel], error: ValidationError) -> list[str]:
+    """The first of pydantic's errors of each field, as `field = value: problem; hint`."""
     known = dict(leaves(command))
-    name = ".".join(part for part in details["loc"] if isinstance(part, str))
-    field = known.get(name)
-    hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if details["type"] == "extra_forbidden":
-        hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
-    elif field is not None and field.default not in (None, ()):
-        hint += f"; the default is {field.default}"
-    return UserError(name, details["input"], hint).mistakes[0]
+    found: dict[str, str] = {}
+    for details in error.errors():
+        place = details["loc"] if int in map(type, details["loc"]) else details["loc"][:2]  # without kinds of a value
+        name = ".".join(part for part in place if isinstance(part, str))
+        hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if details["type"] == "extra_forbidden":
+            hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
+        elif name in known and known[name].default not in (None, ()):
+            hint += f"; the default is {known[name].default}"
+        found.setdefault(name, UserError(name, details["input"], hint).mistakes[0])
+    return [*found.values()][:MOST]
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

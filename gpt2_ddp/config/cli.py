@@ -63,7 +63,7 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str],
             words = files
             if name != "config":
                 words = given[name] = []
-            is_list = name in fields and any(get_origin(kind) is tuple for kind in kinds_of(fields[name]))
+            is_list = name in fields and any(get_origin(kind) is tuple for kind in kinds_of(fields[name].annotation))
             takes_many = not command.positional or is_list
             room = len(argv) if takes_many and name != "config" else 1
             if is_whole:
@@ -90,7 +90,7 @@ def resolve(
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     `model_fields_set` of its sections has the fields of both, without a preset's. Raises: UserError, as `load`."""
     parts = sections(command)
-    values = {name: section.model_dump(exclude_unset=True) for name, section in parts.items()}
+    values: dict[str, Any] = {name: {} for name in parts}  # null has no meaning for a section
     preset = None if files else _preset(default, changes)
     if preset:
         merge(values, read_yaml(preset))
@@ -213,7 +213,7 @@ def _metavar(field: FieldInfo) -> str:
     words = {str: "TEXT", bool: "true,false", type(None): "null"}
     names = [
         kind if isinstance(kind, str) else words.get(kind) or kind.__name__.upper()
-        for kind in kinds_of(field)
+        for kind in sorted(kinds_of(field.annotation), key=lambda kind: isinstance(kind, str))
         if isinstance(kind, type | str) and not get_args(kind)
     ]
     text = ",".join(dict.fromkeys(names))

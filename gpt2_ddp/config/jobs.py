@@ -1,8 +1,7 @@
 """Configurations of the small supervised jobs."""
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -16,7 +15,6 @@ from gpt2_ddp.config.run import (
     LoopConfig,
     RunConfig,
     TrackingConfig,
-    only,
 )
 
 
@@ -38,15 +36,10 @@ class JobOptimConfig(ClipConfig):
     """fused optimizer"""
     lr: PositiveFloat = 0.01
     """peak learning rate"""
-    schedule: Literal["constant", "cosine", "step"] = "constant"
-    """learning rate after the warm-up; cosine: decays to 0 at the end of train.epochs, which then must not change;
-    step: multiplied by step_factor after each of step_epochs"""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """learning rate after the warm-up; cosine: decays to 0 at the end of train.epochs, which then must not change"""
     warmup_epochs: NonNegativeFloat = 0
     """epochs of linear warm-up to lr"""
-    step_epochs: tuple[float, ...] = ()
-    """step: epochs after which the learning rate falls, like 15 25"""
-    step_factor: PositiveFloat = 0.1
-    """step: factor of the learning rate after each of step_epochs"""
     momentum: Fraction = 0.0
     """sgd: momentum"""
     weight_decay: NonNegativeFloat = 0.0
@@ -82,19 +75,24 @@ class JobCheckpointConfig(KeepConfig):
     """newest intact checkpoints to keep; the one with the lowest loss on the test samples is kept, too"""
 
 
+class JobTrackingConfig(TrackingConfig):
+    """Metrics"""
+
+    log_every: PositiveInt = 50
+    """steps between rows of metrics.jsonl"""
+
+
 class JobConfig(RunConfig):
     """A small supervised job"""
 
     kept = ("seed", "data", "model", "optim", "train.global_batch_size", "train.epochs")
 
-    scale_with_processes: bool = False
-    """true: multiply global_batch_size and lr by the number of processes; false: they are those of all processes"""
     optim: JobOptimConfig = JobOptimConfig()
     train: JobTrainConfig = JobTrainConfig()
     eval: JobEvalConfig = JobEvalConfig()
     guard: GuardConfig = GuardConfig()
     checkpoint: JobCheckpointConfig = JobCheckpointConfig()
-    tracking: TrackingConfig = TrackingConfig(log_every=50)
+    tracking: JobTrackingConfig = JobTrackingConfig()
     launch: LaunchConfig = LaunchConfig()
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
@@ -102,13 +100,8 @@ class JobConfig(RunConfig):
         return name == "train.epochs" and self.optim.schedule != "cosine"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        optim, given = self.optim, list(self.optim.step_epochs)
         if self.train.compile == "blocks":
             yield "train.compile", "blocks", "is for GPTs only; use model or off; the default is auto"
-        ascend = all(before < later for before, later in pairwise([0, *given]))
-        if (optim.schedule == "step") != bool(given) or not ascend:
-            hint = "should be increasing numbers above 0, like 15 25, with --optim.schedule step; or none"
-            yield "optim.step_epochs", given, hint
 
 
 class RegressionDataConfig(Section):
@@ -136,16 +129,12 @@ class RegressionConfig(JobConfig):
 
 CIFAR_CLASSES = {"cifar10": 10, "cifar100": 100}
 """Number of classes of each CIFAR data set. Their images have 32 x 32 pixels."""
-DataSet = only(
-    Literal["clusters", "cifar10", "cifar100", "images"] | HubName,
-    "clusters, cifar10, cifar100, images, or a data set on the Hub, OWNER/NAME",
-)
 
 
 class ClassifierDataConfig(Section):
     """The samples to classify"""
 
-    name: Annotated[str, DataSet] = "clusters"
+    name: Literal["clusters", "cifar10", "cifar100", "images"] | HubName = "clusters"
     """data set: `clusters`, two uniform ones in a cube; `cifar10`; `cifar100`; `images`, your own, in path; or
     OWNER/NAME, images of a data set on the Hub"""
     path: str | None = None

@@ -1,35 +1,13 @@
 """Sections and fields that every training run has. The training loop reads them."""
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from gpt2_ddp.config.base import Command, Section, flat
 
 MOST_ITEMS = 2**22
 """Most items of an optimizer step. Each process lists its micro-batches."""
-
-
-def only(kinds: Any, hint: str) -> BeforeValidator:
-    """A validator that accepts values of `kinds` and reports one error otherwise: "should be `hint`"."""
-
-    def check(value: object) -> object:
-        with suppress(ValidationError):
-            TypeAdapter(kinds).validate_python(value)
-            return value
-        raise ValueError(f"should be {hint}")
-
-    return BeforeValidator(check)
 
 
 HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
@@ -73,23 +51,24 @@ class GuardConfig(Section):
     the data read since, and ends at its fourth divergence; a small job ends"""
 
 
-Url = Annotated[str, Field(pattern=r"^[^@]+$")]
-MIRROR = "a URL without credentials, which come from the environment, like s3://BUCKET/runs"
-
-
 class KeepConfig(Section):
     """Checkpoints"""
 
     keep_last: PositiveInt = 3
     """newest intact checkpoints to keep; the one with the lowest validation loss is kept, too"""
-    background: Annotated[Literal["auto"] | bool, only(Literal["auto"] | bool, "auto, true or false")] = "auto"
+    background: bool | Literal["auto"] = "auto"
     """true: write checkpoints from a copy in host memory while the training continues; false: the training waits; auto:
     true if a core and enough memory are free, as on GPU machines"""
-    mirror: Annotated[str | None, only(Url | None, MIRROR)] = None
+    mirror: str | None = None
     """URL of a folder for a copy of the run, such as s3://BUCKET/runs (any URL of fsspec); each checkpoint is copied in
     the background, and a machine without the run restores it from there (docs/cloud.md); null: no copy"""
-    mirror_seconds: NonNegativeFloat = 20
-    """longest wait for the mirror when the run ends or is stopped"""
+
+    @field_validator("mirror")
+    @classmethod
+    def _has_no_credentials(cls, value: str | None) -> str | None:
+        if "@" in (value or ""):
+            raise ValueError("should be a URL without credentials, which come from the environment")
+        return value
 
 
 class TrackingConfig(Section):

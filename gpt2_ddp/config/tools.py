@@ -37,10 +37,9 @@ class PrepareConfig(Command):
 
     source: str = "stdlib"
     """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, parquet (a file, a folder,
-    a glob, or a folder of `save_to_disk`); `hub:OWNER/NAME`, a dataset on the Hub; or `bin:GLOB`, existing llm.c
-    shards to index in place"""
+    a glob, or a folder of `save_to_disk`); or `hub:OWNER/NAME`, a dataset on the Hub"""
     output: str | None = None
-    """folder for the shards and their manifest.json; null: data/ and the source's name (`bin:`: the shards' folder)"""
+    """folder for the shards and their manifest.json; null: data/ and the source's name"""
     tokenizer: str = "bpe"
     """`bpe` (trains a byte-level BPE on the source), `bytes` (256 ids and end-of-text), the
     name of a tiktoken encoding (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
@@ -110,8 +109,6 @@ class GenerateConfig(CheckpointCommand):
 
     prompts: tuple[str, ...] = ("",)
     """texts to continue, one or several; empty: the start of a document"""
-    prompts_file: str | None = None
-    """file with one prompt per line, instead of prompts; -: standard input"""
     max_new_tokens: Count = 256
     """most tokens to add to each prompt, up to 1,000,000; the end-of-text token ends the text earlier"""
     temperature: NonNegativeFloat = 0.8

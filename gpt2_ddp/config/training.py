@@ -24,7 +24,6 @@ from gpt2_ddp.config.run import (
     LoopConfig,
     RunConfig,
     TrackingConfig,
-    only,
 )
 from gpt2_ddp.files import local_copy
 
@@ -32,12 +31,6 @@ FEWEST_WARM_UP = 12
 """Fewest steps of the warm-up with `train.minutes`, which times steps of it."""
 WINDOWS_PER_BLOCK = 1000
 """Windows per block of a mixture's order; each block holds every source in proportion (`data.mixture`)."""
-
-
-Auto = Literal["auto"]
-Windows = Annotated[int | Auto, only(PositiveInt | Auto, "a number of windows, at least 1, or auto")]
-ALL = "a number of tokens, at least 1, or auto, or null for all of them"
-Tokens = Annotated[int | Auto | None, only(PositiveInt | Auto | None, ALL)]
 
 
 class Phase(Section):
@@ -125,8 +118,6 @@ class ModelConfig(Section):
     """context length T in tokens: length of a training window, and of the model's longest input"""
     dropout: Fraction = 0.0
     """dropout probability in embeddings, attention and residual branches"""
-    bias: bool = True
-    """gpt2: biases in linear layers and LayerNorms; the other architectures have none"""
     n_inner: int | None = Field(default=None, ge=1, le=10**7)
     """width of the MLP; null: 4 n_embd, or with SwiGLU 8/3 n_embd, rounded up to a multiple of 64"""
     rope_theta: PositiveFloat = 10_000.0
@@ -138,11 +129,6 @@ class ModelConfig(Section):
     def key_heads(self) -> int:
         """Heads of keys and values."""
         return self.n_kv_head or self.n_head
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether linear layers have biases."""
-        return self.bias and self.architecture == "gpt2"
 
 
 WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
@@ -204,7 +190,7 @@ class TrainConfig(LoopConfig):
     steps as fit (docs/optimizers.md); a resume keeps their number"""
     global_batch_tokens: PositiveInt = 524_288
     """tokens per optimizer step over all processes; a multiple of block_size"""
-    micro_batch_size: Windows = 16
+    micro_batch_size: PositiveInt | Literal["auto"] = 16
     """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; auto: as many
     as fit a GPU, by an estimate and a trial, or 512 tokens on a CPU; kept by a resume on equal devices"""
     activation_checkpointing: bool = False
@@ -223,7 +209,7 @@ class EvalConfig(Section):
 
     every: PositiveInt = 250
     """steps between evaluations; the first and the last step are always evaluated"""
-    tokens: Tokens = "auto"
+    tokens: PositiveInt | Literal["auto"] | None = "auto"
     """validation tokens per evaluation, evenly spread, always the same, shared equally by several folders; auto: 6% of
     the training tokens between two evaluations, at least 16 windows; null: all"""
     patience: PositiveInt | None = None
@@ -258,9 +244,6 @@ class ParallelConfig(Section):
     (docs/sharded.md), which `accelerate config` may select, too"""
     replicas: PositiveInt = 1
     """fsdp: groups of processes; each group has the model once, in parts; a divisor of the number of processes"""
-    reduce: Literal["last", "each"] = "last"
-    """fsdp: micro-batches after which the processes add up their gradients; last: once a step, until when each has
-    gradients of the whole model; each: less memory, more communication"""
 
 
 TaskName = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]
@@ -386,7 +369,7 @@ class TrainingConfig(RunConfig):
         """Fields of another optimizer, and of sharding without it, which `accelerate config` may select, too."""
         owners = {"optim.muon_lr": "optim.name muon"} if self.optim.name != "muon" else {}
         if self.launch.parallel != "fsdp" and os.environ.get("ACCELERATE_USE_FSDP") != "true":
-            owners |= dict.fromkeys(("launch.replicas", "launch.reduce"), "launch.parallel fsdp")
+            owners["launch.replicas"] = "launch.parallel fsdp"
         given = flat(self.model_dump(exclude_defaults=True))
         for name in owners:
             if name in given:

@@ -96,8 +96,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
         hint = f"is not a manifest of this version; delete it and prepare the data again ({error})"
         raise UserError("data", path, hint) from error
     if content.pop("sha256", None) != content_sha256(content):
-        hint = f"copy it again, or delete it and run prepare_data.py --source 'bin:{path.parent}/*.bin'"
-        raise UserError("data", path, f"was changed: its own sha256 differs; {hint}")
+        raise UserError("data", path, f"was changed: its own sha256 differs; {AGAIN}")
     return manifest
 
 

@@ -28,28 +28,19 @@ OPEN_SHARE = 4
 """A process keeps shards open in at most 1 / 4 of its file descriptors."""
 
 
-def read_header(path: Path, dtype: np.dtype) -> int:
-    """Checks a shard's header and size; returns its number of tokens. Raises: UserError if the file is missing,
-    truncated, or no shard of `dtype` tokens."""
+def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
+    """Compares a shard's header and size with the manifest. Raises: UserError if the file is missing or differs."""
+    path = folder / shard.file
     try:
         with open(regular(path), "rb") as file:
             header = file.read(HEADER_BYTES)
             size = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise UserError("shard", path, f"cannot be read ({error.strerror}); {AGAIN}") from error
-    *found, tokens = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
-    expected = [*MAGIC_AND_VERSION[dtype.itemsize], HEADER_BYTES + tokens * dtype.itemsize]
-    if tokens < 1 or [*found, size] != expected:
-        hint = f"has magic, version and bytes {[*found, size]}, not {expected} of {tokens} {dtype.name} tokens; {AGAIN}"
-        raise UserError("shard", path, hint)
-    return tokens
-
-
-def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
-    """Compares a shard's header and size with the manifest. Raises: UserError."""
-    path = folder / shard.file
-    if (tokens := read_header(path, dtype)) != shard.tokens:
-        raise UserError("shard", path, f"has {tokens} tokens, but the manifest gives {shard.tokens}; {AGAIN}")
+    found = [*np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist(), size]
+    expected = [*MAGIC_AND_VERSION[dtype.itemsize], shard.tokens, HEADER_BYTES + shard.tokens * dtype.itemsize]
+    if found != expected:
+        raise UserError("shard", path, f"has magic, version, tokens and bytes {found}, not {expected}; {AGAIN}")
 
 
 class TokenStream:

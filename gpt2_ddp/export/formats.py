@@ -21,7 +21,7 @@ from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_hashed, write_json, writing
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import CLASSES, EMBEDDINGS, PREFIX, SHAPE, fixed_fields, shape, their_views
+from gpt2_ddp.model.transformers_layout import CLASSES, SHAPE, fixed_fields, shape, their_views
 
 END_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 """Names of end-of-text's id in transformers."""
@@ -200,15 +200,10 @@ def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[
 
 
 def to_transformers(state: Mapping[str, Tensor], config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of an equal model of transformers' class. GPT-2's missing biases are zeros.
+    """The tensors of an equal model of transformers' class.
 
     Args:
         state: weights by name (`GPT.state_dict()`, or a checkpoint's model.safetensors).
         vocab_size: rows of the vocabulary; the padding above them is left out.
     """
-    tensors = {name: part.contiguous() for name, part in their_views(state, config, vocab_size).items()}
-    for name, weight in state.items() if config.architecture == "gpt2" else ():
-        bias = name.removesuffix("weight") + "bias"
-        if name.endswith(".weight") and name not in EMBEDDINGS and bias not in state:
-            tensors[PREFIX + bias] = weight.new_zeros(weight.size(0))
-    return tensors
+    return {name: part.contiguous() for name, part in their_views(state, config, vocab_size).items()}

@@ -46,7 +46,7 @@ class Architecture(NamedTuple):
     """One row of ARCHITECTURES.
 
     Args:
-        norm: of a block's input, of the MLP's input and of the head's input; None: LayerNorm, with `model.bias`.
+        norm: of a block's input, of the MLP's input and of the head's input; None: LayerNorm, and biases.
         activation: of the MLP. gated: it takes gate and value.
         rotary: rotary positions (Su et al., 2021): 1 or -1, the direction of rotation; 0: learned positions.
         query_norm: of queries and keys (Henry et al., 2020), before the rotation; None: none.
@@ -156,8 +156,8 @@ class Attention(nn.Module):
         self.sizes = [config.n_embd, config.key_heads * size, config.key_heads * size]
         self.head_size, self.dropout, self.layer = size, config.dropout, layer
         self.shares_keys = config.key_heads < config.n_head
-        self.c_attn = nn.Linear(config.n_embd, sum(self.sizes), bias=config.has_bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.has_bias)
+        self.c_attn = nn.Linear(config.n_embd, sum(self.sizes), bias=kind.norm is None)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=kind.norm is None)
         norm = kind.query_norm or kind.rotated_norm
         self.q_norm, self.k_norm = (norm(size), norm(size)) if norm else (None, None)
         self.rotates_first = kind.rotated_norm is not None
@@ -212,8 +212,8 @@ class MLP(nn.Module):
         kind = ARCHITECTURES[config.architecture]
         self.dropout, self.activation = config.dropout, kind.activation
         width = mlp_width(config)
-        self.c_fc = nn.Linear(config.n_embd, width * (1 + kind.gated), bias=config.has_bias)
-        self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias)
+        self.c_fc = nn.Linear(config.n_embd, width * (1 + kind.gated), bias=kind.norm is None)
+        self.c_proj = nn.Linear(width, config.n_embd, bias=kind.norm is None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, T, C] -> [B, T, C]."""
@@ -240,4 +240,4 @@ class Block(nn.Module):
 def make_norm(config: ModelConfig) -> nn.Module:
     """The architecture's norm of [..., C]."""
     norm = ARCHITECTURES[config.architecture].norm
-    return norm(config.n_embd) if norm else nn.LayerNorm(config.n_embd, bias=config.bias)
+    return norm(config.n_embd) if norm else nn.LayerNorm(config.n_embd)

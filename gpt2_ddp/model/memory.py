@@ -93,7 +93,7 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
         at_once = 2 if setting.kind == "cuda" else 1
         read = {"gathered weights": float(setting.number_bytes * (root + at_once * setting.block))}
         accumulates = config.global_batch_windows > setting.processes * setting.micro_batch
-        if not (accumulates and config.launch.reduce == "last"):  # a block's, and the others', before their sum
+        if not accumulates:  # a block's, and the others', before their sum
             gradients = {"gradients": weights / shards + 4 * (root + setting.block)}
     tokens = setting.micro_batch * window
     saved = _saved(setting, tokens) + _temporary(setting, tokens)

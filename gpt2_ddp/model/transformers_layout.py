@@ -118,10 +118,10 @@ def their_views(state: Mapping[str, Tensor], config: ModelConfig, vocab_size: in
 
 def load_transformers(tensors: Mapping[str, Tensor], model: GPT) -> None:
     """Copies the tensors of transformers' class, by name, into a GPT: the ids of its vocabulary, and the positions of
-    its context. If a GPT-2 has no biases, the tensors' biases have to be zero.
+    its context.
 
     Raises:
-        ValueError: a tensor of another shape, a nonzero bias without place, or an untied head.
+        ValueError: a tensor of another shape, or an untied head.
     """
     others = dict(tensors)
     if model.lm_head is None and not torch.equal(others.pop(HEAD), others[PREFIX + "wte.weight"]):
@@ -133,6 +133,3 @@ def load_transformers(tensors: Mapping[str, Tensor], model: GPT) -> None:
         if given.shape != place.shape:
             raise ValueError(f"{name} has shape {[*given.shape]} instead of {[*place.shape]}")
         place.copy_(given)
-    for name in sorted(others):
-        if others[name].any():
-            raise ValueError(f"{name} is not zero, and model.bias is false")

@@ -195,12 +195,7 @@ class ShardWriter:
         tokens = (path.stat().st_size - HEADER_BYTES) // self.dtype.itemsize
         with path.open("r+b") as file:
             file.write(np.array([*MAGIC_AND_VERSION[self.dtype.itemsize], tokens], "<i4").data)
-        return describe(path, tokens)
-
-
-def describe(path: Path, tokens: int) -> Shard:
-    """The manifest's entry of a shard file of so many tokens."""
-    return Shard(path.name, tokens, path.stat().st_size, sha256_file(path))
+        return Shard(path.name, tokens, path.stat().st_size, sha256_file(path))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

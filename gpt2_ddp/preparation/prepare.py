@@ -1,7 +1,5 @@
 """Text to token shards. The same source and settings give the same bytes with any number of workers. manifest.json is
 written last and makes the folder usable; after a kill, a preparation starts over.
-
-Shards of other programs (llm.c, modded-nanogpt) are indexed in place: all are hashed, then a manifest is written.
 """
 
 import glob
@@ -11,7 +9,6 @@ import math
 import os
 import platform
 import random
-import re
 import sys
 import threading
 import time
@@ -25,8 +22,8 @@ from typing import Any
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import MANIFEST, Manifest, Shard, read_manifest, token_dtype
-from gpt2_ddp.data.shards import TokenStream, read_header
+from gpt2_ddp.data.manifest import MANIFEST, Manifest, Shard, read_manifest
+from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import (
     BYTE_OF_CHARACTER,
     END_OF_TEXT,
@@ -39,7 +36,7 @@ from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.workers import Pool, run_in_worker, worker_pool
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.output import locked_output, publish
-from gpt2_ddp.preparation.encode import describe, write_manifest, write_splits
+from gpt2_ddp.preparation.encode import write_manifest, write_splits
 from gpt2_ddp.preparation.row_sources import row_source
 from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, fingerprint
 from gpt2_ddp.preparation.sources import MOST_NAMED, Source, read_pieces, scan
@@ -54,8 +51,6 @@ on 0.5e8, 1e8 and 2e8 characters encoded 3.62, 3.65 and 3.67 bytes a token."""
 def prepare(config: PrepareConfig) -> Manifest:
     """Creates a folder of token shards, and returns its manifest. Keeps a folder that is prepared already. Raises:
     UserError if source, tokenizer or output folder are unusable, or the folder has other content."""
-    if config.source.startswith("bin:"):
-        return index_shards(config)
     folder = Path(config.folder)
     config = config.model_copy(update={"output": str(folder)})
     if manifest := _finished(folder, config):  # first without the lock, since the folder may be read-only
@@ -101,7 +96,7 @@ def _clear(folder: Path) -> None:
     """Removes the files of a killed preparation. Raises: UserError for other files."""
     left = [file for pattern in LEFT for file in folder.glob(pattern)]
     if left and not (folder / RECORD).exists():
-        hint = "has files that prepare_data.py did not write; choose another output, or index shards with bin:GLOB"
+        hint = "has files that prepare_data.py did not write; choose another output"
         raise UserError("output", folder, hint)
     for file in left:
         file.unlink()
@@ -146,32 +141,6 @@ def make_manifest(
 def _summary(manifest: Manifest) -> str:
     tokens = [f"{manifest.tokens(split):,} {split} tokens" for split in manifest.splits]
     return ", ".join([*tokens, f"vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"])
-
-
-def index_shards(config: PrepareConfig) -> Manifest:
-    """Hashes the shards of `bin:GLOB`, and writes their folder's manifest.json, and nothing else. A file with
-    `val` in its name is of the validation split. Raises: UserError for files of no folder or of several, for a manifest
-    of other shards, and for a file that is no whole shard, or is in both splits."""
-    files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
-    folders = {path.parent for path in files}
-    if len(folders) != 1:
-        raise UserError("source", config.source, "name the files of one folder, like bin:FOLDER/*.bin")
-    folder, tokenizer = folders.pop(), load_tokenizer(config.tokenizer)
-    recipe = {"files": [path.name for path in files], "tokenizer_sha256": tokenizer.sha256}
-    if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder)
-        if manifest.recipe != recipe:
-            raise UserError("output", folder, f"has a {MANIFEST} of other shards; delete it to index these")
-    else:
-        dtype = token_dtype(tokenizer.vocab_size)
-        splits: dict[str, list[Shard]] = {}
-        for path in files:
-            split = "val" if re.search("(?<![a-z])val", path.name) else "train"  # no `retrieval`
-            splits.setdefault(split, []).append(describe(path, read_header(path, dtype)))
-        manifest = make_manifest(tokenizer, config.source, splits, recipe)
-        write_manifest(folder, manifest)
-    print(f"{folder} is indexed: {_summary(manifest)}")
-    return manifest
 
 
 def make_tokenizer(source: Source, path: Path) -> None:

@@ -252,17 +252,18 @@ def _mnist(folder: Path) -> Rows:
 
 
 def _cifar(folder: Path) -> Rows:
-    """Images of 32 x 32 and the names of their classes: label, or fine_label and coarse_label. Or nothing."""
+    """Images of 32 x 32 and the names of their classes, fine ones of CIFAR-100; nothing for a folder of others."""
     for meta, files in CIFAR.items():
         if (folder / meta).is_file():
             names = _unpickle(folder / meta)
+            kind = "label" if "label_names" in names else "fine_label"
             for name in files:
                 batch = _unpickle(folder / name)
-                kinds = [kind for kind in ("label", "fine_label", "coarse_label") if f"{kind}s" in batch]
-                for row, pixels in enumerate(batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)):
-                    labels = {kind: names[f"{kind}_names"][batch[f"{kind}s"][row]] for kind in kinds}
-                    split = "test" if name.startswith("test") else "train"
-                    yield split, {"image": b"P6 32 32 255\n" + pixels.tobytes(), **labels}
+                split = "test" if name.startswith("test") else "train"
+                images = batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+                for pixels, label in zip(images, batch[f"{kind}s"], strict=True):
+                    row = {"image": b"P6 32 32 255\n" + pixels.tobytes(), "label": names[f"{kind}_names"][label]}
+                    yield split, row
 
 
 class _Unpickler(pickle.Unpickler):

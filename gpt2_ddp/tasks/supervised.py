@@ -101,16 +101,11 @@ class Supervised:
         if launched not in (None, processes):
             hint = f"the launcher started {processes}; remove one of the two"
             raise UserError("launch.processes", launched, hint)
-        scale = processes if config.scale_with_processes else 1
-        self.batch_size, self.lr = config.train.global_batch_size * scale, config.optim.lr * scale
+        self.batch_size, self.lr = config.train.global_batch_size, config.optim.lr
         if self.batch_size < processes:
             hint = f"should be at least 1 for each of the {processes} processes"
             raise UserError("train.global_batch_size", self.batch_size, hint)
         self._data: Any = saved.state.task if saved else None
-        if saved and (self._data.global_batch_size, self._data.lr) != (self.batch_size, self.lr):
-            batches = f"the run's batch of {self._data.global_batch_size} would become {self.batch_size}"
-            hint = f"{batches}; start as many processes as before"
-            raise UserError("scale_with_processes", config.scale_with_processes, hint)
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """The steps of `train.epochs`."""
@@ -206,14 +201,8 @@ def job_schedule(config: JobConfig, lr: float, epoch_steps: int) -> Callable[[in
     `lr`: the peak, of all processes. `epoch_steps`: optimizer steps of an epoch."""
     optim = config.optim
     warmup, steps = round(optim.warmup_epochs * epoch_steps), config.train.epochs * epoch_steps
-    schedule = "cosine" if optim.schedule == "cosine" else "constant"
-    in_steps = OptimConfig(lr=lr, min_lr=0.0, schedule=schedule, warmup_steps=warmup, decay_steps=steps)
-
-    def rate(step: int) -> float:
-        falls = sum(step > epoch * epoch_steps for epoch in optim.step_epochs)
-        return lr_at(step, in_steps) * optim.step_factor**falls
-
-    return rate
+    in_steps = OptimConfig(lr=lr, min_lr=0.0, schedule=optim.schedule, warmup_steps=warmup, decay_steps=steps)
+    return lambda step: lr_at(step, in_steps)
 
 
 def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> Optimizer:

@@ -29,7 +29,6 @@ TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoin
 NEEDED = [TRANSFORMERS, "model*.safetensors", f"{MODEL}.index.json", TOKENIZER_FILE]  # to fetch from the Hub
 OPTIONAL = ("n_kv_head", "n_inner")  # null: follows from other fields
 SIZES = ("architecture", "n_layer", "n_head", "n_embd", *OPTIONAL)  # decide on names and shapes of the weights
-GPT2_SIZES = ("block_size", "bias")
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # names of the tanh-GELU, the only activation of `GPT`
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # saved by older releases of transformers
 
@@ -58,7 +57,7 @@ def find_model(config: TrainingConfig) -> ModelConfig:
         names = ("architecture", *SHAPE[theirs.architecture])
     else:
         theirs = _model_of(find_checkpoint(path, FIELD, weights=False, kind="gpt2"))
-        names = SIZES + GPT2_SIZES * (theirs.architecture == "gpt2")
+        names = SIZES + ("block_size",) * (theirs.architecture == "gpt2")
     if differing := [*_differences(named, theirs, config.model, names)]:
         raise UserError.join(differing)
     return theirs

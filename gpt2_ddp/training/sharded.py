@@ -159,7 +159,7 @@ class Sharded(Replicated):
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        model.set_requires_gradient_sync(self._config.reduce == "each")
+        model.set_requires_gradient_sync(False)
         yield
         model.set_requires_gradient_sync(True)
 

@@ -122,7 +122,6 @@ READERS = {
     "--config": lambda name: load(TrainingConfig, ["--config", name]),
     "tokenizer": load_tokenizer, "data": lambda name: read_manifest(Path(name)),
     "source": lambda name: prepare(PrepareConfig.model_construct(source=name, output="out", workers=1)),
-    "bin": lambda name: prepare(PrepareConfig.model_construct(source=f"bin:{name}", tokenizer="gpt2")),
     "tokenizer of a source": lambda name: prepare(PrepareConfig.model_construct(source="text", output="out",
      tokenizer=name, workers=1)),
 }  # fmt: skip
