@@ -12,7 +12,7 @@ from gpt2_ddp.distributed.environment import (
     EXIT_CODES,
     elastic_nodes,
     exit_code,
-    torchrun_option,
+    launcher_option,
     unset_unfilled_variables,
     world_size,
 )
@@ -87,4 +87,4 @@ def test_an_elastic_launcher(monkeypatch, line):
     monkeypatch.setenv("PET_NNODES", variable)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     assert elastic_nodes() == nodes
-    assert torchrun_option("rdzv_endpoint") == ""
+    assert launcher_option("rdzv_endpoint") == ""

@@ -78,17 +78,7 @@ def see_ranks_of_this_machine() -> None:
 
 def under_launcher() -> bool:
     """Whether `accelerate launch` or torchrun started this process; both treat any non-zero exit code as a crash."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or accelerate_words() is not None
-
-
-def accelerate_words() -> list[str] | None:
-    """Arguments of the `accelerate launch` that is this process's parent; None without one."""
-    words = _launcher_words() if "ACCELERATE_MIXED_PRECISION" in os.environ else []
-    endings = ("accelerate-launch", "accelerate.commands.launch", "commands/launch.py")
-    for last, word in enumerate(words):
-        if word.endswith(endings) or (word == "launch" and "accelerate" in Path(words[last - 1]).name):
-            return words[last + 1 :]
-    return None
+    return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_MODE" in os.environ
 
 
 def machines() -> int:
@@ -98,23 +88,19 @@ def machines() -> int:
 
 def elastic_nodes() -> str:
     """torchrun's `--nnodes MIN:MAX`, if it restarts the ranks with whatever machines are there; empty otherwise."""
-    nodes = torchrun_option("nnodes") if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else ""
+    nodes = launcher_option("nnodes") if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else ""
     least, _, most = nodes.partition(":")
     return nodes if most not in ("", least) else ""
 
 
-def torchrun_option(name: str) -> str:
-    """An option of the torchrun that is this process's parent, from its command line or PET_NAME; empty if unset."""
-    given = re.search(rf"--{name}[= ](\S+)", " ".join(_launcher_words()))
-    return given[1] if given else os.environ.get(f"PET_{name.upper()}", "")
-
-
-def _launcher_words() -> list[str]:
-    """Command line of the parent process."""
+def launcher_option(name: str) -> str:
+    """An option of the launcher that is this process's parent, from its command line or torchrun's PET_NAME; empty if
+    unset. A `.` in the name is any character: Accelerate accepts `-` and `_`."""
     import psutil  # here, as `--help` does not need it
 
     parent = psutil.Process().parent()
-    return parent.cmdline() if parent else []
+    given = re.search(rf"--{name}[= ](\S+)", " ".join(parent.cmdline() if parent else []))
+    return given[1] if given else os.environ.get(f"PET_{name.upper()}", "")
 
 
 def exit_code(outcome: str) -> int:
