@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, C = n_embd, V = padded vocabulary.
 """
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,14 +114,19 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """The loss of hidden states [B, T, C], as `forward` returns it."""
-        rows, head = self.ln_f(x).flatten(0, 1), self._head()
-        if (chunk := loss_chunk(rows)) and len(rows) > chunk:
-            from gpt2_ddp.model.chunked_loss import chunked_loss
-
-            loss = chunked_loss(rows, head, targets.flatten(), chunk, reduction)
+        rows, goals = self.ln_f(x).flatten(0, 1), targets.flatten()
+        if (chunk := loss_chunk(rows)) and len(rows) > chunk:  # the backward pass computes each chunk's logits again
+            parts = zip(rows.split(chunk), goals.split(chunk), strict=True)
+            score = partial(checkpoint, self._cross_entropy, use_reentrant=False, preserve_rng_state=False)
+            loss = torch.cat([score(*part, "none") for part in parts])
+            if reduction != "none":
+                loss = loss.sum() / ((goals >= 0).sum() if reduction == "mean" else 1)
         else:
-            loss = F.cross_entropy(head.logits(rows), targets.flatten(), reduction=reduction)
+            loss = self._cross_entropy(rows, goals, reduction)
         return loss.view_as(targets) if reduction == "none" else loss
+
+    def _cross_entropy(self, rows: Tensor, goals: Tensor, reduction: str) -> Tensor:
+        return F.cross_entropy(self._head().logits(rows), goals, reduction=reduction)
 
     @property
     def needs_one_graph(self) -> bool:
