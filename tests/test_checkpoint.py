@@ -35,13 +35,25 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gpt2_ddp.checkpoint import loading
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, STATE, Snapshot, list_checkpoints, write_manifest, write_part
+from gpt2_ddp.checkpoint.checkpoint import (
+    DTYPES,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Part,
+    Snapshot,
+    as_safetensors,
+    list_checkpoints,
+    optimizer_state,
+    write_manifest,
+    write_part,
+)
 from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, find_checkpoint, verify
 from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state, misfit
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
-from gpt2_ddp.checkpoint.tensors import DTYPES, MODEL, OPTIMIZER, Part, as_safetensors, optimizer_state
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.files import read_json, sha256_file, write_hashed
 from gpt2_ddp.model.gpt import GPT

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head query heads, K = n_kv_head
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from gpt2_ddp.config.training import ModelConfig
 
 if TYPE_CHECKING:
     from gpt2_ddp.model.documents import Mask
+    from gpt2_ddp.model.generate import KVCache
 
 Norm = Callable[[int], nn.Module]
 Rotation = tuple[Tensor, Tensor]
@@ -99,21 +100,13 @@ class Head(NamedTuple):
         return torch.add(bias, share, alpha=self.soft_cap)
 
 
-class Cache(Protocol):
-    """Keys and values of earlier tokens (`model.generate`)."""
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Stores [B, K, t, Q]. Returns all keys and values [B, K, S, Q], and the attention mask [B, 1, t, S]."""
-        ...
-
-
 class Context(NamedTuple):
     """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal), cache, and value
     embeddings [B, T, K·Q] of each layer."""
 
     rotation: Rotation | None = None
     mask: "Mask | None" = None
-    cache: Cache | None = None
+    cache: "KVCache | None" = None
     values: Sequence[Tensor] = ()
 
 

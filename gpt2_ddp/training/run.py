@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot, optimizer_state
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.store import SLOW_DISK
-from gpt2_ddp.checkpoint.tensors import optimizer_state
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.distributed.environment import elastic_nodes, launcher_option, machines, spare_core
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank

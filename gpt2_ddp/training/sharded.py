@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpt2_ddp.checkpoint.checkpoint import Part
 from gpt2_ddp.checkpoint.metrics import Metrics
-from gpt2_ddp.checkpoint.tensors import Part
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import rows
