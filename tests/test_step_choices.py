@@ -97,7 +97,7 @@ def test_what_is_compiled(monkeypatch):
     auto = partial(resolve_compile, "auto", None)
     assert auto(model, on(CUDA), 1.0) == ("model", None)
     assert auto(model, many, 1.0) == ("blocks", None)
-    assert auto(gpt(document_mask=True), many, 1.0) == ("model", None)
+    assert auto(gpt(document_mask=True), many, 1.0) == ("blocks", None)
     assert auto(torch.nn.Linear(1, 1), on(CUDA), 0.0) == ("off", None)
     assert auto(model, on(CPU), 9 * WORTH_IT) == ("off", None)
     assert auto(model, half, 0.9 * WORTH_IT) == ("off", None)

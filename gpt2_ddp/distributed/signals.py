@@ -181,7 +181,7 @@ def _exit(code: int) -> None:
 
 
 def _end_rank() -> None:
-    if "WORLD_SIZE" in os.environ:  # one rank alone has a process group, too
+    if os.environ.get("WORLD_SIZE"):  # one rank alone has a process group, too
         with suppress(OSError, ValueError):  # closed
             sys.stdout.flush()
             sys.stderr.flush()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from gpt2_ddp.config.training import ModelConfig
 
 if TYPE_CHECKING:
-    from gpt2_ddp.model.documents import Mask
     from gpt2_ddp.model.generate import KVCache
 
 Norm = Callable[[int], nn.Module]
@@ -105,7 +104,7 @@ class Context(NamedTuple):
     embeddings [B, T, K·Q] of each layer."""
 
     rotation: Rotation | None = None
-    mask: "Mask | None" = None
+    mask: Tensor | None = None
     cache: "KVCache | None" = None
     values: Sequence[Tensor] = ()
 
@@ -173,14 +172,10 @@ class Attention(nn.Module):
         is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T in SHORT and torch.is_grad_enabled()
         if mask is None and not dropout and is_short:
             y = causal_attention(q, k, v)
-        elif mask is None or isinstance(mask, Tensor):
+        else:
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.shares_keys
             )
-        else:
-            from torch.nn.attention.flex_attention import flex_attention
-
-            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.shares_keys)
         y = y.transpose(1, 2).reshape(B, T, C)  # [B, H, T, Q] -> [B, T, C]
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 

@@ -19,7 +19,6 @@ from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, Head, mak
 from gpt2_ddp.model.roles import Role, roles
 
 if TYPE_CHECKING:
-    from gpt2_ddp.model.documents import Mask
     from gpt2_ddp.model.generate import KVCache
 
 VOCAB_MULTIPLE = 128
@@ -129,11 +128,6 @@ class GPT(nn.Module):
     def _cross_entropy(self, rows: Tensor, goals: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(self._head().logits(rows), goals, reduction=reduction)
 
-    @property
-    def needs_one_graph(self) -> bool:
-        """Whether blocks cannot be compiled alone: flex_attention needs the document mask in the same graph."""
-        return self.config.document_mask
-
     def compile_blocks(self) -> None:
         """Compiles each block, and the head with the loss, in place. So DDP all-reduces a block's gradients during the
         backward pass of the blocks below."""
@@ -143,7 +137,7 @@ class GPT(nn.Module):
         self.compiles_blocks = True
 
     def context(
-        self, tokens: Tensor, positions: Tensor, mask: "Mask | None" = None, cache: "KVCache | None" = None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None, cache: "KVCache | None" = None
     ) -> Context:
         """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
         rotated = rotation(self.config, positions) if self.wpe is None else None
@@ -164,13 +158,15 @@ class GPT(nn.Module):
             x = x + F.dropout(self.pairs(pairs), PAIR_DROPOUT, self.training)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def _within_documents(self, tokens: Tensor) -> "tuple[Tensor, Mask]":
-        """Positions int64 within documents [B, T], and the attention mask."""
-        from gpt2_ddp.model.documents import flex_is_there, within_documents
-
+    def _within_documents(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions within documents, int64 [B, T], and the causal mask within each, bool [B, 1, T, T]. A document
+        begins with end-of-text. Tokens before a window's first one belong to a document that began earlier."""
         assert self.eot is not None, "a document mask needs the id of end-of-text"
-        head_size, dropout = self.config.n_embd // self.config.n_head, self.config.dropout if self.training else 0.0
-        return within_documents(tokens, self.eot, blocks=flex_is_there(tokens, head_size, dropout))
+        begins, index = tokens == self.eot, torch.arange(tokens.size(1), device=tokens.device)
+        positions = index - (begins * index).cummax(dim=1).values
+        document = begins.cumsum(dim=1)  # [B, T], index in the window
+        mask = (document[:, None, :, None] == document[:, None, None, :]) & (index[:, None] >= index)
+        return positions, mask
 
     def _head(self) -> Head:
         return Head((self.lm_head or self.wte).weight, self.padding_mask, self.soft_cap)
