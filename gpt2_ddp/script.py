@@ -13,7 +13,6 @@ from gpt2_ddp.config.cli import C, Default, load
 from gpt2_ddp.distributed.environment import (
     record_exit,
     under_launcher,
-    unset_unfilled_variables,
 )
 from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
@@ -32,7 +31,6 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
         default: preset without `--config`.
     """
     faulthandler.enable(2)  # a library that crashes is found by the calls on stderr
-    unset_unfilled_variables()
     with exit_on_signal(print_line):
         if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on
             end_with_parent(signal.SIGTERM)

@@ -35,13 +35,25 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gpt2_ddp.checkpoint import loading
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, STATE, Snapshot, list_checkpoints, write_manifest, write_part
+from gpt2_ddp.checkpoint.checkpoint import (
+    DTYPES,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Part,
+    Snapshot,
+    as_safetensors,
+    list_checkpoints,
+    optimizer_state,
+    write_manifest,
+    write_part,
+)
 from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, find_checkpoint, verify
-from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state, misfit
+from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
-from gpt2_ddp.checkpoint.tensors import DTYPES, MODEL, OPTIMIZER, Part, as_safetensors, optimizer_state
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.files import read_json, sha256_file, write_hashed
 from gpt2_ddp.model.gpt import GPT
@@ -233,20 +245,14 @@ def test_damage_is_found_and_a_resumed_run_falls_back_to_the_checkpoint_before(r
     expect_error("none is intact", open_store(run).newest)
 
 
-@pytest.mark.parametrize(("gone", "added", "reason"), [
-    (["exp_avg.h.0.ln_1.weight"], {}, "has the optimizer state exp_avg_sq, step"),
-    (["step.wte.weight", "exp_avg.wte.weight", "exp_avg_sq.wte.weight"], {}, "state none"),
-    ([], {"step.wpe": torch.ones(())}, r"step.wpe has shape \[\]"),
-    ([], {"exp_avg.wte.weight": torch.ones(3)}, r"has shape \[3\]"),
+@pytest.mark.parametrize(("added", "reason"), [
+    ({"step.wpe": torch.ones(())}, r"step.wpe has shape \[\]"),
+    ({"exp_avg.wte.weight": torch.ones(3)}, r"has shape \[3\]"),
 ])  # fmt: skip
-def test_optimizer_state_that_does_not_fit_is_refused(gone, added, reason):
+def test_optimizer_state_that_does_not_fit_is_refused(added, reason):
     model, optimizer = trained_model()
     state = optimizer_state(model, optimizer)
-    assert misfit({name: value.shape for name, value in state.items()}, model) == misfit({}, model) == ""
-    wrong = state | added
-    for name in gone:
-        del wrong[name]
-    expect_error(rf"optimizer.safetensors: .*{reason}", load_optimizer_state, wrong, model, optimizer)
+    expect_error(rf"optimizer.safetensors: .*{reason}", load_optimizer_state, state | added, model, optimizer)
     assert optimizer_state(model, optimizer).keys() == state.keys()  # nothing is lost
 
 

@@ -50,20 +50,12 @@ GROUPS = r"""
 - [cores, 1, "0::/user/job", {user/job/cpu.max: 100000 100000, user/cpu.max: 400000 100000}]
 - [cores, 4, "0::/user/job", {user/job/cpu.max: 500000 100000, user/cpu.max: 400000 100000}]
 - [cores, 1, "0::/", {cpu.max: 20000 100000}]
-- [cores, 2, &v1 "11:memory:/job\n4:cpu,cpuacct:/job\n1:name=systemd:/job\n0::/",
-   {cpu/job/cpu.cfs_quota_us: 100000, cpu/job/cpu.cfs_period_us: 50000}]
-- [cores, 8, *v1, {cpu/job/cpu.cfs_quota_us: -1, cpu/job/cpu.cfs_period_us: 100000}]
 - [cores, 8, "", {}]
 - [memory, 9000, "", {}]
 - [memory, 2600, "0::/job", {job/memory.max: 3000, job/memory.current: 2500,
    job/memory.stat: "anon 9\nfile 2100\ninactive_file 1500\nactive_file 600"}]
 - [memory, 0, "0::/a/b", {a/memory.max: 4000, a/memory.current: 4100, a/b/memory.max: 5000, a/b/memory.current: 1}]
 - [memory, 6000, "0::/", {memory.max: max, memory.high: 7000, memory.current: 1000}]
-- [memory, 1120, *v1, {memory/job/memory.limit_in_bytes: 3000, memory/job/memory.usage_in_bytes: 2000,
-   memory/job/memory.stat: "inactive_file 1\ntotal_inactive_file 100\ntotal_active_file 20",
-   memory/memory.limit_in_bytes: 9223372036854771712, memory/memory.usage_in_bytes: 5000}]
-- [memory, 9000, *v1, {memory/job/memory.limit_in_bytes: 9223372036854771712,
-   memory/job/memory.usage_in_bytes: 2000}]
 """
 """What there is and how much of it, a process's control groups, and files below sys/fs/cgroup."""
 

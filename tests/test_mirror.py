@@ -20,10 +20,9 @@ from ranks import run_ranks, run_until_killed
 from runs import assert_same, complete, edit_manifest, is_intact, newest_checkpoint, train_with_faults, training_config
 
 from gpt2_ddp.checkpoint import mirror
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
+from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints
 from gpt2_ddp.checkpoint.intact import newest_intact
 from gpt2_ddp.checkpoint.mirror import LEASE, Mirror
-from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json

@@ -12,7 +12,7 @@ from commands import expect_error
 from runs import same
 from torch import nn
 
-from gpt2_ddp.checkpoint.tensors import optimizer_state
+from gpt2_ddp.checkpoint.checkpoint import optimizer_state
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig

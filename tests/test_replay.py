@@ -11,7 +11,7 @@ from ranks import in_turn, run_ranks
 from runs import checkpoint_at, complete, events, forge, reseal, said, training_config
 from safetensors.torch import load_file, save_file
 
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
+from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.reports import replay as replay_module

@@ -49,6 +49,8 @@ def loss_and_gradients(model, reduction, half):
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "nanochat", "speedrun"])
 @pytest.mark.filterwarnings("error")
 def test_a_loss_in_chunks_is_the_whole_one(monkeypatch, kind, reduction, half):
+    if not half:  # a backward pass that computes logits again leaves `float64`
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     with nullcontext() if half else float64():  # of which autocast changes nothing
         model = gpt(architecture=kind).eval()  # no dropout of pairs
         loss, gradients = loss_and_gradients(model, reduction, half)
@@ -95,7 +97,7 @@ def test_what_is_compiled(monkeypatch):
     auto = partial(resolve_compile, "auto", None)
     assert auto(model, on(CUDA), 1.0) == ("model", None)
     assert auto(model, many, 1.0) == ("blocks", None)
-    assert auto(gpt(document_mask=True), many, 1.0) == ("model", None)
+    assert auto(gpt(document_mask=True), many, 1.0) == ("blocks", None)
     assert auto(torch.nn.Linear(1, 1), on(CUDA), 0.0) == ("off", None)
     assert auto(model, on(CPU), 9 * WORTH_IT) == ("off", None)
     assert auto(model, half, 0.9 * WORTH_IT) == ("off", None)

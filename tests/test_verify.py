@@ -29,12 +29,11 @@ from runs import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, STATE
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import HASH, METRICS, SAMPLES, STATUS
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.export.export import default_output, export
 from gpt2_ddp.files import read_json

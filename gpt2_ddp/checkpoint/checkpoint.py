@@ -1,23 +1,27 @@
 """Checkpoints: folders `step-XXXXXXXX/`, written whole; `checkpoint.intact` finds and verifies them.
 
-A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, both in parts if ranks share a model
-(`checkpoint.tensors`), state.json, config.yaml, a tokenizer file if there is one, and manifest.json: size and SHA-256
-of every file, itself included. No file is a pickle.
+A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, state.json, config.yaml, a tokenizer
+file if there is one, and manifest.json: size and SHA-256 of every file, itself included. No file is a pickle.
+
+The tensors of a file are whole, or there is a file for each rank that shares a model. In that case,
+`model-00002-of-00004.safetensors` has the rows that the second of four ranks holds, of each tensor that is divided. The
+first also has the tensors that are not.
 """
 
 import hashlib
 import json
 import re
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Part, as_safetensors, part_name, part_names
 from gpt2_ddp.files import (
     sha256_file,
     write_atomically,
@@ -33,6 +37,38 @@ FORMAT = 1
 """Format of a checkpoint folder."""
 STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
 FOLDER = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+DTYPES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in a safetensors file, in the order of its tensors."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a checkpoint's tensors that a rank has: its number, from 0, and the `count` of parts.
+
+    Attributes:
+        is_own: whether this rank reads and writes the part; otherwise another rank with the same part does.
+        group: the ranks that do, in the order of their parts; None for a single one.
+    """
+
+    number: int = 0
+    count: int = 1
+    is_own: bool = True
+    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -159,3 +195,42 @@ def seal(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest without its own `sha256`."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def part_name(file: str, number: int, count: int) -> str:
+    """Name of the file with a part's tensors, by that of a file with all."""
+    stem, _, ending = file.partition(".")
+    return file if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.{ending}"
+
+
+def part_names(file: str, names: Collection[str]) -> list[str]:
+    """Those of the names that are the file or its parts, in order; none unless they are all parts of one file."""
+    stem, _, ending = file.partition(".")
+    pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}")
+    found = sorted(filter(pattern.fullmatch, names))
+    return found if found == [part_name(file, number, len(found)) for number in range(len(found))] else []
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """State of the plain optimizer by `<kind>.<parameter name>`; training changes it."""
+    return {
+        f"{kind}.{name}": value.detach()
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, equal to the library's. Copies one tensor at a time, from a device only."""
+    places, end = list(DTYPES), 0
+    names = sorted(tensors, key=lambda name: (places.index(tensors[name].dtype), name))
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    for name in names:
+        tensor = tensors[name]
+        place, end = [end, end + tensor.nbytes], end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

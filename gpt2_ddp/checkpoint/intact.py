@@ -20,14 +20,16 @@ from gpt2_ddp.checkpoint.checkpoint import (
     FOLDER,
     FORMAT,
     MANIFEST,
+    MODEL,
+    OPTIMIZER,
     STATE,
     Checkpoint,
     list_checkpoints,
+    part_names,
     seal,
     step_of,
 )
 from gpt2_ddp.checkpoint.run_files import METRICS, read_events, recorded_checkpoint
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, part_names
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError, truncate

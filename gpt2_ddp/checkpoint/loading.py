@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.tensors import DTYPES, OPTIMIZER
+from gpt2_ddp.checkpoint.checkpoint import DTYPES, OPTIMIZER
 from gpt2_ddp.distributed.ranks import has_others, on_main
 from gpt2_ddp.errors import UserError
 
@@ -125,8 +125,13 @@ def load_optimizer_state(state: Any, model: nn.Module, optimizer: Optimizer, fil
 
     def check() -> list[tuple[str, list[int], torch.dtype]]:
         shapes = shapes_of(state)
-        if wrong := misfit(shapes, model):
-            raise UserError("checkpoint", OPTIMIZER, f"{wrong}; restore the file, or resume from another checkpoint")
+        for key, shape in shapes.items():
+            own = getattr(parameters.get(key.partition(".")[2]), "shape", None)
+            if own is None or shape not in ([], [*own]):
+                hint = (
+                    f"{key} has shape {shape}, its parameter {own}; restore the file, or resume from another checkpoint"
+                )
+                raise UserError("checkpoint", OPTIMIZER, hint)
         return [(key, shape, state.dtypes[key]) for key, shape in shapes.items()]
 
     layout = on_main(check)
@@ -140,19 +145,3 @@ def load_optimizer_state(state: Any, model: nn.Module, optimizer: Optimizer, fil
             value = torch.empty_like(parameter if shape else torch.empty((), device=parameter.device), dtype=dtype)
         optimizer.state[parameter][kind] = loaded[key] = value.detach()
     fill(loaded, state)
-
-
-def misfit(shapes: Mapping[str, Sequence[int]], model: nn.Module) -> str:
-    """Why tensors of these shapes are no optimizer state of the model; empty if they are, or if there are none. Two
-    parameters have the same kinds of tensors or, in other groups, no common one."""
-    parameters, kinds = {name: list(value.shape) for name, value in model.named_parameters()}, {}
-    for key, shape in shapes.items():
-        kind, _, name = key.partition(".")
-        if name not in parameters or list(shape) not in ([], parameters[name]):
-            return f"{key} has shape {list(shape)}, its parameter {parameters.get(name)}"
-        kinds.setdefault(name, set()).add(kind)
-    for name in parameters if shapes else ():
-        own = kinds.get(name, set())
-        if not own or any(other & own and not other <= own for other in kinds.values()):
-            return f"{name} has the optimizer state {', '.join(sorted(own)) or 'none'}, unlike other parameters"
-    return ""

@@ -14,7 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import (
+    MODEL,
+    OPTIMIZER,
     Checkpoint,
+    Part,
     Snapshot,
     checkpoint_ref,
     list_checkpoints,
@@ -24,7 +27,6 @@ from gpt2_ddp.checkpoint.checkpoint import (
     write_part,
 )
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER, Part
 from gpt2_ddp.distributed.environment import free_memory, processes_here
 from gpt2_ddp.distributed.ranks import from_main, gather, on_every_rank, runs_on_main
 from gpt2_ddp.distributed.watchdog import TIMEOUT

@@ -1,10 +1,10 @@
 """The environment of this process: its launcher, its rank, exit codes, usable CPU cores and memory. No torch."""
 
+import math
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +18,6 @@ LAST_SEEN: dict[str, float] = {}
 CONNECTED = threading.Event()
 ROOT = Path("/")  # folder of Linux's `proc` and `sys`
 
-UNFILLED = ("", "-1")  # values of launcher variables in templates
 _COUNT, _NUMBER = r"[1-9][0-9]*", r"[0-9]+"
 _VARIABLES = {
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"), _COUNT),
@@ -29,22 +28,14 @@ _VARIABLES = {
 """Patterns of variables that launchers set."""
 
 
-def unset_unfilled_variables() -> None:
-    """Unsets launcher variables that are empty or -1, as unfilled templates leave them: Accelerate and torch reject
-    them. Called once, before the first process or rank starts."""
-    for name in _VARIABLES:
-        if os.environ.get(name, "").strip() in UNFILLED:
-            os.environ.pop(name, None)
-
-
 def world_size() -> int:
     """Number of processes that the launcher started; 1 without a launcher. Raises UserError if a launcher's variable is
     not a number."""
     for name, pattern in _VARIABLES.items():
-        value = os.environ.get(name, "").strip()
-        if value not in UNFILLED and not re.fullmatch(pattern, value):
+        value = os.environ.get(name)
+        if value is not None and not re.fullmatch(pattern, value):
             raise UserError(name, value, f"is not a launcher's number; `unset {name}`, or correct it")
-    return int(os.environ["WORLD_SIZE"]) if has_other_ranks() else 1
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def processes_here() -> int:
@@ -54,7 +45,7 @@ def processes_here() -> int:
 
 def has_other_ranks() -> bool:
     """Whether the launcher started several processes; they may not be connected yet."""
-    return os.environ.get("WORLD_SIZE", "").strip() not in (*UNFILLED, "1")
+    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def refuse_launcher() -> None:
@@ -78,17 +69,7 @@ def see_ranks_of_this_machine() -> None:
 
 def under_launcher() -> bool:
     """Whether `accelerate launch` or torchrun started this process; both treat any non-zero exit code as a crash."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or accelerate_words() is not None
-
-
-def accelerate_words() -> list[str] | None:
-    """Arguments of the `accelerate launch` that is this process's parent; None without one."""
-    words = _launcher_words() if "ACCELERATE_MIXED_PRECISION" in os.environ else []
-    endings = ("accelerate-launch", "accelerate.commands.launch", "commands/launch.py")
-    for last, word in enumerate(words):
-        if word.endswith(endings) or (word == "launch" and "accelerate" in Path(words[last - 1]).name):
-            return words[last + 1 :]
-    return None
+    return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_MODE" in os.environ
 
 
 def machines() -> int:
@@ -98,23 +79,19 @@ def machines() -> int:
 
 def elastic_nodes() -> str:
     """torchrun's `--nnodes MIN:MAX`, if it restarts the ranks with whatever machines are there; empty otherwise."""
-    nodes = torchrun_option("nnodes") if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else ""
+    nodes = launcher_option("nnodes") if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else ""
     least, _, most = nodes.partition(":")
     return nodes if most not in ("", least) else ""
 
 
-def torchrun_option(name: str) -> str:
-    """An option of the torchrun that is this process's parent, from its command line or PET_NAME; empty if unset."""
-    given = re.search(rf"--{name}[= ](\S+)", " ".join(_launcher_words()))
-    return given[1] if given else os.environ.get(f"PET_{name.upper()}", "")
-
-
-def _launcher_words() -> list[str]:
-    """Command line of the parent process."""
+def launcher_option(name: str) -> str:
+    """An option of the launcher that is this process's parent, from its command line or torchrun's PET_NAME; empty if
+    unset. A `.` in the name is any character: Accelerate accepts `-` and `_`."""
     import psutil  # here, as `--help` does not need it
 
     parent = psutil.Process().parent()
-    return parent.cmdline() if parent else []
+    given = re.search(rf"--{name}[= ](\S+)", " ".join(parent.cmdline() if parent else []))
+    return given[1] if given else os.environ.get(f"PET_{name.upper()}", "")
 
 
 def exit_code(outcome: str) -> int:
@@ -162,39 +139,26 @@ def free_memory() -> int:
     import psutil
 
     free = psutil.virtual_memory().available
-    for folder in _control_groups("memory"):
-        limits = [_read(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
-        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes") or "0"
+    for folder in _control_groups():
+        limits = [_read(folder / name) for name in ("memory.max", "memory.high")]
         stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-        kinds = ("active_file", "inactive_file")
-        cached = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
-        free = min([free, *(int(limit) - int(used) + cached for limit in limits if limit.isdigit())])
+        used = int(_read(folder / "memory.current") or 0)
+        used -= sum(int(stat.get(kind, 0)) for kind in ("active_file", "inactive_file"))
+        free = min([free, *(int(limit) - used for limit in limits if limit.isdigit())])
     return max(free, 0)
 
 
 def _quota() -> float:
     """CPU quota of this process's control groups, in cores; infinite without a limit."""
-    quota = float("inf")
-    for folder in _control_groups("cpu"):
-        v1 = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-        time, _, period = (_read(folder / "cpu.max") or " ".join(v1)).partition(" ")
-        if time.isdigit():  # no limit is `max` in v2, -1 in v1
-            quota = min(quota, int(time) / int(period))
-    return quota
+    limits = [_read(folder / "cpu.max").partition(" ") for folder in _control_groups()]
+    return min([int(time) / int(period) for time, _, period in limits if time.isdigit()], default=math.inf)
 
 
-def _control_groups(controller: str) -> Iterator[Path]:
-    """Folders of this process's control groups, v2 or v1 with this controller, and of every group above."""
-    for line in _read(ROOT / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        mount = ROOT / "sys/fs/cgroup" / (controller if controllers else "")
-        group = mount / path.strip("/")  # in a container it may be absent: there, the mount is the group itself
-        for folder in (group, *group.parents):
-            yield folder
-            if folder == mount:
-                break
+def _control_groups() -> list[Path]:
+    """Folders of this process's control group (version 2) and of every group above."""
+    mount, found = ROOT / "sys/fs/cgroup", re.search("^0::/(.*)", _read(ROOT / "proc/self/cgroup"), re.MULTILINE)
+    group = Path(found[1] if found else "")  # in a container it may be absent: there, the mount is the group itself
+    return [mount / folder for folder in (group, *group.parents)]
 
 
 def _read(file: Path) -> str:

@@ -14,14 +14,13 @@ from weakref import WeakSet
 import psutil
 import torch
 import torch.distributed as dist
-import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import (
     CONNECTED,
-    accelerate_words,
+    launcher_option,
     processes_here,
     under_launcher,
     usable_cores,
@@ -165,25 +164,9 @@ def processes_asked_for() -> int:
     asked = [world_size(), *(int(env.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
     per_node = env.get("PET_NPROC_PER_NODE", "1")  # Kubeflow; torchrun reads PET_*, accelerate does not
     asked.append(int(env.get("PET_NNODES", "1").split(":")[0]) * (int(per_node) if per_node.isdigit() else 1))
-    if "WORLD_SIZE" not in env:
-        count = _accelerate_choices().get("num_processes")
-        asked.append(count if isinstance(count, int) else 1)
+    if "WORLD_SIZE" not in env and under_launcher():  # Accelerate starts one with `--cpu --num_processes 2`
+        asked.append(int(launcher_option("num.processes") or 1))
     return max(asked)
-
-
-def _accelerate_choices() -> dict[str, Any]:
-    """What the user chose of the `accelerate launch` that is this process's parent, by arguments or its configuration
-    file; empty without one."""
-    words = accelerate_words()
-    if words is None:
-        return {}
-    from accelerate.commands.config.config_args import default_config_file
-    from accelerate.commands.launch import launch_command_parser
-
-    given = vars(launch_command_parser().parse_args(words))  # only this parser finds where the script's arguments begin
-    file = Path(given["config_file"] or default_config_file)
-    values = yaml.safe_load(file.read_text()) if file.is_file() else None  # JSON is YAML
-    return (values if isinstance(values, dict) else {}) | {name: value for name, value in given.items() if value}
 
 
 def _check_environment(target: torch.device, backend: str) -> None:
@@ -201,15 +184,13 @@ def _check_environment(target: torch.device, backend: str) -> None:
 
 
 def pick_precision(name: str, target: torch.device, section: str = "") -> str:
-    """`no`, `bf16` or `fp16`; for `auto` the precision that Accelerate was configured with, else bf16 on GPUs that have
+    """`no`, `bf16` or `fp16`; for `auto` bf16 or fp16 if Accelerate was configured with it, else bf16 on GPUs that have
     it. `fast`: bf16 on these GPUs; on CPUs it stays `fast`, which a measurement decides (`training.precision`). Raises
     UserError if it is not available."""
     on_gpu = "bf16" if target.type == "cuda" and multiplies_bf16(target) else "no"
     fast = "fast" if target.type == "cpu" else on_gpu
-    choices, chosen = _accelerate_choices(), os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if choices and not choices.get("mixed_precision"):  # then `accelerate launch` sets the variable to `no`
-        chosen = None
-    precision = {"fast": fast, "auto": chosen or on_gpu}.get(name, name)
+    chosen = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # `no`: also if nothing was chosen
+    precision = {"fast": fast, "auto": on_gpu if chosen == "no" else chosen}.get(name, name)
     if precision == "fp16" and target.type != "cuda":
         raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
     if precision not in ("no", "bf16", "fp16", "fast"):
@@ -232,7 +213,7 @@ def set_cpu_threads() -> None:
         chosen = "OMP_NUM_THREADS" in (parent.environ() if under_launcher() and parent else os.environ)
     except psutil.Error:
         chosen = False
-    if not (chosen or _accelerate_choices().get("num_cpu_threads_per_process")):
+    if not (chosen or launcher_option("num.cpu.threads.per.process")):
         threads = max(usable_cores() // processes_here(), 1)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # or Accelerate would choose a number, too

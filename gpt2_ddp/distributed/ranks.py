@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from gpt2_ddp.distributed.launch import WATCHED, let_wait
@@ -29,11 +29,7 @@ def on_main(function: Callable[[], T]) -> T:
     """The picklable result of `function` on the main process, on every rank. Raises its UserError on every rank."""
     if not has_others():
         return function()
-    outcome = [_attempt(function) if is_main_process() else (None, None)]
-    broadcast_object_list(outcome)
-    result, error = outcome[0]
-    _raise_on_every_rank([error])
-    return result  # pyright: ignore[reportReturnType]
+    return gather(function if is_main_process() else lambda: None, control_group())[0]  # pyright: ignore
 
 
 def runs_on_main(function: Callable[P, T]) -> Callable[P, T]:

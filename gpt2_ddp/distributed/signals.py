@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from gpt2_ddp.distributed.environment import UNFILLED, has_other_ranks, see_ranks_of_this_machine, stop_code
+from gpt2_ddp.distributed.environment import has_other_ranks, see_ranks_of_this_machine, stop_code
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 INTERRUPTED = 130  # exit code after a SIGINT that ends the process at once, as in a shell
@@ -181,7 +181,7 @@ def _exit(code: int) -> None:
 
 
 def _end_rank() -> None:
-    if os.environ.get("WORLD_SIZE", "") not in UNFILLED:  # one rank alone has a process group, too
+    if os.environ.get("WORLD_SIZE"):  # one rank alone has a process group, too
         with suppress(OSError, ValueError):  # closed
             sys.stdout.flush()
             sys.stderr.flush()

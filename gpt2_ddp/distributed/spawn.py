@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from gpt2_ddp.distributed.environment import STOPPED, unset_unfilled_variables, usable_cores
+from gpt2_ddp.distributed.environment import STOPPED, usable_cores
 from gpt2_ddp.distributed.process import POLL_SECONDS, end_with_parent
 from gpt2_ddp.distributed.signals import SIGNALS, Stopped, exit_on_signal, install_handlers
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
@@ -39,7 +39,6 @@ def run_processes(function: Callable[..., T], processes: int | None, *args: obje
         SystemExit: 1 if a rank crashed; its traceback is on stderr. 2 after a user error of another rank, which has
             printed it.
     """
-    unset_unfilled_variables()
     if processes in (None, 1) or "RANK" in os.environ:
         return function(*args)
     return start_processes(function, processes, *args)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.tensors import as_safetensors
+from gpt2_ddp.checkpoint.checkpoint import as_safetensors
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer

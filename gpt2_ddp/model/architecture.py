@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head query heads, K = n_kv_head
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpt2_ddp.config.training import ModelConfig
 
 if TYPE_CHECKING:
-    from gpt2_ddp.model.documents import Mask
+    from gpt2_ddp.model.generate import KVCache
 
 Norm = Callable[[int], nn.Module]
 Rotation = tuple[Tensor, Tensor]
@@ -99,21 +99,13 @@ class Head(NamedTuple):
         return torch.add(bias, share, alpha=self.soft_cap)
 
 
-class Cache(Protocol):
-    """Keys and values of earlier tokens (`model.generate`)."""
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Stores [B, K, t, Q]. Returns all keys and values [B, K, S, Q], and the attention mask [B, 1, t, S]."""
-        ...
-
-
 class Context(NamedTuple):
     """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal), cache, and value
     embeddings [B, T, K·Q] of each layer."""
 
     rotation: Rotation | None = None
-    mask: "Mask | None" = None
-    cache: Cache | None = None
+    mask: Tensor | None = None
+    cache: "KVCache | None" = None
     values: Sequence[Tensor] = ()
 
 
@@ -180,14 +172,10 @@ class Attention(nn.Module):
         is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T in SHORT and torch.is_grad_enabled()
         if mask is None and not dropout and is_short:
             y = causal_attention(q, k, v)
-        elif mask is None or isinstance(mask, Tensor):
+        else:
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.shares_keys
             )
-        else:
-            from torch.nn.attention.flex_attention import flex_attention
-
-            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.shares_keys)
         y = y.transpose(1, 2).reshape(B, T, C)  # [B, H, T, Q] -> [B, T, C]
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 

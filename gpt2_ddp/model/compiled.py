@@ -58,7 +58,7 @@ def what_pays(model: Any, kind: str, processes: int, precision: str, flops: floa
         return "model"
     if kind != "cuda" or not hasattr(model, "compile_blocks"):
         return "off"
-    return "blocks" if processes > 1 and not model.needs_one_graph else "model"
+    return "blocks" if processes > 1 else "model"
 
 
 def compiled(model: Any, how: str) -> nn.Module:

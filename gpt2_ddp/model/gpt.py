@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, C = n_embd, V = padded vocabulary.
 """
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Cache, Context, Head, make_norm, rotation
+from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, Head, make_norm, rotation
 from gpt2_ddp.model.roles import Role, roles
 
 if TYPE_CHECKING:
-    from gpt2_ddp.model.documents import Mask
+    from gpt2_ddp.model.generate import KVCache
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
@@ -113,19 +114,19 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """The loss of hidden states [B, T, C], as `forward` returns it."""
-        rows, head = self.ln_f(x).flatten(0, 1), self._head()
-        if (chunk := loss_chunk(rows)) and len(rows) > chunk:
-            from gpt2_ddp.model.chunked_loss import chunked_loss
-
-            loss = chunked_loss(rows, head, targets.flatten(), chunk, reduction)
+        rows, goals = self.ln_f(x).flatten(0, 1), targets.flatten()
+        if (chunk := loss_chunk(rows)) and len(rows) > chunk:  # the backward pass computes each chunk's logits again
+            parts = zip(rows.split(chunk), goals.split(chunk), strict=True)
+            score = partial(checkpoint, self._cross_entropy, use_reentrant=False, preserve_rng_state=False)
+            loss = torch.cat([score(*part, "none") for part in parts])
+            if reduction != "none":
+                loss = loss.sum() / ((goals >= 0).sum() if reduction == "mean" else 1)
         else:
-            loss = F.cross_entropy(head.logits(rows), targets.flatten(), reduction=reduction)
+            loss = self._cross_entropy(rows, goals, reduction)
         return loss.view_as(targets) if reduction == "none" else loss
 
-    @property
-    def needs_one_graph(self) -> bool:
-        """Whether blocks cannot be compiled alone: flex_attention needs the document mask in the same graph."""
-        return self.config.document_mask
+    def _cross_entropy(self, rows: Tensor, goals: Tensor, reduction: str) -> Tensor:
+        return F.cross_entropy(self._head().logits(rows), goals, reduction=reduction)
 
     def compile_blocks(self) -> None:
         """Compiles each block, and the head with the loss, in place. So DDP all-reduces a block's gradients during the
@@ -136,7 +137,7 @@ class GPT(nn.Module):
         self.compiles_blocks = True
 
     def context(
-        self, tokens: Tensor, positions: Tensor, mask: "Mask | None" = None, cache: Cache | None = None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None, cache: "KVCache | None" = None
     ) -> Context:
         """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
         rotated = rotation(self.config, positions) if self.wpe is None else None
@@ -157,13 +158,15 @@ class GPT(nn.Module):
             x = x + F.dropout(self.pairs(pairs), PAIR_DROPOUT, self.training)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def _within_documents(self, tokens: Tensor) -> "tuple[Tensor, Mask]":
-        """Positions int64 within documents [B, T], and the attention mask."""
-        from gpt2_ddp.model.documents import flex_is_there, within_documents
-
+    def _within_documents(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions within documents, int64 [B, T], and the causal mask within each, bool [B, 1, T, T]. A document
+        begins with end-of-text. Tokens before a window's first one belong to a document that began earlier."""
         assert self.eot is not None, "a document mask needs the id of end-of-text"
-        head_size, dropout = self.config.n_embd // self.config.n_head, self.config.dropout if self.training else 0.0
-        return within_documents(tokens, self.eot, blocks=flex_is_there(tokens, head_size, dropout))
+        begins, index = tokens == self.eot, torch.arange(tokens.size(1), device=tokens.device)
+        positions = index - (begins * index).cummax(dim=1).values
+        document = begins.cumsum(dim=1)  # [B, T], index in the window
+        mask = (document[:, None, :, None] == document[:, None, None, :]) & (index[:, None] >= index)
+        return positions, mask
 
     def _head(self) -> Head:
         return Head((self.lm_head or self.wte).weight, self.padding_mask, self.soft_cap)

@@ -35,24 +35,24 @@ def orthogonal_updates(
 def sharded_updates(
     parameters: Sequence[Any], direction: Callable[[int], Tensor], dtype: torch.dtype, sent_dtype: torch.dtype
 ) -> list[Tensor]:
-    """As `orthogonal_updates`, of this rank's rows of each parameter: each rank gathers some directions, and scatters
-    their updates."""
-    from gpt2_ddp.distributed import rows
+    """As `orthogonal_updates`, of this rank's rows of each parameter. All ranks gather one direction after the other,
+    and the rank that orthogonalizes it keeps it."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    group = parameters[0].device_mesh.get_group("shards")
-    numbers, rank, world = range(len(parameters)), group.rank(), group.size()
-    parts = [rows.padded(direction(n).to(dtype), rows.most_rows(parameters[n], world)) for n in numbers]
-    gathers = [rows.gather(part, n % world, group) for n, part in enumerate(parts)]
-    for _, work in gathers:
-        work.wait()
-    updates: dict[int, Tensor] = {}
-    for batch in batches(parameters, range(rank, len(parameters), world), dtype):
-        matrices = torch.stack([torch.cat(gathers[n][0])[: len(parameters[n])] for n in batch])
+    mesh, place = parameters[0].device_mesh["shards"], [Shard(0)]
+    rank, world, whole, updates = mesh.get_local_rank(), mesh.size(), dict[int, Tensor](), dict[int, Tensor]()
+    for n, one in enumerate(parameters):
+        layout = {"shape": one.shape, "stride": one.stride()}
+        gathered = DTensor.from_local(direction(n).to(dtype), mesh, place, **layout).full_tensor()
+        whole |= {n: gathered} if n % world == rank else {}
+    for batch in batches(parameters, [*whole], dtype):
+        matrices = torch.stack([whole[n] for n in batch])
         updates |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype), strict=True)
-    parts = [torch.empty_like(part, dtype=sent_dtype) for part in parts]
-    for work in [rows.scatter(part, updates.get(n), n % world, group) for n, part in enumerate(parts)]:
-        work.wait()
-    return [part[: len(local(one))] for part, one in zip(parts, parameters, strict=True)]
+    found = []
+    for n, one in enumerate(parameters):
+        update = updates[n] if n in updates else torch.empty(one.shape, dtype=sent_dtype, device=one.device)
+        found.append(distribute_tensor(update, mesh, place, src_data_rank=n % world).to_local())
+    return found
 
 
 MUON_STATE, ADAMW_STATE = ("momentum_buffer",), ("step", "exp_avg", "exp_avg_sq")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint, list_checkpoints, steps_of
+from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.intact import verify
 from gpt2_ddp.checkpoint.run_files import (
     METRICS,
@@ -32,7 +32,6 @@ from gpt2_ddp.checkpoint.run_files import (
     read_lines,
     valid_rows,
 )
-from gpt2_ddp.checkpoint.tensors import MODEL, OPTIMIZER
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig

@@ -12,10 +12,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, Checkpoint
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.checkpoint.loading import check_weights, fit_weights
-from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import TrainingConfig

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, Checkpoint
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.checkpoint.loading import fit_weights
-from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer

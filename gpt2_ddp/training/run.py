@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot, optimizer_state
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.store import SLOW_DISK
-from gpt2_ddp.checkpoint.tensors import optimizer_state
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core, torchrun_option
+from gpt2_ddp.distributed.environment import elastic_nodes, launcher_option, machines, spare_core
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.errors import UserError
@@ -296,6 +295,6 @@ def describe_start(run: Training) -> list[str]:
     lines = [f"{run.config.run_name} {begins}: {what}"]
     if nodes := elastic_nodes():
         resumes = f"the run resumes on any {nodes} machines, from the newest checkpoint"
-        store = torchrun_option("rdzv_endpoint")
+        store = launcher_option("rdzv_endpoint")
         lines.append(f"note: elastic: {resumes}; only the rendezvous machine, {store}, must stay up")
     return lines

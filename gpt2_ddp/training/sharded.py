@@ -19,11 +19,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpt2_ddp.checkpoint.checkpoint import Part
 from gpt2_ddp.checkpoint.metrics import Metrics
-from gpt2_ddp.checkpoint.tensors import Part
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.distributed import rows
 from gpt2_ddp.distributed.launch import let_wait
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.errors import UserError
@@ -192,7 +191,7 @@ class Sharded(Replicated):
                 if not isinstance(target, DTensor):
                     local.copy_(values[name])
                 elif len(local):
-                    first = self.part.number * rows.most_rows(target, self.part.count)
+                    first = self.part.number * -(-len(target) // self.part.count)  # of W parts, ceil(rows / W) each
                     local.copy_(values.rows(name, first, first + len(local)))
 
         on_every_rank(read if self.part.is_own else lambda: None)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gpt2_ddp.checkpoint.checkpoint import Part
 from gpt2_ddp.checkpoint.metrics import Metrics
-from gpt2_ddp.checkpoint.tensors import Part
 from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.task import Task

@@ -13,8 +13,8 @@ from disk import interpose, refuse
 from ranks import in_turn, run_ranks
 from runs import checkpoint_at, newest_checkpoint, saved_steps, status, train, training_config, untimed
 
+from gpt2_ddp.checkpoint.checkpoint import MODEL
 from gpt2_ddp.checkpoint.intact import verify
-from gpt2_ddp.checkpoint.tensors import MODEL
 from gpt2_ddp.config.cli import dump
 
 SLOW = pytest.mark.slow
