@@ -16,10 +16,9 @@ from runs import change, checkpoint_at, forge, reseal
 
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.tools import GenerateConfig
-from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.architecture import Attention, Context
 from gpt2_ddp.model.generate import BATCH_ROWS, Sampling, generate, sample
-from gpt2_ddp.tasks.trained_model import TextStream, generate_text, load_model, load_weights
+from gpt2_ddp.tasks.trained_model import generate_text, load_model, load_weights
 
 EOT = 0
 PROMPTS = [[5, 9, 3], [11], [EOT], [7, 7, 2, 30, 41, 8, 19, 64, 23]]
@@ -151,22 +150,6 @@ def test_the_edges_of_sampling():
         assert sample(logits, torch.tensor([0.9, 0.5]), Sampling(top_k=None, **options)).tolist() == [1, 0], options
 
 
-def test_a_stream_writes_no_half_of_a_character():
-    tokenizer, pieces = load_tokenizer("gpt2"), []
-    text = "año 日本 🙂🙃 \N{REPLACEMENT CHARACTER} x"
-    ids = tokenizer.encode(text).tolist()
-    stream = TextStream(tokenizer, pieces.append)
-    for token in ids[:-2]:
-        stream.add(token)
-        assert text.startswith("".join(pieces)), "nothing that is written is taken back"
-    for token in [*ids[-2:], tokenizer.encode("🙂")[0]]:  # cut off in the middle of a character
-        stream.add(token)
-    assert "".join(pieces) == text
-    stream.end()
-    assert "".join(pieces) == text + "\N{REPLACEMENT CHARACTER}"
-    assert len(pieces) > 6
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A recorded run folder, of which the first checkpoint is the better one."""
@@ -206,6 +189,25 @@ def test_run_prints_every_sample(checkpoint, capsys):
     other = capsys.readouterr()
     assert other.out != first.out
     assert "note" not in other.err
+
+
+def test_a_single_sample_is_printed_in_whole_characters(checkpoint, capsys, monkeypatch):
+    model, tokenizer = load_model(find_checkpoint(checkpoint))
+    text, pieces = "año 日本 🙂🙃 \N{REPLACEMENT CHARACTER} x", []
+    ids = [*tokenizer.encode(text).tolist(), *tokenizer.encode("🙂")[:1].tolist()]  # cut off in a character
+
+    def generate(model, rows, eot, sampling, heard):
+        for token in ids:
+            heard(0, token)
+            pieces.append(capsys.readouterr().out)
+            assert text.startswith("".join(pieces)), "nothing that is written is taken back"
+
+    monkeypatch.setattr("gpt2_ddp.tasks.trained_model.generate", generate)
+    monkeypatch.setattr("gpt2_ddp.tasks.trained_model.load_model", lambda *given: (model, tokenizer))
+    generate_text(GenerateConfig(checkpoint=str(checkpoint), device="cpu"))
+    assert "".join(pieces) == text
+    assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
+    assert len({*pieces}) > 6
 
 
 def test_prompts_come_from_a_file(checkpoint, tmp_path, capsys, monkeypatch):
