@@ -10,12 +10,13 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpt2_ddp.lab import experiment as helpers
 from gpt2_ddp.lab.experiment import Experiment
-from gpt2_ddp.lab.lab import EXPERIMENTS, run_experiments
+from gpt2_ddp.lab.lab import EXPERIMENTS, as_list, run_experiments
 from gpt2_ddp.project import PROJECT
 
 DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
@@ -36,9 +37,8 @@ def code_of(experiment: Experiment) -> str:
 
 def part(experiment: Experiment, measured: str) -> str:
     """A lesson's claim, both ways, figures and code."""
-    facts = {"claim": experiment.claim, "wrong": experiment.wrong, "right": experiment.right, "measured": measured}
-    lines = [f"- **{name}**: {' '.join(text.split())}" for name, text in facts.items()]
-    return "\n".join([f"### Figures: {experiment.name}", "", *lines, "", "```python", code_of(experiment), "```"])
+    parts = [f"### Figures: {experiment.name}", as_list(experiment, measured), f"```python\n{code_of(experiment)}\n```"]
+    return "\n\n".join(parts)
 
 
 def page(text: str, measured: Mapping[str, str]) -> str:
@@ -50,8 +50,9 @@ def page(text: str, measured: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    rows = run_experiments(tuple(EXPERIMENTS))
-    assert all(row.holds for row in rows), [row for row in rows if not row.holds]
-    figures = {row.experiment.name: row.measured for row in rows}
+    found = {EXPERIMENTS[name]: numbers for name, numbers in run_experiments(tuple(EXPERIMENTS)).items()}
+    failed = [lesson.name for lesson, numbers in found.items() if not lesson.holds(SimpleNamespace(**numbers))]
+    assert not failed, failed
+    figures = {lesson.name: lesson.measured.format_map(numbers) for lesson, numbers in found.items()}
     DOCUMENTATION.write_text(page(DOCUMENTATION.read_text(encoding="utf-8"), figures), encoding="utf-8")
     print(f"wrote {DOCUMENTATION}")
