@@ -21,7 +21,7 @@ from gpt2_ddp.files import writing
 from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
-from gpt2_ddp.tasks.trained_model import load_model, note_best, own_task, read_settings, still_there
+from gpt2_ddp.tasks.trained_model import load_model, own_task, read_settings, still_there
 
 CARD = Path(__file__).with_name("card.md")  # template of the model card
 DOCUMENT_MASK = """
@@ -37,7 +37,6 @@ def export_hf(config: ExportConfig) -> int:
     if config.gguf:
         require_package("gguf", "--gguf writes")
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
-    print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     output = Path(config.output or default_output(checkpoint))
     try:
         findings = export(checkpoint, output, config.gguf, config.trust_run_code)

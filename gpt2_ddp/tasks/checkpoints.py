@@ -1,7 +1,6 @@
 """Evaluation of a checkpoint: its scores, and the predictions of a small job."""
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from gpt2_ddp.output import make_output_folder, text_table
 from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, finite, judge, load_sets
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import means, score_each
-from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best, read_settings
+from gpt2_ddp.tasks.trained_model import load_model, load_weights, read_settings
 
 LONGEST_NAME = 4096  # characters of a file's, as systems allow them
 NO_IMAGES = "is for runs of classifiers of images; name such a run, or remove it"
@@ -39,7 +38,6 @@ def evaluate_checkpoint(config: EvaluateConfig) -> int:
     accelerator = build_accelerator(config.device, config.mixed_precision)
     checkpoint = on_every_rank(lambda: find_checkpoint(Path(config.checkpoint)))
     check_ranks_agree({"checkpoint": str(checkpoint.path)})
-    accelerator.print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     score = _score_tasks if config.tasks else _score_gpt
     if checkpoint.kind != "gpt2":
         score = _classify if config.images else _score_small_job

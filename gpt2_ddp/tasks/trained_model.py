@@ -1,7 +1,5 @@
 """A trained GPT and its tokenizer from a checkpoint, and the text that it writes."""
 
-import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -90,24 +88,12 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
         raise UserError("checkpoint", checkpoint.path, hint) from error
 
 
-def note_best(named: str, checkpoint: Checkpoint) -> str:
-    """A note if a run is named and another checkpoint than the newest has the lowest val_loss; or empty."""
-    best = checkpoint.state.progress.best
-    place = checkpoint.path.with_name(f"step-{best.step:08d}")
-    is_named = os.path.realpath(named) == os.path.realpath(checkpoint.path)
-    if is_named or place == checkpoint.path or not math.isfinite(best.val_loss) or not place.is_dir():
-        return ""
-    lowest = f"the one with the lowest val_loss, {best.val_loss:.4f}, is {place}"
-    return f"note: using {checkpoint.path}, the newest; {lowest}\n"
-
-
 def generate_text(config: GenerateConfig) -> int:
     """generate.py: prints the samples of `config`; returns the exit code.
     Raises: UserError, as for a checkpoint that is no GPT's."""
     prompts = _read_prompts(config)
     device = pick_device(config.device)
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
-    print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     model, tokenizer = load_model(checkpoint, config.trust_run_code)
     if not isinstance(model, GPT):
         raise UserError("task", checkpoint.config.get("task"), "makes a model that is no GPT; only a GPT writes text")
