@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 
 import models
@@ -198,21 +197,6 @@ def test_a_single_sample_is_printed_in_whole_characters(checkpoint, capsys, monk
     assert "".join(pieces) == text
     assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
     assert len({*pieces}) > 6
-
-
-def test_prompts_come_from_a_file(checkpoint, tmp_path, capsys, monkeypatch):
-    file = tmp_path / "prompts.txt"
-    file.write_bytes("\ufeffdef main\r\n\n  return\n".encode())
-    config, found = GenerateConfig(checkpoint=str(checkpoint), max_new_tokens=4, device="cpu"), set()
-    with file.open() as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        for prompts in ({"prompts": ("def main", "  return")}, {"prompts_file": str(file)}, {"prompts_file": "-"}):
-            generate_text(config.model_copy(update=prompts))
-            found.add(capsys.readouterr().out)
-    assert len(found) == 1
-    for content in (b"\n\r\n", b"caf\xe9", None):
-        file.unlink() if content is None else file.write_bytes(content)
-        expect_error("^prompts_file = ", generate_text, config.model_copy(update={"prompts_file": str(file)}))
 
 
 @pytest.mark.parametrize("samples", [1, 2])

@@ -110,8 +110,6 @@ class GenerateConfig(CheckpointCommand):
 
     prompts: tuple[str, ...] = ("",)
     """texts to continue, one or several; empty: the start of a document"""
-    prompts_file: str | None = None
-    """file with one prompt per line, instead of prompts; -: standard input"""
     max_new_tokens: Count = 256
     """most tokens to add to each prompt, up to 1,000,000; the end-of-text token ends the text earlier"""
     temperature: NonNegativeFloat = 0.8

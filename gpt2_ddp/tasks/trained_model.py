@@ -1,7 +1,6 @@
 """A trained GPT and its tokenizer from a checkpoint, and the text that it writes."""
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,15 +19,12 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_small
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.tasks.own_code import trusted
 
 if TYPE_CHECKING:
     from gpt2_ddp.tasks.pretraining import Pretraining
-
-LONGEST = 2**28  # bytes of a file of prompts
 
 
 def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, Tokenizer]:
@@ -91,20 +87,19 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
 def generate_text(config: GenerateConfig) -> int:
     """generate.py: prints the samples of `config`; returns the exit code.
     Raises: UserError, as for a checkpoint that is no GPT's."""
-    prompts = _read_prompts(config)
     device = pick_device(config.device)
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
     model, tokenizer = load_model(checkpoint, config.trust_run_code)
     if not isinstance(model, GPT):
         raise UserError("task", checkpoint.config.get("task"), "makes a model that is no GPT; only a GPT writes text")
     model.to(device)
-    _print_samples(config, model, tokenizer, prompts)
+    _print_samples(config, model, tokenizer)
     return 0
 
 
-def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
+def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer) -> None:
     """Prints the samples; a single sample while it is generated. After a stop, prints the incomplete samples."""
-    rows = [tokenizer.encode(prompt).tolist() for prompt in prompts for _ in range(config.num_samples)]
+    rows = [tokenizer.encode(prompt).tolist() for prompt in config.prompts for _ in range(config.num_samples)]
     waiting = [[*row] for row in rows]  # tokens that are not printed yet
 
     def heard(row: int, token: int) -> None:
@@ -118,18 +113,3 @@ def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, pro
         generate(model, rows, tokenizer.eot, sampling, heard=heard)
     finally:
         print(f"\n{'-' * 80}\n".join(map(tokenizer.decode, waiting)))
-
-
-def _read_prompts(config: GenerateConfig) -> Sequence[str]:
-    """`prompts`, or the lines of `prompts_file` or standard input that are not empty. Raises: UserError for none."""
-    if not (name := config.prompts_file):
-        return config.prompts
-    try:
-        content = sys.stdin.buffer.read() if name == "-" else read_small(Path(name), LONGEST)
-        text = content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("prompts_file", name, f"cannot be read ({error}); name a text file in UTF-8") from error
-    prompts = [line for line in text.replace("\r\n", "\n").split("\n") if line]
-    if not prompts:
-        raise UserError("prompts_file", name, "is empty; write one prompt per line")
-    return prompts
