@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, Formatter, StrMethodFormatter
 
 from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.errors import truncate
@@ -54,10 +53,8 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
                 _make_logarithmic(panel)
             else:
                 panel.set_ylim(bottom=0)
-                panel.yaxis.set_major_formatter(_plain(panel.dataLim.y1))
         for panel in figure.axes:
             panel.set_xlabel(unit if by_tokens else "step")
-            panel.xaxis.set_major_formatter(_plain(panel.get_xlim()[1]))
         if len(groups) > 1:
             names = [truncate(group.heading, 64) for group in groups]
             handles = [Line2D([], [], linewidth=3, color=f"C{number}") for number in range(len(groups))]
@@ -102,11 +99,6 @@ def _mark(panel: Axes, x: np.ndarray, label: str, **look: Any) -> None:
     if len(x):
         foot = np.full(len(x), 0.03)
         panel.plot(x, foot, transform=panel.get_xaxis_transform(), linestyle="", label=label, **look)
-
-
-def _plain(largest: float) -> Formatter:
-    """Writes 0.0005 and 12.5k."""
-    return EngFormatter(sep="") if largest >= 10_000 else StrMethodFormatter("{x:.4g}")
 
 
 def _make_logarithmic(panel: Axes) -> None:
