@@ -354,7 +354,7 @@ def _training(plan: Plan) -> str:
 
 
 def _gb(size: float) -> str:
-    return f"{size / 1e9:,.2f}" if size >= 1e8 else f"{size / 1e9:.3f}"
+    return f"{size / 1e9:,.2f}"
 
 
 def _duration(seconds: float) -> str:
