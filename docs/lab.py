@@ -35,24 +35,24 @@ def code_of(experiment: Experiment) -> str:
     return found.rstrip()
 
 
-def part(experiment: Experiment, measured: str) -> str:
+def part(name: str, measured: str) -> str:
     """A lesson's claim, both ways, figures and code."""
-    parts = [f"### Figures: {experiment.name}", as_list(experiment, measured), f"```python\n{code_of(experiment)}\n```"]
-    return "\n\n".join(parts)
+    experiment = EXPERIMENTS[name]
+    return f"### Figures: {name}\n\n{as_list(experiment, measured)}\n\n```python\n{code_of(experiment)}\n```"
 
 
 def page(text: str, measured: Mapping[str, str]) -> str:
     """The page with its generated part written anew. `measured`: the figures as text, by name of the experiment."""
-    parts = [part(found, measured[found.name]) for found in EXPERIMENTS.values()]
+    parts = [part(name, measured[name]) for name in EXPERIMENTS]
     code = "\n\n".join(inspect.getsource(getattr(helpers, name)) for name in HELPERS)
     parts.append(f"## Helpers\n\n```python\n{code}```\n")
     return f"{text.partition(NOTE)[0]}{NOTE}\n\n" + "\n\n".join(parts)
 
 
 if __name__ == "__main__":
-    found = {EXPERIMENTS[name]: numbers for name, numbers in run_experiments(tuple(EXPERIMENTS)).items()}
-    failed = [lesson.name for lesson, numbers in found.items() if not lesson.holds(SimpleNamespace(**numbers))]
+    found = run_experiments(tuple(EXPERIMENTS))
+    failed = [name for name, numbers in found.items() if not EXPERIMENTS[name].holds(SimpleNamespace(**numbers))]
     assert not failed, failed
-    figures = {lesson.name: lesson.measured.format_map(numbers) for lesson, numbers in found.items()}
+    figures = {name: EXPERIMENTS[name].measured.format_map(numbers) for name, numbers in found.items()}
     DOCUMENTATION.write_text(page(DOCUMENTATION.read_text(encoding="utf-8"), figures), encoding="utf-8")
     print(f"wrote {DOCUMENTATION}")
