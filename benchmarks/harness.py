@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -27,7 +27,7 @@ OURS = "ours"
 HEADER = ["what", "unit", "contender", "figure", "ours is better by"]
 WARM_UP = 2  # steps before the clock starts; the first one loads libraries and compiles graphs
 Done = Callable[[], object]  # a contender calls it after each of its steps, which never end
-Contender = tuple[Callable[..., None], Sequence[Any]]  # a module's function; its arguments after a `Done`
+Contender = Callable[[Done], None]  # it is pickled
 
 
 class StepTiming(NamedTuple):
@@ -88,7 +88,7 @@ def time_contenders(
     contenders: dict[str, Contender], device: torch.device, config: BenchmarkConfig
 ) -> dict[str, list[StepTiming]]:
     """Times `config.repeats` turns, each contender in a new process. Prints who lacks a package or memory."""
-    os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes inherit it
     turns = {
         name: partial(start_processes, time_steps, 1, contender, device, config.steps)
         for name, contender in contenders.items()
@@ -118,9 +118,8 @@ def time_steps(contender: Contender, device: torch.device, steps: int) -> StepTi
 
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as nanoGPT does, and we
-    function, arguments = contender
     try:
-        function(done, *arguments)
+        contender(done)
     except (ImportError, torch.OutOfMemoryError) as error:
         return str(error).splitlines()[0]
     except Enough:

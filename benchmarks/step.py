@@ -4,6 +4,7 @@ import io
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -59,12 +60,12 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
 def contenders(config: BenchmarkConfig, run: TrainingConfig, device: torch.device) -> dict[str, Contender]:
     """The contenders of a training, by name."""
     found: dict[str, Contender] = {
-        OURS: (ours, (run,)),
-        BARE: (bare, (run, device)),
-        "transformers, Accelerate": (hugging_face, (run, device)),
+        OURS: partial(ours, config=run),
+        BARE: partial(bare, config=run, device=device),
+        "transformers, Accelerate": partial(hugging_face, config=run, device=device),
     }
     if config.nanogpt:
-        found["nanoGPT"] = (nanogpt, (run, device, config.nanogpt))
+        found["nanoGPT"] = partial(nanogpt, config=run, device=device, checkout=config.nanogpt)
     return found
 
 

@@ -23,9 +23,9 @@ def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
 def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch):
     cases = [Case("a", "s", {OURS: [1.0], "b": [2.0]}, False)]
     monkeypatch.setattr(checkpoint, "measure", lambda config: cases)
-    assert run_benchmarks(BenchmarkConfig(only=("checkpoint",), output=str(tmp_path), threads=3)) == [cases]
+    assert run_benchmarks(BenchmarkConfig(only=("checkpoint",), output=str(tmp_path), repeats=3)) == [cases]
     found = read_json(tmp_path / "checkpoint.json")
-    assert (found["cases"][0]["figures"], found["settings"]["threads"]) == ({OURS: [1], "b": [2]}, 3)
+    assert (found["cases"][0]["figures"], found["settings"]["repeats"]) == ({OURS: [1], "b": [2]}, 3)
     assert found["machine"]["torch_version"] in torch.__version__
     assert {"commit", "command"} <= found.keys()
 
