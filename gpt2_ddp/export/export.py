@@ -23,8 +23,6 @@ from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.trained_model import load_model, own_task, read_settings, still_there
 
-CARD = Path(__file__).with_name("card.md")  # template of the model card
-
 
 def export_hf(config: ExportConfig) -> int:
     """The command: exports and prints the comparisons; returns the exit code. Raises: UserError, if possible before the
@@ -33,8 +31,7 @@ def export_hf(config: ExportConfig) -> int:
         if importlib.util.find_spec(name) is None:
             raise UserError("package", name, f"is not installed, but the export needs it; run `pip install {name}`")
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
-    default = f"exports/{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}"
-    output = Path(config.output or default)
+    output = Path(config.output or f"exports/{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}")
     try:
         findings = export(checkpoint, output, config.gguf, config.trust_run_code)
     except ExportMismatch as rejected:
@@ -73,15 +70,20 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
             write_gguf(model, tokenizer, folder / "model.gguf")
         feed, scores = checkpoint.state.feed, checkpoint.state.progress.scores
         rows = [f"| {name} | {score:,} |" for name, score in scores.items() if score is not None]
-        card = CARD.read_text(encoding="utf-8").format(
-            name=settings.run_name,
-            their_class=CLASSES[architecture],
-            config=model.config,
-            tokenizer=tokenizer,
-            tokens=feed.consumed * settings.model.block_size,
-            checkpoint=checkpoint,
-            rows="\n".join(rows),
-            findings=findings,
+        card = (
+            Path(__file__)
+            .with_name("card.md")
+            .read_text(encoding="utf-8")
+            .format(
+                name=settings.run_name,
+                their_class=CLASSES[architecture],
+                config=model.config,
+                tokenizer=tokenizer,
+                tokens=feed.consumed * settings.model.block_size,
+                checkpoint=checkpoint,
+                rows="\n".join(rows),
+                findings=findings,
+            )
         )
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
     return findings

@@ -178,8 +178,7 @@ def _tensors(model: GPT) -> dict[str, np.ndarray]:
 def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
     """The config.json of transformers' class of this shape. `eot` is the token that begins and ends a document."""
     values = shape(config)
-    gpt2_dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    dropouts = gpt2_dropouts if config.architecture == "gpt2" else ("attention_dropout",)
+    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if config.architecture == "gpt2" else ("attention_dropout",)
     return {
         "architectures": [CLASSES[config.architecture]],
         "model_type": config.architecture,

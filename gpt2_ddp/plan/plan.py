@@ -321,19 +321,20 @@ def format_plan(plan: Plan) -> Iterator[str]:
     yield f"  parameters   {setting.parameters:,}, vocabulary {plan.corpus.vocab_size:,}{assumed}"
     yield f"  training     {_training(plan)}"
     yield f"  a step       {windows:,} windows: {step}"
-    yield f"  memory       {_gb(memory.peak)}{margin} of {_gb(machine.memory)} GB per process, in {memory.moment}"
+    room = f"{machine.memory / 1e9:,.2f} GB per process"
+    yield f"  memory       {memory.peak / 1e9:,.2f}{margin} of {room}, in {memory.moment}"
     for part, size in memory.parts.items():
-        yield f"    {_gb(size):>8}   {part}"
+        yield f"    {size / 1e9:8,.2f}   {part}"
     if memory.host:
-        yield f"    {_gb(memory.host):>8}   on the host, for a checkpoint"
+        yield f"    {memory.host / 1e9:8,.2f}   on the host, for a checkpoint"
     yield f"    {FITS[plan.fits]}"
-    kept = f"{_gb(plan.checkpoint)} GB per checkpoint, at most {_gb(plan.checkpoints)} GB for all kept ones"
-    yield f"  disk         {kept}; {_gb(plan.free)} GB free: {FITS[plan.checkpoints <= plan.free]}"
+    kept = f"{plan.checkpoint / 1e9:,.2f} GB per checkpoint, at most {plan.checkpoints / 1e9:,.2f} GB for all kept ones"
+    yield f"  disk         {kept}; {plan.free / 1e9:,.2f} GB free: {FITS[plan.checkpoints <= plan.free]}"
     if not plan.seconds:
         yield "  time         unknown: set --tokens_per_second"
         return
-    yield f"  time         {_duration(sum(plan.seconds.values()))} at {plan.speed:,.0f} tokens/s"
-    yield "    " + ", ".join(f"{what} {_duration(time)}" for what, time in plan.seconds.items())
+    yield f"  time         {timedelta(seconds=round(sum(plan.seconds.values())))} at {plan.speed:,.0f} tokens/s"
+    yield "    " + ", ".join(f"{what} {timedelta(seconds=round(time))}" for what, time in plan.seconds.items())
     price = f", {config.price * plan.device_hours:,.2f} in total" if config.price is not None else ""
     yield f"  device time  {plan.device_hours:,.2f} hours{price}"
 
@@ -351,11 +352,3 @@ def _training(plan: Plan) -> str:
     done = f"; {plan.step:,} steps are done" if plan.step else ""
     margin = f" (in {minutes:g} minutes, {'±10%' if plan.config.tokens_per_second else '±25%'})" if minutes else ""
     return f"{steps:,} steps{margin}, {tokens:,} tokens, {flops:.3g} FLOP{epochs}{done}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.2f}"
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

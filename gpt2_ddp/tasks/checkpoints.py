@@ -251,6 +251,7 @@ def write_scores(place: Path, items: ItemSet, result: Result, facts: Mapping[str
     """Writes `PLACE.jsonl`, the items and their scores, then `PLACE.json`, the metrics, each by a rename. `facts`: the
     scored checkpoint and settings."""
     scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
-    scores |= finite(result.metrics) | facts
+    scores |= finite(result.metrics)
+    scores |= facts
     write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
     write_json(Path(f"{place}.json"), scores)
