@@ -20,8 +20,6 @@ class BenchmarkConfig(Command):
     """number of timed rounds; each round times all contenders, one after the other"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device to measure; auto: cuda if available, else cpu"""
-    threads: int = Field(default=1, ge=1)
-    """step, on CPUs, which are measured in CPU time: threads per process"""
     preset: str = "configs/gpt2_124m.yaml"
     """configuration to measure, on random tokens"""
     block_size: int | None = Field(default=None, ge=2)

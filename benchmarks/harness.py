@@ -1,14 +1,12 @@
-"""The benchmark harness: contenders in fresh processes, timed in turns; tables with the ratios of each turn."""
+"""The benchmark harness: measurements in turns; tables with the ratios of each turn."""
 
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from itertools import count
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +16,7 @@ from torch.utils.collect_env import get_env_info
 from benchmarks.config import BenchmarkConfig
 from gpt2_ddp.cluster import read_clock
 from gpt2_ddp.compare.run import peak_memory
-from gpt2_ddp.distributed.spawn import start_ranks
+from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.files import write_json
 from gpt2_ddp.output import make_output_folder, markdown_table
 from gpt2_ddp.project import git_commit
@@ -27,15 +25,16 @@ T = TypeVar("T")
 
 OURS = "ours"
 HEADER = ["what", "unit", "contender", "figure", "ours is better by"]
+WARM_UP = 2  # steps before the clock starts; the first one loads libraries and compiles graphs
 Done = Callable[[], object]  # a contender calls it after each of its steps, which never end
-Contender = tuple[Callable[..., None], Sequence[Any]]  # a module's function; its arguments after a `Done`
+Contender = Callable[[Done], None]  # it is pickled
 
 
 class StepTiming(NamedTuple):
     """One turn."""
 
     seconds: float  # per step
-    memory: int  # peak of the process so far, in bytes (`peak_memory`)
+    memory: int  # peak of the process, in bytes (`peak_memory`)
 
 
 class Case(NamedTuple):
@@ -79,13 +78,6 @@ def environment_info() -> dict[str, Any]:
     return {"machine": get_env_info()._asdict(), "commit": git_commit() or "", "command": sys.argv}
 
 
-def make_case(
-    what: str, unit: str, found: dict[str, list[T]], figure: Callable[[T], float], more_is_better: bool = True
-) -> Case:
-    """The case of one figure of each measurement."""
-    return Case(what, unit, {name: [figure(one) for one in of] for name, of in found.items()}, more_is_better)
-
-
 def interleave(contenders: dict[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
     """The measurements of `repeats` turns. A turn calls all contenders, one after the other."""
     turns = [{name: measure() for name, measure in contenders.items()} for _ in range(repeats)]
@@ -95,55 +87,44 @@ def interleave(contenders: dict[str, Callable[[], T]], repeats: int) -> dict[str
 def time_contenders(
     contenders: dict[str, Contender], device: torch.device, config: BenchmarkConfig
 ) -> dict[str, list[StepTiming]]:
-    """Starts a process for each contender and times `config.repeats` turns. Prints who lacks a package or memory."""
-    os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
-    turns = {}
-    with ExitStack() as stack:
-        for name, contender in contenders.items():
-            pipe, remote = Pipe()
-            (process,) = start_ranks(_run_contender, [(remote, contender, device, config)])
-            stack.callback(process.join)  # it ends when its pipe is closed, which comes before
-            stack.enter_context(pipe)
-            remote.close()
-            if reason := pipe.recv():
-                print(f"{name}: not measured ({reason})", flush=True)
-            else:
-                turns[name] = partial(_take_turn, pipe)
-        return interleave(turns, config.repeats)
+    """Times `config.repeats` turns, each contender in a new process. Prints who lacks a package or memory."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes inherit it
+    turns = {
+        name: partial(start_processes, time_steps, 1, contender, device, config.steps)
+        for name, contender in contenders.items()
+    }
+    found = {}
+    for name, timings in interleave(turns, config.repeats).items():
+        if isinstance(timings[0], str):
+            print(f"{name}: not measured ({timings[0]})", flush=True)
+        else:
+            found[name] = timings
+    return found
 
 
-def _take_turn(pipe: Connection) -> Any:
-    pipe.send(True)
-    return pipe.recv()
+class Enough(Exception):
+    """All steps are timed."""
 
 
-def _run_contender(pipe: Connection, contender: Contender, device: torch.device, config: BenchmarkConfig) -> None:
+def time_steps(contender: Contender, device: torch.device, steps: int) -> StepTiming | str:
+    """The timing of a contender's steps after `WARM_UP`; or the package or memory that it lacks."""
+    number, times = count(1), []
+
+    def done() -> None:
+        if next(number) in (WARM_UP, WARM_UP + steps):
+            times.append(spent(device))
+        if len(times) == 2:
+            raise Enough
+
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as nanoGPT does, and we
-    function, arguments = contender
     try:
-        function(partial(next, step_timer(pipe, device, config.steps)), *arguments)
+        contender(done)
     except (ImportError, torch.OutOfMemoryError) as error:
-        pipe.send(str(error).splitlines()[0])
-
-
-def step_timer(pipe: Connection, device: torch.device, steps: int) -> Generator[None, None, None]:
-    """A generator that a contender advances after each of its steps. Sends "" after the first step,
-    which loads libraries and compiles graphs. A turn begins with a message from the pipe, and ends with a `StepTiming`.
-    The process exits when the other end is closed."""
-    yield
-    pipe.send("")
-    with suppress(EOFError):
-        while pipe.recv():
-            if device.type == "cuda":
-                yield  # this step allocates the memory anew
-            begun = spent(device)
-            for _ in range(steps):
-                yield
-            pipe.send(StepTiming((spent(device) - begun) / steps, peak_memory(device)))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # for the other contenders
-    raise SystemExit(0)
+        return str(error).splitlines()[0]
+    except Enough:
+        pass
+    return StepTiming((times[1] - times[0]) / steps, peak_memory(device))
 
 
 def spent(device: torch.device) -> float:

@@ -4,6 +4,7 @@ import io
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.config import BenchmarkConfig
-from benchmarks.harness import OURS, Case, Contender, Done, make_case, time_contenders
+from benchmarks.harness import OURS, Case, Contender, Done, time_contenders
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, read_manifest
@@ -51,19 +52,20 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
         what = f"{Path(config.preset).stem}, {batch} x {run.model.block_size}, {precision}, compile {how}"
         tokens = run.train.global_batch_tokens
         unit = "tokens/s" if device.type == "cuda" else "tokens/CPU s"
-        yield make_case(what, unit, timings, lambda one, tokens=tokens: tokens / one.seconds)
-        yield make_case(what, "peak MiB", timings, lambda one: one.memory / 2**20, more_is_better=False)
+        yield Case(what, unit, {name: [tokens / one.seconds for one in of] for name, of in timings.items()})
+        memory = {name: [one.memory / 2**20 for one in of] for name, of in timings.items()}
+        yield Case(what, "peak MiB", memory, more_is_better=False)
 
 
 def contenders(config: BenchmarkConfig, run: TrainingConfig, device: torch.device) -> dict[str, Contender]:
     """The contenders of a training, by name."""
     found: dict[str, Contender] = {
-        OURS: (ours, (run,)),
-        BARE: (bare, (run, device)),
-        "transformers, Accelerate": (hugging_face, (run, device)),
+        OURS: partial(ours, config=run),
+        BARE: partial(bare, config=run, device=device),
+        "transformers, Accelerate": partial(hugging_face, config=run, device=device),
     }
     if config.nanogpt:
-        found["nanoGPT"] = (nanogpt, (run, device, config.nanogpt))
+        found["nanoGPT"] = partial(nanogpt, config=run, device=device, checkout=config.nanogpt)
     return found
 
 
@@ -76,7 +78,7 @@ def ours(done: Done, config: TrainingConfig) -> None:
             return Due(step % config.tracking.log_every == 0)
 
     with quiet_run(config, Timed) as run:
-        train_loop(run)  # until `done` exits
+        train_loop(run)  # until `done` raises
 
 
 @contextmanager
@@ -178,7 +180,6 @@ def short_run(
         "train.mixed_precision": precision,
         "train.compile": how,
         "train.device": config.device,
-        "train.patience_seconds": 3600,  # it waits between turns
         "checkpoint.background": False,  # the first one's copy would stay in memory
         "tracking.sample_every": 0,
     }

@@ -10,12 +10,13 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpt2_ddp.lab import experiment as helpers
 from gpt2_ddp.lab.experiment import Experiment
-from gpt2_ddp.lab.lab import EXPERIMENTS, run_experiments
+from gpt2_ddp.lab.lab import EXPERIMENTS, as_list, run_experiments
 from gpt2_ddp.project import PROJECT
 
 DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
@@ -34,24 +35,24 @@ def code_of(experiment: Experiment) -> str:
     return found.rstrip()
 
 
-def part(experiment: Experiment, measured: str) -> str:
+def part(name: str, measured: str) -> str:
     """A lesson's claim, both ways, figures and code."""
-    facts = {"claim": experiment.claim, "wrong": experiment.wrong, "right": experiment.right, "measured": measured}
-    lines = [f"- **{name}**: {' '.join(text.split())}" for name, text in facts.items()]
-    return "\n".join([f"### Figures: {experiment.name}", "", *lines, "", "```python", code_of(experiment), "```"])
+    experiment = EXPERIMENTS[name]
+    return f"### Figures: {name}\n\n{as_list(experiment, measured)}\n\n```python\n{code_of(experiment)}\n```"
 
 
 def page(text: str, measured: Mapping[str, str]) -> str:
     """The page with its generated part written anew. `measured`: the figures as text, by name of the experiment."""
-    parts = [part(found, measured[found.name]) for found in EXPERIMENTS.values()]
+    parts = [part(name, measured[name]) for name in EXPERIMENTS]
     code = "\n\n".join(inspect.getsource(getattr(helpers, name)) for name in HELPERS)
     parts.append(f"## Helpers\n\n```python\n{code}```\n")
     return f"{text.partition(NOTE)[0]}{NOTE}\n\n" + "\n\n".join(parts)
 
 
 if __name__ == "__main__":
-    rows = run_experiments(tuple(EXPERIMENTS))
-    assert all(row.holds for row in rows), [row for row in rows if not row.holds]
-    figures = {row.experiment.name: row.measured for row in rows}
+    found = run_experiments(tuple(EXPERIMENTS))
+    failed = [name for name, numbers in found.items() if not EXPERIMENTS[name].holds(SimpleNamespace(**numbers))]
+    assert not failed, failed
+    figures = {name: EXPERIMENTS[name].measured.format_map(numbers) for name, numbers in found.items()}
     DOCUMENTATION.write_text(page(DOCUMENTATION.read_text(encoding="utf-8"), figures), encoding="utf-8")
     print(f"wrote {DOCUMENTATION}")

@@ -229,7 +229,7 @@ def load_rows(run: Place) -> list[dict[str, Any]]:
     record = read_runs([Path(run)])[0]
     for note in record.notes:
         print(f"note: {run}: {note}", file=sys.stderr)
-    return [*record.rows]
+    return record.rows
 
 
 def verify(run: Place, **settings: Any) -> bool:

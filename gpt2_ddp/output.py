@@ -14,10 +14,10 @@ from gpt2_ddp.files import check_can_make, fsync_path, writing
 ATTEMPTS = 1000  # attempts to lock a folder while other processes end and remove their locks
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: bool = True) -> str:
-    """A Markdown table; with `align`, columns are padded, so that it is readable unrendered too."""
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; columns are padded, so that it is readable unrendered too."""
     lines = [header, *rows]
-    widths = [max(map(len, column)) if align else 3 for column in zip(*lines, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 

@@ -222,18 +222,14 @@ def judge(items: ItemSet, log_likelihoods: np.ndarray) -> Result:
         lengths = [len(choice) for choice in item.choices]
         picks = [int(np.argmax(each)) for each in (nats, nats / lengths)]
         hits.append([pick == item.label if known else math.nan for pick in picks])
-        scores = {"log_likelihoods": [*map(finite, nats)], "pick": picks[0], "pick_norm": picks[1]}
+        plain = [value if math.isfinite(value) else None for value in nats.tolist()]
+        scores = {"log_likelihoods": plain, "pick": picks[0], "pick_norm": picks[1]}
         rows.append(item.model_dump() | scores)
     metrics = {}
     for name, right in zip(METRICS, np.array(hits, dtype=np.float64).T, strict=True):
         error = right.std(ddof=1) / math.sqrt(len(hits)) if len(hits) > 1 else math.nan
         metrics |= {name: float(right.mean()), f"{name}_stderr": float(error)}
     return Result(metrics, rows)
-
-
-def finite(value: float) -> float | None:
-    """The value; None, as JSON lacks others, if it is not finite."""
-    return float(value) if math.isfinite(value) else None
 
 
 def as_row(items: ItemSet, log_likelihoods: np.ndarray) -> dict[str, float]:

@@ -3,7 +3,7 @@
     python scripts/ddp_lab.py                                    # all experiments; starts its own two processes
     python scripts/ddp_lab.py --only set_epoch padded_test_set   # some of them
 
-docs/ddp-lab.md explains each row, and has its code.
+docs/ddp-lab.md explains each experiment, and has its code.
 """
 
 from gpt2_ddp.config.tools import LabConfig

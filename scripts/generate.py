@@ -3,7 +3,7 @@
     python scripts/generate.py runs/stdlib --prompts "def main(" "import os" --num_samples 2
     python scripts/generate.py runs/gpt2_124m --temperature 0                # always the likeliest token
 
-Samples go to standard output, the speed to standard error. A single sample is printed while it is generated.
+Samples go to standard output. A single sample is printed while it is generated.
 """
 
 from gpt2_ddp.config.tools import GenerateConfig

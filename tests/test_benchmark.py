@@ -6,7 +6,7 @@ from ranks import forked_ranks, run_ranks
 from runs import started
 from test_gpu import TINY_PRESET
 
-from benchmarks import checkpoint, harness, step
+from benchmarks import checkpoint, step
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, run_benchmarks
 from gpt2_ddp.files import read_json
@@ -23,9 +23,9 @@ def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
 def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch):
     cases = [Case("a", "s", {OURS: [1.0], "b": [2.0]}, False)]
     monkeypatch.setattr(checkpoint, "measure", lambda config: cases)
-    assert run_benchmarks(BenchmarkConfig(only=("checkpoint",), output=str(tmp_path), threads=3)) == [cases]
+    assert run_benchmarks(BenchmarkConfig(only=("checkpoint",), output=str(tmp_path), repeats=3)) == [cases]
     found = read_json(tmp_path / "checkpoint.json")
-    assert (found["cases"][0]["figures"], found["settings"]["threads"]) == ({OURS: [1], "b": [2]}, 3)
+    assert (found["cases"][0]["figures"], found["settings"]["repeats"]) == ({OURS: [1], "b": [2]}, 3)
     assert found["machine"]["torch_version"] in torch.__version__
     assert {"commit", "command"} <= found.keys()
 
@@ -65,7 +65,9 @@ def test_what_a_contender_resumes_is_what_it_saved(tmp_path):
 
 @pytest.mark.slow
 def test_a_tiny_step_of_every_contender(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "start_ranks", forked_ranks)  # fresh ones would import torch for seconds
+    monkeypatch.setattr(
+        "gpt2_ddp.distributed.spawn.start_ranks", forked_ranks
+    )  # fresh ones would import torch for seconds
     preset = tmp_path / "tiny.yaml"
     preset.write_text(TINY_PRESET)
     short = {"block_size": 32, "precision": ("no",), "repeats": 1, "steps": 3, "output": str(tmp_path / "out")}

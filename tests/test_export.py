@@ -105,7 +105,7 @@ def test_transformers_does_with_it_what_the_model_does(name, kind, corpus, tmp_p
 def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
     assert exported(checkpoint, tmp_path / "made") == 0
     files = {file.name: file for file in (tmp_path / "made").iterdir()}
-    names = "README.md config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    names = "README.md config.json model.safetensors tokenizer.json tokenizer_config.json"
     assert {*files} == {*names.split(), "training.yaml"}
     assert len({file.stat().st_mode for file in files.values()}) == 1
     assert files["tokenizer.json"].read_bytes() == (checkpoint / "tokenizer.json").read_bytes()

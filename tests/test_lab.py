@@ -14,8 +14,7 @@ from pages import load_docs
 from ranks import run_ranks
 
 from gpt2_ddp.config.tools import LabConfig
-from gpt2_ddp.lab.experiment import experiment
-from gpt2_ddp.lab.lab import EXPERIMENTS, Row, measure, run_lab
+from gpt2_ddp.lab.lab import EXPERIMENTS, run_lab
 
 WAITING = ("unequal_batches", "collective_on_one_rank")  # for timeouts
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in WAITING else ()) for name in EXPERIMENTS]
@@ -115,10 +114,11 @@ def test_the_command(capsys, monkeypatch):
     assert run_lab(LabConfig(only=("no_sync", "module_prefix"))) == 0
     assert EXPERIMENTS["module_prefix"].claim in capsys.readouterr().out
     expect_error("only = set_epochs: ", run_lab, LabConfig(only=("set_epochs",)))
-    claim = {"claim": "2 is\n<i>", "wrong": "one", "right": "two", "measured": "{x}\n< 2", "holds": lambda m: m.x < 2}
-    rows = [Row(experiment(**claim)(measure), {"x": x}) for x in (1, 3)]
-    monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_: rows)
+    wrong = {"called_module": {"module": 0.5, "model": 0.25}, "set_epoch": {"forgotten": 1.0, "told": 0.0}}
+    monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda names: wrong)
     assert run_lab(LabConfig()) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "| 2 is <i> | one | two | 3 < 2 FAILS |"
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"called_module FAILS\n- **claim**: {EXPERIMENTS['called_module'].claim}\n- **wrong**: ")
+    assert "\n\nset_epoch\n" in printed
     monkeypatch.setenv("WORLD_SIZE", "2")
     expect_error("processes = 2: ", run_lab, LabConfig())

@@ -136,7 +136,7 @@ def memory_config(model=None, **train):
     return TrainingConfig.model_validate({"train": train, "model": model or {}})
 
 
-GPT2 = Setting(memory_config(), "cuda", 8, "bf16", WEIGHTS, 124_354_560, BLOCK, 2 * WEIGHTS, IDS, 0.0, 16, True)
+GPT2 = Setting(memory_config(), "cuda", 8, "bf16", WEIGHTS, BLOCK, 2 * WEIGHTS, IDS, 0.0, 16, True)
 setting = partial(replace, GPT2)
 
 
@@ -212,9 +212,9 @@ def test_memory_of_shards(case, background):
     assert estimate(shards).host == 4 * (WEIGHTS + shards.state) * background  # all parts, on one machine
     on_cpus = setting(config=config, kind="cpu", background=background)
     assert estimate(on_cpus).host == 0
-    assert_close(
-        sum(moments_of(on_cpus)["saving"].values()), (1 + background) * 12 * WEIGHTS / (8 // config.launch.replicas)
-    )
+    parts = moments_of(on_cpus)["evaluation"]
+    lasting = sum(parts.get(name, 0.0) for name in ("weights", "optimizer state", "checkpoint's copy"))
+    assert_close(lasting, (1 + background) * 12 * WEIGHTS / (8 // config.launch.replicas))
 
 
 def plan_config(**changes):
@@ -269,10 +269,10 @@ def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
         assert_close(plan.seconds["evaluations"], 2 * scored / (3 * plan.speed))
 
 
-@pytest.mark.parametrize(("gpus", "split"), [(6, (11, 8, 16)), (8, (16, 4, 0)), (600, (1, 1, 0))])
-def test_the_cost_of_padding(gpus, split):
+@pytest.mark.parametrize(("gpus", "split"), [(6, (11, 8)), (8, (16, 4)), (600, (1, 1))])
+def test_the_batch_of_a_process(gpus, split):
     plan = plan_of(gpus=gpus, train={"micro_batch_size": 16, "steps": 100})
-    assert (plan.setting.micro_batch, plan.accumulation, plan.padding) == split
+    assert (plan.setting.micro_batch, plan.accumulation) == split
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_the_figures_of_the_pages(planned):
     for name in rows:
         plan = planned(name, "H100 80GB HBM3", "--price", "2.5")
         gigabytes, hours = plan.memory.peak / 1e9, plan.device_hours
-        figures = f"{plan.accumulation} x {plan.setting.micro_batch} | {gigabytes:.1f} | {plan.largest_micro_batch}"
+        figures = f"{plan.accumulation} x {plan.setting.micro_batch} | {gigabytes:.1f}"
         figures += f" | {hours / 8:.1f} | {2.5 * hours:.0f} | {plan.checkpoints / 1e9:.0f}"
         assert f"| `{name}.yaml` | {figures} |\n" in table
         if name == "gpt2_124m":
@@ -306,7 +306,8 @@ def test_the_figures_of_the_pages(planned):
 @pytest.mark.parametrize(("preset", "gpu"), [("llama_1b", "RTX 4090"), ("llama_7b", "H100 80GB HBM3")])
 def test_sharded_presets_fit_where_ddp_does_not(planned, preset, gpu):
     plan, ddp = planned(preset, gpu), planned(preset, gpu, "--launch.parallel", "ddp")
-    assert (plan.fits, plan.refused, ddp.fits, ddp.largest_micro_batch) == (True, [], False, 0)
+    assert (plan.fits, plan.refused, ddp.fits) == (True, [], False)
+    assert not planned(preset, gpu, "--launch.parallel", "ddp", "--train.micro_batch_size", "1").fits
     figures = f"| {ddp.memory.peak / 1e9:.1f} GB | {plan.memory.peak / 1e9:.1f} GB |"
     assert figures in (ROOT / "docs/sharded.md").read_text()
     assert planned(preset, gpu, "--launch.replicas", "2").refused == []

@@ -1,7 +1,7 @@
 """The step's choices: a loss in chunks, micro-batches that are chosen, and what torch.compile is asked for."""
 
-import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model import gpt as gpt_module
 from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, compiled, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.memory import peak_of, pick_micro_batch, setting_of, tried_micro_batch
+from gpt2_ddp.model.memory import estimate, pick_micro_batch, setting_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -133,36 +133,8 @@ def test_a_micro_batch_by_estimate():
         return setting_of(TrainingConfig(model={"block_size": block_size}, train=train), gpt(), kind, 1, "no")
 
     on_gpu = setting("cuda", 16, 12)
-    picked = [pick_micro_batch(on_gpu, peak_of(on_gpu, size) / 0.9001) for size in (12, 6, 1)]
+    picked = [
+        pick_micro_batch(on_gpu, estimate(replace(on_gpu, micro_batch=size)).peak / 0.9001) for size in (12, 6, 1)
+    ]
     assert picked == [6, 4, 1]  # a tenth of the memory is left
     assert [pick_micro_batch(setting("cpu", size, 24), 0.0) for size in (16, 128, 512, 2048)] == [24, 4, 1, 1]
-
-
-def test_a_micro_batch_is_tried(monkeypatch):
-    """On running out of memory, also in the backward pass, the next divisor is tried. Graph and gradients are gone."""
-    model, tried, made = gpt(), [], weakref.WeakSet()
-    forward, zero_grad = model.forward, model.zero_grad
-
-    def run_out(_):
-        raise torch.OutOfMemoryError
-
-    def limited(tokens, targets, reduction):
-        tried.append(len(tokens))
-        if len(tokens) > 4:
-            run_out(None)
-        loss = forward(tokens, targets, reduction)
-        made.add(loss)
-        if len(tokens) > 3:
-            loss.register_hook(run_out)
-        return loss
-
-    def clear(set_to_none):
-        assert not made  # before the cache is emptied
-        zero_grad(set_to_none)
-
-    monkeypatch.setattr(model, "forward", limited)
-    monkeypatch.setattr(model, "zero_grad", clear)
-    from accelerate import Accelerator
-
-    assert (tried_micro_batch(model, Accelerator(cpu=True), 12, 6), tried) == (3, [6, 4, 3])
-    assert all(parameter.grad is None for parameter in model.parameters())

@@ -14,7 +14,7 @@ from runs import open_folder, rows, said, state_of, train, training_config
 
 from gpt2_ddp.checkpoint.run_files import METRICS, field_of, valid_rows
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.checkpoint.trackers import START, Running, Trackers
+from gpt2_ddp.checkpoint.trackers import START, Trackers
 from gpt2_ddp.state import LogEnd, Progress
 
 
@@ -145,7 +145,7 @@ def train_with_a_failing(config):
         raise ConnectionError("the server\nis gone")
 
     broken = SimpleNamespace(log=fail, finish=fail)
-    START["wandb"] = lambda *_: Running(broken, -1)
+    START["wandb"] = lambda *_: (broken, -1)
     Pretraining.sample = fail  # pyright: ignore
     return said(train, config)
 

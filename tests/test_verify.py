@@ -34,8 +34,9 @@ from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import HASH, METRICS, SAMPLES, STATUS
 from gpt2_ddp.checkpoint.run_folder import RunLog
+from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.export.export import default_output, export
+from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.files import read_json
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports import verify
@@ -285,9 +286,8 @@ def test_a_checkpoint_of_a_stranger(run, tmp_path, monkeypatch, name, value, fie
     (run / NEW_CONFIG).write_text(yaml.safe_dump(config))
     reseal(run / NEW_CONFIG)
     forge(run)
-    checkpoint = find_checkpoint(run, kind="gpt2")
-    for read in (load_model, lambda checkpoint: export(checkpoint, default_output(checkpoint))):
-        expect_error(re.escape(field), read, checkpoint)
+    expect_error(re.escape(field), load_model, find_checkpoint(run, kind="gpt2"))
+    expect_error(re.escape(field), export_hf, ExportConfig(checkpoint=str(run)))
     assert not [*tmp_path.glob("exports/*")]
 
 

@@ -7,7 +7,7 @@ metrics.jsonl ends with its `chain`, a hash of all lines up to it, so changed an
 import fcntl
 import math
 import re
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -105,11 +105,9 @@ def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
     return None
 
 
-def valid_rows(
-    rows: Iterable[dict[str, Any]], found: MutableSequence[dict[str, Any]] | None = None
-) -> MutableSequence[dict[str, Any]]:
-    """The rows of steps that no rollback undid; without events. They are appended to `found`, or to a new list."""
-    found = [] if found is None else found
+def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of steps that no rollback undid; without events."""
+    found: list[dict[str, Any]] = []
     for row in rows:
         if is_rollback(row):
             while found and found[-1]["step"] > row["step"]:

@@ -7,8 +7,6 @@ last step, and receive later rows. Each keeps the first row of a step (docs/trac
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +22,8 @@ Attempt = Callable[[str, Callable[[], T]], T | None]
 """(name, function) -> the function's result, or None after an exception."""
 
 
-@dataclass
-class Running:
-    """A tracker that was started, and the step of its last row; -1 for none."""
-
-    tracker: GeneralTracker
-    held: int
+Running = tuple[GeneralTracker, int]
+"""A tracker that was started, and the step of its last row; -1 for none."""
 
 
 class Trackers:
@@ -49,15 +43,15 @@ class Trackers:
         """Sends the numbers of a row, and its chain, to each tracker without its step."""
         kept = {k: value for k, value in row.items() if isinstance(value, int | float) or k == "chain"}
         del kept["step"]
-        for name, running in self._running.items():
-            if row["step"] > running.held:
-                running.held = row["step"]
-                self._attempt(f"{name} tracker", lambda one=running: one.tracker.log(kept, row["step"]))
+        for name, (tracker, last) in self._running.items():
+            if row["step"] > last:
+                self._running[name] = tracker, row["step"]
+                self._attempt(f"{name} tracker", lambda one=tracker: one.log(kept, row["step"]))
 
     def finish(self) -> None:
         """Writes buffered rows and ends."""
-        for name, running in self._running.items():
-            self._attempt(f"{name} tracker", running.tracker.finish)
+        for name, (tracker, _) in self._running.items():
+            self._attempt(f"{name} tracker", tracker.finish)
         self._running = {}
 
 
@@ -67,12 +61,15 @@ def _tensorboard(config: RunConfig, run_id: str, folder: Path) -> Running:
     tracker = TensorBoardTracker(PROJECT, folder)
     tracker.start()
     tracker.log({"config": f"```\n{config.model_dump_json(indent=1)}\n```"}, 0)
-    return Running(tracker, -1)
+    return tracker, -1
 
 
 def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
     """A run of wandb; offline, in the run folder, when nobody is logged in and WANDB_MODE is not set."""
-    mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+    from requests.utils import get_netrc_auth
+
+    logged_in = os.environ.get("WANDB_API_KEY") or get_netrc_auth("https://api.wandb.ai")
+    mode = os.environ.get("WANDB_MODE") or ("online" if logged_in else "offline")
     if mode == "offline":
         for before in folder.glob(f"wandb/offline-run-*-{run_id}"):
             shutil.rmtree(before, ignore_errors=True)
@@ -81,7 +78,7 @@ def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
     tracker = WandBTracker(PROJECT, **own)
     tracker.start()
     tracker.store_init_configuration(config.model_dump(mode="json"))
-    return Running(tracker, tracker.run.starting_step - 1)
+    return tracker, tracker.run.starting_step - 1
 
 
 def _trackio(config: RunConfig, run_id: str, folder: Path) -> Running:
@@ -89,7 +86,7 @@ def _trackio(config: RunConfig, run_id: str, folder: Path) -> Running:
     settings = {"name": f"{config.run_name}-{run_id}", "config": config.model_dump(mode="json")}
     tracker = TrackioTracker(PROJECT, resume="allow", **settings)
     tracker.start()
-    return Running(tracker, tracker.run._next_step - 1)  # of a Space, too, where no file here would say
+    return tracker, tracker.run._next_step - 1  # of a Space, too, where no file here would say
 
 
 START: dict[str, Callable[[RunConfig, str, Path], Running]] = {
@@ -97,12 +94,3 @@ START: dict[str, Callable[[RunConfig, str, Path], Running]] = {
     "wandb": _wandb,
     "trackio": _trackio,
 }
-
-
-def _logged_in() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, NetrcParseError):
-        return False

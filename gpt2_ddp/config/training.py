@@ -192,7 +192,7 @@ class TrainConfig(LoopConfig):
     """tokens per optimizer step over all processes; a multiple of block_size"""
     micro_batch_size: PositiveInt | Literal["auto"] = 16
     """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; auto: as many
-    as fit a GPU, by an estimate and a trial, or 512 tokens on a CPU; kept by a resume on equal devices"""
+    as fit a GPU, by an estimate, or 512 tokens on a CPU; kept by a resume on equal devices"""
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None

@@ -1,6 +1,6 @@
-"""export_hf.py: a checkpoint as a folder that transformers, lm-eval and llama.cpp's converter read.
+"""export_hf.py: a checkpoint as a folder that transformers and lm-eval read, and a file for llama.cpp.
 
-Its model card (README.md), which the Hub shows, has the model, its data, its scores and its use.
+Its model card (README.md), which the Hub shows, has the model, its scores and its use.
 """
 
 import importlib.util
@@ -21,24 +21,17 @@ from gpt2_ddp.files import writing
 from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
-from gpt2_ddp.tasks.trained_model import load_model, note_best, own_task, read_settings, still_there
-
-CARD = Path(__file__).with_name("card.md")  # template of the model card
-DOCUMENT_MASK = """
-It was trained with attention that does not cross documents. transformers attends across them: give it one \
-document at a time.
-"""
+from gpt2_ddp.tasks.trained_model import load_model, own_task, read_settings, still_there
 
 
 def export_hf(config: ExportConfig) -> int:
     """The command: exports and prints the comparisons; returns the exit code. Raises: UserError, if possible before the
     weights are read."""
-    require_package("transformers", "the export is checked")
-    if config.gguf:
-        require_package("gguf", "--gguf writes")
+    for name in ("transformers", "gguf") if config.gguf else ("transformers",):
+        if importlib.util.find_spec(name) is None:
+            raise UserError("package", name, f"is not installed, but the export needs it; run `pip install {name}`")
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
-    print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
-    output = Path(config.output or default_output(checkpoint))
+    output = Path(config.output or f"exports/{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}")
     try:
         findings = export(checkpoint, output, config.gguf, config.trust_run_code)
     except ExportMismatch as rejected:
@@ -46,17 +39,6 @@ def export_hf(config: ExportConfig) -> int:
         return 1
     print(f"{output}: {checkpoint.path} in transformers' format; equal: {findings}")
     return 0
-
-
-def require_package(name: str, purpose: str) -> None:
-    """Raises: UserError for a package that is not installed, before the weights are read."""
-    if importlib.util.find_spec(name) is None:
-        raise UserError("package", name, f"is not installed, but {purpose} with it; run `pip install {name}`")
-
-
-def default_output(checkpoint: Checkpoint) -> Path:
-    """The folder exports/RUN-step-STEP."""
-    return Path("exports", f"{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}")
 
 
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code: bool = False) -> str:
@@ -87,18 +69,21 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         if gguf:
             write_gguf(model, tokenizer, folder / "model.gguf")
         feed, scores = checkpoint.state.feed, checkpoint.state.progress.scores
-        rows = [f"| data | {path} |" for path in settings.data.paths]
-        rows += [f"| {name} | {score:,} |" for name, score in scores.items() if score is not None]
-        card = CARD.read_text(encoding="utf-8").format(
-            name=settings.run_name,
-            their_class=CLASSES[architecture],
-            config=model.config,
-            tokenizer=tokenizer,
-            tokens=feed.consumed * settings.model.block_size,
-            checkpoint=checkpoint,
-            rows="\n".join(rows),
-            notes=DOCUMENT_MASK if model.config.document_mask else "",
-            findings=findings,
+        rows = [f"| {name} | {score:,} |" for name, score in scores.items() if score is not None]
+        card = (
+            Path(__file__)
+            .with_name("card.md")
+            .read_text(encoding="utf-8")
+            .format(
+                name=settings.run_name,
+                their_class=CLASSES[architecture],
+                config=model.config,
+                tokenizer=tokenizer,
+                tokens=feed.consumed * settings.model.block_size,
+                checkpoint=checkpoint,
+                rows="\n".join(rows),
+                findings=findings,
+            )
         )
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
     return findings

@@ -23,17 +23,13 @@ from gpt2_ddp.files import write_hashed, write_json, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES, SHAPE, fixed_fields, shape, their_views
 
-END_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
-"""Names of end-of-text's id in transformers."""
 LLAMA_CPP = ("gpt2", "llama", "qwen3")
 """Architectures that llama.cpp computes as `GPT` does."""
 
 
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes config.json, generation_config.json and model.safetensors."""
+    """Writes config.json and model.safetensors."""
     write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
-    ends = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos", "pad")}
-    write_json(folder / "generation_config.json", ends)
     file = folder / "model.safetensors"
     with writing(file):
         tensors = to_transformers(model.state_dict(), model.config, model.vocab_size)
@@ -181,8 +177,8 @@ def _tensors(model: GPT) -> dict[str, np.ndarray]:
 
 def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
     """The config.json of transformers' class of this shape. `eot` is the token that begins and ends a document."""
-    gpt2, values = config.architecture == "gpt2", shape(config)
-    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if gpt2 else ("attention_dropout",)
+    values = shape(config)
+    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if config.architecture == "gpt2" else ("attention_dropout",)
     return {
         "architectures": [CLASSES[config.architecture]],
         "model_type": config.architecture,
@@ -194,8 +190,6 @@ def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[
         **{theirs: values[name] for name, theirs in SHAPE[config.architecture].items()},
         **fixed_fields(config),
         **dict.fromkeys(dropouts, config.dropout),
-        # transformers no longer has it; llama.cpp's converter reads it alone
-        **({"n_ctx": config.block_size} if gpt2 else {}),
     }
 
 

@@ -26,10 +26,6 @@ class Experiment:
     measured: str  # with the measured numbers' names in braces
     holds: Callable[[SimpleNamespace], bool]  # whether the claim follows from the numbers
 
-    @property
-    def name(self) -> str:
-        return self.measure.__name__  # pyright: ignore[reportFunctionMemberAccess]
-
     def run(self, accelerator: Accelerator) -> Numbers:
         return {name: value for part in self.measure(accelerator) for name, value in part.items()}
 

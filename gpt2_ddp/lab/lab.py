@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 
@@ -13,7 +12,6 @@ from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab import lessons
 from gpt2_ddp.lab.experiment import Experiment, Numbers
-from gpt2_ddp.output import markdown_table
 
 EXPERIMENTS = {name: value for name, value in vars(lessons).items() if isinstance(value, Experiment)}
 
@@ -21,50 +19,35 @@ PROCESSES = 2
 BOUND = timedelta(seconds=60)  # timeout of collectives: a rank does not wait for longer if the other one fails
 
 
-class Row(NamedTuple):
-    experiment: Experiment
-    numbers: Numbers
-
-    @property
-    def holds(self) -> bool:
-        """Whether the numbers support the claim."""
-        return self.experiment.holds(SimpleNamespace(**self.numbers))
-
-    @property
-    def measured(self) -> str:
-        return self.experiment.measured.format_map(self.numbers)
-
-
 def run_lab(config: LabConfig) -> int:
-    """Runs experiments, then prints the table. Returns 0 if all claims hold, otherwise 1. Raises: UserError before any
+    """Runs experiments, and prints them. Returns 0 if all claims hold, otherwise 1. Raises: UserError before any
     work."""
     refuse_launcher()
     for name in config.only:
         if name not in EXPERIMENTS:
             raise UserError("only", name, f"is not an experiment; choose from {', '.join(EXPERIMENTS)}")
-    rows = run_experiments(config.only or tuple(EXPERIMENTS))
-    print(as_markdown(rows))
-    return 0 if all(row.holds for row in rows) else 1
+    failed = 0
+    for name, numbers in run_experiments(config.only or tuple(EXPERIMENTS)).items():
+        experiment = EXPERIMENTS[name]
+        fails = not experiment.holds(SimpleNamespace(**numbers))
+        failed |= fails
+        print(f"{name}{' FAILS' * fails}\n{as_list(experiment, experiment.measured.format_map(numbers))}\n")
+    return failed
 
 
-def as_markdown(rows: list[Row]) -> str:
-    """The experiments as a table: claim, wrong way, right way, measurement."""
-    lines = []
-    for row in rows:
-        measured = row.measured if row.holds else f"{row.measured} FAILS"
-        cells = row.experiment.claim, row.experiment.wrong, row.experiment.right, measured
-        lines.append([" ".join(cell.split()) for cell in cells])
-    return markdown_table(("claim", "wrong way", "right way", "measured"), lines, align=False)
+def as_list(experiment: Experiment, measured: str) -> str:
+    """An experiment as a list in Markdown: claim, wrong way, right way, and the figures as text."""
+    facts = {"claim": experiment.claim, "wrong": experiment.wrong, "right": experiment.right, "measured": measured}
+    return "\n".join(f"- **{name}**: {text}" for name, text in facts.items())
 
 
-def run_experiments(names: tuple[str, ...]) -> list[Row]:
-    """Runs experiments one after the other on two new processes."""
-    found = start_processes(measure, PROCESSES, names)
-    return [Row(EXPERIMENTS[name], numbers) for name, numbers in zip(names, found, strict=True)]
+def run_experiments(names: tuple[str, ...]) -> dict[str, Numbers]:
+    """Runs experiments one after the other on two new processes. Returns the numbers of each."""
+    return start_processes(measure, PROCESSES, names)
 
 
-def measure(names: tuple[str, ...]) -> list[Numbers]:
+def measure(names: tuple[str, ...]) -> dict[str, Numbers]:
     """On each rank: numbers of experiments."""
     accelerator = build_accelerator("cpu", "no", timeout=BOUND)
     torch.set_num_threads(1)
-    return [EXPERIMENTS[name].run(accelerator) for name in names]
+    return {name: EXPERIMENTS[name].run(accelerator) for name in names}

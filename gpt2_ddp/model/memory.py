@@ -1,10 +1,9 @@
-"""Memory estimate of one process, by part, in training, evaluation and saving (derived in docs/plan.md); and
-`train.micro_batch_size: auto` (docs/benchmarks.md): by a GPU's memory, with a trial, or by a CPU's caches.
+"""Memory estimate of one process, by part, in training and evaluation (derived in docs/plan.md); and
+`train.micro_batch_size: auto` (docs/benchmarks.md): by a GPU's memory, or by a CPU's caches.
 
-On CPUs the estimate was within 20 % of the measured peaks; on GPUs it was compared with none.
+On CPUs the estimate was within 20 % of the measured peaks; docs/plan.md compares it with GPUs.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ class Setting:
     processes: int
     precision: str  # no, bf16 or fp16
     parameters: int  # numbers in all
-    matrices: int  # numbers that autocast copies
     block: int  # numbers in a block's parameters
     state: int  # numbers in the optimizer state
     vocab_size: int  # rows of the head, padding included
@@ -59,7 +57,6 @@ def setting_of(config: TrainingConfig, model: GPT, kind: str, processes: int, pr
         processes,
         precision,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        matrices=model.num_parameters() - sum(p.numel() for p in model.parameters() if p.dim() == 1),
         block=sum(parameter.numel() for parameter in model.h[0].parameters()),
         state=state,
         vocab_size=model.wte.weight.size(0),
@@ -72,7 +69,7 @@ Parts = dict[str, float]
 
 
 def moments_of(setting: Setting) -> dict[str, Parts]:
-    """What is alive at the peak of a training step, of an evaluation, and while a checkpoint is saved."""
+    """What is alive at the peak of a training step and of an evaluation. While a checkpoint is saved, less is."""
     config = setting.config
     window = config.model.block_size
     weights = 4.0 * setting.parameters
@@ -85,10 +82,10 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     gradients = {"gradients": weights}
     # with DDP, gradients are views of its buckets, which stay; otherwise they are None between the steps
     between = gradients if setting.processes > 1 and not is_sharded else {}
-    saving = lasting | between
-    read = {"weights in half": 2.0 * setting.matrices} if setting.precision != "no" else {}
+    layers = config.model.n_layer
+    matrices = layers * setting.block + setting.vocab_size * config.model.n_embd  # which autocast copies
+    read = {"weights in half": 2.0 * matrices} if setting.precision != "no" else {}
     if is_sharded:
-        layers = config.model.n_layer
         root = setting.parameters - layers * setting.block
         at_once = 2 if setting.kind == "cuda" else 1
         read = {"gathered weights": float(setting.number_bytes * (root + at_once * setting.block))}
@@ -102,7 +99,7 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     scored = BATCH * window * setting.validates
     evaluation = lasting | between | read
     evaluation |= {"activations": _temporary(setting, scored), "logits": _logits(setting, scored)}
-    return {"training": training, "evaluation": evaluation, "saving": saving}
+    return {"training": training, "evaluation": evaluation}
 
 
 def _saved(setting: Setting, tokens: int) -> float:
@@ -175,60 +172,26 @@ def estimate(setting: Setting) -> Memory:
     return Memory(moment, {"program": setting.base} | moments[moment], host)
 
 
-def micro_batches(windows: int, processes: int) -> Iterator[int]:
-    """Sizes to try, the largest first: `split_batch` below each limit in turn. Where W divides G, the divisors."""
-    size = windows
-    while size:
-        yield (size := split_batch(windows, processes, size))
-        size -= 1
-
-
-def peak_of(setting: Setting, micro_batch: int) -> float:
-    """Bytes of one process at its peak, for windows per forward pass."""
-    return estimate(replace(setting, micro_batch=micro_batch)).peak
-
-
 def pick_micro_batch(setting: Setting, room: float) -> int:
     """Estimate for `train.micro_batch_size: auto`: the largest that is expected to fit a GPU's memory, `room` bytes, or
-    a CPU's caches."""
+    a CPU's caches; at least 1. Where W divides G, a divisor."""
     config = setting.config
-
-    def fits(size: int) -> bool:
+    size = config.global_batch_windows
+    while size > 1:
+        size = split_batch(config.global_batch_windows, setting.processes, size)
         if setting.kind == "cuda":
-            return peak_of(setting, size) <= ROOM * room
-        return size * config.model.block_size <= CPU_TOKENS
-
-    return next(filter(fits, micro_batches(config.global_batch_windows, setting.processes)), 1)
+            fits = estimate(replace(setting, micro_batch=size)).peak <= ROOM * room
+        else:
+            fits = size * config.model.block_size <= CPU_TOKENS
+        if fits:
+            return size
+        size -= 1
+    return 1
 
 
 def estimated_micro_batch(config: TrainingConfig, model: GPT, accelerator: Accelerator) -> int:
-    """Windows per forward pass by the memory estimate, equal on all ranks. Collective."""
+    """Windows per forward pass by the memory estimate and the GPUs' free memory, equal on all ranks. Collective."""
     device = accelerator.device
     setting = setting_of(config, model, device.type, accelerator.num_processes, accelerator.mixed_precision)
-    room = float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0.0
-    return min(gather_object([pick_micro_batch(setting, room)]))
-
-
-def tried_micro_batch(model: GPT, accelerator: Accelerator, windows: int, size: int) -> int:
-    """The largest micro-batch up to `size` whose forward and backward pass fits on every device, with the optimizer
-    state; 1 if none fits. Collective. `windows`: of a step."""
-    model.to(accelerator.device)
-    sizes = (number for number in micro_batches(windows, accelerator.num_processes) if 1 < number <= size)
-    return next((one for one in sizes if all(gather_object([_fits(model, accelerator, one)]))), 1)
-
-
-def _fits(model: GPT, accelerator: Accelerator, size: int) -> bool:
-    tokens = torch.zeros(size, model.config.block_size, dtype=torch.int64, device=accelerator.device)
-    kept, fits = list[torch.Tensor](), True
-    try:
-        kept += [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]  # optimizer state
-        with accelerator.autocast():
-            kept.append(model(tokens, tokens, reduction="sum"))
-        kept[-1].backward()
-    except torch.OutOfMemoryError:
-        fits = False
-    kept.clear()  # with the loss its graph; NCCL cannot allocate what stays in PyTorch's cache
-    model.zero_grad(set_to_none=True)
-    if accelerator.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return fits
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return min(gather_object([pick_micro_batch(setting, free)]))

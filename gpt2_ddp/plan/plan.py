@@ -21,14 +21,14 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.feed import padding_rows, split_batch
+from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.data.manifest import missing_data
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import without_init
-from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, peak_of, pick_micro_batch, setting_of
+from gpt2_ddp.model.memory import Memory, Setting, estimate, pick_micro_batch, setting_of
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
 from gpt2_ddp.training.meters import device_name
@@ -176,9 +176,7 @@ class Plan:
     flops_per_token: int
     corpus: Corpus
     step: int  # of the newest checkpoint
-    padding: int  # rows of a step, over all processes
     memory: Memory
-    largest_micro_batch: int  # that fits, up to a rank's share; 0 for none
     checkpoint: int  # bytes
     free: int  # bytes of the disk
     refused: list[str]  # user errors of train_gpt2.py
@@ -305,9 +303,7 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
         model.flops_per_token(),
         corpus,
         seen.step,
-        padding_rows(windows, processes, batch),
         estimate(setting),
-        next((size for size in micro_batches(windows, processes) if peak_of(setting, size) <= machine.memory), 0),
         checkpoint,
         free_disk(config),
         seen.mistakes,
@@ -320,25 +316,25 @@ def format_plan(plan: Plan) -> Iterator[str]:
     windows = config.global_batch_windows
     assumed = "" if plan.corpus.windows else " (assumed: the data do not exist yet)"
     step = f"{machine.processes} x {plan.accumulation} x {setting.micro_batch} (processes x accumulation x batch)"
-    padding = f", {plan.padding / windows:.1%} padding" if plan.padding else ""
     margin = f" (estimate, ±{CPU_MARGIN:.0%})" if machine.kind == "cpu" else ""
     yield f"{config.run_name} on {machine.processes} x {machine.device}, precision {setting.precision}"
     yield f"  parameters   {setting.parameters:,}, vocabulary {plan.corpus.vocab_size:,}{assumed}"
     yield f"  training     {_training(plan)}"
-    yield f"  a step       {windows:,} windows: {step}{padding}"
-    yield f"  memory       {_gb(memory.peak)}{margin} of {_gb(machine.memory)} GB per process, in {memory.moment}"
+    yield f"  a step       {windows:,} windows: {step}"
+    room = f"{machine.memory / 1e9:,.2f} GB per process"
+    yield f"  memory       {memory.peak / 1e9:,.2f}{margin} of {room}, in {memory.moment}"
     for part, size in memory.parts.items():
-        yield f"    {_gb(size):>8}   {part}"
+        yield f"    {size / 1e9:8,.2f}   {part}"
     if memory.host:
-        yield f"    {_gb(memory.host):>8}   on the host, for a checkpoint"
-    yield f"    {FITS[plan.fits]}; the largest micro-batch that fits is {plan.largest_micro_batch or 'none'}"
-    kept = f"{_gb(plan.checkpoint)} GB per checkpoint, at most {_gb(plan.checkpoints)} GB for all kept ones"
-    yield f"  disk         {kept}; {_gb(plan.free)} GB free: {FITS[plan.checkpoints <= plan.free]}"
+        yield f"    {memory.host / 1e9:8,.2f}   on the host, for a checkpoint"
+    yield f"    {FITS[plan.fits]}"
+    kept = f"{plan.checkpoint / 1e9:,.2f} GB per checkpoint, at most {plan.checkpoints / 1e9:,.2f} GB for all kept ones"
+    yield f"  disk         {kept}; {plan.free / 1e9:,.2f} GB free: {FITS[plan.checkpoints <= plan.free]}"
     if not plan.seconds:
         yield "  time         unknown: set --tokens_per_second"
         return
-    yield f"  time         {_duration(sum(plan.seconds.values()))} at {plan.speed:,.0f} tokens/s"
-    yield "    " + ", ".join(f"{what} {_duration(time)}" for what, time in plan.seconds.items())
+    yield f"  time         {timedelta(seconds=round(sum(plan.seconds.values())))} at {plan.speed:,.0f} tokens/s"
+    yield "    " + ", ".join(f"{what} {timedelta(seconds=round(time))}" for what, time in plan.seconds.items())
     price = f", {config.price * plan.device_hours:,.2f} in total" if config.price is not None else ""
     yield f"  device time  {plan.device_hours:,.2f} hours{price}"
 
@@ -356,11 +352,3 @@ def _training(plan: Plan) -> str:
     done = f"; {plan.step:,} steps are done" if plan.step else ""
     margin = f" (in {minutes:g} minutes, {'±10%' if plan.config.tokens_per_second else '±25%'})" if minutes else ""
     return f"{steps:,} steps{margin}, {tokens:,} tokens, {flops:.3g} FLOP{epochs}{done}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.2f}" if size >= 1e8 else f"{size / 1e9:.3f}"
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, Formatter, StrMethodFormatter
 
 from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.errors import truncate
@@ -21,9 +20,6 @@ from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.runs import RunRecord, share_tokens
 
 STYLE = matplotlib.rc_params_from_file(str(Path(__file__).with_suffix(".mplstyle")), use_default_template=False)
-NOT_FINITE = "not a finite number"
-EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|")}
-"""Marks below the loss, by event."""
 PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
 """Titles of the panels beside the loss, by metric."""
 
@@ -54,10 +50,8 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
                 _make_logarithmic(panel)
             else:
                 panel.set_ylim(bottom=0)
-                panel.yaxis.set_major_formatter(_plain(panel.dataLim.y1))
         for panel in figure.axes:
             panel.set_xlabel(unit if by_tokens else "step")
-            panel.xaxis.set_major_formatter(_plain(panel.get_xlim()[1]))
         if len(groups) > 1:
             names = [truncate(group.heading, 64) for group in groups]
             handles = [Line2D([], [], linewidth=3, color=f"C{number}") for number in range(len(groups))]
@@ -76,37 +70,15 @@ def _draw_loss(panel: Axes, colors: Colors, along: Along, unit: str) -> None:
         panel.set_title("Validation loss (bits per byte, log scale; the tokenizers differ)")
         _plot(panel, colors, "val_bits_per_byte", along, **look)
     panel.plot([], [], color="gray", label="validation", **look)
-    for run, color in colors.items():
-        later = [row for row in run.events if row["step"] > run.rows[0]["step"]]
-        for event, (label, marker) in EVENTS.items():
-            steps = np.array([row["step"] for row in later if row["event"] == event])
-            _mark(panel, along(run, steps), label, color=color, marker=marker)
-        steps, _ = run.series("not_finite")  # losses that a row's mean leaves out
-        _mark(panel, along(run, steps), NOT_FINITE, color=color, marker="x")
     _make_logarithmic(panel)
-    handles, labels = panel.get_legend_handles_labels()
-    panel.legend(handles=dict(zip(labels, handles, strict=True)).values())
+    panel.legend()
 
 
 def _plot(panel: Axes, colors: Colors, metric: str, along: Along, **look: Any) -> None:
-    """Draws a metric of each run, with crosses for values that are not finite."""
+    """Draws a metric of each run, with gaps at values that are not finite."""
     for run, color in colors.items():
         steps, values = run.series(metric)
-        x, finite = along(run, steps), np.isfinite(values)
-        panel.plot(x, np.where(finite, values, np.nan), color=color, **look)
-        _mark(panel, x[~finite], NOT_FINITE, color=color, marker="x")
-
-
-def _mark(panel: Axes, x: np.ndarray, label: str, **look: Any) -> None:
-    """Marks at the foot of a panel."""
-    if len(x):
-        foot = np.full(len(x), 0.03)
-        panel.plot(x, foot, transform=panel.get_xaxis_transform(), linestyle="", label=label, **look)
-
-
-def _plain(largest: float) -> Formatter:
-    """Writes 0.0005 and 12.5k."""
-    return EngFormatter(sep="") if largest >= 10_000 else StrMethodFormatter("{x:.4g}")
+        panel.plot(along(run, steps), np.where(np.isfinite(values), values, np.nan), color=color, **look)
 
 
 def _make_logarithmic(panel: Axes) -> None:

@@ -51,7 +51,7 @@ def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
 
 
 def page(runs: Sequence[RunRecord], png: bytes) -> str:
-    """The document, from page.html and page.css: the figure, and the content of the runs' files, escaped."""
+    """The document, from page.html: the figure, and the content of the runs' files, escaped."""
     body = [f'<figure><img src="data:image/png;base64,{b64encode(png).decode()}"></figure>']
     if len(groups := group_runs(runs)) < len(runs):
         text = escape("\n".join(describe(groups)))
@@ -63,8 +63,8 @@ def page(runs: Sequence[RunRecord], png: bytes) -> str:
     if notes := [f"<p>{escape(f'{run.name}: {note}')}</p>" for run in runs for note in run.notes]:
         body += ["<h2>Not in this report</h2>", *notes]
     title = escape(truncate(f"Training report: {', '.join(run.name for run in runs)}"))
-    frame, style = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css"))
-    return frame.format(title=title, style=style, body="\n".join(body))
+    frame = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return frame.replace("{title}", title).replace("{body}", "\n".join(body))
 
 
 def _column(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:

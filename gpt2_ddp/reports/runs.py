@@ -1,9 +1,7 @@
 """Reads run folders for reports, without torch. Missing and torn parts are omitted, with a note."""
 
-import marshal
 import math
 import os
-from collections import UserList
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,28 +24,12 @@ Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a v
 LARGEST = 3.4e38  # about the largest number in fp32
 
 
-class PackedRows(UserList[Any]):
-    """Rows as bytes of their values, with shared names: a fifth of the memory of dicts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[tuple[str, ...], tuple[str, ...]] = {}  # of all rows that were appended
-
-    def append(self, item: Row) -> None:
-        names = tuple(item)
-        self.data.append((self.names.setdefault(names, names), marshal.dumps([*item.values()])))
-
-    def __getitem__(self, i: Any) -> Any:
-        names, values = self.data[i]
-        return dict(zip(names, marshal.loads(values), strict=True))
-
-
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     """The readable content of a run folder. In the names of metrics, `tokens` stands for the run's unit."""
 
     name: str
-    rows: PackedRows  # without events and what rollbacks have undone; `loss_mean` is the `loss` where that is not known
+    rows: list[Row]  # without events and what rollbacks have undone; `loss_mean` is the `loss` where that is not known
     events: list[Row]  # starts, rollbacks ...
     config: Row  # config.yaml, flat, with dotted keys
     status: Row
@@ -57,7 +39,7 @@ class RunRecord:
     @cached_property
     def fields(self) -> list[str]:
         """The names in the rows, in the order of their first rows."""
-        return [*dict.fromkeys(name for names in self.rows.names for name in names)]
+        return [*dict.fromkeys(name for row in self.rows for name in row)]
 
     @cached_property
     def unit(self) -> str:
@@ -150,25 +132,23 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     return RunRecord(name, rows, events, config, status, samples, notes)
 
 
-def _read_rows(file: Path, notes: list[str]) -> tuple[PackedRows, list[Row]]:
+def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
     """The rows of a .jsonl file that no rollback has undone, and its events; `notes` get the number of other lines."""
-    rows, events, unreadable = PackedRows(), [], 0
+    rows, unreadable = [], 0
     for line in read_lines(file):
         row = line.row or {}
         step = row.get("step")
         if type(step) is not int or step < 0:
             unreadable += bool(line.text.strip())
             continue
-        if is_event(row):
-            events.append(row)
         row.pop("chain", None)
         row |= {name: math.nan for name, value in row.items() if value is None and not field_of(name).kind}
         if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
             row["loss_mean"] = row["loss"]
-        valid_rows([row], rows)
+        rows.append(row)
     if unreadable:
         notes.append(f"{file.name}: unreadable lines omitted: {unreadable}")
-    return rows, events
+    return valid_rows(rows), [row for row in rows if is_event(row)]
 
 
 def _read(file: Path, read: Callable[[Path], Row], notes: list[str]) -> Row:

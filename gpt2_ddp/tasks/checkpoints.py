@@ -1,7 +1,6 @@
 """Evaluation of a checkpoint: its scores, and the predictions of a small job."""
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint
 from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import EvaluateConfig
@@ -25,10 +25,10 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import write_atomically, write_json
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.output import make_output_folder, text_table
-from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, finite, judge, load_sets
+from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, judge, load_sets
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import means, score_each
-from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best, read_settings
+from gpt2_ddp.tasks.trained_model import load_model, load_weights, read_settings
 
 LONGEST_NAME = 4096  # characters of a file's, as systems allow them
 NO_IMAGES = "is for runs of classifiers of images; name such a run, or remove it"
@@ -39,7 +39,6 @@ def evaluate_checkpoint(config: EvaluateConfig) -> int:
     accelerator = build_accelerator(config.device, config.mixed_precision)
     checkpoint = on_every_rank(lambda: find_checkpoint(Path(config.checkpoint)))
     check_ranks_agree({"checkpoint": str(checkpoint.path)})
-    accelerator.print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     score = _score_tasks if config.tasks else _score_gpt
     if checkpoint.kind != "gpt2":
         score = _classify if config.images else _score_small_job
@@ -252,7 +251,7 @@ def write_scores(place: Path, items: ItemSet, result: Result, facts: Mapping[str
     """Writes `PLACE.jsonl`, the items and their scores, then `PLACE.json`, the metrics, each by a rename. `facts`: the
     scored checkpoint and settings."""
     scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
-    scores |= {name: finite(value) for name, value in result.metrics.items()}
+    scores |= finite(result.metrics)
     scores |= facts
     write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
     write_json(Path(f"{place}.json"), scores)

@@ -317,17 +317,15 @@ def choose_micro_batch(
     config: TrainingConfig, accelerator: Accelerator, model: GPT, before: State | None
 ) -> tuple[int, list[str]]:
     """The windows of a micro-batch by `train.micro_batch_size`, and notes. `auto` keeps the value of the state `before`
-    on as many devices of the same kind; a new value is estimated, and on GPUs tried until it fits. Collective."""
+    on as many devices of the same kind; a new value is estimated. Collective."""
     size, windows = config.train.micro_batch_size, config.global_batch_windows
     saved: Any = before and before.task
     if size == "auto" and before and has_same_devices(before.setup, accelerator):
         size = saved.micro_batch
     if size == "auto":
-        from gpt2_ddp.model.memory import estimated_micro_batch, tried_micro_batch
+        from gpt2_ddp.model.memory import estimated_micro_batch
 
         chosen = estimated_micro_batch(config, model, accelerator)
-        if accelerator.device.type == "cuda" and config.parallel == "ddp":
-            chosen = tried_micro_batch(model, accelerator, windows, chosen)
     else:
         chosen = split_batch(windows, accelerator.num_processes, size)
     if config.model.dropout and saved and saved.micro_batch != chosen:

@@ -1,9 +1,6 @@
 """A trained GPT and its tokenizer from a checkpoint, and the text that it writes."""
 
-import math
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,43 +83,11 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
         raise UserError("checkpoint", checkpoint.path, hint) from error
 
 
-def note_best(named: str, checkpoint: Checkpoint) -> str:
-    """A note if a run is named and another checkpoint than the newest has the lowest val_loss; or empty."""
-    best = checkpoint.state.progress.best
-    place = checkpoint.path.with_name(f"step-{best.step:08d}")
-    is_named = os.path.realpath(named) == os.path.realpath(checkpoint.path)
-    if is_named or place == checkpoint.path or not math.isfinite(best.val_loss) or not place.is_dir():
-        return ""
-    lowest = f"the one with the lowest val_loss, {best.val_loss:.4f}, is {place}"
-    return f"note: using {checkpoint.path}, the newest; {lowest}\n"
-
-
-class TextStream:
-    """Text of tokens that come one by one. Incomplete characters wait for their remaining tokens.
-    `write` is called with each piece of text; joined, the pieces are the text of all tokens."""
-
-    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]):
-        self._tokenizer, self._write = tokenizer, write
-        self._waiting: list[int] = []
-
-    def add(self, token: int) -> None:
-        """Writes the text since the last piece, unless it ends in U+FFFD, an incomplete character."""
-        self._waiting.append(token)
-        if not self._tokenizer.decode(self._waiting).endswith("\N{REPLACEMENT CHARACTER}"):
-            self.end()
-
-    def end(self) -> None:
-        """Writes the waiting tokens."""
-        self._write(self._tokenizer.decode(self._waiting))
-        self._waiting = []
-
-
 def generate_text(config: GenerateConfig) -> int:
     """generate.py: prints the samples of `config`; returns the exit code.
     Raises: UserError, as for a checkpoint that is no GPT's."""
     device = pick_device(config.device)
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
-    print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     model, tokenizer = load_model(checkpoint, config.trust_run_code)
     if not isinstance(model, GPT):
         raise UserError("task", checkpoint.config.get("task"), "makes a model that is no GPT; only a GPT writes text")
@@ -134,22 +99,16 @@ def generate_text(config: GenerateConfig) -> int:
 def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer) -> None:
     """Prints the samples; a single sample while it is generated. After a stop, prints the incomplete samples."""
     rows = [tokenizer.encode(prompt).tolist() for prompt in config.prompts for _ in range(config.num_samples)]
-    written = [[*row] for row in rows]
-    stream = TextStream(tokenizer, lambda text: print(text, end="", flush=True)) if len(rows) == 1 else None
+    waiting = [[*row] for row in rows]  # tokens that are not printed yet
 
     def heard(row: int, token: int) -> None:
-        written[row].append(token)
-        if stream:
-            stream.add(token)
+        waiting[row].append(token)
+        if len(rows) == 1 and not (text := tokenizer.decode(waiting[0])).endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text, end="", flush=True)
+            waiting[0].clear()
 
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
     try:
-        if stream:
-            print(tokenizer.decode(rows[0]), end="", flush=True)
         generate(model, rows, tokenizer.eot, sampling, heard=heard)
     finally:
-        if stream:
-            stream.end()
-            print()
-        else:
-            print(f"\n{'-' * 80}\n".join(map(tokenizer.decode, written)))
+        print(f"\n{'-' * 80}\n".join(map(tokenizer.decode, waiting)))
