@@ -29,7 +29,7 @@ def replayed(run, replay, data=None):
     code, text, errors = said(verify_run, VerifyConfig(run=str(run), replay=replay, data=(str(data),) if data else ()))
     assert "warning" not in errors
     lines = text.splitlines()
-    return code, lines[next(n for n, line in enumerate(lines) if "learning rates, steps of rows" in line) :]
+    return code, lines[next(n for n, line in enumerate(lines) if "learning rates: recomputed" in line) :]
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json, sha256_file
-from gpt2_ddp.reports.recompute import Data, Record, recompute
+from gpt2_ddp.reports.recompute import Recomputed, Record
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
 from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, FeedState, Mixture, Positive, next_chain
 from gpt2_ddp.tasks.own_code import trusted
@@ -64,7 +64,6 @@ class Row(FeedState, strict=True):
     step: Count
     event: str | None = None
     config: dict[str, Any] = Field({})
-    steps: Count | None = 0
     lr: float | None = None
     epoch_size: Positive = 1
     global_batch_size: Annotated[int, Field(ge=1, le=MOST_ITEMS)] = 1
@@ -379,11 +378,9 @@ def _check_training(found: Content, command: VerifyConfig) -> Generator[Finding,
     if problem:
         yield f"order of the data, tokens, learning rates: not checked: {problem}", None
         return command.trust_run_code
-    states = {place: checkpoint.state for place, checkpoint in found.checkpoints.items()}
     returns = {row["step"] for row in found.events("rollback")}
-    data = Data(manifests, sources, kind)
-    defects = recompute(config, data, start, log.rows(), states, returns)
-    yield f"order of the data, tokens, learning rates, steps of rows: recomputed from seed {config.seed}", defects
+    defects = Recomputed(config, start, kind, sources, returns).first_defects(log.rows())
+    yield f"order of the data, tokens, learning rates: recomputed from seed {config.seed}", defects
     return not defects
 
 
