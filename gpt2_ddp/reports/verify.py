@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -24,8 +24,6 @@ from gpt2_ddp.checkpoint.run_files import (
     HASH,
     METRICS,
     SAMPLES,
-    STATUS,
-    Outcome,
     is_event,
     is_rollback,
     parse_lines,
@@ -43,7 +41,7 @@ from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
 from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import read_json, sha256_file
+from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.recompute import Recomputed, Record
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
 from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, FeedState, Mixture, Positive, next_chain
@@ -135,7 +133,6 @@ class Content:
 
     run: Path
     settings: Record | str  # config.yaml, or why it cannot be read
-    status: Record  # empty without a readable status.json
     checkpoints: Checkpoints  # the oldest first
     damaged: list[str]
     log: Log
@@ -184,14 +181,13 @@ def _read(run: Path, anchor: str) -> Content:
     """Reads the run's files. A running training writes a row before a sample, and after a checkpoint; and the samples
     that a checkpoint pins before it."""
     settings = _read_settings(run)
-    status = _read_status(run)
     checkpoints, damaged = _read_checkpoints(run)
     samples = _hash_samples(run)
     chains = {checkpoint.state.log.chain for checkpoint in checkpoints.values()}
     log = Log(run / METRICS, chains | {anchor})
     if log.last.get("event") == "end":  # the samples are complete by now
         samples = _hash_samples(run)
-    return Content(run, settings, status or _read_status(run), checkpoints, damaged, log, samples)
+    return Content(run, settings, checkpoints, damaged, log, samples)
 
 
 def _read_settings(run: Path) -> Record | str:
@@ -199,12 +195,6 @@ def _read_settings(run: Path) -> Record | str:
         return read_yaml(str(run / CONFIG), CONFIG)
     except UserError as error:
         return str(error)
-
-
-def _read_status(run: Path) -> Record:
-    with suppress(OSError, ValueError):
-        return read_json(run / STATUS)
-    return {}
 
 
 def _hash_samples(run: Path) -> list[str]:
@@ -240,7 +230,6 @@ def _check(found: Content, command: VerifyConfig, span: Span | None) -> Iterator
     if log.loose:
         yield f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
     yield f"{CONFIG}: as {METRICS} recorded it", _check_settings(found)
-    yield f"{STATUS}: agrees with {METRICS}", [*_check_status(found)]
     yield f"{SAMPLES}: {len(found.samples)} lines, all pinned by {METRICS}", [*_check_samples(found)]
     is_right = yield from _check_training(found, command)
     for branch in found.events("branch"):
@@ -307,19 +296,6 @@ def _check_settings(found: Content) -> list[str]:
     now, right = flat(found.settings), flat(newest["config"])
     names = [name for name in right | now if now.get(name, ...) != right.get(name, ...)]
     return [f"{CONFIG}: {name} is {now.get(name)}, in {METRICS} {right.get(name)}" for name in names]
-
-
-def _check_status(found: Content) -> Iterator[str]:
-    last = tuple(found.log.last.get(name) for name in ("event", "outcome", "step"))
-    state, step = found.status.get("state"), found.status.get("step")
-    if not found.status:
-        if {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
-            yield f"{STATUS}: is missing or damaged"
-    elif state in get_args(Outcome):
-        if last[0] != "start" and last != ("end", state, step):
-            yield f"{STATUS}: has {state} at step {step}, {METRICS} {last}"
-    elif state not in ("running", "failed"):
-        yield f"{STATUS}: has state {state}"
 
 
 def _check_samples(found: Content) -> Iterator[str]:
