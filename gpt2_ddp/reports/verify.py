@@ -244,8 +244,8 @@ def _check(found: Content, command: VerifyConfig, span: Span | None) -> Iterator
         yield "losses, norms and weights: pinned, not recomputed; --replay A:B trains again", None
     elif is_right:
         settings = found.config_row["config"]
-        pinned = [checkpoint for place, checkpoint in found.checkpoints.items() if not pins[place]]
-        yield from replay(found.run, span, found.events("rollback"), settings, pinned, command)
+        pinned = {checkpoint.step: checkpoint for place, checkpoint in found.checkpoints.items() if not pins[place]}
+        yield replay(found.run, span, settings, pinned, command)
     else:
         yield (
             f"replay of {command.replay}: not possible, since the order of the data is not known to be that of the run",
