@@ -7,7 +7,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -301,9 +300,8 @@ def begun_log(run):
 
 def sample_defects(run, end=LogEnd()):  # noqa: B008
     """Of a run whose newest checkpoint has this end of the rows and samples."""
-    newest = {"newest": SimpleNamespace(state=SimpleNamespace(log=end))}
-    found = verify.Content(run, {}, newest, [], verify.Log(run / METRICS, set()), verify._hash_samples(run))
-    return [*verify._check_samples(found)]
+    log = verify.Log(run / METRICS, set())
+    return [*verify._check_samples(verify._hash_samples(run), log, end.samples_sha256)]
 
 
 def test_samples_of_a_run_that_was_rolled_back(tmp_path):

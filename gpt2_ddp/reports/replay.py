@@ -195,8 +195,6 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
         changes |= {"eval.patience": None, "eval.tasks": ()}
     else:
         changes["launch.processes"] = None
-        if data and "path" in values.get("data", {}):
-            changes["data.path"] = data[0]
     return resolve(type(config), [], values | changes)
 
 
