@@ -15,7 +15,7 @@ from torch.utils.collect_env import get_env_info
 
 from benchmarks.config import BenchmarkConfig
 from gpt2_ddp.cluster import read_clock
-from gpt2_ddp.compare.run import peak_memory
+from gpt2_ddp.compare import peak_memory
 from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.files import write_json
 from gpt2_ddp.output import make_output_folder, markdown_table

@@ -11,4 +11,4 @@ from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
-    run_command(CompareConfig, "gpt2_ddp.compare.compare:compare")
+    run_command(CompareConfig, "gpt2_ddp.compare:compare")

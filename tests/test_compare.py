@@ -8,9 +8,8 @@ from commands import expect_error
 from ranks import run_ranks
 from runs import job_config, training_config
 
-from gpt2_ddp.compare import compare as module
-from gpt2_ddp.compare.compare import COLUMNS, as_markdown, compare, difference, numbers, read_job, ways
-from gpt2_ddp.compare.run import RunResult, measure
+import gpt2_ddp.compare as module
+from gpt2_ddp.compare import COLUMNS, RunResult, as_markdown, compare, difference, measure, numbers, read_job, ways
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.files import read_json
 

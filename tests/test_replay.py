@@ -22,6 +22,7 @@ INTACT = (
     "ok      replay from step 4 to 8, processes: 1, rows: 4, and all tensors, bit for bit",
     "ok      replay from step 8 to 10, processes: 1, rows: 2, bit for bit",
 )
+"""From one checkpoint to the next; and to a row before the next, in a part that was trained again after a rollback."""
 
 
 def replayed(run, replay, data=None):
@@ -29,7 +30,7 @@ def replayed(run, replay, data=None):
     code, text, errors = said(verify_run, VerifyConfig(run=str(run), replay=replay, data=(str(data),) if data else ()))
     assert "warning" not in errors
     lines = text.splitlines()
-    return code, lines[next(n for n, line in enumerate(lines) if "learning rates, steps of rows" in line) :]
+    return code, lines[next(n for n, line in enumerate(lines) if "learning rates: recomputed" in line) :]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +48,14 @@ def recorded(corpus, tmp_path_factory):
 
 def test_trained_again_it_is_the_same_and_nothing_is_touched(recorded):
     """While a trainer holds the run's lock; by as many threads, as sums are in another order for another number of
-    them. The last stretch ends between two checkpoints."""
+    them."""
     run = recorded / "run"
     before = {file: file.stat().st_mtime_ns for file in (run, *run.rglob("*"))}
     with (run / ".lock").open("r+") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        (((code, lines), threads),) = run_ranks(replayed_by_three_threads, 1, run)
-    assert (code, lines[1:], threads) == (0, [*INTACT, f"{run} is intact"], 1)
+        ((found, threads),) = run_ranks(replayed_by_three_threads, 1, run)
+    for (code, lines), line in zip(found, INTACT, strict=True):
+        assert (code, lines[1:], threads) == (0, [line, f"{run} is intact"], 1)
     assert {file: file.stat().st_mtime_ns for file in (run, *run.rglob("*"))} == before
 
 
@@ -61,7 +63,7 @@ def replayed_by_three_threads(run):
     import torch
 
     torch.set_num_threads(3)
-    return replayed(run, "4:10"), torch.get_num_threads()
+    return [replayed(run, steps) for steps in ("4:8", "8:10")], torch.get_num_threads()
 
 
 def test_another_device_or_torch_is_compared_to_a_tolerance(corpus, tmp_path):
@@ -108,7 +110,7 @@ ALTERED = [
      f"checkpoints/step-00000008/{OPTIMIZER}: has other bits", 1),
     (lambda place: alter_row(place, "loss", 1 + 2**-52), "metrics.jsonl: loss of step 6 is ", 1),
     (lambda place: (checkpoint_at(place / "run", 4) / MODEL).write_bytes(b""),
-     "replay from step 4: its checkpoint is damaged, so it cannot be trained again", 1),
+     "replay from step 4 to 8: its checkpoint is damaged, so it cannot be trained again", 1),
 ]  # fmt: skip
 """An edit after which all hashes fit, but for the last; the beginning of the first defect, and the number of defects;
 None: one or more."""
@@ -132,7 +134,7 @@ def test_what_was_altered_is_found(recorded, tmp_path):
 
 
 def test_what_is_not_there_cannot_be_replayed(recorded, tmp_path):
-    for steps in ("5:8", "8:8", "8:4", "8:13"):
+    for steps in ("5:8", "8:8", "8:4", "8:13", "4:9", "4:12"):
         expect_error(f"^replay = {steps}: .*4, 8, 12", plan, recorded / "run", steps)
     expect_error("^replay = 1:2", plan, tmp_path, "1:2")
     for text in ("8", "a:b", "4:8:12"):

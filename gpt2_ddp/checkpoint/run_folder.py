@@ -285,4 +285,4 @@ def _kept(file: Path, size: int, progress: Progress, problem: str) -> Iterator[b
     from gpt2_ddp.checkpoint.repair import repaired
 
     # a pending row follows the checkpoint
-    yield from repaired(file, problem, progress.step - bool(progress.pending.row), progress.rollbacks)
+    yield from repaired(file, problem, progress.step - bool(progress.pending.row))

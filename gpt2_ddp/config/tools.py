@@ -164,8 +164,8 @@ class VerifyConfig(Command):
     data: tuple[str, ...] = ()
     """folder of token shards, or all folders of a mixture in their order; none: the run's own"""
     replay: Steps | None = None
-    """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
-    folder, on as many processes as the run had; null: train nothing"""
+    """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO, at most the next
+    checkpoint's, and compare, in a temporary folder, on as many processes as the run had; null: train nothing"""
     trust_run_code: TrustRunCode = False
     anchor: Chain | None = None
     """chain of a row that was kept elsewhere, as this script and each row show it: the run must have that row; null: no

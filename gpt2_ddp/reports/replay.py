@@ -8,11 +8,10 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -62,67 +61,39 @@ class Span(NamedTuple):
     `start` skipped, which its checkpoint lacks."""
 
     start: int  # step of a checkpoint; training begins after it
-    stop: int
+    stop: int  # at most that of the next checkpoint, which may have other settings and processes
     rows: Rows
-    skipped: list[int] | None = None
+    skipped: list[int] | None
 
 
 def plan(run: Path, steps: str) -> Span:
     """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which names the checkpoints."""
     start, stop = map(int, steps.split(":"))
     checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
-    near = (row for row in _rows(run) if is_rollback(row) or start < row["step"] <= stop)
+    near = [row for row in _rows(run) if is_rollback(row) or start < row["step"] <= stop]
     rows = {row["step"]: row for row in valid_rows(near)}
-    if start not in checkpoints or not start < stop or stop not in {*rows, *checkpoints}:
+    last = next((step for step in checkpoints if step > start), max(rows, default=start))
+    if start not in checkpoints or not start < stop <= last or stop not in {*rows, last}:
         there = ", ".join(map(str, checkpoints)) or "none"
-        raise UserError("replay", steps, f"begin at a checkpoint ({there}), and end at a later one or at a later row")
-    return Span(start, stop, rows)
+        raise UserError("replay", steps, f"begin at a checkpoint ({there}), and end at the next or at a row before it")
+    back = next((row for row in reversed(near) if is_rollback(row) and row["step"] <= start), {})
+    return Span(start, stop, rows, back.get("skipped_range") if back.get("step") == start else None)
 
 
-def replay(
-    run: Path,
-    span: Span,
-    rollbacks: list[Record],
-    settings: Record,
-    intact: Iterable[Checkpoint],
-    command: VerifyConfig,
-) -> Iterator[Finding]:
-    """Trains the span again, in stretches between the `intact` checkpoints (the oldest first), since each may have its
-    own number of processes. Compares rows and, at a stretch's end, weights and optimizer state. `settings`:
-    configuration after the newest one. Yields a text and the defects of each stretch. Raises: UserError if the data
-    are not those of the run, or this machine cannot train it; SystemExit 75 after a signal."""
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in intact}
-    if span.start not in checkpoints:
-        what = f"replay from step {span.start}"
-        yield what, [f"{what}: its checkpoint is damaged, so it cannot be trained again"]
-        return
-    ends = [step for step in checkpoints if span.start < step < span.stop]
-    for start, stop in pairwise([span.start, *ends, span.stop]):
-        # the next checkpoint has the settings of this stretch, which may differ from those before a stop
-        maker = next((checkpoints[step] for step in checkpoints if step >= stop), None)
-        back = next((row for row in reversed(rollbacks) if row["step"] <= start), {})
-        skipped = back["skipped_range"] if back.get("step") == start else None
-        rows = {step: row for step, row in span.rows.items() if start < step <= stop}
-        stretch = Span(start, stop, rows, skipped)
-        config = maker.config if maker else settings
-        yield _replay_stretch(run, stretch, checkpoints, maker or checkpoints[start], config, command)
-
-
-def _replay_stretch(
-    run: Path,
-    span: Span,
-    checkpoints: dict[int, Checkpoint],
-    maker: Checkpoint,
-    settings: Record,
-    command: VerifyConfig,
-) -> Finding:
-    state = maker.state.record
-    code = trusted(maker, command.trust_run_code)
+def replay(run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpoint], command: VerifyConfig) -> Finding:
+    """Trains the span again. Compares rows and, where it ends at one of the `intact` checkpoints, weights and optimizer
+    state. `settings`: configuration after the newest one. Raises: UserError if the data are not those of the run, or
+    this machine cannot train it; SystemExit 75 after a signal."""
     what = f"replay from step {span.start} to {span.stop}"
-    begin = checkpoints[span.start]
-    end = checkpoints.get(span.stop)
+    if span.start not in intact:
+        return what, [f"{what}: its checkpoint is damaged, so it cannot be trained again"]
+    begin, end = intact[span.start], intact.get(span.stop)
+    # the next checkpoint has the settings of these steps, which may differ from those before a stop
+    after = next((intact[step] for step in intact if step >= span.stop), None)
+    maker = after or begin
+    state, code = maker.state.record, trusted(maker, command.trust_run_code)
     with TemporaryDirectory(prefix="replay-") as folder:
-        config = _config(begin.kind, settings, folder, command.data, state)
+        config = _config(begin.kind, after.config if after else settings, folder, command.data, state)
         processes, reasons = _how_exactly(config, state)
         again = Path(folder) / config.run_name
         copy = again / "checkpoints" / begin.path.name
@@ -133,7 +104,7 @@ def _replay_stretch(
         has_bits = end is not None and not reasons
         if run_processes(_train_again, processes, config, span, has_bits, state["threads"], code) == "stopped":
             raise SystemExit(STOPPED)
-        new = valid_rows(row for row in _rows(again) if is_rollback(row) or row["step"] in span.rows)
+        new = valid_rows(row for row in _rows(again) if row["step"] in span.rows)
         defects = compare_rows(span.rows, {row["step"]: row for row in new}, exact=not reasons)
         if end and has_bits:
             ours = verify(again / "checkpoints" / end.path.name)
@@ -223,8 +194,6 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
         changes |= {"eval.patience": None, "eval.tasks": ()}
     else:
         changes["launch.processes"] = None
-        if data and "path" in values.get("data", {}):
-            changes["data.path"] = data[0]
     return resolve(type(config), [], values | changes)
 
 

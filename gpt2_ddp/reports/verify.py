@@ -7,13 +7,12 @@ steps can be trained again (`replay`).
 
 import hashlib
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -24,11 +23,10 @@ from gpt2_ddp.checkpoint.run_files import (
     HASH,
     METRICS,
     SAMPLES,
-    STATUS,
-    Outcome,
     is_event,
     is_rollback,
     parse_lines,
+    read_events,
     read_lines,
     sets_config,
     split_chain,
@@ -43,8 +41,8 @@ from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
 from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import read_json, sha256_file
-from gpt2_ddp.reports.recompute import Data, Record, recompute
+from gpt2_ddp.files import sha256_file
+from gpt2_ddp.reports.recompute import Recomputed, Record
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
 from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, FeedState, Mixture, Positive, next_chain
 from gpt2_ddp.tasks.own_code import trusted
@@ -54,8 +52,6 @@ LINE = 1000
 """Most characters of a printed line."""
 SHOWN = 5
 """Most defects of one kind to print; the others are counted."""
-Checkpoints = dict[str, Checkpoint]
-"""Intact checkpoints, by their place in the run folder."""
 
 
 class Row(FeedState, strict=True):
@@ -64,7 +60,6 @@ class Row(FeedState, strict=True):
     step: Count
     event: str | None = None
     config: dict[str, Any] = Field({})
-    steps: Count | None = 0
     lr: float | None = None
     epoch_size: Positive = 1
     global_batch_size: Annotated[int, Field(ge=1, le=MOST_ITEMS)] = 1
@@ -82,14 +77,14 @@ class Log:
         chains: chains to look for.
 
     Attributes:
-        events: by place. last: the last row. count: number of rows of steps. chain: of the last row.
+        events: by place. last: the last row. chain: of the last row.
         seen: of each of `chains`, the number of events up to its row. loose: number of steps' rows after all of them.
         defects: of the rows and the chain; a torn last line after a kill is allowed.
     """
 
     def __init__(self, file: Path, chains: set[str]):
         self._stream = file.open("rb") if file.is_file() else BytesIO()  # the same file, if a resume replaces it
-        self._lines = self.count = self.loose = 0
+        self._lines = self.loose = 0
         self.chain = FIRST_CHAIN
         self.events: dict[str, Record] = {}
         self.seen: dict[str, int] = {}
@@ -117,42 +112,25 @@ class Log:
         if is_event(row):
             self.events[place] = row
         else:
-            self.count += 1
             self.loose += 1
         if chain in chains:
             self.seen[chain] = len(self.events)
             self.loose = 0
+
+    def named(self, event: str) -> list[Record]:
+        """The rows of an event."""
+        return [row for row in self.events.values() if row["event"] == event]
+
+    @property
+    def config_row(self) -> Record:
+        """The newest row that records a configuration; empty without one."""
+        return next((row for row in reversed(self.events.values()) if sets_config(row)), {})
 
     def rows(self) -> Iterator[tuple[str, Record]]:
         """The place and content of each row, if there are no defects."""
         self._stream.seek(0)
         for line in islice(parse_lines(self._stream), self._lines):
             yield f"{METRICS}, line {line.number}", line.row or {}
-
-
-@dataclass(frozen=True)
-class Content:
-    """The readable content of a run folder, and the defects that reading checkpoints found."""
-
-    run: Path
-    settings: Record | str  # config.yaml, or why it cannot be read
-    status: Record  # empty without a readable status.json
-    checkpoints: Checkpoints  # the oldest first
-    damaged: list[str]
-    log: Log
-    samples: list[str]  # SHA-256 of samples.jsonl up to each line
-
-    @property
-    def newest(self) -> Checkpoint | None:
-        return next(reversed(self.checkpoints.values()), None)
-
-    @property
-    def config_row(self) -> Record:
-        """The newest row that records a configuration; empty without one."""
-        return next((row for row in reversed(self.log.events.values()) if sets_config(row)), {})
-
-    def events(self, name: str) -> list[Record]:
-        return [row for row in self.log.events.values() if row["event"] == name]
 
 
 def verify_run(command: VerifyConfig) -> int:
@@ -163,7 +141,7 @@ def verify_run(command: VerifyConfig) -> int:
     if not any(os.path.isfile(run / name) for name in (CONFIG, METRICS)):
         raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
     span = plan(run, command.replay) if command.replay else None
-    for what, defects in _check(_read(run, command.anchor or ""), command, span):
+    for what, defects in _check(run, command, span):
         if not defects:
             _print(f"{'note' if defects is None else 'ok':8}{what}")
             continue
@@ -181,31 +159,11 @@ def _print(line: str) -> None:
     print(truncate(line, LINE))
 
 
-def _read(run: Path, anchor: str) -> Content:
-    """Reads the run's files. A running training writes a row before a sample, and after a checkpoint; and the samples
-    that a checkpoint pins before it."""
-    settings = _read_settings(run)
-    status = _read_status(run)
-    checkpoints, damaged = _read_checkpoints(run)
-    samples = _hash_samples(run)
-    chains = {checkpoint.state.log.chain for checkpoint in checkpoints.values()}
-    log = Log(run / METRICS, chains | {anchor})
-    if log.last.get("event") == "end":  # the samples are complete by now
-        samples = _hash_samples(run)
-    return Content(run, settings, status or _read_status(run), checkpoints, damaged, log, samples)
-
-
 def _read_settings(run: Path) -> Record | str:
     try:
         return read_yaml(str(run / CONFIG), CONFIG)
     except UserError as error:
         return str(error)
-
-
-def _read_status(run: Path) -> Record:
-    with suppress(OSError, ValueError):
-        return read_json(run / STATUS)
-    return {}
 
 
 def _hash_samples(run: Path) -> list[str]:
@@ -218,9 +176,10 @@ def _hash_samples(run: Path) -> list[str]:
     return hashes
 
 
-def _read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
-    """Every checkpoint whose files have the hashes of its manifest, and the defects of the others."""
-    checkpoints: Checkpoints = {}
+def _read_checkpoints(run: Path) -> tuple[dict[str, Checkpoint], list[str]]:
+    """The checkpoints whose files have the hashes of their manifest, by their place in the run folder, and the defects
+    of the others. The oldest is first."""
+    checkpoints: dict[str, Checkpoint] = {}
     defects = []
     for folder in list_checkpoints(run / "checkpoints"):
         try:
@@ -231,20 +190,33 @@ def _read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
     return checkpoints, defects
 
 
-def _check(found: Content, command: VerifyConfig, span: Span | None) -> Iterator[Finding]:
-    log = found.log
-    yield f"{METRICS}: {log.count} rows of steps, all rows chained by hashes up to {log.chain}", log.defects
-    pins = {place: _pin_defect(checkpoint, log) for place, checkpoint in found.checkpoints.items()}
-    wrong = [f"{place}: {defect}" for place, defect in pins.items() if defect]
-    wrong = [*found.damaged, *wrong, *_check_folder(found)]
-    yield f"checkpoints: {len(found.checkpoints)}, all files unchanged, none missing", wrong
+def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Finding]:
+    """Reads the run's files, and checks them. A running training writes a row before a sample, and after a checkpoint;
+    and the samples that a checkpoint pins before it."""
+    settings = _read_settings(run)
+    checkpoints, wrong = _read_checkpoints(run)
+    samples = _hash_samples(run)
+    chains = {checkpoint.state.log.chain for checkpoint in checkpoints.values()}
+    log = Log(run / METRICS, {*chains, command.anchor or ""})
+    if log.last.get("event") == "end":  # the samples are complete by now
+        samples = _hash_samples(run)
+    yield f"{METRICS}: all rows chained by hashes up to {log.chain}", log.defects
+    pinned: dict[int, Checkpoint] = {}
+    for place, checkpoint in checkpoints.items():
+        if defect := _pin_defect(checkpoint, log):
+            wrong.append(f"{place}: {defect}")
+        else:
+            pinned[checkpoint.step] = checkpoint
+    wrong += _check_folder(run, log)
+    yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
     if log.loose:
         yield f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
-    yield f"{CONFIG}: as {METRICS} recorded it", _check_settings(found)
-    yield f"{STATUS}: agrees with {METRICS}", [*_check_status(found)]
-    yield f"{SAMPLES}: {len(found.samples)} lines, all pinned by {METRICS}", [*_check_samples(found)]
-    is_right = yield from _check_training(found, command)
-    for branch in found.events("branch"):
+    yield f"{CONFIG}: as {METRICS} recorded it", _check_settings(settings, log)
+    newest = next(reversed(checkpoints.values()), None)
+    least = newest.state.log.samples_sha256 if newest else NO_SAMPLES
+    yield f"{SAMPLES}: {len(samples)} lines, all pinned by {METRICS}", [*_check_samples(samples, log, least)]
+    is_right = yield from _check_training(log, newest, command)
+    for branch in log.named("branch"):
         manifest = Path(str(branch.get("parent"))) / MANIFEST
         is_same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
         state = "is unchanged" if is_same else "is missing or changed"
@@ -255,14 +227,10 @@ def _check(found: Content, command: VerifyConfig, span: Span | None) -> Iterator
     if span is None:
         yield "losses, norms and weights: pinned, not recomputed; --replay A:B trains again", None
     elif is_right:
-        settings = found.config_row["config"]
-        pinned = [checkpoint for place, checkpoint in found.checkpoints.items() if not pins[place]]
-        yield from replay(found.run, span, found.events("rollback"), settings, pinned, command)
+        yield replay(run, span, log.config_row["config"], pinned, command)
     else:
-        yield (
-            f"replay of {command.replay}: not possible, since the order of the data is not known to be that of the run",
-            None,
-        )
+        unknown = "not possible, since the order of the data is not known to be that of the run"
+        yield f"replay of {command.replay}: {unknown}", None
 
 
 def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
@@ -276,66 +244,52 @@ def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
     return ""
 
 
-def _check_folder(found: Content) -> Iterator[str]:
+def _check_folder(run: Path, log: Log) -> Iterator[str]:
     """Checkpoints that the rows keep and that are missing, or that a start or rollback rejected."""
-    folder = found.run / "checkpoints"
+    folder, events = run / "checkpoints", [*log.events.values()]
     rejected = {file.name for file in folder.glob("step-*.rejected*")}
-    for name in sorted(rejected.union(*(row.get("rejected", []) for row in found.log.events.values()))):
+    for name in sorted(rejected.union(*(row.get("rejected", []) for row in events))):
         yield f"checkpoints/{name}: is not what {METRICS} recorded; a start or a rollback rejected it"
-    gone = [step for step in _kept(found.log) if not (folder / f"step-{step:08d}").is_dir()]
+    gone = [step for step in _kept(events) if not (folder / f"step-{step:08d}").is_dir()]
     # a running training may have deleted them meanwhile, which it records first
-    still_kept = _kept(Log(found.run / METRICS, set())) if gone else []
+    still_kept = _kept(read_events(run / METRICS)[0]) if gone else []
     yield from (f"checkpoints/step-{step:08d}: is missing" for step in gone if step in still_kept)
 
 
-def _kept(log: Log) -> list[int]:
+def _kept(events: Iterable[Record]) -> list[int]:
     kept: list[int] = []
-    for row in log.events.values():
+    for row in events:
         if is_rollback(row):
             kept = [step for step in kept if step <= row["step"]]
         kept = row.get("kept", kept)
     return kept
 
 
-def _check_settings(found: Content) -> list[str]:
+def _check_settings(found: Record | str, log: Log) -> list[str]:
     """Why config.yaml is unreadable, or its fields that are not those of the newest row with a configuration, which is
     written first."""
-    newest = found.config_row
-    if found.log.last is newest or not newest:  # a kill may have come before its config.yaml
+    newest = log.config_row
+    if log.last is newest or not newest:  # a kill may have come before its config.yaml
         return []
-    if isinstance(found.settings, str):
-        return [found.settings]
-    now, right = flat(found.settings), flat(newest["config"])
+    if isinstance(found, str):
+        return [found]
+    now, right = flat(found), flat(newest["config"])
     names = [name for name in right | now if now.get(name, ...) != right.get(name, ...)]
     return [f"{CONFIG}: {name} is {now.get(name)}, in {METRICS} {right.get(name)}" for name in names]
 
 
-def _check_status(found: Content) -> Iterator[str]:
-    last = tuple(found.log.last.get(name) for name in ("event", "outcome", "step"))
-    state, step = found.status.get("state"), found.status.get("step")
-    if not found.status:
-        if {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
-            yield f"{STATUS}: is missing or damaged"
-    elif state in get_args(Outcome):
-        if last[0] != "start" and last != ("end", state, step):
-            yield f"{STATUS}: has {state} at step {step}, {METRICS} {last}"
-    elif state not in ("running", "failed"):
-        yield f"{STATUS}: has state {state}"
-
-
-def _check_samples(found: Content) -> Iterator[str]:
-    """A row pins the file up to each line, and is written before the line. A checkpoint pins those before it."""
-    pinned = found.newest.state.log.samples_sha256 if found.newest else NO_SAMPLES
-    is_cut = found.log.last.get("event") == "end" or pinned not in (NO_SAMPLES, *found.samples)
+def _check_samples(samples: list[str], log: Log, least: str) -> Iterator[str]:
+    """A row pins the file up to each line, and is written before the line. The newest checkpoint pins the `least`."""
+    is_cut = log.last.get("event") == "end" or least not in (NO_SAMPLES, *samples)
     newest = NO_SAMPLES
     pins = []
-    for place, row in found.log.events.items():
+    for place, row in log.events.items():
         if HASH in row and row["event"] != "start":
             pins.append(row[HASH])
         elif row.get(HASH, newest) != newest:  # a resume keeps the samples up to the newest hash
             yield f"{place}: someone changed {SAMPLES} before this start"
         newest = row.get(HASH, newest)
-    for number, (line, pin) in enumerate(zip_longest(found.samples, pins), 1):
+    for number, (line, pin) in enumerate(zip_longest(samples, pins), 1):
         if line is None and is_cut:  # a killed or running process may lack newer ones
             yield f"{SAMPLES}: lines are missing after line {number - 1}"
         elif line is not None and line != pin:
@@ -345,14 +299,14 @@ def _check_samples(found: Content) -> Iterator[str]:
         return
 
 
-def _check_training(found: Content, command: VerifyConfig) -> Generator[Finding, None, bool]:
+def _check_training(log: Log, newest: Checkpoint | None, command: VerifyConfig) -> Generator[Finding, None, bool]:
     """Checks the data, and what follows from them and from the configuration. Returns whether the order is right."""
-    log = found.log
     if log.defects:
         yield "data, order and learning rates: not checked, since the chain of rows is broken", None
         return False
-    start = found.events("start")[-1]
-    config = read_config(str(start.get("kind")), found.config_row["config"], METRICS)
+    starts = log.named("start")
+    start = starts[-1]
+    config = read_config(str(start.get("kind")), log.config_row["config"], METRICS)
     manifests: list[Manifest] = []
     sources: list[Windows] = []
     if isinstance(config, TrainingConfig):
@@ -364,7 +318,7 @@ def _check_training(found: Content, command: VerifyConfig) -> Generator[Finding,
                 raise
             yield "data", error.mistakes
             return False
-        known = [mixture.manifests for row in found.events("start") if (mixture := recorded(row))]
+        known = [mixture.manifests for row in starts if (mixture := recorded(row))]
         hashes = [manifest.hash for manifest in manifests]
         if len(folders) != len(config.data.paths) or any(one != hashes[: len(one)] for one in known):
             hint = "has other tokens than the run was trained on"
@@ -375,25 +329,23 @@ def _check_training(found: Content, command: VerifyConfig) -> Generator[Finding,
         for folder, manifest in zip(folders, manifests, strict=True):
             yield _check_shards(Path(folder), manifest)
             sources.append(Windows(TokenStream(Path(folder), manifest, "train", check=False), config.model.block_size))
-    kind, problem = _task_class(found, command.trust_run_code)
+    kind, problem = _task_class(starts, newest, command.trust_run_code)
     if problem:
         yield f"order of the data, tokens, learning rates: not checked: {problem}", None
         return command.trust_run_code
-    states = {place: checkpoint.state for place, checkpoint in found.checkpoints.items()}
-    returns = {row["step"] for row in found.events("rollback")}
-    data = Data(manifests, sources, kind)
-    defects = recompute(config, data, start, log.rows(), states, returns)
-    yield f"order of the data, tokens, learning rates, steps of rows: recomputed from seed {config.seed}", defects
+    returns = {row["step"] for row in log.named("rollback")}
+    defects = Recomputed(config, start, kind, sources, returns).first_defects(log.rows())
+    yield f"order of the data, tokens, learning rates: recomputed from seed {config.seed}", defects
     return not defects
 
 
-def _task_class(found: Content, trust_code: bool) -> tuple[type[Pretraining], str]:
+def _task_class(starts: list[Record], newest: Checkpoint | None, trust_code: bool) -> tuple[type[Pretraining], str]:
     """The class of a GPT run, and why it is not known; else an empty text."""
-    hashes = {(row.get("code") or {}).get("sha256") for row in found.events("start")}
+    hashes = {(row.get("code") or {}).get("sha256") for row in starts}
     if hashes == {None}:
         return Pretraining, ""
     try:
-        code = trusted(found.newest, trust_code) if found.newest else None
+        code = trusted(newest, trust_code) if newest else None
         if code and hashes == {code.sha256}:
             return code.load(Pretraining), ""
     except UserError as error:

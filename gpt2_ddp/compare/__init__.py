@@ -1,1 +1,0 @@
-"""The same job on one process, with DataParallel and with DDP, measured side by side."""
