@@ -232,10 +232,10 @@ PRECISIONS = {
     for command, cells in re.findall(r"^\| .*?`([^`]*train\.py)` \| (\w+ \| \w+ \| \w+) \|$", PAGE, re.MULTILINE)
 }
 PRECISIONS |= {
-    f"accelerate launch --config_file configs/accelerate/{file.name} train.py": ("bf16", "no", "no")
+    f"accelerate launch --config_file configs/accelerate/{file.name} train.py": ("no", "no", "no")
     for file in (ROOT / "configs/accelerate").iterdir()
 }
-PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train.py"] = ("bf16", "no", "no")
+PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train.py"] = ("no", "no", "no")
 """Command -> what `train.mixed_precision: auto` is on each of DEVICES."""
 
 

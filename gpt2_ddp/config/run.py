@@ -24,9 +24,8 @@ class LoopConfig(Section):
     """The training loop"""
 
     mixed_precision: Literal["auto", "fast", "no", "bf16", "fp16"] = "auto"
-    """precision of autocast; auto: bf16 or fp16 as `accelerate config` says, else bf16 on GPUs that have it;
-    fast: bf16 also on CPUs where it is measured to be faster; a resume keeps the choice; no: fp32; fp16 (CUDA) scales
-    the loss"""
+    """precision of autocast; auto: as `accelerate launch` says, else bf16 on GPUs that have it; fast: bf16 also on CPUs
+    where it is measured to be faster; a resume keeps the choice; no: fp32; fp16 (CUDA) scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = "auto"
     """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's overlap; auto, with a
     compiler: model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off"""

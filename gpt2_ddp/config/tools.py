@@ -100,7 +100,7 @@ class EvaluateConfig(CheckpointCommand):
     batch_size: PositiveInt = 16
     """windows, continuations of a task, or samples of a small job per forward pass and process"""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """precision of autocast; auto: bf16 or fp16 as `accelerate config` says, else bf16 on GPUs that have it"""
+    """precision of autocast; auto: as `accelerate launch` says, else bf16 on GPUs that have it"""
     device: Device = "auto"
 
 

@@ -184,13 +184,11 @@ def _check_environment(target: torch.device, backend: str) -> None:
 
 
 def pick_precision(name: str, target: torch.device, section: str = "") -> str:
-    """`no`, `bf16` or `fp16`; for `auto` bf16 or fp16 if Accelerate was configured with it, else bf16 on GPUs that have
-    it. `fast`: bf16 on these GPUs; on CPUs it stays `fast`, which a measurement decides (`training.precision`). Raises
+    """`no`, `bf16` or `fp16`; for `auto` the precision of `accelerate launch`, else bf16 on GPUs that have it. `fast`: bf16 on these GPUs; on CPUs it stays `fast`, which a measurement decides (`training.precision`). Raises
     UserError if it is not available."""
     on_gpu = "bf16" if target.type == "cuda" and multiplies_bf16(target) else "no"
     fast = "fast" if target.type == "cpu" else on_gpu
-    chosen = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # `no`: also if nothing was chosen
-    precision = {"fast": fast, "auto": on_gpu if chosen == "no" else chosen}.get(name, name)
+    precision = {"fast": fast, "auto": os.environ.get("ACCELERATE_MIXED_PRECISION", on_gpu)}.get(name, name)
     if precision == "fp16" and target.type != "cuda":
         raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
     if precision not in ("no", "bf16", "fp16", "fast"):
