@@ -1,9 +1,11 @@
-"""Real processes for the tests: ranks of one world, forked from a server that has torch loaded already.
+"""Real processes for the tests: ranks of one world, forked from a server that has torch loaded already. It is one for
+all of xdist's workers.
 
 A fresh interpreter would take 4 s to import torch, and forking the test process deadlocks in its thread pools.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import contextmanager
 from multiprocessing import forkserver
 
 import pytest
@@ -27,13 +30,17 @@ CONTEXT.set_forkserver_preload(  # _dynamo: every optimizer imports it, which ta
         "torch._dynamo",
         "accelerate",
         "datasets",
+        "gpt2_ddp.data.tokenizer_file",
+        "gpt2_ddp.distributed.connecting",
         "gpt2_ddp.tasks.jobs",
         "gpt2_ddp.tasks.pretraining",
+        "gpt2_ddp.training.replica_check",
         "commands",
         "runs",
     ]
 )
-forkserver._forkserver.set_forkserver_preload = lambda modules: None  # of loader workers, which it forks as well
+SERVER = forkserver._forkserver
+SERVER.set_forkserver_preload = lambda modules: None  # of loader workers, which it forks as well
 
 
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
@@ -68,12 +75,37 @@ def start_ranks(function, world, *args):
 
 
 def start(process):
-    """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers. The
-    server finds the modules that this process does."""
+    """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers."""
+    with _as_server():
+        process.start()
+
+
+def start_server():
+    """Starts the server, once, for other processes of the suite. Returns what `use_server` takes."""
+    with _as_server():
+        forkserver.ensure_running()
+    return {name: getattr(SERVER, name, None) for name in ("_forkserver_address", "_forkserver_authkey")}
+
+
+def use_server(started):
+    """Has the ranks of this process forked by the server of another one, which it ends with."""
+    vars(SERVER).update(started, _forkserver_alive_fd=os.open(os.devnull, os.O_RDONLY))
+    keep_server()
+
+
+def keep_server():
+    """Has no server started by this process."""
+    forkserver.ensure_running = SERVER.ensure_running = lambda: None
+
+
+@contextmanager
+def _as_server():
+    """A server that is started inside finds the modules that this process does."""
     start_resource_tracker()
     with block_signals(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        process.start()
+        patch.setenv("OMP_NUM_THREADS", str(THREADS))
+        yield
 
 
 def rank_environment(rank, world, port):
@@ -189,10 +221,11 @@ class RankError(Exception):
 def _call(environment, sender, function, args):
     import torch
 
+    gc.freeze()  # what was loaded stays shared with the server
     faulthandler.enable(2)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # a rank that starts others, or loader workers, has them forked by the same server
-    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+    keep_server()
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "TORCHELASTIC_", "PET_", "SLURM_"))]:
         del os.environ[name]
     os.environ.update(environment)
