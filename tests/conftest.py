@@ -188,10 +188,12 @@ def trained(corpus, tmp_path_factory):
 
     def make(folder):
         (folder / "data").symlink_to(corpus)
-        for processes, steps in ((1, 5), (2, 10)):
-            changes = {"train.steps": steps, "optim.decay_steps": 10}
-            config = training_config(folder / "data", folder, changes)
-            calls, *_ = ranks.run_ranks(ranks.first_calls, processes, train, config)
+        first, whole = (
+            training_config(folder / "data", folder, {"train.steps": steps, "optim.decay_steps": 10})
+            for steps in (5, 10)
+        )
+        ranks.run_ranks(train, 1, first)
+        calls, _ = ranks.run_ranks(ranks.first_calls, 2, train, whole)
         (folder / "calls.json").write_text(json.dumps(calls))
 
     return once(tmp_path_factory, "trained", make) / "run"

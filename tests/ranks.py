@@ -24,21 +24,14 @@ from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
 from gpt2_ddp.errors import UserError
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(  # _dynamo: every optimizer imports it, which takes a second and a half
-    [
-        "torch",
-        "torch._dynamo",
-        "accelerate",
-        "datasets",
-        "gpt2_ddp.data.tokenizer_file",
-        "gpt2_ddp.distributed.connecting",
-        "gpt2_ddp.tasks.jobs",
-        "gpt2_ddp.tasks.pretraining",
-        "gpt2_ddp.training.replica_check",
-        "commands",
-        "runs",
-    ]
-)
+PRELOADED = """
+torch torch._dynamo accelerate datasets scipy.ndimage tiktoken tiktoken_ext.openai_public
+torch.distributed.algorithms.ddp_comm_hooks torch.profiler._cupti_monitor
+gpt2_ddp.data.tokenizer_file gpt2_ddp.distributed.connecting gpt2_ddp.model.generate gpt2_ddp.model.muon
+gpt2_ddp.tasks.images gpt2_ddp.tasks.jobs gpt2_ddp.tasks.pretraining gpt2_ddp.tasks.trained_model
+gpt2_ddp.training.initial_weights gpt2_ddp.training.replica_check gpt2_ddp.training.sharded commands runs
+"""
+CONTEXT.set_forkserver_preload(PRELOADED.split())  # what most ranks import
 SERVER = forkserver._forkserver
 SERVER.set_forkserver_preload = lambda modules: None  # of loader workers, which it forks as well
 
