@@ -6,6 +6,7 @@ A fresh interpreter would take 4 s to import torch, and forking the test process
 
 import faulthandler
 import gc
+import importlib.metadata
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import forkserver
 
 import pytest
@@ -23,9 +25,11 @@ from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
 from gpt2_ddp.errors import UserError
 
+importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
+"""Reads the metadata of all packages, for each start of a class of one's own."""
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = """
-torch torch._dynamo accelerate datasets scipy.ndimage tiktoken tiktoken_ext.openai_public
+ranks torch torch._dynamo accelerate datasets scipy.ndimage tiktoken tiktoken_ext.openai_public
 torch.distributed.algorithms.ddp_comm_hooks torch.profiler._cupti_monitor
 gpt2_ddp.data.tokenizer_file gpt2_ddp.distributed.connecting gpt2_ddp.model.generate gpt2_ddp.model.muon
 gpt2_ddp.tasks.images gpt2_ddp.tasks.jobs gpt2_ddp.tasks.pretraining gpt2_ddp.tasks.trained_model

@@ -10,6 +10,7 @@ import signal
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from importlib.metadata import packages_distributions
 
 import torch
 import yaml
@@ -28,6 +29,8 @@ from gpt2_ddp.data.manifest import content_sha256
 from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State, next_chain
+
+packages_distributions()  # once for all ranks
 
 KINDS = yaml.safe_load("""
 regression:
@@ -158,7 +161,7 @@ def train_with_faults(
     sent=signal.SIGKILL,
 ):
     """Trains. The last rank's gradient is multiplied by `times` in each step that begins at a position in `bad`. The
-    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Samples are eight tokens
+    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Samples are two tokens
     longer than the context. Returns the outcome."""
     from gpt2_ddp.model import generate
     from gpt2_ddp.training import loop
@@ -181,7 +184,7 @@ def train_with_faults(
             del run.optimizer.backward
 
     def sample_less(model, tokenizer, prompts, sampling, poll):
-        tokens = model.config.block_size + 8
+        tokens = model.config.block_size + 2
         return sample_texts(model, tokenizer, prompts, sampling._replace(max_new_tokens=tokens), poll)
 
     loop.train_step, generate.sample_texts = train_step, sample_less
