@@ -17,6 +17,7 @@ import traceback
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -63,8 +64,11 @@ def start_ranks(function, world, *args):
     started = []
     for rank in range(world):
         receiver, sender = CONTEXT.Pipe(duplex=False)
+        outputs = [Connection(os.dup(number), readable=False) for number in (1, 2)]  # not the server's
         environment = {"OMP_NUM_THREADS": str(THREADS)} | (rank_environment(rank, world, port) if world > 1 else {})
-        process = CONTEXT.Process(target=_call, args=(environment, sender, function, args), name=f"rank {rank}")
+        process = CONTEXT.Process(
+            target=_call, args=(environment, outputs, sender, function, args), name=f"rank {rank}"
+        )
         start(process)
         sender.close()
         started.append((process, receiver))
@@ -215,9 +219,11 @@ class RankError(Exception):
     """A rank's traceback."""
 
 
-def _call(environment, sender, function, args):
+def _call(environment, outputs, sender, function, args):
     import torch
 
+    for number, output in enumerate(outputs, 1):
+        os.dup2(output.fileno(), number)
     gc.freeze()  # what was loaded stays shared with the server
     faulthandler.enable(2)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
