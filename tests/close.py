@@ -1,20 +1,14 @@
 """The one comparison of numbers that differ by rounding, which records how near each test is to its tolerance; and
 arithmetic in float64."""
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
+from margins import MARGINS
 from torch.overrides import TorchFunctionMode
-
-MOST = 0.1
-"""Most of a tolerance that a test may use in CI. Other machines need the rest."""
-MARGINS = {}
-"""The largest error of each test, divided by its tolerance."""
 
 
 def assert_close(actual, expected, tolerance=1e-9, scale=None, says=""):
@@ -50,19 +44,6 @@ def _pairs(actual, expected):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         assert one.shape == other.shape
         yield one.ravel(), other.ravel()
-
-
-def report():
-    """Prints the ten tests that are nearest to their tolerances, and writes all of them to the file MARGINS, if that
-    is set. Returns whether one is too near in CI."""
-    nearest = sorted(MARGINS.items(), key=lambda item: -item[1])[:10]
-    if nearest:
-        print("\nerror / tolerance of the nearest comparisons:")
-    for test, margin in nearest:
-        print(f"{margin:8.4f} {test}")
-    if "MARGINS" in os.environ:
-        Path(os.environ["MARGINS"]).write_text(json.dumps(MARGINS))
-    return "CI" in os.environ and any(margin > MOST for _, margin in nearest)
 
 
 class _InFloat64(TorchFunctionMode):

@@ -10,12 +10,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from ranks import CONTEXT, forked_ranks, rank_environment, start, write_to
+from ranks import CONTEXT, forked_ranks, keep_server, rank_environment, start, write_to
 
 from gpt2_ddp.distributed import process
 from gpt2_ddp.distributed.signals import SIGNALS
@@ -96,7 +95,7 @@ def _as_command(words, folder, env, outputs):
     os.environ.clear()
     os.environ.update(env, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+    keep_server()
     spawn.start_ranks, process.run_script = forked_ranks, without_report
     os.chdir(folder)
     sys.argv = words[words[0] == "-m" :]

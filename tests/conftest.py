@@ -18,20 +18,22 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ["XDG_STATE_HOME"] = f"{tempfile.gettempdir()}/gpt2_ddp_tests_state"  # of trusted code
 os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/gpt2_ddp_tests_datasets")
 
-import close
+import margins
 import numpy as np
 import pytest
 import ranks
 
 from gpt2_ddp.config.cli import dump
 
-CEILING = {"ranks": 260, "commands": 33}
+CEILING = {"ranks": 259, "commands": 33}
 """Most processes that `make test` forks from the server with torch, and Pythons that it starts. Only ever lowered."""
 STARTED = Counter()
 
 
 def pytest_configure(config):
-    """Counts what tests start."""
+    """Counts what tests start. One server forks the ranks of all of xdist's workers."""
+    if hasattr(config, "workerinput"):
+        ranks.use_server(config.workerinput["server"])
     start_ranks, run = ranks.start_ranks, subprocess.Popen.__init__
 
     def counted_ranks(function, world, *args):
@@ -74,17 +76,22 @@ def compares(code, names):
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist
+def pytest_configure_node(node):
+    node.workerinput["server"] = ranks.start_server()
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     STARTED.update(node.workeroutput.get("started", {}))
-    close.MARGINS.update(node.workeroutput.get("margins", {}))
+    margins.MARGINS.update(node.workeroutput.get("margins", {}))
 
 
 def pytest_sessionfinish(session, exitstatus):
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput |= {"started": dict(STARTED), "margins": close.MARGINS}
+        session.config.workeroutput |= {"started": dict(STARTED), "margins": margins.MARGINS}
         return
-    if close.report():
-        print(f"in CI, that is more than {close.MOST}: compare in float64, or at the scale of the whole")
+    if margins.report():
+        print(f"in CI, that is more than {margins.MOST}: compare in float64, or at the scale of the whole")
         session.exitstatus = 1
     print("\nstarted by the tests:", ", ".join(f"{number} {name}" for name, number in STARTED.items()))
     is_whole = session.config.args_source.name != "ARGS" and session.config.option.markexpr.startswith("not slow")
@@ -181,10 +188,12 @@ def trained(corpus, tmp_path_factory):
 
     def make(folder):
         (folder / "data").symlink_to(corpus)
-        for processes, steps in ((1, 5), (2, 10)):
-            changes = {"train.steps": steps, "optim.decay_steps": 10}
-            config = training_config(folder / "data", folder, changes)
-            calls, *_ = ranks.run_ranks(ranks.first_calls, processes, train, config)
+        first, whole = (
+            training_config(folder / "data", folder, {"train.steps": steps, "optim.decay_steps": 10})
+            for steps in (5, 10)
+        )
+        ranks.run_ranks(train, 1, first)
+        calls, _ = ranks.run_ranks(ranks.first_calls, 2, train, whole)
         (folder / "calls.json").write_text(json.dumps(calls))
 
     return once(tmp_path_factory, "trained", make) / "run"

@@ -4,7 +4,7 @@
     .venv/bin/python tests/kinds.py --turn    # one: another each day
 
 A kind limits the instructions of torch, oneDNN and MKL, and has its own number of threads and Python's hash seed. Each
-run prints its nearest comparisons. The exit code is 1 if a kind has a failed test, or one above close.MOST.
+run prints its nearest comparisons. The exit code is 1 if a kind has a failed test, or one above margins.MOST.
 """
 
 import json
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from close import MOST
+from margins import MOST
 
 KINDS = [  # torch, oneDNN, MKL, threads
     ("default", "SSE41", "COMPATIBLE", 1),

@@ -1,9 +1,12 @@
-"""Real processes for the tests: ranks of one world, forked from a server that has torch loaded already.
+"""Real processes for the tests: ranks of one world, forked from a server that has torch loaded already. It is one for
+all of xdist's workers.
 
 A fresh interpreter would take 4 s to import torch, and forking the test process deadlocks in its thread pools.
 """
 
 import faulthandler
+import gc
+import importlib.metadata
 import multiprocessing
 import os
 import signal
@@ -11,7 +14,10 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import contextmanager
+from functools import cache
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -20,20 +26,19 @@ from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
 from gpt2_ddp.errors import UserError
 
+importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
+"""Reads the metadata of all packages, for each start of a class of one's own."""
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(  # _dynamo: every optimizer imports it, which takes a second and a half
-    [
-        "torch",
-        "torch._dynamo",
-        "accelerate",
-        "datasets",
-        "gpt2_ddp.tasks.jobs",
-        "gpt2_ddp.tasks.pretraining",
-        "commands",
-        "runs",
-    ]
-)
-forkserver._forkserver.set_forkserver_preload = lambda modules: None  # of loader workers, which it forks as well
+PRELOADED = """
+ranks torch torch._dynamo accelerate datasets scipy.ndimage tiktoken tiktoken_ext.openai_public
+torch.distributed.algorithms.ddp_comm_hooks torch.profiler._cupti_monitor
+gpt2_ddp.data.tokenizer_file gpt2_ddp.distributed.connecting gpt2_ddp.model.generate gpt2_ddp.model.muon
+gpt2_ddp.tasks.images gpt2_ddp.tasks.jobs gpt2_ddp.tasks.pretraining gpt2_ddp.tasks.trained_model
+gpt2_ddp.training.initial_weights gpt2_ddp.training.replica_check gpt2_ddp.training.sharded commands runs
+"""
+CONTEXT.set_forkserver_preload(PRELOADED.split())  # what most ranks import
+SERVER = forkserver._forkserver
+SERVER.set_forkserver_preload = lambda modules: None  # of loader workers, which it forks as well
 
 
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
@@ -59,8 +64,11 @@ def start_ranks(function, world, *args):
     started = []
     for rank in range(world):
         receiver, sender = CONTEXT.Pipe(duplex=False)
+        outputs = [Connection(os.dup(number), readable=False) for number in (1, 2)]  # not the server's
         environment = {"OMP_NUM_THREADS": str(THREADS)} | (rank_environment(rank, world, port) if world > 1 else {})
-        process = CONTEXT.Process(target=_call, args=(environment, sender, function, args), name=f"rank {rank}")
+        process = CONTEXT.Process(
+            target=_call, args=(environment, outputs, sender, function, args), name=f"rank {rank}"
+        )
         start(process)
         sender.close()
         started.append((process, receiver))
@@ -68,12 +76,37 @@ def start_ranks(function, world, *args):
 
 
 def start(process):
-    """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers. The
-    server finds the modules that this process does."""
+    """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers."""
+    with _as_server():
+        process.start()
+
+
+def start_server():
+    """Starts the server, once, for other processes of the suite. Returns what `use_server` takes."""
+    with _as_server():
+        forkserver.ensure_running()
+    return {name: getattr(SERVER, name, None) for name in ("_forkserver_address", "_forkserver_authkey")}
+
+
+def use_server(started):
+    """Has the ranks of this process forked by the server of another one, which it ends with."""
+    vars(SERVER).update(started, _forkserver_alive_fd=os.open(os.devnull, os.O_RDONLY))
+    keep_server()
+
+
+def keep_server():
+    """Has no server started by this process."""
+    forkserver.ensure_running = SERVER.ensure_running = lambda: None
+
+
+@contextmanager
+def _as_server():
+    """A server that is started inside finds the modules that this process does."""
     start_resource_tracker()
     with block_signals(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        process.start()
+        patch.setenv("OMP_NUM_THREADS", str(THREADS))
+        yield
 
 
 def rank_environment(rank, world, port):
@@ -186,13 +219,16 @@ class RankError(Exception):
     """A rank's traceback."""
 
 
-def _call(environment, sender, function, args):
+def _call(environment, outputs, sender, function, args):
     import torch
 
+    for number, output in enumerate(outputs, 1):
+        os.dup2(output.fileno(), number)
+    gc.freeze()  # what was loaded stays shared with the server
     faulthandler.enable(2)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # a rank that starts others, or loader workers, has them forked by the same server
-    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+    keep_server()
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "TORCHELASTIC_", "PET_", "SLURM_"))]:
         del os.environ[name]
     os.environ.update(environment)

@@ -8,7 +8,9 @@ import math
 import os
 import signal
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
+from importlib.metadata import packages_distributions
 
 import torch
 import yaml
@@ -27,6 +29,8 @@ from gpt2_ddp.data.manifest import content_sha256
 from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State, next_chain
+
+packages_distributions()  # once for all ranks
 
 KINDS = yaml.safe_load("""
 regression:
@@ -52,14 +56,14 @@ transformer:
   model: {dropout: 0.1}
   train: {global_batch_size: 6}
 """)
-JOB = """
+JOB = yaml.safe_load("""
 run_name: run
 train: {epochs: 4, device: cpu}
 tracking: {log_every: 1}
 eval: {batch_size: 8}
 checkpoint: {background: false}  # or rows and kills would come in any order
-"""
-GPT = """
+""")
+GPT = yaml.safe_load("""
 run_name: run
 model: {n_layer: 2, n_head: 2, n_embd: 32, block_size: 32}
 optim: {lr: 0.003, min_lr: 0.0003, warmup_steps: 2}
@@ -67,13 +71,13 @@ train: {steps: 10, global_batch_tokens: 384, micro_batch_size: 3, device: cpu}
 eval: {every: 10, tokens: 500}
 checkpoint: {every: 5, background: false}
 tracking: {log_every: 1}
-"""
+""")
 
 
 def job_config(kind, output_dir, changes=None):
     """A tiny job of this kind on the CPU; dotted names in `changes` differ from it."""
     command = {"regression": RegressionConfig, "transformer": TransformerConfig}.get(kind, ClassifierConfig)
-    values = changed(yaml.safe_load(JOB), {"output_dir": str(output_dir)} | flat(KINDS[kind]) | (changes or {}))
+    values = changed(deepcopy(JOB), {"output_dir": str(output_dir)} | flat(KINDS[kind]) | (changes or {}))
     return command.model_validate(values)
 
 
@@ -157,7 +161,7 @@ def train_with_faults(
     sent=signal.SIGKILL,
 ):
     """Trains. The last rank's gradient is multiplied by `times` in each step that begins at a position in `bad`. The
-    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Samples are eight tokens
+    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Samples are two tokens
     longer than the context. Returns the outcome."""
     from gpt2_ddp.model import generate
     from gpt2_ddp.training import loop
@@ -180,7 +184,7 @@ def train_with_faults(
             del run.optimizer.backward
 
     def sample_less(model, tokenizer, prompts, sampling, poll):
-        tokens = model.config.block_size + 8
+        tokens = model.config.block_size + 2
         return sample_texts(model, tokenizer, prompts, sampling._replace(max_new_tokens=tokens), poll)
 
     loop.train_step, generate.sample_texts = train_step, sample_less
@@ -292,7 +296,7 @@ def assert_same(one, other):
 def training_config(corpus, output_dir, changes=None):
     """A tiny GPT of ten steps on the CPU, a quarter of a second; dotted names in `changes` differ from it."""
     own = {"output_dir": str(output_dir), "data.path": str(corpus)} | (changes or {})
-    return TrainingConfig.model_validate(changed(yaml.safe_load(GPT), own))
+    return TrainingConfig.model_validate(changed(deepcopy(GPT), own))
 
 
 def edit_manifest(folder, **changes):

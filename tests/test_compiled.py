@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 from hellaswag import items_file
-from ranks import run_ranks
+from ranks import in_turn, run_ranks
 from runs import built
 
 SLOW = pytest.mark.slow
@@ -18,10 +18,13 @@ def graphs_of_a_training(config, back=False):
     A backend that keeps the graph stands in for inductor: what is captured does not depend on it.
     """
     import torch
+    from accelerate import Accelerator
 
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training.loop import train, train_step
 
+    torch._dynamo.reset()
+    Accelerator.end_training = lambda self: None  # which would disconnect ranks that train again
     found = []
 
     def keep(graph, inputs):
@@ -64,9 +67,9 @@ def test_one_static_graph_to_train_and_one_to_evaluate(tiny_config, tmp_path, wo
     changes = {"train.compile": how, "eval.every": 2, "checkpoint.every": 2} | more
     if "eval.tasks" in more:
         changes["eval.tasks"] = [items_file(tmp_path)]
-    for steps in (2, 4):  # fresh, then resumed
-        config = tiny_config(changes | {"train.steps": steps, "optim.decay_steps": 4})
-        for graphs in run_ranks(graphs_of_a_training, world, config):
+    configs = [tiny_config(changes | {"train.steps": steps, "optim.decay_steps": 4}) for steps in (2, 4)]
+    for found in run_ranks(in_turn, world, *((graphs_of_a_training, config) for config in configs)):
+        for graphs in found:  # fresh, then resumed
             evaluations = 1 + ("eval.tasks" in more) if how == "model" else 2  # of blocks, tasks have the same
             assert sorted(graphs) == [(False, False)] * evaluations + [(True, False)] * (1 + (how == "blocks"))
 

@@ -4,6 +4,7 @@ import ast
 import math
 
 import close
+import margins
 import numpy as np
 import pytest
 import torch
@@ -43,10 +44,10 @@ def test_a_comparison_measures_at_the_scale_of_the_whole(monkeypatch):
 
 
 def test_a_near_comparison_fails_in_ci(monkeypatch, capsys):
-    monkeypatch.setattr(close, "MARGINS", {"near": 0.11, "far": 0.01})
+    monkeypatch.setattr(margins, "MARGINS", {"near": 0.11, "far": 0.01})
     monkeypatch.delenv("MARGINS", raising=False)
     for variable, fails in (("CI", True), ("HOME", False)):
         monkeypatch.delenv("CI", raising=False)
         monkeypatch.setenv(variable, "1")
-        assert close.report() is fails
+        assert margins.report() is fails
     assert capsys.readouterr().out.count("  0.1100 near\n  0.0100 far\n") == 2

@@ -1,4 +1,4 @@
-"""The small jobs as the README gives them, at their full size: what they have to reach, on 2 processes."""
+"""The small jobs as the README gives them, at their full size: what they have to reach."""
 
 import pytest
 from cifar import write_cifar
@@ -33,7 +33,7 @@ def run_script(name, flags):
 
 @pytest.mark.slow
 def test_the_transformer_learns_to_repeat(tmp_path):
-    run_script("train_transformer.py", f"--output_dir {tmp_path} --launch.processes 2")
+    run_script("train_transformer.py", f"--output_dir {tmp_path}")
     found = rows(tmp_path / "transformer")
     assert 4.4 <= found[0]["val_loss"] <= 5
     assert found[-1]["train_loss"] <= 0.1
@@ -52,6 +52,6 @@ def test_lenet_learns(tmp_path):
 
 @pytest.mark.slow
 def test_the_mlp_tells_the_clusters_apart(tmp_path):
-    flags = f"--output_dir {tmp_path} --launch.processes 2 --data.points 1000 --data.test_points 1000"
+    flags = f"--output_dir {tmp_path} --data.points 1000 --data.test_points 1000"
     run_script("train_classifier.py", flags)
     assert rows(tmp_path / "mlp_clusters")[-1]["val_accuracy"] >= 0.999
