@@ -40,8 +40,6 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
                 from gpt2_ddp.remote import with_local_runs
 
                 config = with_local_runs(config)
-            if isinstance(main, str) and "checkpoint" in command.model_fields:
-                print_line("loading PyTorch")  # for seconds
             code = (resolve_name(main) if isinstance(main, str) else main)(config)
             print(end="", flush=True)
         except BrokenPipeError:

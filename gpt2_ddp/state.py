@@ -16,7 +16,6 @@ from gpt2_ddp.files import parse_json
 MOST = 2**62  # far above all numbers of training; their sums fit 64 bits
 Count = Annotated[int, Field(ge=0, lt=MOST)]
 Positive = Annotated[int, Field(ge=1, lt=MOST)]
-Integer = Annotated[int, Field(gt=-MOST, lt=MOST)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Loss = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]  # JSON lacks infinity

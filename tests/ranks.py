@@ -6,7 +6,6 @@ A fresh interpreter would take 4 s to import torch, and forking the test process
 
 import faulthandler
 import gc
-import importlib.metadata
 import multiprocessing
 import os
 import signal
@@ -15,7 +14,6 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager
-from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
@@ -26,8 +24,6 @@ from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
 from gpt2_ddp.errors import UserError
 
-importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
-"""Reads the metadata of all packages, for each start of a class of one's own."""
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = """
 ranks torch torch._dynamo accelerate datasets scipy.ndimage tiktoken tiktoken_ext.openai_public

@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import partial
 from itertools import chain, islice
 from types import SimpleNamespace
 
@@ -12,11 +13,10 @@ from accelerate.state import GradientState
 from commands import expect_error
 
 from gpt2_ddp.data import feed as feed_module
-from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, padding_rows, split_batch
+from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, split_batch
 from gpt2_ddp.data.order import Permutation, next_digest, skipped_digest
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.memory import micro_batches
 from gpt2_ddp.state import FeedState
 from gpt2_ddp.tasks.supervised import contiguous
 
@@ -33,13 +33,11 @@ def test_a_micro_batch_is_the_largest_divisor_or_has_the_least_padding():
         padding = {size: math.ceil(share / size) * size * processes - windows for size in allowed if size <= share}
         size = split_batch(windows, processes, limit)
         assert size == max(size for size in padding if padding[size] == min(padding.values()))
-        assert padding_rows(windows, processes, size) == padding[size]
     expect_error("^processes = 9: ", split_batch, 8, 9, 16)
 
 
-def test_numbers_of_windows_and_of_micro_batches_to_try():
+def test_numbers_of_windows():
     assert [count_windows(tokens, 4) for tokens in (0, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
-    assert list(micro_batches(512, 6)) == [86, 43, 29, 22, 11, 8, 4, 2, 1]
 
 
 class Numbers:
@@ -67,7 +65,7 @@ def test_shares_are_a_partition_of_a_step():
     rng = random.Random(0)
     for _ in range(300):
         n, world, batch = rng.randint(1, 90), rng.choice([1, 2, 3, 5, 30]), rng.randint(1, 9)
-        in_turn, by_rank = interleaved(world, batch)(n), [*zip(*contiguous(world, batch)(n), strict=True)]
+        in_turn, by_rank = interleaved(world, batch, n), [*zip(*contiguous(world, batch, n), strict=True)]
         for parts in ([*chain(*in_turn)], [*chain(*by_rank)]):
             assert [*chain(*parts)] == [*range(n)]
             assert max(map(len, parts)) <= batch
@@ -93,7 +91,7 @@ def walk(seed, accelerator, actions=25):
     rng = random.Random(seed)
     n, size, batch = rng.choice([rng.randint(1, 60), 10**6]), rng.randint(3, 24), rng.randint(1, 8)
     by_epoch, world, rank = rng.random() < 0.5, accelerator.num_processes, accelerator.process_index
-    share, least = (contiguous(world, batch), 1) if by_epoch else (interleaved(world, batch), batch)
+    share, least = (partial(contiguous, world, batch), 1) if by_epoch else (partial(interleaved, world, batch), batch)
     order, source, random_state = Permutation(seed, n), Numbers(n), torch.get_rng_state()
     whole = GlobalBatch(size, share, by_epoch=by_epoch, rows=least)
     feed = Feed(order, whole, source, accelerator)
@@ -174,13 +172,13 @@ class Vanished(Numbers):
 
 
 def test_what_cannot_be_read_is_a_users_error():
-    feed = Feed(Permutation(1, 4), GlobalBatch(4, interleaved(2, 2)), Vanished(4), rank_of(2, 1))
+    feed = Feed(Permutation(1, 4), GlobalBatch(4, partial(interleaved, 2, 2)), Vanished(4), rank_of(2, 1))
     expect_error("^data.path = photos/1.png: ", feed.first_micro_batch)
 
 
 def test_a_step_is_taken_whole_before_the_next():
     """Two of three micro-batches. A move elsewhere needs no more of them."""
-    feed = Feed(Permutation(1, 100), GlobalBatch(12, interleaved(2, 2)), Numbers(100), rank_of(2, 1))
+    feed = Feed(Permutation(1, 100), GlobalBatch(12, partial(interleaved, 2, 2)), Numbers(100), rank_of(2, 1))
     assert len([*islice(feed.next_step().micro_batches, 2)]) == 2
     with pytest.raises(AssertionError):
         feed.next_step()
@@ -192,7 +190,7 @@ def test_the_time_waited_for_the_loader_is_counted(monkeypatch):
     """A second per item, two items a micro-batch, one micro-batch ahead. A new loader leaves Accelerate's state."""
     source, known = Numbers(100), len(GradientState().dataloader_references)
     monkeypatch.setattr(feed_module, "time", SimpleNamespace(perf_counter=lambda: float(len(source.read_items))))
-    feed = Feed(Permutation(1, 100), GlobalBatch(4, interleaved(1, 2)), source, rank_of(1, 0))
+    feed = Feed(Permutation(1, 100), GlobalBatch(4, partial(interleaved, 1, 2)), source, rank_of(1, 0))
     waited = []
     for _ in range(5):
         list(feed.next_step().micro_batches)

@@ -84,7 +84,7 @@ torchrun: ["-m torch.distributed.run --standalone --nproc_per_node 1 {small} --r
 replicated: ["{ranks} --run_name replicated --train.steps 40"]
 sharded: ["{sharded} --train.steps 20", "{sharded} --train.steps 40", "scripts/verify_run.py {out}/sharded"]
 # the step
-step: ["{step}step --repeats 3 --compile model --micro_batch 32{nanogpt}{short}"]
+step: ["{step}step --repeats 2 --compile model --micro_batch 32{nanogpt}{short}"]
 steps: ["{step}steps --repeats 2 --compile off blocks model --micro_batch 16 64"]
 124M: ["{124M} --run_name 124M"]
 trace: ["tests/test_gpu.py trace {device} {out}{preset}"]

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import psutil
@@ -46,7 +47,7 @@ def make_long_run(trained, place, steps):
     log.resume(LogEnd(), Progress(), start)
     scores = {"val_loss": 5.5, "val_tokens": 512, "val_bits_per_byte": 3.0}
     log.append({"step": 0, "epoch": 0.0, "tokens": 0, **scores})
-    feed = Feed(Permutation(config.seed, start["epoch_size"]), GlobalBatch(12, contiguous(1, 1)))
+    feed = Feed(Permutation(config.seed, start["epoch_size"]), GlobalBatch(12, partial(contiguous, 1, 1)))
     for step in range(1, steps + 1):
         feed.next_step()
         row = {"step": step, "epoch": round(feed.state.position / len(feed.order), 4), "tokens": step * 12 * 32}

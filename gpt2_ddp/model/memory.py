@@ -147,8 +147,7 @@ def _logits(setting: Setting, tokens: int, trains: bool = False) -> float:
     if not trains:
         return chunk * setting.vocab_size * (8.0 if setting.precision == "no" else 10.0)
     capped = ARCHITECTURES[model.architecture].soft_cap is not None
-    head = 4 * setting.vocab_size * model.n_embd if chunk < tokens else 0  # the loss computes the head's gradient
-    return 4.0 * chunk * setting.vocab_size * (3 + capped) + head
+    return 4.0 * chunk * setting.vocab_size * (3 + capped)
 
 
 class Memory(NamedTuple):

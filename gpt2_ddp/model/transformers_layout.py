@@ -23,7 +23,6 @@ CLASSES = {
     "nanochat": "NanoChatForCausalLM",
 }
 PREFIX = "transformer."  # of GPT-2
-EMBEDDINGS = ("wte.weight", "wpe.weight")
 HEAD = "lm_head.weight"
 TABLES = (PREFIX + "wte.weight", PREFIX + "wpe.weight", "model.embed_tokens.weight", HEAD)
 """Tensors of transformers' classes whose first rows suffice: of the ids of a vocabulary, and of positions."""

@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +33,7 @@ from gpt2_ddp.state import CODE
 T = TypeVar("T")
 LARGEST = 2**20
 """Most bytes of a source file."""
+installed_packages = cache(packages_distributions)  # it reads the metadata of all
 SHOWN = 20
 """Most printed lines of a difference."""
 
@@ -102,7 +103,7 @@ def check_imports(code: Code) -> None:
         names = {*imported(ast.parse(code.source))}
     except (SyntaxError, ValueError) as error:
         raise UserError("task", code.name, f"is no Python of this version ({error})") from error
-    for name in sorted(names - {*sys.stdlib_module_names, *packages_distributions(), PACKAGE.name}):
+    for name in sorted(names - {*sys.stdlib_module_names, *installed_packages(), PACKAGE.name}):
         hint = f"imports {name}, which the run would not record; put it into the same file, or install it"
         raise UserError("task", code.name, hint)
 

@@ -214,7 +214,7 @@ class Pretraining:
         config, accelerator, before = self.config, self.accelerator, self._saved and self._saved.state
         self.micro_batch, notes = choose_micro_batch(config, accelerator, self.model, before)
         self._print(notes)
-        shares = interleaved(accelerator.num_processes, self.micro_batch)
+        shares = partial(interleaved, accelerator.num_processes, self.micro_batch)
         batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
         self.feed = Feed(self.order, batch, self._corpus.source, accelerator)
         self._identity = GPTData(

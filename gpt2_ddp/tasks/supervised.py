@@ -19,7 +19,7 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.loading import broadcast
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Shares, prepare_loader
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, prepare_loader
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.ranks import check_ranks_agree
@@ -124,7 +124,7 @@ class Supervised:
             hint = "has other data than the run was started with; restore them, or choose another run_name"
             raise UserError("data", f"hash {self.data_hash[:16]}", hint)
         order = Permutation(config.seed, len(self.job.train))
-        shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
+        shares = partial(contiguous, accelerator.num_processes, config.train.micro_batch_size)
         batch = GlobalBatch(self.batch_size, shares, by_epoch=True)
         self.feed = Feed(order, batch, self.job.train, accelerator)
         self.model = self.job.model
@@ -172,14 +172,10 @@ def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int
     )
 
 
-def contiguous(processes: int, largest: int) -> Shares:
-    """Shares of one range per rank, in micro-batches of at most `largest` items. Ranges differ by at most one item, and
-    so do a rank's micro-batches; in a short step they may be empty."""
-
-    return partial(_contiguous, processes, largest)
-
-
-def _contiguous(processes: int, largest: int, n: int) -> list[list[range]]:
+def contiguous(processes: int, largest: int, n: int) -> list[list[range]]:
+    """Shares of one range per rank, in micro-batches of at most `largest` of the n items. Ranges differ by at most one
+    item, and so do a rank's micro-batches; in a short step they may be empty. (A `feed.Shares`, once `partial` has
+    the first two.)"""
     parts = math.ceil(math.ceil(n / processes) / largest)
     ranks = [_split(part, parts) for part in _split(range(n), processes)]
     return [list(micro_batch) for micro_batch in zip(*ranks, strict=True)]

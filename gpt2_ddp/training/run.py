@@ -128,8 +128,11 @@ class Trainer(Opened):
         """Lets the strategy prepare for the first step."""
         self.watchdog.heartbeat("settle")
         task = self.task
-        losses = lambda: named_losses(task.loss(self.model, task.feed.first_micro_batch()))  # noqa: E731
-        self.strategy.warm_up(self.model, self.optimizer.plain, lambda: reduce(add, losses().values()))
+
+        def loss() -> Tensor:
+            return reduce(add, named_losses(task.loss(self.model, task.feed.first_micro_batch())).values())
+
+        self.strategy.warm_up(self.model, self.optimizer.plain, loss)
 
 
 def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Trainer:

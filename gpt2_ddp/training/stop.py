@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -85,8 +85,9 @@ class StopRequest:
         self._seconds["first step" if is_first else what].append(seconds)
 
     def typical(self, what: str) -> float:
-        """The median of recent durations, in seconds; 0 without any."""
-        return _median(self._seconds[what])
+        """The median of recent durations, in seconds, of two the larger one; 0 without any."""
+        values = sorted(self._seconds[what])
+        return values[len(values) // 2] if values else 0.0
 
     @property
     def reserve(self) -> float:
@@ -136,8 +137,3 @@ class StopRequest:
         while not (self._is_main or self._done):
             self.poll()
         return result
-
-
-def _median(values: Collection[float]) -> float:
-    """The larger one of two; 0 of none."""
-    return sorted(values)[len(values) // 2] if values else 0.0
