@@ -114,19 +114,17 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """The loss of hidden states [B, T, C], as `forward` returns it."""
-        rows, goals = self.ln_f(x).flatten(0, 1), targets.flatten()
+        rows, goals, head = self.ln_f(x).flatten(0, 1), targets.flatten(), self._head()
+        score = lambda rows, goals, kind: F.cross_entropy(head.logits(rows), goals, reduction=kind)  # noqa: E731
         if (chunk := loss_chunk(rows)) and len(rows) > chunk:  # the backward pass computes each chunk's logits again
             parts = zip(rows.split(chunk), goals.split(chunk), strict=True)
-            score = partial(checkpoint, self._cross_entropy, use_reentrant=False, preserve_rng_state=False)
-            loss = torch.cat([score(*part, "none") for part in parts])
+            again = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+            loss = torch.cat([again(*part, "none") for part in parts])
             if reduction != "none":
                 loss = loss.sum() / ((goals >= 0).sum() if reduction == "mean" else 1)
         else:
-            loss = self._cross_entropy(rows, goals, reduction)
+            loss = score(rows, goals, reduction)
         return loss.view_as(targets) if reduction == "none" else loss
-
-    def _cross_entropy(self, rows: Tensor, goals: Tensor, reduction: str) -> Tensor:
-        return F.cross_entropy(self._head().logits(rows), goals, reduction=reduction)
 
     def compile_blocks(self) -> None:
         """Compiles each block, and the head with the loss, in place. So DDP all-reduces a block's gradients during the
