@@ -80,11 +80,11 @@ def measured(script, *args):
 
 
 @pytest.mark.slow
-def test_the_memory_of_50_000_further_rows(trained, tmp_path):
-    """They take less than 0.02 GB; in a report, which draws each, less than 0.043 GB. Libraries take
+def test_the_memory_of_20_000_further_rows(trained, tmp_path):
+    """They take less than 0.008 GB; in a report, which keeps each, less than 0.05 GB. Libraries take
     0.3 GB with torch's CPU build, else more."""
     peaks = []
-    for steps in (2_000, 52_000):
+    for steps in (2_000, 22_000):
         folder = tmp_path / str(steps)
         make_long_run(trained, folder, steps)
         again = ("--config", folder / "run/config.yaml", "--train.steps", steps + 1)
@@ -95,7 +95,7 @@ def test_the_memory_of_50_000_further_rows(trained, tmp_path):
         )
         print(steps, *found, sep="\n")
         peaks.append([peak for peak, _ in found])
-    assert all(after - before < most for before, after, most in zip(*peaks, (0.02, 0.043, 0.02), strict=True)), peaks
+    assert all(after - before < most for before, after, most in zip(*peaks, (0.008, 0.05, 0.008), strict=True)), peaks
 
 
 @pytest.mark.slow
