@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 53_557, "reachable": 75_742, "product": 129_953, "tests": 166_660}
+CEILINGS = {"loaded": 53_557, "reachable": 75_742, "product": 129_924, "tests": 166_649}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

@@ -249,7 +249,7 @@ def test_muon_computes_and_sends_bf16_in_a_bf16_run(has, bf16, monkeypatch):
 
 
 BUILDERS = {
-    "sgd": lambda model: build_job_optimizer(model, JobOptimConfig(momentum=0.9), 0.1),
+    "sgd": lambda model: build_job_optimizer(model, JobOptimConfig(lr=0.1, momentum=0.9)),
     "plain adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=False),
     "plain sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
     "adamw": lambda model: build_optimizer(model, OptimConfig()),

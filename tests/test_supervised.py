@@ -65,12 +65,12 @@ def test_equal_to_a_hand_written_loop(tmp_path, world, micro):
 
 def test_rates_by_epochs(tmp_path):
     changes = {"optim.lr": 0.2, "optim.warmup_epochs": 1, "optim.schedule": "cosine"}
-    cosine = job_schedule(job_config("regression", tmp_path, changes), 0.2, 7)
+    cosine = job_schedule(job_config("regression", tmp_path, changes), 7)
     assert_close([cosine(step) for step in (1, 7, 14, 28)], [0.2 / 7, 0.2, 0.15, 0.0])
     saved = job_config("regression", tmp_path, changes).model_dump(mode="json")
     longer = job_config("regression", tmp_path, changes | {"train.epochs": 6})
     expect_error("train.epochs = 6: ", check_resumable, longer, "regression", saved, 14)
-    constant = job_schedule(job_config("regression", tmp_path), 0.01, 7)
+    constant = job_schedule(job_config("regression", tmp_path, {"optim.lr": 0.01}), 7)
     assert {constant(step) for step in (1, 28, 10**6)} == {0.01}
 
 

@@ -118,7 +118,5 @@ class Recomputed:
             self.rates = lambda step: schedule(step) if is_known or step < optim.warmup_steps else {}
         else:
             assert isinstance(config, JobConfig), "the other kinds"
-            rate = job_schedule(
-                config, row.get("lr") or config.optim.lr, math.ceil(len(self.feed.order) / self.feed.step_size)
-            )
+            rate = job_schedule(config, math.ceil(len(self.feed.order) / self.feed.step_size))
             self.rates = lambda step: {"lr": rate(step)}

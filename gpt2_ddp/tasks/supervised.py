@@ -101,7 +101,7 @@ class Supervised:
         if launched not in (None, processes):
             hint = f"the launcher started {processes}; remove one of the two"
             raise UserError("launch.processes", launched, hint)
-        self.batch_size, self.lr = config.train.global_batch_size, config.optim.lr
+        self.batch_size = config.train.global_batch_size
         if self.batch_size < processes:
             hint = f"should be at least 1 for each of the {processes} processes"
             raise UserError("train.global_batch_size", self.batch_size, hint)
@@ -128,10 +128,10 @@ class Supervised:
         batch = GlobalBatch(self.batch_size, shares, by_epoch=True)
         self.feed = Feed(order, batch, self.job.train, accelerator)
         self.model = self.job.model
-        self._rate = job_schedule(config, self.lr, math.ceil(len(self.job.train) / self.batch_size))
+        self._rate = job_schedule(config, math.ceil(len(self.job.train) / self.batch_size))
 
     def build_optimizer(self) -> Optimizer:
-        return build_job_optimizer(self.model, self.config.optim, self.lr)
+        return build_job_optimizer(self.model, self.config.optim)
 
     def schedule(self, step: int) -> dict[str, float]:
         return {"lr": self._rate(step)}
@@ -157,7 +157,9 @@ class Supervised:
 
     def state_dict(self) -> JobData:
         """Batch and learning rate of all processes, and identity of the data."""
-        return JobData(global_batch_size=self.batch_size, lr=self.lr, data_hash=self.data_hash, **self.job.facts)
+        return JobData(
+            global_batch_size=self.batch_size, lr=self.config.optim.lr, data_hash=self.data_hash, **self.job.facts
+        )
 
     def load_state_dict(self, state: TaskState) -> None:
         """Does nothing: batch, learning rate and data were compared already."""
@@ -192,26 +194,28 @@ def means(names: Sequence[str], values: Tensor) -> Scores:
     return {f"val_{name}": value for name, value in scores} | {"val_samples": len(values)}
 
 
-def job_schedule(config: JobConfig, lr: float, epoch_steps: int) -> Callable[[int], float]:
+def job_schedule(config: JobConfig, epoch_steps: int) -> Callable[[int], float]:
     """The learning rate of each optimizer step, of which the first is 1: that of `lr_at`, in epochs.
-    `lr`: the peak, of all processes. `epoch_steps`: optimizer steps of an epoch."""
+    `epoch_steps`: optimizer steps of an epoch."""
     optim = config.optim
     warmup, steps = round(optim.warmup_epochs * epoch_steps), config.train.epochs * epoch_steps
-    in_steps = OptimConfig(lr=lr, min_lr=0.0, schedule=optim.schedule, warmup_steps=warmup, decay_steps=steps)
+    in_steps = OptimConfig(lr=optim.lr, min_lr=0.0, schedule=optim.schedule, warmup_steps=warmup, decay_steps=steps)
     return lambda step: lr_at(step, in_steps)
 
 
-def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> Optimizer:
+def build_job_optimizer(model: nn.Module, config: JobOptimConfig) -> Optimizer:
     """The fused optimizer over all parameters of the plain model."""
     parameters = list(model.parameters())
     if config.name == "sgd":
-        optimizer = without_dynamo(SGD)(parameters, lr, config.momentum, weight_decay=config.weight_decay, fused=True)
+        optimizer = without_dynamo(SGD)(
+            parameters, config.lr, config.momentum, weight_decay=config.weight_decay, fused=True
+        )
         if config.momentum:  # created now: a skipped first step would leave it uninitialised
             for parameter in parameters:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     kind = Adam if config.name == "adam" else AdamW
-    return without_dynamo(kind)(parameters, lr, weight_decay=config.weight_decay, fused=True)
+    return without_dynamo(kind)(parameters, config.lr, weight_decay=config.weight_decay, fused=True)
 
 
 @torch.no_grad()
