@@ -1,8 +1,8 @@
 """Who is to blame, judged from recorded signs of life; and what the watch itself counts and tells."""
 
 import gc
+import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -319,9 +319,9 @@ def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
 @pytest.mark.parametrize("how", ["left", "stopped"])
 def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
     """Rank 0 serves it, and ends when it reads the heartbeat. torch prints a C++ stack for a call after that."""
-    calls, theirs = [], pickle.dumps(Heartbeat(HOSTS[0], 0, end="stopped" if how == "stopped" else ""))
+    calls, theirs = [], json.dumps(Heartbeat(HOSTS[0], 0, end="stopped" if how == "stopped" else "")).encode()
     store = SimpleNamespace(clone=lambda: store, compare_set=lambda *_: b"")
-    store.set = lambda key, value: calls.append(pickle.loads(value))
+    store.set = lambda key, value: calls.append(Heartbeat(*json.loads(value)))
     store.multi_get = lambda keys: calls.append(None) or [b"", theirs]
     monkeypatch.setattr(peers, "PrefixStore", lambda name, store: store)
     monkeypatch.setattr(peers.os, "kill", lambda *_: None)

@@ -4,9 +4,9 @@ Every rank writes a heartbeat to the rendezvous store twice a second. Rank 0 jud
 A verdict ends a process even while its main thread is inside a collective. Imported with more than one process.
 """
 
+import json
 import math
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -201,14 +201,16 @@ class PeerWatchdog(Watchdog):
     def _exchange_once(self, outgoing: Heartbeat) -> None:
         """Reads the verdict and the others' heartbeats, and writes this rank's, after which rank 0 may end."""
         if self._proposal:
-            self._store.compare_set("verdict", "", pickle.dumps(self._proposal))  # pyright: ignore[reportArgumentType]
+            self._store.compare_set("verdict", "", json.dumps(self._proposal))
         verdict, *beats = self._store.multi_get(["verdict", *(f"signs/{rank}" for rank in self.seen)])
         for rank, data in zip(self.seen, beats, strict=True):
-            if data and (beat := pickle.loads(data)) != self.seen[rank][0]:
+            process, *rest = json.loads(data or "[[]]")
+            if rest and (beat := Heartbeat(Process(*process), *rest)) != self.seen[rank][0]:
                 self.seen[rank] = beat, self._clock
         if verdict:
-            self.verdict = pickle.loads(verdict)
-        self._store.set(f"signs/{self._rank}", pickle.dumps(outgoing))  # pyright: ignore[reportArgumentType]
+            reason, stuck, by = json.loads(verdict)
+            self.verdict = Verdict(reason, [Process(*process) for process in stuck], by)
+        self._store.set(f"signs/{self._rank}", json.dumps(outgoing))
 
     def outgoing(self) -> Heartbeat:
         """This rank's heartbeat with what the main thread recorded since; for any thread."""
