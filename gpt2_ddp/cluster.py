@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
-from gpt2_ddp.distributed.watchdog import Watchdog
+from gpt2_ddp.distributed.peers import PeerWatchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.output import text_table
 
@@ -157,7 +157,7 @@ def _difference(found: list[Facts], name: str) -> list[str]:
 
 def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[tuple[float, bool]]:
     """All-reduces on all ranks, with a watchdog; returns what `time_all_reduce` found on each rank."""
-    watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store, exit_code=2)
+    watchdog = PeerWatchdog(rank, len(ranks), config.timeout_seconds, store, exit_code=2)
     watchdog.heartbeat("connecting to the other ranks")
     patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watchdog's error comes first: it names ranks
     try:

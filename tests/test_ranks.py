@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import in_turn, run_ranks
 
-from gpt2_ddp.distributed import connecting, launch
+from gpt2_ddp.distributed import launch, peers
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.loop import seed_micro_batch
 
@@ -70,10 +70,10 @@ def test_a_rank_that_ended_before_the_ranks_connected_is_noticed(monkeypatch, ca
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(launch.os, "_exit", end)
-    monkeypatch.setattr(connecting, "CONNECTED", threading.Event())
-    monkeypatch.setattr(connecting, "LAST_SEEN", {"0": time.monotonic(), "1": time.monotonic() - connecting.GRACE})
+    monkeypatch.setattr(peers, "CONNECTED", threading.Event())
+    monkeypatch.setattr(peers, "LAST_SEEN", {"0": time.monotonic(), "1": time.monotonic() - peers.AFTERMATH})
     with pytest.raises(SystemExit, match="2"):
-        connecting._watch_connecting(threading.Event(), 300)
+        peers._watch_connecting(threading.Event(), 300)
     assert capfd.readouterr().err == "error: processes = 2: rank 1 ended early; see its output\n"
 
 

@@ -31,7 +31,7 @@ from runs import (
     weights,
 )
 
-from gpt2_ddp.distributed.launch import LONGEST
+from gpt2_ddp.distributed.ranks import LONGEST
 from gpt2_ddp.model import gpt
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training import loop, sharded

@@ -16,21 +16,19 @@ import yaml
 from close import assert_close, distance
 from ranks import run_ranks, wait_until
 
-from gpt2_ddp.distributed import signals
+from gpt2_ddp.distributed import peers, signals
 from gpt2_ddp.distributed import watchdog as watching
-from gpt2_ddp.distributed.launch import COLLECTIVE
+from gpt2_ddp.distributed.peers import GRACE, Observed, PeerWatchdog, judge
 from gpt2_ddp.distributed.process import Process, this_process
+from gpt2_ddp.distributed.ranks import COLLECTIVE
 from gpt2_ddp.distributed.watchdog import (
     AFTERMATH,
     FIRST_TIMEOUT,
-    GRACE,
     HEARTBEAT_INTERVAL,
     SILENCE,
     TIMEOUT,
     Heartbeat,
-    Observed,
     Watchdog,
-    judge,
     stack_of,
 )
 from gpt2_ddp.errors import UserError
@@ -41,8 +39,8 @@ HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
 def seen(*signs, silent=None):
     """Ranks that wait in the backward pass of step 7, but for what `signs` says of the first ones."""
     usual = {"stage": "forward/backward", "step": 7, "progress_count": 2, "collectives": 50, "limit": 120.0}
-    beats = [Heartbeat(HOSTS[rank], **(usual | (signs[rank] if rank < len(signs) else {}))) for rank in range(4)]
-    return {rank: Observed(beat, (silent or {}).get(rank, 0.3)) for rank, beat in enumerate(beats)}
+    beats = [Heartbeat(HOSTS[rank], rank, **(usual | (signs[rank] if rank < len(signs) else {}))) for rank in range(4)]
+    return [Observed(beat, (silent or {}).get(rank, 0.3)) for rank, beat in enumerate(beats)]
 
 
 ACCUSED = r"""
@@ -93,8 +91,10 @@ def test_who_is_accused(case):
 
 
 def test_a_rank_that_is_gone_is_named():
-    gone = Observed(Heartbeat(HOSTS[1], stage="data", step=7), GRACE + 0.1, gone=True)
-    verdict = judge({**seen(), 1: gone}, 120)
+    process = this_process()._replace(host="host0", started=1)  # its number is another's by now
+    gone = Observed(Heartbeat(process, 1, stage="data", step=7), GRACE + 0.1)
+    first, _, *others = seen()
+    verdict = judge([first, gone, *others], 120)
     assert verdict.reason.startswith("rank 1 on host0: ended without an error message; last stage: data, step 7;")
 
 
@@ -112,9 +112,9 @@ def test_all_that_stand_still_or_are_silent_are_named():
 
 def test_others_judge_nothing_but_the_silence_of_rank_0():
     """They know nothing of the further ranks, for one of which rank 0 may be waiting."""
-    ranks = {rank: one for rank, one in seen({"idle": 500.0}, {"idle": 500.0}).items() if rank < 2}
-    assert judge(ranks, 120, silence_only=True) is None
-    assert judge({**ranks, 0: ranks[0]._replace(silent=121.0)}, 120, silence_only=True)
+    first, second = seen({"idle": 500.0}, {"idle": 500.0})[:2]
+    assert judge([first, second], 120, silence_only=True) is None
+    assert judge([first._replace(silent=121.0), second], 120, silence_only=True)
 
 
 def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
@@ -140,11 +140,15 @@ class Clock:
     """`time.monotonic` of the watch, which these tests turn by hand."""
 
     def __init__(self, watch):
-        self.now, self.watch, self.link = 0.0, watch, watch._link
+        self.now, self.watch = 0.0, watch
         self.watch._woke = 0.0
 
-    def hear_of(self, rank, beat, silent=0.0):
-        self.link.beats, self.watch._seen = {rank: beat}, {rank: Observed(beat, silent)}
+    def silent(self):
+        """Seconds since the one other rank's heartbeat, as they are judged."""
+        judged = []
+        self.patch.setattr(peers, "judge", lambda seen, *_, **__: judged.extend(seen))
+        self.watch._judge()
+        return judged[1].silent
 
     def pass_by(self, seconds, asleep=False):
         for _ in range(1 if asleep else round(seconds / HEARTBEAT_INTERVAL)):
@@ -155,13 +159,18 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Of a lone rank's watch whose threads are not started."""
+    """Of a watch whose threads are not started: of a lone process or, with the heartbeat of another rank, of that
+    one's peer."""
 
-    def make(patience=None, compiles=False):
+    def make(patience=None, compiles=False, other=None, rank=0):
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", lambda thread: None)
-            clock = Clock(Watchdog(0, 1, patience))
-        clock.watch.compiles = compiles
+            patch.setattr(dist.HashStore, "clone", lambda store: store, raising=False)
+            watch = PeerWatchdog(rank, 2, patience, dist.HashStore()) if other else Watchdog(patience)
+        clock = Clock(watch)
+        if other:
+            watch.seen = {other.rank: (other, 0.0)}
+        clock.patch, clock.watch.compiles = monkeypatch, compiles
         monkeypatch.setattr(watching.time, "monotonic", lambda: clock.now)
         return clock
 
@@ -251,50 +260,47 @@ def test_the_stack_of_a_thread_that_goes_on_meanwhile_is_of_one_moment():
 
 
 def test_one_that_was_suspended_forgets_what_it_saw(clock):
-    time = clock()
-    time.hear_of(1, Heartbeat(HOSTS[1], turn=5))
+    time = clock(other=Heartbeat(HOSTS[1], 1, turn=5))
     time.watch.heartbeat("data", 3)
     time.pass_by(HEARTBEAT_INTERVAL)
     time.pass_by(100)
-    assert time.watch._seen[1].silent == 100.5
+    assert time.silent() == 100.5
     sign = time.pass_by(10_000, asleep=True)
-    assert (sign.idle, time.watch._seen[1].silent) == (0, 0.0)
+    assert (sign.idle, time.silent()) == (0, 0.0)
     time.pass_by(4.0, asleep=True)
-    assert time.watch._seen[1].silent == 2 * HEARTBEAT_INTERVAL, "a short sleep is not counted either"
+    assert time.silent() == 2 * HEARTBEAT_INTERVAL, "a short sleep is not counted either"
 
 
 def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clock):
     """The launcher alone may have ended, or its machine."""
-    time = clock()
-    time.hear_of(0, Heartbeat(HOSTS[0], turn=5))
-    time.link.is_cut_off = True
+    time = clock(other=Heartbeat(HOSTS[0], 0, turn=5), rank=1)
+    time.watch.is_cut_off = True
     time.pass_by(100)
-    assert time.watch._seen[0].silent == 0.0
+    assert time.silent() <= HEARTBEAT_INTERVAL
+    before = time.silent()
     time.watch.end("lost", "RuntimeError: gloo")
     time.pass_by(4)
-    assert time.watch._seen[0].silent == 4.0
+    assert time.silent() == before + 4.0
 
 
 def test_rank_0_speaks_first_of_what_another_raised(clock):
-    time = clock()
-    time.hear_of(0, Heartbeat(HOSTS[0]))
-    time.watch.end("failed", "ValueError: x")
-    time.link.rank = 1
-    time.now = AFTERMATH + 0.1
+    time = clock(other=Heartbeat(HOSTS[0], 0), rank=1)
+    time.watch.failed(ValueError("x"))
+    time.pass_by(HEARTBEAT_INTERVAL)
+    time.pass_by(AFTERMATH + HEARTBEAT_INTERVAL)
     assert time.watch._judge() is None
-    time.now += GRACE
+    time.pass_by(GRACE)
     verdict = time.watch._judge()
-    assert verdict.stuck == []
+    assert not verdict.stuck
     assert verdict.reason.startswith("rank 1 ")
     assert verdict.reason.endswith(": ValueError: x (at starting)"), "no step has begun"
 
 
 def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
     """It had nothing to save: no verdict, and no failure. Rank 0 passes it on."""
-    time, sent = clock(), []
-    time.hear_of(1, Heartbeat(HOSTS[1], turn=5, end="stopped"), silent=1000.0)
-    time.link.deliver = lambda: True
-    monkeypatch.setattr(watching.os, "kill", lambda *signalled: (sent.append(signalled), time.watch.ended.set()))
+    time, sent = clock(other=Heartbeat(HOSTS[1], 1, turn=5, end="stopped")), []
+    time.pass_by(1000)
+    monkeypatch.setattr(peers.os, "kill", lambda *signalled: (sent.append(signalled), time.watch.ended.set()))
     monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", 0.01)
     time.watch._watch()
     assert sent == [(os.getpid(), signal.SIGTERM)]
@@ -304,8 +310,8 @@ def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
 
 def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
     """Its main thread waits in a collective, as for rank 0's data. Or rank 0 would ask whether it was killed."""
-    time, delivered = clock(), []
-    time.link.deliver = lambda: delivered.append(time.watch.outgoing().end)
+    time, delivered = clock(other=Heartbeat(HOSTS[1], 1)), []
+    time.watch._wait = lambda _: delivered.append(time.watch.outgoing().end)
     signals._state.announce()
     assert delivered == ["stopped"]
 
@@ -313,18 +319,18 @@ def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
 @pytest.mark.parametrize("how", ["left", "stopped"])
 def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
     """Rank 0 serves it, and ends when it reads the heartbeat. torch prints a C++ stack for a call after that."""
-    calls, theirs = [], json.dumps(Heartbeat(HOSTS[0], end="stopped" if how == "stopped" else "")).encode()
+    calls, theirs = [], json.dumps(Heartbeat(HOSTS[0], 0, end="stopped" if how == "stopped" else "")).encode()
     store = SimpleNamespace(clone=lambda: store, compare_set=lambda *_: b"")
     store.set = lambda key, value: calls.append(Heartbeat(*json.loads(value)))
     store.multi_get = lambda keys: calls.append(None) or [b"", theirs]
-    monkeypatch.setattr(watching, "PrefixStore", lambda name, store: store)
-    monkeypatch.setattr(watching.os, "kill", lambda *_: None)
-    watch = Watchdog(1, 2, None, store)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(peers, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(peers.os, "kill", lambda *_: None)
+    watch = PeerWatchdog(1, 2, None, store)  # pyright: ignore[reportArgumentType]
     if how == "left":
         watch.ended.set()
-    watch._link.deliver()
-    watch._threads[-1].join(60)
-    assert not watch._threads[-1].is_alive()
+    watch._wake.set()
+    watch._exchange.join(60)
+    assert not watch._exchange.is_alive()
     assert calls[-1].end == how
     watch.close()
 
@@ -338,13 +344,12 @@ def test_somebody_in_a_debugger_may_stand_still(clock):
 
 def test_an_error_that_comes_after_a_long_wait_is_news(clock):
     """Or the others would not be left the time to raise the same."""
-    time = clock()
-    time.link.world, time.link.deliver = 2, lambda: True
+    time = clock(other=Heartbeat(HOSTS[1], 1))
     time.watch.heartbeat("preparing data", 0, timeout=10_000)
     time.pass_by(1000)
-    time.now += 0.1
     time.watch.failed(UserError("data.path", "x", "is empty"))
-    time.now += 1
+    assert time.watch.outgoing().idle == 0
+    time.pass_by(1 + HEARTBEAT_INTERVAL)
     sign = time.watch.outgoing()
     assert (sign.error, sign.stage, sign.idle) == ("UserError: data.path = x: is empty", "preparing data", 1)
 
@@ -353,15 +358,15 @@ def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     store = dist.HashStore()
     monkeypatch.setattr(dist.HashStore, "clone", lambda store: store, raising=False)
-    watch = Watchdog(1, 2, None, store)
-    assert watch._link.deliver()
-    monkeypatch.setattr(watching.os, "getppid", lambda: 1)
+    watch = PeerWatchdog(1, 2, None, store)
+    wait_until(lambda: watch._sent is not None and store.num_keys() == 3)
+    monkeypatch.setattr(peers.os, "getppid", lambda: 1)
     bounded = []  # as ranks that stand still are not judged any more
-    monkeypatch.setattr(watching, "WATCHED", [SimpleNamespace(set_timeout=bounded.append)])
-    monkeypatch.setattr(watch._link, "_exchange", lambda outgoing: pytest.fail("torch would print a C++ stack"))
-    watch._link.wake.set()
-    watch._threads[-1].join(60)
-    assert watch._link.is_cut_off
+    monkeypatch.setattr(peers, "WATCHED", [SimpleNamespace(set_timeout=bounded.append)])
+    monkeypatch.setattr(watch, "_exchange_once", lambda outgoing: pytest.fail("torch would print a C++ stack"))
+    watch._wake.set()
+    watch._exchange.join(60)
+    assert watch.is_cut_off
     assert bounded == [COLLECTIVE]
     watch.close()
 
@@ -373,16 +378,16 @@ def two_watches():
     accelerator = build_accelerator("cpu", "no")
     found = []
     for number in range(2):
-        watch = Watchdog(accelerator.process_index, 2, None)
+        watch = PeerWatchdog(accelerator.process_index, 2, None)
         watch.heartbeat(f"stage {number}", 5 + number)
-        before = watching._collectives()
+        before = watch._collectives()
         accelerator.wait_for_everyone()
-        assert watching._collectives() > before
+        assert watch._collectives() > before
         if accelerator.is_main_process:
-            wait_until(lambda: watch._link.beats[1].stage == f"stage {number}", 20)  # noqa: B023
+            wait_until(lambda: watch.seen[1][0].stage == f"stage {number}", 20)  # noqa: B023
         accelerator.wait_for_everyone()
         watch.close()
-        found += [(sign.stage, sign.step, sign.end == "left") for sign in watch._link.beats.values()]
+        found += [(sign.stage, sign.step, sign.end == "left") for sign, _ in watch.seen.values()]
     assert not [thread.name for thread in threading.enumerate() if thread.name == "watch"]
     accelerator.end_training()
     return found

@@ -22,8 +22,7 @@ from gpt2_ddp.checkpoint.checkpoint import MANIFEST, STATE, Checkpoint, list_che
 from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, newest_intact, verify
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS
 from gpt2_ddp.config.run import KeepConfig
-from gpt2_ddp.distributed.launch import LONGEST
-from gpt2_ddp.distributed.ranks import on_main
+from gpt2_ddp.distributed.ranks import LONGEST, on_main
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json, sha256_file

@@ -8,8 +8,6 @@ from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-from weakref import WeakSet
 
 import psutil
 import torch
@@ -26,13 +24,12 @@ from gpt2_ddp.distributed.environment import (
     usable_cores,
     world_size,
 )
+from gpt2_ddp.distributed.ranks import COLLECTIVE, let_wait
 from gpt2_ddp.errors import UserError
 
 USE_TORCHRUN = (
     "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
 )
-COLLECTIVE = timedelta(minutes=30)  # timeout of collectives where no watchdog runs
-LONGEST = timedelta(days=7)  # timeout of collectives that a watchdog ends earlier, and of work of unknown length
 
 
 def start_run(config: RunConfig) -> PartialState:
@@ -49,25 +46,13 @@ def start_run(config: RunConfig) -> PartialState:
     if world_size() == 1:
         processes = start()
     else:
-        from gpt2_ddp.distributed.connecting import connect
+        from gpt2_ddp.distributed.peers import connect
 
         processes = connect(start, train.patience_seconds)
         let_wait(dist.group.WORLD)
     if str(processes.device).startswith("cuda") and not train.deterministic:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
     return processes
-
-
-WATCHED: WeakSet[Any] = WeakSet()
-"""The groups of processes whose collectives the watchdog ends if a rank is late."""
-
-
-def let_wait(group: Any) -> Any:
-    """The group, once it is connected: from now on, its collectives may take `LONGEST`. Others' have no ranks here."""
-    if isinstance(group, dist.ProcessGroup):
-        group.set_timeout(LONGEST)
-        WATCHED.add(group)
-    return group
 
 
 def build_accelerator(

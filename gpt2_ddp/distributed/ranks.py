@@ -2,8 +2,10 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -11,13 +13,24 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from gpt2_ddp.distributed.launch import WATCHED, let_wait
 from gpt2_ddp.errors import UserError, is_main_process, truncate
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 CONTROL = "control"  # description of the control group
+COLLECTIVE = timedelta(minutes=30)  # timeout of collectives where no watchdog runs
+LONGEST = timedelta(days=7)  # timeout of collectives that a watchdog ends earlier, and of work of unknown length
+WATCHED: WeakSet[Any] = WeakSet()
+"""The groups of processes whose collectives the watchdog ends if a rank is late."""
+
+
+def let_wait(group: Any) -> Any:
+    """The group, once it is connected: from now on, its collectives may take `LONGEST`. Others' have no ranks here."""
+    if isinstance(group, dist.ProcessGroup):
+        group.set_timeout(LONGEST)
+        WATCHED.add(group)
+    return group
 
 
 def has_others() -> bool:

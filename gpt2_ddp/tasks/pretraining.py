@@ -21,9 +21,8 @@ from gpt2_ddp.data.manifest import missing_data
 from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.distributed.environment import free_memory
-from gpt2_ddp.distributed.launch import LONGEST
 from gpt2_ddp.distributed.process import run_script
-from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
+from gpt2_ddp.distributed.ranks import LONGEST, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, is_main_process, print_line
 from gpt2_ddp.model.compiled import is_compiled

@@ -21,8 +21,7 @@ from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, prepare_loader
 from gpt2_ddp.data.order import Permutation
-from gpt2_ddp.distributed.launch import LONGEST
-from gpt2_ddp.distributed.ranks import check_ranks_agree
+from gpt2_ddp.distributed.ranks import LONGEST, check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import without_dynamo

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.run_files import Outcome
@@ -101,7 +101,7 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
 
         config = follow_accelerate(config)
     processes = start_run(config)
-    watchdog = Watchdog(processes.process_index, processes.num_processes, config.train.patience_seconds)
+    watchdog = _start_watchdog(processes, config.train.patience_seconds)
     with ExitStack() as closing:
         closing.callback(watchdog.close)  # may wait for the other ranks
         try:
@@ -137,6 +137,14 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
         except BaseException as error:
             watchdog.failed(error)  # ends this process if another rank is at fault
             raise
+
+
+def _start_watchdog(processes: PartialState, patience: float | None) -> Watchdog:
+    if processes.num_processes == 1:
+        return Watchdog(patience)
+    from gpt2_ddp.distributed.peers import PeerWatchdog
+
+    return PeerWatchdog(processes.process_index, processes.num_processes, patience)
 
 
 def _open_folder(

@@ -185,7 +185,7 @@ def _resolve_compile(run: Opened, steps: int | None) -> str:
     if missing:
         accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
     if how != "off":
-        run.watchdog.expect_graphs()
+        run.watchdog.compiles = True
     return how
 
 

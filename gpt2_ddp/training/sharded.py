@@ -23,8 +23,7 @@ from gpt2_ddp.checkpoint.checkpoint import Part
 from gpt2_ddp.checkpoint.metrics import Metrics
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.distributed.launch import let_wait
-from gpt2_ddp.distributed.ranks import from_main, on_every_rank
+from gpt2_ddp.distributed.ranks import from_main, let_wait, on_every_rank
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.strategy import Replicated

@@ -21,8 +21,7 @@ from ranks import start_ranks, wait_until, write_to
 from runs import assert_same, job_config, rows, saved_steps, status, train, training_config
 
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.distributed.launch import LONGEST
-from gpt2_ddp.distributed.ranks import on_every_rank
+from gpt2_ddp.distributed.ranks import LONGEST, on_every_rank
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.tasks.supervised import Supervised
 

@@ -1,0 +1,251 @@
+"""Several ranks: they connect in time, and a watchdog reports one that died, failed or stalled, and ends all processes.
+
+Every rank writes a heartbeat to the rendezvous store twice a second. Rank 0 judges all ranks, the others judge rank 0.
+A verdict ends a process even while its main thread is inside a collective. Imported with more than one process.
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from accelerate import PartialState
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from gpt2_ddp.distributed.environment import CONNECTED, LAST_SEEN, world_size
+from gpt2_ddp.distributed.process import Process
+from gpt2_ddp.distributed.ranks import COLLECTIVE, WATCHED
+from gpt2_ddp.distributed.signals import Stopped, before_forced_end
+from gpt2_ddp.distributed.watchdog import AFTERMATH, HEARTBEAT_INTERVAL, SILENCE, TIMEOUT, Heartbeat, Verdict, Watchdog
+from gpt2_ddp.errors import UserError, is_main_process
+
+CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
+LEAST_CONNECTING = 30.0  # one rank may load libraries for longer than another
+GRACE = 2.0  # seconds to wait for an expected heartbeat, error message or exit
+
+
+def connect(start: Callable[..., PartialState], patience: float | None) -> PartialState:
+    """The result of `start(timeout=...)`, which connects the ranks. Raises: UserError, on every rank, if they do not
+    connect within `patience` seconds (None: CONNECTING)."""
+    seconds, connected = max(patience or CONNECTING, LEAST_CONNECTING), threading.Event()
+    threading.Thread(target=_watch_connecting, args=(connected, seconds), name="connecting", daemon=True).start()
+    try:
+        return start(timeout=timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if not _is_of_collective(error):
+            raise
+        mistake = _not_connected(str(error).splitlines()[0].rpartition("] ")[2])
+        if not is_main_process():  # `run_command` prints the main process's error only; here every rank has its own
+            print(f"error: {mistake}", file=sys.stderr)
+        raise mistake from error
+    finally:
+        connected.set()
+
+
+def _watch_connecting(connected: threading.Event, seconds: float) -> None:
+    """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times, each time for its
+    whole timeout. At the first connection, ranks of this machine that have ended are noticed within seconds."""
+    begun = time.monotonic()
+    while not connected.wait(0.5):
+        now = time.monotonic()
+        gone = [] if CONNECTED.is_set() else [rank for rank, seen in LAST_SEEN.items() if now > seen + AFTERMATH]
+        if gone or now > begun + seconds + AFTERMATH:
+            error = _not_connected(f"one of them has not answered within {seconds:.0f} s")
+            if gone:
+                error = UserError("processes", world_size(), f"rank {gone[0]} ended early; see its output")
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(2)
+
+
+def _not_connected(reason: str) -> UserError:
+    here = f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others"
+    hint = "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
+    return UserError("processes", world_size(), f"{here} ({reason[-100:]}); {hint}NCCL_SOCKET_IFNAME for GPUs")
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Whether a collective or a connection failed; gloo has no error class."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error).lower())
+
+
+class Observed(NamedTuple):
+    beat: Heartbeat  # a rank's latest
+    silent: float  # its age in seconds, while the observer was awake
+
+
+def judge(seen: Sequence[Observed], patience: float, silence_only: bool = False) -> Verdict | None:
+    """The verdict on ranks by their heartbeats; None while training may continue.
+
+    A rank without a heartbeat for `patience` seconds is at fault. A live rank is at fault when it has exceeded its
+    limit and no other rank is further behind. Silent ranks come first, since their last heartbeat is old. With
+    `silence_only`, only ranks that failed, ended or send no heartbeats are judged.
+    """
+    running = [one for one in seen if one.beat.end not in ("left", "stopped")]
+    ends = {one.beat.end for one in running}
+    for beat, silent in running:  # other ranks lost their collective because of it
+        if beat.end == "failed" and (silent > GRACE or beat.idle > AFTERMATH):
+            return Verdict(f"{beat.name}: {beat.error} (at {beat.place})")
+    if "failed" in ends:
+        return None
+    limit = min(max(patience, SILENCE), AFTERMATH if "lost" in ends else math.inf)
+    lines, stuck = [], []
+    for beat, silent in running:
+        if silent > GRACE and beat.process.is_gone:
+            lines.append(f"{beat.name}: ended without an error message; last stage: {beat.place}; was it killed?")
+        elif silent > limit:
+            last = f"last stage: {beat.place}\n{beat.stack}".rstrip()
+            lines.append(f"{beat.name}: no heartbeat for {silent:.0f} s; {last}")
+            stuck.append(beat.process)
+    if not lines and not silence_only and "lost" not in ends and all(one.silent <= GRACE for one in running):
+        least = min((one.beat.progress for one in running), default=())
+        behind = [one.beat for one in running if one.beat.progress == least]
+        if all(beat.idle > beat.limit for beat in behind):
+            lines = [beat.stall for beat in behind]
+    return Verdict("\n".join(lines), stuck) if lines else None
+
+
+class PeerWatchdog(Watchdog):
+    """Watchdog of one of several ranks. Sends its heartbeats, and judges those of other ranks. The exchange has a
+    thread of its own, which may block: a stopped process that serves the store blocks clients.
+
+    Args:
+        rank, world: this process's rank, and the number of ranks. Ranks construct their watchdogs in the same order.
+        store: rendezvous store; None: the process group's.
+        patience, exit_code: as for `Watchdog`.
+    """
+
+    _number = count()
+
+    def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None, exit_code: int = 1):
+        unknown, others = Process("an unknown host", "", 0, 0), range(1, world) if rank == 0 else [0]
+        self.seen = {other: (Heartbeat(unknown, other), 0.0) for other in others}  # with their times on `_clock`
+        self.how_ended = self.error = ""
+        self.verdict: Verdict | None = None
+        self._proposal: Verdict | None = None
+        self.is_cut_off = self._is_done = False
+        self._sent, self._wake = Heartbeat(unknown, rank), threading.Event()
+        # the process that serves the store; 0 for a store of rank 0
+        self._launcher = os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+        everyone: Any = dist.group.WORLD
+        self._base_store: Any = store or everyone.get_group_store()  # a reference: on rank 0 it may be the server
+        own = self._base_store.clone()  # a store serves one call at a time
+        self._store = PrefixStore(f"watch/{next(self._number)}", own)
+        super().__init__(patience, exit_code, rank)
+        self._exchange = self._start(self._exchange_loop)
+        before_forced_end(lambda: self.end("stopped"))
+
+    def failed(self, error: BaseException) -> None:
+        """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank.
+        Then this waits for the verdict on that rank, which ends the process. Returns if no other is at fault."""
+        if self.how_ended == "failed" or self.ended.is_set():
+            return
+        self.progress()
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+        if _is_of_collective(error):
+            self.end("lost", message)
+            self.ended.wait(AFTERMATH + 3 * GRACE)
+        self.end("stopped" if isinstance(error, Stopped) else "failed", message)
+
+    def end(self, how: str, error: str = "") -> None:
+        """Sends the end of this rank, and its error, to the other ranks. For any thread."""
+        self.error, self.how_ended = error, how
+        self._wait(lambda: self._sent.end == how)
+
+    def close(self) -> None:
+        """Ends the watchdog. Rank 0, which may serve the store, waits some seconds for the others to leave or fail."""
+        self.ended.set()
+        self._wait(lambda: self._sent.end and (self._rank or self._is_last()), AFTERMATH)
+        self._is_done = True
+        self._wake.set()
+        super().close()
+
+    def _is_last(self) -> bool:
+        return all(beat.end not in ("", "lost") for beat, _ in self.seen.values())
+
+    def _wait(self, condition: Callable[[], object], seconds: float = GRACE) -> None:
+        """Exchanges heartbeats until the condition holds, for so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        while not condition() and self._exchange.is_alive() and time.monotonic() < deadline:
+            self._wake.set()
+            time.sleep(0.01)
+
+    def _exchange_loop(self) -> None:
+        """Exchanges heartbeats until `close`, or until the store is lost; the body of a thread."""
+        try:
+            for key in ("verdict", *(f"signs/{rank}" for rank in self.seen)):
+                self._store.compare_set(key, "", "")
+            while not self._is_done:
+                if self._launcher and os.getppid() != self._launcher:  # a call would print a C++ stack
+                    raise dist.DistStoreError("the launcher's store has ended")
+                sent = self.outgoing()
+                self._exchange_once(sent)
+                self._sent = sent
+                if self._rank and (sent.end == "left" or sent.end == self.seen[0][0].end == "stopped"):
+                    break  # rank 0 may end, with the store, and a further call would print a C++ stack
+                self._wake.wait(2 * HEARTBEAT_INTERVAL)
+                self._wake.clear()
+        except dist.DistError:  # for good; a store of rank 0 ends with rank 0, a launcher's may end by itself
+            self.is_cut_off = self._launcher > 0
+            for group in WATCHED if self.is_cut_off else ():  # nobody judges live ranks any more
+                group.set_timeout(COLLECTIVE)
+
+    def _exchange_once(self, outgoing: Heartbeat) -> None:
+        """Reads the verdict and the others' heartbeats, and writes this rank's, after which rank 0 may end."""
+        if self._proposal:
+            self._store.compare_set("verdict", "", json.dumps(self._proposal))
+        verdict, *beats = self._store.multi_get(["verdict", *(f"signs/{rank}" for rank in self.seen)])
+        for rank, data in zip(self.seen, beats, strict=True):
+            process, *rest = json.loads(data or "[[]]")
+            if rest and (beat := Heartbeat(Process(*process), *rest)) != self.seen[rank][0]:
+                self.seen[rank] = beat, self._clock
+        if verdict:
+            reason, stuck, by = json.loads(verdict)
+            self.verdict = Verdict(reason, [Process(*process) for process in stuck], by)
+        self._store.set(f"signs/{self._rank}", json.dumps(outgoing))
+
+    def outgoing(self) -> Heartbeat:
+        """This rank's heartbeat with what the main thread recorded since; for any thread."""
+        beat = self.beat
+        if self.count != self._seen_count:
+            beat = beat._replace(stage=self.stage, step=self.step, idle=0.0)
+        return beat._replace(end=self.how_ended or ("left" if self.ended.is_set() else ""), error=self.error)
+
+    def _observe(self) -> None:
+        if self.is_cut_off and self.how_ended != "lost":  # silence counts once a collective has failed
+            self._awake_since = self._clock
+        super()._observe()
+
+    def _collectives(self) -> int:
+        """It alone tells a rank stalled in a backward pass from waiting ones."""
+        try:
+            return dist.group.WORLD._get_sequence_number_for_group()  # pyright: ignore  # torch has no public one
+        except (AttributeError, RuntimeError):  # it may change; or the group has ended
+            return 0
+
+    def _judge(self) -> Verdict | None:
+        if self.how_ended in ("", "lost") and any(beat.end == "stopped" for beat, _ in self.seen.values()):
+            self.end("stopped")  # of rank 0, to the others
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._wake.set()
+        rank, beat = self._rank, self.outgoing()
+        # each rank waits longer than the rank below it, so that only one reports
+        patience = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(rank, 8)
+        seen = [Observed(beat._replace(idle=beat.idle - GRACE) if rank else beat, 0.0)]
+        seen += [Observed(other, self._clock - max(at, self._awake_since)) for other, at in self.seen.values()]
+        return self.verdict or judge(seen, patience, silence_only=rank > 0)
+
+    def _end(self, verdict: Verdict) -> None:
+        self._proposal = verdict._replace(by=self._rank)
+        self._wait(lambda: self.verdict)
+        # without the store of rank 0, the first rank of this machine reports
+        first = max(self._rank - int(os.environ.get("LOCAL_RANK", "0")), 1)
+        super()._end(self.verdict or verdict._replace(by=first))
