@@ -176,16 +176,3 @@ def check_limits(value: Any, levels: int = DEEPEST) -> Any:
     for item in inner:
         check_limits(item, levels - 1)
     return value
-
-
-def load_from_hub(name: str, **options: Any) -> Any:
-    """A dataset of the Hub, whole; without an answer in four seconds, from the cache of `datasets`."""
-    import datasets.config
-    import huggingface_hub.constants
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=4)  # load_dataset retries for 40 s
-    except (OSError, HTTPError):
-        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    return datasets.load_dataset(name, **options)
