@@ -180,12 +180,3 @@ def chain_of(file: Path, size: int) -> str:
         if own != chain or not line.endswith(b"\n"):
             return ""
     return chain
-
-
-def duration(seconds: float) -> str:
-    """Text like `1 h 05 min`."""
-    whole = round(seconds)
-    for size, unit, smaller, then in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller:02} {then}"
-    return f"{whole} s"
