@@ -105,9 +105,6 @@ checkpoint/store.py: a guess
 checkpoint/store.py: a training passes it
 - self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True
 + self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = False
-checkpoint/store.py: a shortcut; the same are kept
-- if len(there) <= self._keep_last and not first & {*steps_of(there)}:
-+ if False:
 checkpoint/run_files.py: no row has one byte
 - while size > 0 and (line := stream.readline(size)):
 + while size > 1 and (line := stream.readline(size)):

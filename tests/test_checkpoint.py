@@ -498,7 +498,7 @@ def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(run):
 
 
 def test_a_resume_hashes_one_checkpoint(run, monkeypatch, capsys):
-    """Those that are kept are hashed, once, when an older one is deleted. The best, whose weights are damaged, does not
+    """All are hashed, once, before an older one is deleted. The best, whose weights are damaged, does not
     count then, so that the next best is kept."""
     for step in (1, 2, 3, 4):
         save(run, step, val_loss=2.0 + step)
@@ -517,7 +517,7 @@ def test_a_resume_hashes_one_checkpoint(run, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
     checkpoints.save(snapshot(5, 9.0))
     assert "step-00000001/model.safetensors: its SHA-256 differs" in capsys.readouterr().err
-    assert hashed() == [1, 3, 4]
+    assert hashed() == [1, 2, 3, 4]
     checkpoints.save(snapshot(6, 9.0))
     assert hashed() == [1, 2, 3, 4]
     assert saved_steps(run) == [1, 2, 4, 5, 6]
