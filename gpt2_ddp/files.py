@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,11 +47,6 @@ def write_atomically(path: Path, content: str | Iterable[bytes], durable: bool =
             raise
         if durable:
             fsync_path(path.parent)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replaces a JSON file, as `write_atomically`."""
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
@@ -117,15 +112,6 @@ def local_copy(path: str) -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     digest = hashlib.sha256(path.encode()).hexdigest()[:12]
     return str(cache / "gpt2_ddp" / digest / path.rstrip("/").rpartition("/")[2])
-
-
-def free_name(path: Path) -> Path:
-    """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
-    found, number = path, 1
-    while os.path.lexists(found):
-        number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
 
 
 def regular(path: Path) -> Path:

@@ -49,6 +49,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     write_manifest,
     write_part,
 )
+from gpt2_ddp.checkpoint.host_copy import copied
 from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, find_checkpoint, verify
 from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
@@ -191,14 +192,14 @@ def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     model, optimizer = trained_model()
     memory = {}
     live = Snapshot(state_after(1), "", model.state_dict(), optimizer_state(model, optimizer))
-    copy = live.copied(memory)
-    before = copy.copied({})
+    copy = copied(live, memory)
+    before = copied(copy, {})
     optimizer.step()
     live.state.progress.scores["val_loss"] = 2.0
     assert copy.state == state_after(1)
     assert same(copy.model | copy.optimizer, before.model | before.optimizer)
     assert not same(live.model, before.model)
-    again = live.copied(memory)
+    again = copied(live, memory)
     assert all(again.model[name] is tensor for name, tensor in copy.model.items())
 
 

@@ -97,14 +97,6 @@ def is_rollback(row: dict[str, Any]) -> bool:
     return row.get("event") == "rollback"
 
 
-def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
-    """Step and SHA-256 of the checkpoint that an event records: the one just saved or, at a start, the newest."""
-    match row if row["event"] == "checkpoint" else row.get("checkpoint"):
-        case {"step": int(step), "sha256": sha256}:
-            return step, sha256
-    return None
-
-
 def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of steps that no rollback undid; without events."""
     found: list[dict[str, Any]] = []

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import (
     Checkpoint,
-    Part,
     Snapshot,
     checkpoint_ref,
     list_checkpoints,
@@ -144,7 +143,9 @@ class CheckpointStore:
         if wait or not from_main(should_save_async(self._wish, here, spare_core)):
             on_every_rank(lambda: self._write(snapshot, last_good))
         elif snapshot.part.is_own:
-            copy = snapshot.copied(self._memory)
+            from gpt2_ddp.checkpoint.host_copy import copied
+
+            copy = copied(snapshot, self._memory)
             self.background.start(lambda: self._write(copy, last_good), self._patience + snapshot.bytes / SLOW_DISK)
 
     def wait(self) -> None:
