@@ -105,15 +105,6 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def local_copy(path: str) -> str:
-    """The folder in the user's cache for a copy of what is at a URL; other paths as they are."""
-    if "://" not in path:
-        return path
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    digest = hashlib.sha256(path.encode()).hexdigest()[:12]
-    return str(cache / "gpt2_ddp" / digest / path.rstrip("/").rpartition("/")[2])
-
-
 def regular(path: Path) -> Path:
     """`path`, if it is a regular file: opening a pipe would block, and reading a device may never end. Raises: OSError
     for others."""
