@@ -17,8 +17,7 @@ from benchmarks.config import BenchmarkConfig
 from gpt2_ddp.cluster import read_clock
 from gpt2_ddp.compare import peak_memory
 from gpt2_ddp.distributed.spawn import start_processes
-from gpt2_ddp.files import write_json
-from gpt2_ddp.output import make_output_folder, markdown_table
+from gpt2_ddp.output import make_output_folder, markdown_table, write_json
 from gpt2_ddp.project import git_commit
 
 T = TypeVar("T")

@@ -77,7 +77,7 @@ def shown(command: str, printed: str) -> Text:
         if not re.match(r"demo |step |ok |runs/demo", line):
             continue
         same = re.match(rf"step +{KILLED_AT}/", line) or "resumes" in line or "intact" in line
-        text.append(re.sub(r"  (\d+ min )?\d+ s left$", "", line) + "\n", "green" if same else "")
+        text.append(re.sub(r"  [\d:]+ left$", "", line) + "\n", "green" if same else "")
     return text
 
 

@@ -31,9 +31,9 @@ from gpt2_ddp.distributed.environment import refuse_launcher
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError, is_main_process
-from gpt2_ddp.files import write_atomically, write_json
+from gpt2_ddp.files import write_atomically
 from gpt2_ddp.lab.experiment import distance
-from gpt2_ddp.output import make_output_folder, markdown_table
+from gpt2_ddp.output import make_output_folder, markdown_table, write_json
 from gpt2_ddp.state import Scores
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,11 +48,6 @@ def write_atomically(path: Path, content: str | Iterable[bytes], durable: bool =
             raise
         if durable:
             fsync_path(path.parent)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replaces a JSON file, as `write_atomically`."""
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
@@ -111,24 +106,6 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def local_copy(path: str) -> str:
-    """The folder in the user's cache for a copy of what is at a URL; other paths as they are."""
-    if "://" not in path:
-        return path
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    digest = hashlib.sha256(path.encode()).hexdigest()[:12]
-    return str(cache / "gpt2_ddp" / digest / path.rstrip("/").rpartition("/")[2])
-
-
-def free_name(path: Path) -> Path:
-    """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
-    found, number = path, 1
-    while os.path.lexists(found):
-        number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
-
-
 def regular(path: Path) -> Path:
     """`path`, if it is a regular file: opening a pipe would block, and reading a device may never end. Raises: OSError
     for others."""
@@ -177,16 +154,3 @@ def check_limits(value: Any, levels: int = DEEPEST) -> Any:
     for item in inner:
         check_limits(item, levels - 1)
     return value
-
-
-def load_from_hub(name: str, **options: Any) -> Any:
-    """A dataset of the Hub, whole; without an answer in four seconds, from the cache of `datasets`."""
-    import datasets.config
-    import huggingface_hub.constants
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=4)  # load_dataset retries for 40 s
-    except (OSError, HTTPError):
-        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    return datasets.load_dataset(name, **options)

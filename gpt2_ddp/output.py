@@ -1,15 +1,16 @@
-"""Output of commands: tables, durations, and folders that are complete or absent."""
+"""Output of commands: tables, JSON, and folders that are complete or absent."""
 
 import fcntl
+import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_can_make, fsync_path, writing
+from gpt2_ddp.files import check_can_make, fsync_path, write_atomically, writing
 
 ATTEMPTS = 1000  # attempts to lock a folder while other processes end and remove their locks
 
@@ -26,6 +27,11 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows as aligned columns; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replaces a JSON file, as `write_atomically`."""
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def make_output_folder(output: str | Path) -> Path:

@@ -1,6 +1,7 @@
 """Runs and data at a URL of fsspec, such as s3://BUCKET/runs/mine: their objects, and copies on this machine."""
 
 import hashlib
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import fsspec
 
 from gpt2_ddp.config.base import Command
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import local_copy, sha256_file
+from gpt2_ddp.files import sha256_file
 
 Config = TypeVar("Config", bound=Command)
 MANIFEST = "manifest.json"
@@ -101,6 +102,13 @@ class Bucket:
         if self._is_disk:
             with suppress(FileNotFoundError):
                 self._files.rmdir(f"{self._root}/{name}")
+
+
+def local_copy(url: str) -> str:
+    """The folder in the user's cache for a copy of what is at a URL."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return str(cache / "gpt2_ddp" / digest / url.rstrip("/").rpartition("/")[2])
 
 
 def with_local_runs(config: Config) -> Config:

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import load_from_hub, parse_json, read_small
+from gpt2_ddp.files import parse_json, read_small
 from gpt2_ddp.model.evaluate import IGNORED, rounds
 
 METRICS = ("acc", "acc_norm")
@@ -93,16 +93,18 @@ def load_sets(
         if name in sets:
             raise UserError(field, task, f"two tasks have the name {name}; rename a file, or remove one")
         try:
-            items = (
-                [*map(_item, load_from_hub(HELLASWAG, split="validation"))]
-                if task == "hellaswag"
-                else read_items(Path(task))
-            )
+            items = _hellaswag() if task == "hellaswag" else read_items(Path(task))
             sets[name] = make_set(name, items, most, tokenizer, block_size)
         except (OSError, ValueError) as error:
             hint = f"{error}; a task is hellaswag or a jsonl file of items (docs/evaluation.md)"
             raise UserError(field, task, hint) from error
     return [*sets.values()]
+
+
+def _hellaswag() -> list[Item]:
+    import datasets
+
+    return [*map(_item, datasets.load_dataset(HELLASWAG, split="validation"))]
 
 
 def notes_on(sets: Iterable[ItemSet], saved: Mapping[str, str]) -> Iterator[str]:

@@ -105,9 +105,6 @@ checkpoint/store.py: a guess
 checkpoint/store.py: a training passes it
 - self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True
 + self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = False
-checkpoint/store.py: a shortcut; the same are kept
-- if len(there) <= self._keep_last and not first & {*steps_of(there)}:
-+ if False:
 checkpoint/run_files.py: no row has one byte
 - while size > 0 and (line := stream.readline(size)):
 + while size > 1 and (line := stream.readline(size)):
@@ -123,9 +120,6 @@ training/loop.py: without a GPU, it seeds nothing
 training/optimizer.py: Accelerate's step is the same, and slower
 - (self._prepared if self._scaler else self.plain).step()
 + (self._prepared if True else self.plain).step()
-checkpoint/checkpoint.py: not reached without a GPU
-- if tensor.nbytes and int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
-+ if tensor.nbytes and True:
 data/feed.py: not reached without a GPU
 - pin_memory=accelerator.device.type == "cuda",
 + pin_memory=False,

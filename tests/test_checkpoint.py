@@ -49,6 +49,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     write_manifest,
     write_part,
 )
+from gpt2_ddp.checkpoint.host_copy import copied
 from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, find_checkpoint, verify
 from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
@@ -191,14 +192,14 @@ def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     model, optimizer = trained_model()
     memory = {}
     live = Snapshot(state_after(1), "", model.state_dict(), optimizer_state(model, optimizer))
-    copy = live.copied(memory)
-    before = copy.copied({})
+    copy = copied(live, memory)
+    before = copied(copy, {})
     optimizer.step()
     live.state.progress.scores["val_loss"] = 2.0
     assert copy.state == state_after(1)
     assert same(copy.model | copy.optimizer, before.model | before.optimizer)
     assert not same(live.model, before.model)
-    again = live.copied(memory)
+    again = copied(live, memory)
     assert all(again.model[name] is tensor for name, tensor in copy.model.items())
 
 
@@ -498,7 +499,7 @@ def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(run):
 
 
 def test_a_resume_hashes_one_checkpoint(run, monkeypatch, capsys):
-    """Those that are kept are hashed, once, when an older one is deleted. The best, whose weights are damaged, does not
+    """All are hashed, once, before an older one is deleted. The best, whose weights are damaged, does not
     count then, so that the next best is kept."""
     for step in (1, 2, 3, 4):
         save(run, step, val_loss=2.0 + step)
@@ -517,7 +518,7 @@ def test_a_resume_hashes_one_checkpoint(run, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
     checkpoints.save(snapshot(5, 9.0))
     assert "step-00000001/model.safetensors: its SHA-256 differs" in capsys.readouterr().err
-    assert hashed() == [1, 3, 4]
+    assert hashed() == [1, 2, 3, 4]
     checkpoints.save(snapshot(6, 9.0))
     assert hashed() == [1, 2, 3, 4]
     assert saved_steps(run) == [1, 2, 4, 5, 6]

@@ -8,7 +8,8 @@ import pytest
 from commands import expect_error
 from disk import refuse
 
-from gpt2_ddp.files import free_name, parse_json, write_atomically
+from gpt2_ddp.checkpoint.intact import free_name
+from gpt2_ddp.files import parse_json, write_atomically
 
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):

@@ -34,7 +34,8 @@ from gpt2_ddp.cluster import read_clock
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.files import read_json, write_json
+from gpt2_ddp.files import read_json
+from gpt2_ddp.output import write_json
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
 from gpt2_ddp.training.task import Due

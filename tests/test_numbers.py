@@ -93,6 +93,7 @@ def spelled(corpus, tokens):
 def numbers(line):
     """The figures in a line of the terminal or of evaluate.py: what stands before or behind each number names it."""
     line = line.replace(",", "").replace("\n", "")
+    line = re.sub(r"(\d+):(\d+) left", lambda clock: f"{60 * int(clock[1]) + int(clock[2])} s left", line)
     named = re.findall(r"(loss_mean|val_loss|val loss|bits/byte|lr|norm|mfu|perplexity) (\d[\d.e-]*)", line)
     behind = re.findall(r"([\d.]+) (tokens/s|s left|bits per byte|tokens|bytes)(?![\w/])", line)
     return {name: float(value) for name, value in [*named, *((name, value) for value, name in behind)]}

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from gpt2_ddp.checkpoint.repair import repaired
+from gpt2_ddp.checkpoint.intact import repaired
 from gpt2_ddp.checkpoint.run_files import chain_of, finite, read_lines, split_chain, valid_rows
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 

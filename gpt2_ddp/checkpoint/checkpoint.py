@@ -11,9 +11,8 @@ first also has the tensors that are not.
 import hashlib
 import json
 import re
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,30 +90,6 @@ class Snapshot:
     def bytes(self) -> int:
         """Bytes of all parts' tensors, nearly all of the checkpoint; the parts are about equal."""
         return self.part_bytes * self.part.count
-
-    def copied(self, memory: dict[str, Tensor]) -> "Snapshot":
-        """A copy on the host, which training does not change. The first allocates `memory`, later ones reuse it."""
-        parts = (self.model, self.optimizer)
-        model, optimizer = ({name: _copy(value, memory, name) for name, value in part.items()} for part in parts)
-        if any(tensor.is_cuda for tensor in self.model.values()):
-            torch.cuda.synchronize()  # once for all copies
-        return replace(self, state=self.state.model_copy(deep=True), model=model, optimizer=optimizer)
-
-
-def _copy(tensor: Tensor, memory: dict[str, Tensor], name: str) -> Tensor:
-    """Starts a copy to the host. From a GPU it goes to pinned memory, at the full speed of the bus."""
-    if name not in memory:
-        memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if tensor.is_cuda:  # exactly these bytes: `pin_memory` would round them up to a power of two
-            _pin(memory[name])
-    return memory[name].copy_(tensor, non_blocking=tensor.is_cuda)
-
-
-def _pin(tensor: Tensor) -> None:
-    """Pins the tensor's memory while it exists; if the system refuses, copies take longer."""
-    runtime: Any = torch.cuda.cudart()
-    if tensor.nbytes and int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
-        weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Intact checkpoints: found, and verified by their manifests and the rows of their run. A new run has none."""
+"""What is intact: checkpoints, by their manifests and the rows of their run, and lines of a damaged file of rows. A new
+run has none."""
 
 import errno
 import hashlib
@@ -6,10 +7,12 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +32,11 @@ from gpt2_ddp.checkpoint.checkpoint import (
     seal,
     step_of,
 )
-from gpt2_ddp.checkpoint.run_files import METRICS, read_events, recorded_checkpoint
+from gpt2_ddp.checkpoint.run_files import METRICS, read_events, read_lines
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import free_name, read_small, regular, sha256_file, writing
+from gpt2_ddp.files import fsync_path, read_small, regular, sha256_file, writing
 from gpt2_ddp.project import command_for
 from gpt2_ddp.state import GPTState, State
 
@@ -111,6 +114,14 @@ def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], befo
     passed = [row for row in later if row["event"] in ("start", "checkpoint", "end") and row["step"] >= step]
     # rows that begin with a later start were deleted
     return f"is not recorded in {METRICS}" if passed and step > start.get("step", step) else ""
+
+
+def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
+    """Step and SHA-256 of the checkpoint that an event records: the one just saved or, at a start, the newest."""
+    match row if row["event"] == "checkpoint" else row.get("checkpoint"):
+        case {"step": int(step), "sha256": sha256}:
+            return step, sha256
+    return None
 
 
 def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
@@ -222,4 +233,33 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
     if kind and found.kind != kind:
         hint = f"is of a {found.kind} run; name one of a {kind} run, or score it with `{command_for('evaluate')}`"
         raise UserError(field, path, hint)
+    return found
+
+
+def repaired(file: Path, problem: str, step: int) -> Iterator[bytes]:
+    """The lines that a resumed run keeps of a damaged file: the sound ones up to this step. Copies the file aside, with
+    a warning; moves what is no file. Raises: UserError."""
+    where, aside = "", free_name(file.with_name(f"{file.name}.damaged"))
+    with writing(file):
+        if file.is_file():
+            shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
+            fsync_path(aside)
+            where = f"; a copy is in {aside.name}"
+        elif os.path.lexists(file):
+            where = f"; moved to {file.rename(aside).name}"
+    print(f"warning: {file}: {problem}; lines up to step {step} are kept{where}", file=sys.stderr)
+    for line in read_lines(file):
+        row = line.row or {}
+        if not line.torn and type(row.get("step")) is int and row["step"] <= step:
+            with suppress(ValueError):  # numbers that JSON lacks
+                json.dumps(row, allow_nan=False)
+                yield f"{line.text}\n".encode()
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
     return found

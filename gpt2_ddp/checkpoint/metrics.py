@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from gpt2_ddp.checkpoint.run_files import FIELDS, duration, finite, is_own
+from gpt2_ddp.checkpoint.run_files import FIELDS, finite, is_own
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.run import RunConfig
 
@@ -71,7 +71,7 @@ class Metrics:
         if self.trackers:
             self.trackers.log({**row, "chain": self._log.chain})
         left = time_left(row, steps) if steps else None
-        rest = [f"{duration(left)} left"] if left else []
+        rest = [f"{tqdm.format_interval(left)} left"] if left else []
         self.print("  ".join([f"step {row['step']:>6}/{steps or '?'}", *describe(row), *rest]))
         if self._on_row:
             self._on_row(row)

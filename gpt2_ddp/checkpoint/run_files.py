@@ -97,14 +97,6 @@ def is_rollback(row: dict[str, Any]) -> bool:
     return row.get("event") == "rollback"
 
 
-def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
-    """Step and SHA-256 of the checkpoint that an event records: the one just saved or, at a start, the newest."""
-    match row if row["event"] == "checkpoint" else row.get("checkpoint"):
-        case {"step": int(step), "sha256": sha256}:
-            return step, sha256
-    return None
-
-
 def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of steps that no rollback undid; without events."""
     found: list[dict[str, Any]] = []
@@ -180,12 +172,3 @@ def chain_of(file: Path, size: int) -> str:
         if own != chain or not line.endswith(b"\n"):
             return ""
     return chain
-
-
-def duration(seconds: float) -> str:
-    """Text like `1 h 05 min`."""
-    whole = round(seconds)
-    for size, unit, smaller, then in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller:02} {then}"
-    return f"{whole} s"

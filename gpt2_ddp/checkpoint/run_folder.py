@@ -282,7 +282,7 @@ def _kept(file: Path, size: int, progress: Progress, problem: str) -> Iterator[b
     if not problem:
         yield from head(file, size)
         return
-    from gpt2_ddp.checkpoint.repair import repaired
+    from gpt2_ddp.checkpoint.intact import repaired
 
     # a pending row follows the checkpoint
     yield from repaired(file, problem, progress.step - bool(progress.pending.row))

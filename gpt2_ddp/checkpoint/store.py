@@ -14,10 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import (
-    MODEL,
-    OPTIMIZER,
     Checkpoint,
-    Part,
     Snapshot,
     checkpoint_ref,
     list_checkpoints,
@@ -132,12 +129,6 @@ class CheckpointStore:
 
         return newest_intact(self.folder, **how)
 
-    def read(self, checkpoint: Checkpoint, part: Part) -> tuple[Any, Any]:
-        """Weights and optimizer state of a checkpoint: `Tensors` for the ranks with a part of their own to read;
-        empty on others."""
-        opened = lambda: (checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER))  # noqa: E731
-        return on_every_rank(opened if part.is_own else lambda: ({}, {}))
-
     def save(
         self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True
     ) -> None:
@@ -152,7 +143,9 @@ class CheckpointStore:
         if wait or not from_main(should_save_async(self._wish, here, spare_core)):
             on_every_rank(lambda: self._write(snapshot, last_good))
         elif snapshot.part.is_own:
-            copy = snapshot.copied(self._memory)
+            from gpt2_ddp.checkpoint.host_copy import copied
+
+            copy = copied(snapshot, self._memory)
             self.background.start(lambda: self._write(copy, last_good), self._patience + snapshot.bytes / SLOW_DISK)
 
     def wait(self) -> None:
@@ -246,24 +239,19 @@ class CheckpointStore:
         self._delete_except(self._to_keep(last_good))
 
     def _to_keep(self, last_good: float) -> list[Path]:
-        """The checkpoints that `prune` keeps. All that count are hashed before one is deleted."""
+        """The checkpoints that `prune` keeps. All are hashed before one is deleted; what is damaged stays, and does not
+        count."""
         there = list_checkpoints(self.folder)
-        first = {state.progress.first_step for state, _ in self._known.values() if state}
-        if len(there) <= self._keep_last and not first & {*steps_of(there)}:
-            return there
-        states = {place: self._look(place) for place in there}
-        while True:
-            intact = {state.step: state for state in states.values() if state}
-            steps = steps_to_keep(intact, self._keep_last, last_good)
+        keep = there
+        for weights in (False, True):
+            states = {place: self._look(place, weights) for place in there}
+            steps = steps_to_keep({state.step: state for state in states.values() if state}, self._keep_last, last_good)
             keep = [place for place, state in states.items() if not state or state.step in steps]
-            if len(keep) == len(states):
-                return keep
-            damaged = [place for place in keep if states[place] and not self._look(place, weights=True)]
-            if not damaged:
-                return keep
-            states |= dict.fromkeys(damaged)
+            if keep == there:
+                break
+        return keep
 
-    def _look(self, place: Path, weights: bool = False) -> State | None:
+    def _look(self, place: Path, weights: bool) -> State | None:
         """The state of a checkpoint, which another process may have written, read once; None, with a warning, if it is
         damaged or unreadable. Hashes the large files too if `weights`, once."""
         state, is_hashed = self._known.get(place, (None, False))

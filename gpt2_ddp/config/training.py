@@ -25,7 +25,6 @@ from gpt2_ddp.config.run import (
     RunConfig,
     TrackingConfig,
 )
-from gpt2_ddp.files import local_copy
 
 FEWEST_WARM_UP = 12
 """Fewest steps of the warm-up with `train.minutes`, which times steps of it."""
@@ -51,6 +50,15 @@ class Phase(Section):
         return {"at_tokens": at_tokens, "weights": weights}
 
 
+def _folder(path: str) -> str:
+    """The folder of a source: of a URL that of its copy."""
+    if "://" not in path:
+        return path
+    from gpt2_ddp.remote import local_copy
+
+    return local_copy(path)
+
+
 class DataConfig(Section):
     """The tokens to train on"""
 
@@ -69,12 +77,12 @@ class DataConfig(Section):
     @property
     def paths(self) -> tuple[str, ...]:
         """The folder of each source, in order: of a URL that of its copy."""
-        return tuple(map(local_copy, self._given))
+        return tuple(map(_folder, self._given))
 
     @property
     def urls(self) -> dict[str, str]:
         """The sources that are URLs, by the folders of their copies."""
-        return {local_copy(path): path for path in self._given if "://" in path}
+        return {_folder(path): path for path in self._given if "://" in path}
 
     @property
     def _given(self) -> tuple[str, ...]:

@@ -19,9 +19,10 @@ from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import write_hashed, write_json, writing
+from gpt2_ddp.files import write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES, SHAPE, fixed_fields, shape, their_views
+from gpt2_ddp.output import write_json
 
 LLAMA_CPP = ("gpt2", "llama", "qwen3")
 """Architectures that llama.cpp computes as `GPT` does."""

@@ -22,9 +22,9 @@ from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import write_atomically, write_json
+from gpt2_ddp.files import write_atomically
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
-from gpt2_ddp.output import make_output_folder, text_table
+from gpt2_ddp.output import make_output_folder, text_table, write_json
 from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, judge, load_sets
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import means, score_each

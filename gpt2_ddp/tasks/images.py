@@ -24,7 +24,7 @@ from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
 from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.ranks import on_every_rank
 from gpt2_ddp.errors import UserError, print_line, truncate
-from gpt2_ddp.files import load_from_hub, regular
+from gpt2_ddp.files import regular
 from gpt2_ddp.preparation.source_files import files_below, open_bytes
 from gpt2_ddp.tasks.supervised import Samples
 
@@ -169,7 +169,7 @@ def read_source(
     found = {}
     try:
         hub = config.name if "/" in config.name else f"uoft-cs/{config.name}"
-        splits = _open_folder(Path(config.path)) if config.path else load_from_hub(hub)
+        splits = _open_folder(Path(config.path)) if config.path else datasets.load_dataset(hub)
         for name in ("train", *TEST):
             if name in splits and len(found) < 2:
                 table = _with_columns(config, splits[name])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot, optimizer_state
+from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, Snapshot, optimizer_state
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.store import SLOW_DISK
@@ -89,7 +89,8 @@ class Trainer(Opened):
 
         model, state = self.task.model, start.state
         self.guard.flush()
-        weights, moments = self.store.read(start, self.strategy.part)
+        is_own = self.strategy.part.is_own
+        weights, moments = (start.tensors(file) if is_own else {} for file in (MODEL, OPTIMIZER))
         load_model_state(weights, model, self.strategy.fill)
         load_optimizer_state(moments, model, self.optimizer.plain, self.strategy.fill)
         self.progress.load_state_dict(state.progress)
