@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, V = padded vocabulary.
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, Head, make_norm, rotation
+from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, Head, KVCache, make_norm, rotation
 from gpt2_ddp.model.roles import Role, roles
-
-if TYPE_CHECKING:
-    from gpt2_ddp.model.generate import KVCache
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
@@ -135,7 +132,7 @@ class GPT(nn.Module):
         self.compiles_blocks = True
 
     def context(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None, cache: "KVCache | None" = None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Context:
         """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
         rotated = rotation(self.config, positions) if self.wpe is None else None
