@@ -82,22 +82,6 @@ ARCHITECTURES["speedrun"] = ARCHITECTURES["nanochat"]._replace(pairs=32_768, val
 # fmt: on
 
 
-class Head(NamedTuple):
-    """The head without its norm: weight [V, C]; bias [V], a constant that is -inf in the padding; cap of the logits."""
-
-    weight: Tensor
-    bias: Tensor | None
-    soft_cap: float | None
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., V]."""
-        if self.soft_cap is None:
-            return F.linear(x, self.weight, self.bias)
-        share = torch.tanh(F.linear(x / self.soft_cap, self.weight).float())
-        bias = share.new_zeros(()) if self.bias is None else self.bias
-        return torch.add(bias, share, alpha=self.soft_cap)
-
-
 class Context(NamedTuple):
     """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal), cache, and value
     embeddings [B, T, K·Q] of each layer."""
