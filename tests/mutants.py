@@ -133,8 +133,8 @@ data/mixture.py: both have a value per source
 - epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]
 + epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders)]
 model/muon.py: as many updates as matrices
-- updates |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype), strict=True)
-+ updates |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype))
+- found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)
++ found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous())
 model/muon.py: two ways to the same matrix
 - if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
 + if dtype == torch.float32 and x.size(2) >= 1.5 * x.size(1): # nearer to a square, it takes more arithmetic

@@ -173,7 +173,7 @@ def test_muon_steps_each_matrix_of_a_stack(shape):
         one.grad = gradient
     group = {"momentum": 0.9, "weight_decay": 0.1, "dtype": torch.float32, "sent_dtype": torch.float32}
     for parameters in ([stack], alone):
-        muon.MuonAdamW([group | {"params": parameters}], {"lr": 1.0}).step()
+        muon.MuonAdamW([group | {"params": parameters}], lr=1.0).step()
     assert_close(stack.flatten(0, 1), torch.stack(alone))
 
 

@@ -57,14 +57,12 @@ class Permutation(Order):
         return self._cached[positions - self._first]
 
     def _compute(self, positions: np.ndarray) -> np.ndarray:
-        parts = [np.empty(0, np.uint64)]
-        while len(positions):
-            epoch = int(positions[0]) // self.n_items
-            first = epoch * self.n_items
-            count = np.searchsorted(positions, first + self.n_items)
-            parts.append(self._permute(epoch, (positions[:count] - first).astype(np.uint64)))
-            positions = positions[count:]
-        return np.concatenate(parts)
+        epochs, index = np.divmod(positions, self.n_items)
+        items = index.astype(np.uint64)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            items[here] = self._permute(epoch, items[here])
+        return items
 
     def _permute(self, epoch: int, index: np.ndarray) -> np.ndarray:
         key = hashlib.shake_256(f"{self.seed}/{self.stream}{epoch}".encode()).digest(8 * ROUNDS)

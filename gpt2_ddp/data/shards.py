@@ -62,7 +62,7 @@ class TokenStream:
         for shard in shards if check else ():
             check_shard(folder, shard, self.dtype)
         self._ends = np.cumsum([shard.tokens for shard in shards])
-        self._bounds = [0, *(self._ends * self.dtype.itemsize).tolist()]  # of the shards, in bytes of the stream
+        self._begins = [0, *self._ends.tolist()]
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -78,23 +78,19 @@ class TokenStream:
         if len(starts) and (starts.min() < 0 or starts.max() + length > self._ends[-1]):
             raise IndexError(f"{length} tokens from {starts.min()} to {starts.max()} in a stream of {len(self)}")
         rows = np.empty((len(starts), length), self.dtype)
-        buffer, itemsize, filled = rows.reshape(-1).view(np.uint8).data, self.dtype.itemsize, 0
         shards = np.searchsorted(self._ends, starts, side="right").tolist()
-        for shard, start in zip(shards, (starts * itemsize).tolist(), strict=True):
-            end = start + length * itemsize
-            while start < end:
-                first, after = self._bounds[shard : shard + 2]
-                part = buffer[filled : filled + min(end, after) - start]
-                count = os.preadv(_opener()(*self._files[shard]).fileno(), [part], HEADER_BYTES + start - first)
-                if count == 0:
+        for row, shard, start in zip(rows, shards, starts.tolist(), strict=True):
+            filled = 0
+            while filled < length:
+                first, after = self._begins[shard : shard + 2]
+                part = row[filled : filled + after - start]
+                offset = HEADER_BYTES + (start - first) * self.dtype.itemsize
+                if os.preadv(_opener()(*self._files[shard]).fileno(), [part.data], offset) < part.nbytes:
                     raise UserError("shard", self._files[shard][0], f"became shorter while it was read; {AGAIN}")
-                filled, start = filled + count, start + count
-                shard += start == after
-        if rows.size and rows.max() >= self.vocab_size:
-            row, column = np.argwhere(rows >= self.vocab_size)[0]
-            path, _ = self._files[np.searchsorted(self._ends, starts[row] + column, side="right")]
-            hint = f"holds token id {rows[row, column]}, outside the vocabulary of {self.vocab_size}; {AGAIN}"
-            raise UserError("shard", path, hint)
+                if part.max() >= self.vocab_size:
+                    hint = f"holds token id {part.max()}, outside the vocabulary of {self.vocab_size}; {AGAIN}"
+                    raise UserError("shard", self._files[shard][0], hint)
+                filled, start, shard = filled + len(part), after, shard + 1
         return rows
 
 

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head query heads, K = n_kv_head
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.training import ModelConfig
 
-if TYPE_CHECKING:
-    from gpt2_ddp.model.generate import KVCache
-
 Norm = Callable[[int], nn.Module]
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, fp32 [T, 1, Q / 2] or [B, T, 1, Q / 2]."""
+KVCache = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values [B, K, S, Q] of the tokens so far, by layer."""
 
 
 gelu = partial(F.gelu, approximate="tanh")
@@ -83,29 +82,13 @@ ARCHITECTURES["speedrun"] = ARCHITECTURES["nanochat"]._replace(pairs=32_768, val
 # fmt: on
 
 
-class Head(NamedTuple):
-    """The head without its norm: weight [V, C]; bias [V], a constant that is -inf in the padding; cap of the logits."""
-
-    weight: Tensor
-    bias: Tensor | None
-    soft_cap: float | None
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., V]."""
-        if self.soft_cap is None:
-            return F.linear(x, self.weight, self.bias)
-        share = torch.tanh(F.linear(x / self.soft_cap, self.weight).float())
-        bias = share.new_zeros(()) if self.bias is None else self.bias
-        return torch.add(bias, share, alpha=self.soft_cap)
-
-
 class Context(NamedTuple):
     """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal), cache, and value
     embeddings [B, T, K·Q] of each layer."""
 
     rotation: Rotation | None = None
     mask: Tensor | None = None
-    cache: "KVCache | None" = None
+    cache: KVCache | None = None
     values: Sequence[Tensor] = ()
 
 
@@ -155,7 +138,7 @@ class Attention(nn.Module):
         self.rotates_first = kind.rotated_norm is not None
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
-        """x: [B, T, C] -> [B, T, C]. With a cache, x continues its tokens."""
+        """x: [B, T, C] -> [B, T, C]. With tokens in the cache, x is the next token."""
         B, T, C = x.shape
         rotation, mask, cache, values = context
         q, k, v = self.c_attn(x).split(self.sizes, dim=2)  # [B, T, C], 2 x [B, T, K·Q]
@@ -167,14 +150,22 @@ class Attention(nn.Module):
             k = self._rotated(k.float(), self.k_norm, rotation).type_as(v)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # [B, H or K, T, Q]
         if cache is not None:
-            k, v, mask = cache.extend(self.layer, k, v)  # 2 x [B, K, S, Q], [B, 1, T, S]
+            if self.layer in cache:
+                k, v = (torch.cat(pair, dim=2) for pair in zip(cache[self.layer], (k, v), strict=True))
+            cache[self.layer] = k, v  # 2 x [B, K, S, Q]
         dropout = self.dropout if self.training else 0.0
         is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T in SHORT and torch.is_grad_enabled()
         if mask is None and not dropout and is_short:
             y = causal_attention(q, k, v)
         else:
             y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.shares_keys
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None and T > 1,
+                enable_gqa=self.shares_keys,
             )
         y = y.transpose(1, 2).reshape(B, T, C)  # [B, H, T, Q] -> [B, T, C]
         return F.dropout(self.c_proj(y), self.dropout, self.training)

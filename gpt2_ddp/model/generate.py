@@ -1,66 +1,19 @@
-"""Text generation: ragged batches and a KV cache. A sample depends only on its seed and row."""
+"""Text generation: batches of rows and a cache of keys and values. A sample depends only on its seed and row."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2_ddp.data.tokenizer import Tokenizer
+from gpt2_ddp.model.architecture import KVCache
 from gpt2_ddp.model.gpt import GPT
 
 BATCH_ROWS = 32
 """Rows decoded at once, at most. Bounds the cache's memory: 75 MB a row for GPT-2 (124M) at its full context."""
-
-
-class KVCache:
-    """Keys and values of the tokens decoded so far; slot s of a row belongs to its position s.
-
-    Rows may differ in length. Padding comes after a row's last token: the causal mask hides it until tokens
-    overwrite it. There are `rows` (B) of `length` slots, at most block_size.
-    """
-
-    def __init__(self, model: GPT, rows: int, length: int):
-        config, weight = model.config, model.wte.weight
-        shape = (config.n_layer, rows, config.key_heads, length, config.n_embd // config.n_head)
-        # zeros: masked values are multiplied by 0, and 0 * NaN is NaN
-        self.keys = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
-        self.values = torch.zeros_like(self.keys)
-        self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=weight.device)
-        self.extended = 0  # layers, by the last tokens
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all layers have extended it. The attention of a model of one's own may do without a cache."""
-        return self.extended == len(self.keys)
-
-    def place(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Sets the next tokens and their positions, int64 [B, t], for all layers. Returns the token before each."""
-        self.extended = 0
-        self.tokens.scatter_(1, positions, tokens)
-        end = int(positions.max()) + 1
-        self.slots = positions[:, None, :, None].expand(-1, self.keys.size(2), -1, self.keys.size(4))  # [B, H, t, Q]
-        self.mask = torch.arange(end, device=positions.device) <= positions[:, None, :, None]  # [B, 1, t, end]
-        return self.tokens.gather(1, (positions - 1).clamp(min=0))
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Stores [B, H, t, Q]. Returns keys and values [B, H, end, Q], and the attention mask [B, 1, t, end]."""
-        self.extended += 1
-        keys, values = self.keys[layer].scatter_(2, self.slots, key), self.values[layer].scatter_(2, self.slots, value)
-        end = self.mask.size(-1)
-        return keys[:, :, :end], values[:, :, :end], self.mask
-
-
-def decode(model: GPT, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-    """Hidden states [B, t, C], for `GPT.head`, of tokens int64 [B, t] that continue the cache; extends the cache. Their
-    positions in the rows are int64 [B, t]; all earlier slots have to be filled. A row is one document, for a model with
-    a document mask."""
-    x = model.embed(tokens, cache.place(tokens, positions), positions)  # [B, t, C]
-    context = model.context(tokens, positions, cache=cache)
-    for block in model.h:
-        x = block.forward(x, context)  # not compiled, as shapes change with each token
-    return x
 
 
 class Sampling(NamedTuple):
@@ -85,7 +38,8 @@ def generate(
 ) -> list[list[int]]:
     """Continues each prompt; a row's result does not depend on the other rows.
 
-    When a row reaches the model's context, its last half is encoded again: positions are learned, so a cache cannot
+    The rows of a batch have equal lengths: a row whose prompt is longer than the shortest takes its next token from
+    there. At the model's context, the last half of each row is encoded again: positions are learned, so a cache cannot
     be shifted. So each token sees at least block_size / 2 tokens.
 
     Args:
@@ -98,16 +52,14 @@ def generate(
     Returns:
         The new tokens of each row, without end-of-text.
     """
-    training, shape = model.training, (sampling.max_new_tokens, np.float32)
+    training = model.training
     results: list[list[int]] = [[] for _ in prompts]
     model.eval()
     try:
         for first in range(0, len(prompts), BATCH_ROWS):
-            batch = [list(prompt) or [eot] for prompt in prompts[first : first + BATCH_ROWS]]
-            seeds = [[sampling.seed, first + row] for row in range(len(batch))]
-            uniform = np.stack([np.random.default_rng(seed).random(*shape) for seed in seeds])
-            uniform = torch.from_numpy(uniform).to(model.wte.weight.device)
-            for row, token in _continue(model, batch, eot, sampling, uniform, poll):
+            batch = prompts[first : first + BATCH_ROWS]
+            draws = [np.random.default_rng([sampling.seed, first + row]) for row in range(len(batch))]
+            for row, token in _continue(model, batch, eot, sampling, draws, poll):
                 results[first + row].append(token)
                 heard(first + row, token)
         return results
@@ -117,34 +69,37 @@ def generate(
 
 def _continue(
     model: GPT,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     eot: int,
     sampling: Sampling,
-    uniform: Tensor,
+    draws: Sequence[np.random.Generator],
     poll: Callable[[], None],
 ) -> Iterator[tuple[int, int]]:
-    """Rows and new tokens of a batch of non-empty prompts. `uniform`: a number in [0, 1) for each token of each row."""
-    block_size = model.config.block_size
+    """Rows and new tokens of a batch. `draws`: the random numbers of each row."""
+    size, device = model.config.block_size, model.wte.weight.device
     begins = model.eot if model.config.document_mask else None  # first token of a document, whose past is masked
-    windows = [last_document(prompt, begins)[-block_size:] for prompt in prompts]  # context of each row
-    cache = KVCache(model, len(windows), min(max(map(len, windows)) + sampling.max_new_tokens, block_size))
-    running = set(range(len(windows)))
-    for numbers in uniform.unbind(1):
+    given = [last_document([*prompt] or [eot], begins)[-size:] for prompt in prompts]
+    shortest = min(map(len, given))
+    rows = torch.tensor([prompt[:shortest] for prompt in given], device=device)  # [B, n]
+    prompted = [iter(prompt[shortest:]) for prompt in given]
+    left = [sampling.max_new_tokens] * len(given)
+    cache: KVCache = {}
+    while any(left):
         poll()
-        full = [row for row, window in enumerate(windows) if len(window) > block_size]
-        for row in full:
-            windows[row] = windows[row][-max(block_size // 2, 1) :]
-        logits = next_logits(model, windows, cache, refill=bool(full) or not cache.is_complete)
-        for row, token in enumerate(sample(logits, numbers, sampling).tolist()):
-            if token == eot:
-                running.discard(row)
-            elif row in running:
-                if token == begins:
-                    windows[row].clear()
-                windows[row].append(token)
-                yield row, token
-        if not running:
-            break
+        if rows.size(1) > size:
+            rows, cache = rows[:, -max(size // 2, 1) :], {}
+        known = [next(tokens, None) for tokens in prompted]
+        numbers = [
+            draw.random(dtype=np.float32) if token is None else 0.0 for draw, token in zip(draws, known, strict=True)
+        ]
+        drawn = sample(next_logits(model, rows, cache), torch.tensor(numbers, device=device), sampling).tolist()
+        tokens = [new if token is None else token for new, token in zip(drawn, known, strict=True)]
+        rows = torch.cat((rows, torch.tensor(tokens, device=device)[:, None]), dim=1)
+        for row, token in enumerate(tokens):
+            if known[row] is None and left[row]:
+                left[row] = left[row] - 1 if token != eot else 0
+                if token != eot:
+                    yield row, token
 
 
 def last_document(tokens: list[int], begins: int | None) -> list[int]:
@@ -152,21 +107,19 @@ def last_document(tokens: list[int], begins: int | None) -> list[int]:
     return tokens[max((place for place, token in enumerate(tokens) if token == begins), default=0) :]
 
 
-def next_logits(model: GPT, windows: list[list[int]], cache: KVCache, refill: bool) -> Tensor:
-    """Logits [B, V] of the token after each window (1 to block_size ids).
-
-    With `refill` the windows are encoded from their beginning; otherwise the cache holds all but their last tokens.
-    The last token of a finished row is encoded again, in the same slot.
-    """
-    device = model.wte.weight.device
-    last = torch.tensor([len(window) - 1 for window in windows], device=device)  # [B]
-    if not refill:
-        tokens = torch.tensor([window[-1:] for window in windows], device=device)  # [B, 1]
-        return model.head(decode(model, tokens, last[:, None], cache)[:, 0])
-    longest = max(map(len, windows))
-    padded = torch.tensor([window + [0] * (longest - len(window)) for window in windows], device=device)  # [B, longest]
-    x = decode(model, padded, torch.arange(longest, device=device).expand_as(padded), cache)  # [B, longest, C]
-    return model.head(x[torch.arange(len(windows), device=device), last])
+def next_logits(model: GPT, rows: Tensor, cache: KVCache) -> Tensor:
+    """Logits [B, V] of the token after each row, int64 [B, n]; n up to block_size. The cache is empty, or has all
+    tokens but the last. It is filled again if attention of one's own leaves out a layer."""
+    begin = rows.size(1) - 1 if len(cache) == len(model.h) else 0
+    if not begin:
+        cache.clear()
+    tokens, before = rows[:, begin:], F.pad(rows, (1, 0))[:, begin:-1]
+    positions = torch.arange(begin, rows.size(1), device=rows.device)[None]  # [1, t]
+    x = model.embed(tokens, before, positions)
+    context = model.context(tokens, positions, cache=cache)
+    for block in model.h:
+        x = block.forward(x, context)  # not compiled, as shapes change with each token
+    return model.head(x[:, -1])
 
 
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, V = padded vocabulary.
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, Head, make_norm, rotation
+from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, KVCache, make_norm, rotation
 from gpt2_ddp.model.roles import Role, roles
-
-if TYPE_CHECKING:
-    from gpt2_ddp.model.generate import KVCache
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
@@ -114,8 +111,8 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """The loss of hidden states [B, T, C], as `forward` returns it."""
-        rows, goals, head = self.ln_f(x).flatten(0, 1), targets.flatten(), self._head()
-        score = lambda rows, goals, kind: F.cross_entropy(head.logits(rows), goals, reduction=kind)  # noqa: E731
+        rows, goals = self.ln_f(x).flatten(0, 1), targets.flatten()
+        score = lambda rows, goals, kind: F.cross_entropy(self._logits(rows), goals, reduction=kind)  # noqa: E731
         if (chunk := loss_chunk(rows)) and len(rows) > chunk:  # the backward pass computes each chunk's logits again
             parts = zip(rows.split(chunk), goals.split(chunk), strict=True)
             again = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
@@ -135,7 +132,7 @@ class GPT(nn.Module):
         self.compiles_blocks = True
 
     def context(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None, cache: "KVCache | None" = None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Context:
         """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
         rotated = rotation(self.config, positions) if self.wpe is None else None
@@ -166,12 +163,17 @@ class GPT(nn.Module):
         mask = (document[:, None, :, None] == document[:, None, None, :]) & (index[:, None] >= index)
         return positions, mask
 
-    def _head(self) -> Head:
-        return Head((self.lm_head or self.wte).weight, self.padding_mask, self.soft_cap)
+    def _logits(self, x: Tensor) -> Tensor:
+        """Head without its norm: [..., C] -> [..., V]."""
+        weight, bias = (self.lm_head or self.wte).weight, self.padding_mask
+        if self.soft_cap is None:
+            return F.linear(x, weight, bias)
+        share = torch.tanh(F.linear(x / self.soft_cap, weight).float())
+        return torch.add(share.new_zeros(()) if bias is None else bias, share, alpha=self.soft_cap)
 
     def head(self, x: Tensor) -> Tensor:
         """Final norm and head: [..., C] -> logits [..., V], -inf in the padding."""
-        return self._head().logits(self.ln_f(x))
+        return self._logits(self.ln_f(x))
 
     def parameter_roles(self) -> dict[Any, Role]:
         """The head's role, which may be the embedding."""

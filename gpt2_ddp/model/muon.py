@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.adamw import adamw
+from torch.optim import AdamW
+
+from gpt2_ddp.model.optim import without_dynamo
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 """Newton-Schulz iteration by Jordan: singular values end between about 0.7 and 1.2."""
@@ -17,78 +18,76 @@ TOGETHER = 2**22
 
 
 def orthogonal_updates(
-    parameters: Sequence[Tensor], direction: Callable[[int], Tensor], dtype: torch.dtype, sent_dtype: torch.dtype
+    parameters: Sequence[Any], direction: Callable[[int], Tensor], dtype: torch.dtype, sent_dtype: torch.dtype
 ) -> list[Tensor]:
-    """The orthogonalized `direction` of each parameter. Each rank computes some and broadcasts them. So ranks share the
-    work, and stay replicas although processors round differently. Computes in `dtype`, sends `sent_dtype`."""
+    """The orthogonalized `direction` of each parameter; of a sharded one, this rank's rows. Each rank computes some and
+    sends them. So ranks share the work, and stay replicas although processors round differently. Computes in `dtype`,
+    sends `sent_dtype`."""
+    mesh = parameters[0].device_mesh["shards"] if hasattr(parameters[0], "device_mesh") else None
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    updates = [torch.empty_like(parameter, dtype=sent_dtype) for parameter in parameters]
-    for numbers in batches(parameters, range(rank, len(parameters), world), dtype):
-        matrices = torch.stack([direction(n) for n in numbers])
-        for number, update in zip(numbers, orthogonal(matrices, dtype), strict=True):
-            updates[number].copy_(update)
-    for sent in [dist.broadcast(one, n % world, async_op=True) for n, one in enumerate(updates) if world > 1]:
-        sent.wait()  # pyright: ignore[reportOptionalMemberAccess]
+    if mesh:
+        rank, world = mesh.get_local_rank(), mesh.size()
+        direction = gathered(parameters, direction, dtype, mesh).__getitem__
+    found: dict[int, Tensor] = {}
+    for batch in batches(parameters, range(rank, len(parameters), world), dtype):
+        matrices = torch.stack([direction(n) for n in batch])
+        found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)
+    updates = []
+    for n, one in enumerate(parameters):
+        update = found[n] if n in found else torch.empty(one.shape, dtype=sent_dtype, device=one.device)
+        if mesh:
+            update = divided(update, mesh, n % world)
+        elif world > 1:
+            dist.broadcast(update, n % world)
+        updates.append(update)
     return updates
 
 
-def sharded_updates(
-    parameters: Sequence[Any], direction: Callable[[int], Tensor], dtype: torch.dtype, sent_dtype: torch.dtype
-) -> list[Tensor]:
-    """As `orthogonal_updates`, of this rank's rows of each parameter. All ranks gather one direction after the other,
-    and the rank that orthogonalizes it keeps it."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+def divided(tensor: Tensor, mesh: Any, source: int) -> Tensor:
+    """This rank's rows of the tensor of the rank `source`."""
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh, place = parameters[0].device_mesh["shards"], [Shard(0)]
-    rank, world, whole, updates = mesh.get_local_rank(), mesh.size(), dict[int, Tensor](), dict[int, Tensor]()
+    return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=source).to_local()
+
+
+def gathered(
+    parameters: Sequence[Any], direction: Callable[[int], Tensor], dtype: torch.dtype, mesh: Any
+) -> dict[int, Tensor]:
+    """The whole directions that this rank orthogonalizes. All ranks gather one after the other."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = {}
     for n, one in enumerate(parameters):
         layout = {"shape": one.shape, "stride": one.stride()}
-        gathered = DTensor.from_local(direction(n).to(dtype), mesh, place, **layout).full_tensor()
-        whole |= {n: gathered} if n % world == rank else {}
-    for batch in batches(parameters, [*whole], dtype):
-        matrices = torch.stack([whole[n] for n in batch])
-        updates |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype), strict=True)
-    found = []
-    for n, one in enumerate(parameters):
-        update = updates[n] if n in updates else torch.empty(one.shape, dtype=sent_dtype, device=one.device)
-        found.append(distribute_tensor(update, mesh, place, src_data_rank=n % world).to_local())
-    return found
+        full = DTensor.from_local(direction(n).to(dtype), mesh, [Shard(0)], **layout).full_tensor()
+        if n % mesh.size() == mesh.get_local_rank():
+            whole[n] = full
+    return whole
 
 
-MUON_STATE, ADAMW_STATE = ("momentum_buffer",), ("step", "exp_avg", "exp_avg_sq")
-"""Kinds of state of a parameter, zero at first."""
-
-
-class MuonAdamW(Optimizer):
+class MuonAdamW(without_dynamo(AdamW)):
     """Muon for parameter groups with a `momentum`, fused AdamW for the others. Both read `found_inf` on the device."""
-
-    _step_supports_amp_scaling = True  # a loss scaler then sets found_inf
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
-        for group in self.param_groups:
-            if parameters := [p for p in group["params"] if p.grad is not None]:
-                step, kinds = (muon_step, MUON_STATE) if "momentum" in group else (adamw_step, ADAMW_STATE)
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        super().step()
+        self.param_groups = groups
+        for group in groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if "momentum" in group and parameters:
                 for p in parameters:
                     if not self.state[p]:
-                        number = torch.zeros((), device=p.device)
-                        self.state[p] = {kind: number if kind == "step" else torch.zeros_like(p) for kind in kinds}
+                        self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
                 bad = getattr(self, "found_inf", torch.zeros((), device=parameters[0].device))
-                step(group, parameters, bad, *([local(self.state[p][kind]) for p in parameters] for kind in kinds))
+                muon_step(group, parameters, bad, [local(self.state[p]["momentum_buffer"]) for p in parameters])
 
 
 def local(tensor: Any) -> Tensor:
     """The part that this rank holds of a sharded tensor; others as they are."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def adamw_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, steps: Any, means: Any, squares: Any) -> None:
-    """Step of `torch.optim.AdamW`, by its fused kernel."""
-    settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "fused")}
-    settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False}
-    gradients, parameters = [local(p.grad) for p in parameters], [local(p) for p in parameters]
-    adamw(parameters, gradients, means, squares, [], steps, found_inf=bad, **settings)
 
 
 def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor]) -> None:
@@ -98,8 +97,7 @@ def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers
     for gradient, buffer in zip(gradients, buffers, strict=True):
         buffer.lerp_(torch.where(bad, buffer, gradient), 1 - group["momentum"])  # lerp to itself keeps it
     direction = lambda n: gradients[n].lerp(buffers[n], group["momentum"])  # noqa: E731
-    share = sharded_updates if hasattr(parameters[0], "device_mesh") else orthogonal_updates
-    updates = share(parameters, direction, group["dtype"], group["sent_dtype"])
+    updates = orthogonal_updates(parameters, direction, group["dtype"], group["sent_dtype"])
     for parameter, update in zip(parameters, updates, strict=True):
         held = local(parameter)
         stepped = held * (1 - group["lr"] * group["weight_decay"])

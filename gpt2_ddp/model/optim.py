@@ -45,7 +45,7 @@ def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
     matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, "momentum": MOMENTUM}
     matrices |= {"name": "muon", "relative_lr": config.muon_lr / config.lr, STATE_NUMBERS: 1}
     groups = [*decay_groups(model, config, {*matrices["params"]}), matrices]
-    return without_dynamo(MuonAdamW)(groups, {"lr": config.lr, "betas": config.betas, "eps": EPSILON, "fused": True})
+    return MuonAdamW(groups, config.lr, config.betas, EPSILON, fused=True)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig], Optimizer]] = {"adamw": adamw, "muon": muon}
