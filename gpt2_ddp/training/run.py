@@ -89,8 +89,8 @@ class Trainer(Opened):
 
         model, state = self.task.model, start.state
         self.guard.flush()
-        is_own = self.strategy.part.is_own
-        weights, moments = (start.tensors(file) if is_own else {} for file in (MODEL, OPTIMIZER))
+        files = (MODEL, OPTIMIZER) if self.strategy.part.is_own else ()
+        weights, moments = on_every_rank(lambda: [*map(start.tensors, files)]) or ({}, {})
         load_model_state(weights, model, self.strategy.fill)
         load_optimizer_state(moments, model, self.optimizer.plain, self.strategy.fill)
         self.progress.load_state_dict(state.progress)
