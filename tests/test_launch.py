@@ -24,7 +24,8 @@ from gpt2_ddp.distributed.launch import pick_precision, start_run
 from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.training import precision
-from gpt2_ddp.training.precision import describe_precision, settle_precision
+from gpt2_ddp.training.precision import settle_fast
+from gpt2_ddp.training.run import describe_precision
 
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
 
@@ -122,25 +123,17 @@ def test_accumulation_in_the_environment_changes_nothing(corpus, tmp_path):
     assert_same(tmp_path / "usual", tmp_path / "odd")
 
 
-def settled(wish, device="cpu", before=""):
-    """The precision, which replaces `fast` in the configuration, and speeds."""
-    config = TrainingConfig.model_validate({"train": {"steps": 1, "mixed_precision": wish}})
-    resolved, found, speeds = settle_precision(config, torch.device(device), before)
-    assert resolved.train.mixed_precision == (found if wish == "fast" else wish)
-    return found, speeds
+def settled(device="cpu", before=""):
+    """The precision that replaces `fast`."""
+    config = TrainingConfig.model_validate({"train": {"steps": 1, "mixed_precision": "fast"}})
+    return settle_fast(config, torch.device(device), before).train.mixed_precision
 
 
 @pytest.mark.parametrize(("bf16", "fast"), [(84, "no"), (109, "no"), (111, "bf16")])
-def test_fast_is_bf16_on_a_cpu_where_it_is_clearly_faster_and_the_start_says_what_is(monkeypatch, bf16, fast):
-    speeds = {"no": 100.0, "bf16": float(bf16)}
-    monkeypatch.setattr(precision, "measure_speeds", lambda matrix: speeds)
-    assert settled("fast") == settled("fast", before="fp16") == (fast, speeds)
-    for before in ("no", "bf16"):
-        assert settled("fast", before=before) == (before, speeds)
-        assert settled("no", before=before) == ("no", {})
-        assert settled("bf16", before=before) == ("bf16", speeds)
-        hint = describe_precision(before, torch.device("cpu"), speeds)
-        assert (f"--train.mixed_precision {fast}" in hint) == (before != fast)
+def test_fast_is_bf16_on_a_cpu_where_it_is_clearly_faster(monkeypatch, bf16, fast):
+    monkeypatch.setattr(precision, "measure", lambda matrix: {"no": 1 / 100, "bf16": 1 / bf16})
+    assert settled() == settled(before="fp16") == fast
+    assert [settled(before=before) for before in ("no", "bf16")] == ["no", "bf16"]
 
 
 def test_a_measurement_leaves_threads_and_random_numbers(monkeypatch):
@@ -148,40 +141,40 @@ def test_a_measurement_leaves_threads_and_random_numbers(monkeypatch):
     monkeypatch.setattr(precision, "WIDEST", 16)
     generator, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(2)
-    clock = iter([0, 4e-6, 4e-6, 13e-6, 13e-6, 14e-6, 14e-6, 22e-6, 22e-6, 24e-6, 24e-6, 28e-6])
-    assert precision.measure_speeds((8, 32), clock=clock.__next__) == {"no": 196.6, "bf16": 49.2}
+    clock = iter([0, 4, 4, 13, 13, 14, 14, 22, 22, 24, 24, 28])
+    assert precision.measure((8, 32), clock=clock.__next__) == {"no": 1, "bf16": 4}
     left = torch.get_num_threads()
     torch.set_num_threads(threads)
     assert left == 2
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-def train_measured(config, *speeds):
-    """The first rank measures these speeds in fp32 and bf16, another one the opposite."""
-    found = speeds if os.environ["RANK"] == "0" else speeds[::-1]
-    precision.measure_speeds = lambda matrix: dict(zip(("no", "bf16"), found, strict=True))
+def train_measured(config, *seconds):
+    """The first rank measures these seconds in fp32 and bf16, another one the opposite."""
+    found = seconds if os.environ["RANK"] == "0" else seconds[::-1]
+    precision.measure = lambda matrix: dict(zip(("no", "bf16"), found, strict=True))
     return train(config)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_precision_that_was_measured_first(corpus, tmp_path):
     changes = {"train.mixed_precision": "fast", "optim.decay_steps": 9}
-    for steps, speeds in ((1, (1.0, 2.0)), (2, (2.0, 1.0))):
+    for steps, seconds in ((1, (2.0, 1.0)), (2, (1.0, 2.0))):
         config = training_config(corpus, tmp_path, changes | {"train.steps": steps})
-        assert run_ranks(train_measured, 2, config, *speeds) == ["completed"] * 2
+        assert run_ranks(train_measured, 2, config, *seconds) == ["completed"] * 2
     starts = events(tmp_path / "run", "start")
     assert [row["config"]["train"]["mixed_precision"] for row in starts] == ["bf16"] * 2
-    assert [row["gflops"] for row in starts] == [{"no": 1.0, "bf16": 2.0}, {"no": 2.0, "bf16": 1.0}]
 
 
 def test_fast_on_other_devices(monkeypatch):
-    assert settled("fast", "mps") == ("no", {})
+    assert settled("mps") == "no"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     gpu = torch.device("cuda")
-    assert settled("fast", "cuda") == ("bf16", {})
-    assert describe_precision("no", gpu, {}).startswith("no, here slower than bf16;")
-    assert describe_precision("bf16", gpu, {}) == "bf16"
+    assert settled("cuda") == "bf16"
+    assert describe_precision("no", gpu).startswith("no, here slower than bf16;")
+    assert describe_precision("bf16", gpu) == "bf16"
+    assert describe_precision("no", torch.device("cpu")) == "no"
 
 
 LAUNCHES = """

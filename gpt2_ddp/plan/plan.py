@@ -25,7 +25,7 @@ from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.data.manifest import missing_data
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
-from gpt2_ddp.distributed.launch import pick_device
+from gpt2_ddp.distributed.launch import pick_device, pick_precision
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import without_init
 from gpt2_ddp.model.memory import Memory, Setting, estimate, pick_micro_batch, setting_of
@@ -34,7 +34,7 @@ from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.opening import Opened, open_run
 from gpt2_ddp.training.peaks import GPUS, peak_flops
-from gpt2_ddp.training.precision import settle_precision
+from gpt2_ddp.training.precision import settle_fast
 
 CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
 FIRST_STEP = 4e7  # bytes that the first step on a CPU loads: libraries and kernels
@@ -265,7 +265,9 @@ def make_plan(config: PlanConfig) -> Plan:
         training = training.model_copy(update={"train": training.train.model_copy(update=own)})
     precision = config.train.mixed_precision
     with suppress(UserError):  # it is among those of training
-        config, precision, _ = settle_precision(config, torch.device(machine.kind))
+        if precision == "fast":
+            config = settle_fast(config, torch.device(machine.kind))
+        precision = pick_precision(config.train.mixed_precision, torch.device(machine.kind))
     base = psutil.Process().memory_info().rss + FIRST_STEP  # before the meta device loads more than a training has
     seen = preflight(training, machine.processes)
     if config.inherited and not seen.model:

@@ -18,12 +18,11 @@ from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import elastic_nodes, machines
-from gpt2_ddp.distributed.launch import make_accelerator, start_run
+from gpt2_ddp.distributed.launch import make_accelerator, pick_precision, start_run
 from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.model.compiled import check_compiler
 from gpt2_ddp.state import Progress
-from gpt2_ddp.training.precision import Speeds, settle_precision
 from gpt2_ddp.training.strategy import Replicated
 from gpt2_ddp.training.task import MakeTask, Task
 
@@ -37,7 +36,7 @@ class Opened:
         checkpoint: to start from, hashed; None for a new run. A new branch has its parent's.
         progress: steps taken, scores, pending work.
         steps: of the whole run; None while that is unknown.
-        speeds: measured for `train.mixed_precision`. begun: `time.monotonic()` of the start.
+        begun: `time.monotonic()` of the start.
     """
 
     folder: RunFolder
@@ -50,7 +49,6 @@ class Opened:
     checkpoint: Checkpoint | None
     progress: Progress
     steps: int | None
-    speeds: Speeds
     begun: float
 
     @property
@@ -116,8 +114,8 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             checkpoint = find_start(config, store, processes.print)
             if checkpoint:
                 progress.load_state_dict(checkpoint.state.progress)
-            config, precision, speeds = _settle(config, checkpoint, device, processes.print)
-            accelerator = make_accelerator(precision)
+            config = _settle(config, checkpoint, device, processes.print)
+            accelerator = make_accelerator(pick_precision(config.train.mixed_precision, device, "train."))
             strategy = _choose_strategy(config, accelerator, folder)
             task = make_task(config, accelerator, checkpoint)
             yield Opened(
@@ -131,7 +129,6 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
                 checkpoint,
                 progress,
                 task.total_steps(checkpoint.state.setup.epoch_size if checkpoint else None),
-                speeds,
                 begun,
             )
         except BaseException as error:
@@ -182,16 +179,17 @@ def find_start(config: RunConfig, store: CheckpointStore, note: Callable[[str], 
     return branch_off(find_parent(config), config)
 
 
-def _settle(
-    config: Any, checkpoint: Checkpoint | None, device: torch.device, note: Callable[[str], None]
-) -> tuple[Any, str, Speeds]:
-    """The configuration with model and precision settled, the precision, and speeds (`settle_precision`)."""
+def _settle(config: Any, checkpoint: Checkpoint | None, device: torch.device, note: Callable[[str], None]) -> Any:
+    """The configuration with the model of `train.init_from`, and a precision in place of `fast`."""
     if config.init_from:
         from gpt2_ddp.training.initial_weights import settle_model
 
         config = settle_model(config, checkpoint, note)
-    before = checkpoint.config["train"].get("mixed_precision", "") if checkpoint else ""
-    return settle_precision(config, device, before)
+    if config.train.mixed_precision == "fast":
+        from gpt2_ddp.training.precision import settle_fast
+
+        config = settle_fast(config, device, checkpoint.config["train"].get("mixed_precision") if checkpoint else "")
+    return config
 
 
 def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFolder) -> Replicated:

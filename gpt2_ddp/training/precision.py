@@ -1,5 +1,5 @@
-"""The precision of a training: on a CPU, `train.mixed_precision: fast` is what a measurement finds to be faster. Some
-CPUs have instructions for bf16 that are slower than those for fp32, and some emulate bf16."""
+"""`train.mixed_precision: fast`: on CPUs, a measurement decides between bf16 and fp32. Some CPUs have instructions for
+bf16 that are slower than those for fp32, and some emulate bf16."""
 
 import math
 import time
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.launch import multiplies_bf16, pick_precision
+from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import on_main
 
 ROWS, WIDEST = 256, 384
@@ -22,14 +22,28 @@ MARGIN = 1.1
 """How much faster bf16 has to be: nearer ones differ by noise, and fp32 is more accurate."""
 
 Config = TypeVar("Config", bound=RunConfig)
-Speeds = dict[str, float]
-"""GFLOP/s of a thread by precision: `no` (fp32) and `bf16`. Empty without a measurement."""
 
 
-def measure_speeds(matrix: tuple[int, int], clock: Callable[[], float] = time.thread_time) -> Speeds:
-    """Speeds of a linear layer's three products, forward and backward. It takes 0.2 s or less and draws no random
-    numbers. Other processes may use the cores. So it takes the fastest of several turns on one thread, in CPU time:
-    several threads wait for each other, and share each product alike."""
+def settle_fast(config: Config, device: torch.device, before: str = "") -> Config:
+    """The configuration with `no` or `bf16` in place of `fast`: the precision `before` of a resumed run, or else the
+    faster one. Collective: the main process measures."""
+    precision = before if before in ("no", "bf16") else pick_precision("fast", device)
+    if precision == "fast":
+        precision = on_main(partial(faster, config.matrix))
+    train = config.train.model_copy(update={"mixed_precision": precision})
+    return config.model_copy(update={"train": train})
+
+
+def faster(matrix: tuple[int, int]) -> str:
+    """The precision to train a model of such matrices in: `bf16` if it is clearly faster, else `no`."""
+    seconds = measure(matrix)
+    return "bf16" if MARGIN * seconds["bf16"] <= seconds["no"] else "no"
+
+
+def measure(matrix: tuple[int, int], clock: Callable[[], float] = time.thread_time) -> dict[str, float]:
+    """Seconds of a linear layer's three products, forward and backward, by precision. It takes 0.2 s or less and draws
+    no random numbers. Other processes may use the cores. So it takes the fastest of several turns on one thread, in
+    CPU time: several threads wait for each other, and share each product alike."""
     inputs, outputs = (min(width, WIDEST) for width in matrix)
     x, weight = torch.ones(ROWS, inputs), torch.ones(outputs, inputs)
     dtypes = {"no": torch.float32, "bf16": torch.bfloat16}
@@ -43,8 +57,7 @@ def measure_speeds(matrix: tuple[int, int], clock: Callable[[], float] = time.th
             seconds[name] = min(seconds[name], clock() - start)
         rounds += 1
     torch.set_num_threads(threads)
-    operations = 6 * ROWS * inputs * outputs
-    return {name: round(operations / 1e9 / took, 1) for name, took in seconds.items()}
+    return seconds
 
 
 def _train_layer(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
@@ -53,42 +66,3 @@ def _train_layer(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     y = torch.nn.functional.linear(x, weight)
     torch.mm(y, weight)  # the inputs' gradient, if y were that of the outputs
     torch.mm(y.mT, x).float()
-
-
-def faster(speeds: Speeds) -> str:
-    """The precision to train in: `bf16` if it is clearly faster, else `no`."""
-    return "bf16" if speeds["bf16"] >= MARGIN * speeds["no"] else "no"
-
-
-def settle_precision(config: Config, device: torch.device, before: str = "") -> tuple[Config, str, Speeds]:
-    """`train.mixed_precision` as `no`, `bf16` or `fp16`. For `fast`, a resumed run keeps its precision `before`.
-    Collective: the main process measures.
-
-    Returns:
-        The configuration with that value in place of `fast`; the value; and speeds, if a CPU may train in bf16.
-    """
-    wish, speeds = config.train.mixed_precision, {}
-    precision = pick_precision(wish, device, "train.")
-    if device.type == "cpu" and precision in ("fast", "bf16"):
-        speeds = on_main(partial(measure_speeds, config.matrix))
-    if wish != "fast":
-        return config, precision, speeds
-    if before in ("no", "bf16"):
-        precision = before
-    elif precision == "fast":
-        precision = faster(speeds)
-    train = config.train.model_copy(update={"mixed_precision": precision})
-    return config.model_copy(update={"train": train}), precision, speeds
-
-
-def describe_precision(precision: str, device: torch.device, speeds: Speeds) -> str:
-    """The precision of a training as text, with a hint if another would be faster."""
-    best = precision
-    if speeds:
-        best = faster(speeds)
-    elif device.type == "cuda":
-        best = "bf16" if multiplies_bf16(device) else "no"
-    if precision == "fp16" or precision == best:
-        return precision
-    measured = " ({no:g} GFLOP/s in fp32, {bf16:g} in bf16)".format(**speeds) if speeds else ""
-    return f"{precision}, here slower than {best.replace('no', 'fp32')}{measured}; set --train.mixed_precision {best}"
