@@ -153,9 +153,6 @@ training/guard.py: not reached without a GPU
 training/loop.py: a run has three rollbacks, or none
 - return Pending(row=_position(run) | digest, evaluate=True, save=run.config.rollbacks > 0)
 + return Pending(row=_position(run) | digest, evaluate=True, save=run.config.rollbacks > 1)
-training/optimizer.py: the configuration has its end by then
-- end = config.decay_steps or steps
-+ end = config.decay_steps or False
 training/optimizer.py: the same step, with a copy of all tensors
 - if reads_found_inf(self.plain):
 + if False:

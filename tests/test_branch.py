@@ -171,6 +171,7 @@ def test_what_a_branch_begins_with(branching):
 
 SCHEDULES = """
 --train.steps 4 | 4 | --train.steps 600 | 600
+--train.steps 4 | 3 | --train.steps 5 | 6
 --train.steps 20 | 5 | --train.steps 10 | 10
 --train.steps 20 | 6 | --train.steps 40 | 20
 --train.steps 20 --optim.decay_steps 15 | 4 | --train.steps 40 | 15

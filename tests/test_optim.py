@@ -1,6 +1,5 @@
 """The schedule, the parameter groups, Muon, and an optimizer whose bad steps change nothing."""
 
-import json
 import math
 from copy import deepcopy
 
@@ -31,10 +30,8 @@ from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.optimizer import (
     GuardedOptimizer,
-    default_decay_steps,
     lr_at,
     named_losses,
-    schedule_note,
     set_values,
 )
 from gpt2_ddp.training.strategy import Replicated
@@ -77,32 +74,6 @@ def test_rates_of_a_schedule(case):
     values |= {"schedule": name, "lr": 1.0, "min_lr": float(least), "decay_fraction": 0.2}
     config = OptimConfig.model_construct(**OptimConfig().model_dump() | values)
     assert_close([lr_at(int(step), config) for step in pairs[::2]], [*map(float, pairs[1::2])])
-
-
-NOTES = """
-{} | 0 700 |
-{"schedule": "constant"} | 0 1000000 |
-{"min_lr": 2.0} | 0 1000000 |
-{} | 0 608 |
-{} | 0 606 | its decay to min_lr (0.2) at step 700
-{"warmup_steps": 20, "decay_steps": 21} | 5 5 | ends at step 5, its warm-up at step 20
-{"warmup_steps": 20, "decay_steps": 21} | 5 600 | min_lr (0.2) at step 21
-{"warmup_steps": 20, "decay_steps": 21} | 5 600 | the last learning rate is 0.2; --optim.decay_steps 600 ends
-{"warmup_steps": 20, "decay_steps": 21} | 100 600 | the last learning rate is 0.2
-{} | 0 100 | at step 700 (optim.decay_steps): the last learning rate is 1.97
-{"schedule": "wsd"} | 400 500 | the last learning rate is 2; --optim.decay_steps 500 ends
-"""
-"""Changes, the step at the start and the run's last one, and the note: none within a twentieth of lr - min_lr."""
-
-
-@pytest.mark.parametrize("case", NOTES.strip().splitlines())
-def test_what_may_surprise_about_a_schedule_is_said(case):
-    changes, steps, words = map(str.strip, case.split("|"))
-    assert default_decay_steps(5, OptimConfig(warmup_steps=10, decay_steps=11)) == 11
-    values = {"lr": 2.0, "min_lr": 0.2, "warmup_steps": 50, "decay_steps": 700}
-    note = schedule_note(*map(int, steps.split()), OptimConfig(**values | json.loads(changes)))
-    assert words in note
-    assert bool(note) == bool(words)
 
 
 class Experts(nn.Module):

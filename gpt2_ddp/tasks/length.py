@@ -8,7 +8,6 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import Parent
-from gpt2_ddp.training.optimizer import default_decay_steps
 
 
 def total_steps(config: TrainingConfig, epoch_size: int | None) -> int | None:
@@ -43,12 +42,13 @@ def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -
 def resolve_decay_steps(
     config: TrainingConfig, known: dict[str, Any] | None, step: int, epoch_size: int
 ) -> tuple[int | None, list[str]]:
-    """`optim.decay_steps`, and notes; null becomes the default of the run's length. A resumed run keeps the value of
-    the saved configuration `known`, unless that was the default and no step up to `step` depends on it."""
+    """`optim.decay_steps`, and notes; null becomes the last step, or the first after a longer warm-up. A resumed run
+    keeps the value of the saved configuration `known`, unless that was such a default and no step up to `step` depends
+    on it."""
 
     def default(config: TrainingConfig) -> int | None:
         steps = total_steps(config, epoch_size)
-        return steps and default_decay_steps(steps, config.optim)
+        return steps and max(steps, config.optim.warmup_steps + 1)
 
     length = default(config)
     if config.optim.decay_steps is not None or length is None or not known:

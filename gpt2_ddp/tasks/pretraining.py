@@ -32,15 +32,13 @@ from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.state import CODE, GPTData, Mixture, OwnCode, Scores, State, TaskState
 from gpt2_ddp.tasks.length import check_branch, resolve, total_steps, with_length
 from gpt2_ddp.training.meters import has_same_devices
-from gpt2_ddp.training.optimizer import lr_at, schedule_note
+from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.task import Due, Loss, Poll
 
 if TYPE_CHECKING:
     from gpt2_ddp.scoring import ItemSet
 
 
-MOST_PASSES = 40
-"""Passes over the training split beyond which a note asks for more text."""
 TASK_ITEMS = 500
 """Most items of each task that an evaluation during training scores."""
 
@@ -86,10 +84,8 @@ class Pretraining:
 
     def set_steps(self, steps: int) -> None:
         """Makes a run of `train.minutes` one of so many steps."""
-        self.config, _ = resolve(
-            with_length(self.config, {"steps": steps, "minutes": None}), self._saved, self.epoch_size
-        )
-        self._print(self._length_notes(steps))
+        config = with_length(self.config, {"steps": steps, "minutes": None})
+        self.config, _ = resolve(config, self._saved, self.epoch_size)
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model; for a complete run,
@@ -127,25 +123,14 @@ class Pretraining:
         self.order = self.make_order(corpus.sources)
         self.epoch_size = len(self.order)
         self.config, notes = resolve(config, self._saved, self.epoch_size)
-        if steps := self.total_steps(self.epoch_size):
-            notes += self._length_notes(steps)
+        steps, warmup = self.total_steps(self.epoch_size), self.config.optim.warmup_steps
+        if steps and steps <= warmup:
+            notes.append(f"the run ends at step {steps:,}, before the end of optim.warmup_steps = {warmup:,}")
         self._print(notes)
         file = Path(paths[0]) / self.manifest.tokenizer
         self.files: Mapping[str, bytes] = {file.name: file.read_bytes()} if file.is_file() else {}
         if self.code:
             self.files = {**self.files, CODE: self.code.source}
-
-    def _length_notes(self, steps: int) -> Iterator[str]:
-        """Notes on a run of so many steps: on its schedule, and on a new run's text."""
-        before = self._saved.step if self._saved else 0
-        if type(self).schedule is Pretraining.schedule and (note := schedule_note(before, steps, self.config.optim)):
-            yield note
-        if not self._saved:
-            passes = steps * self.config.global_batch_windows / self.epoch_size
-            if passes > MOST_PASSES:
-                more = "beyond about 40 passes a model only learns them by heart (Muennighoff et al., 2023)"
-                repeats = f"the steps repeat the training tokens {passes:,.0f} times"
-                yield f"{repeats}; {more}; use more text, or --train.epochs 10"
 
     def _get_missing_data(self) -> None:
         if not self.accelerator.is_local_main_process:

@@ -122,22 +122,3 @@ def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
         for parameter in group["params"]:
             yield parameter
             yield from (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor))
-
-
-def default_decay_steps(steps: int, config: OptimConfig) -> int:
-    """Value of `optim.decay_steps: null` in a run of `steps` steps: the last step, or the first after the warm-up."""
-    return max(steps, config.warmup_steps + 1)
-
-
-def schedule_note(step: int, steps: int, config: OptimConfig) -> str:
-    """Warning, after `step` steps of `steps` in all, about a run that ends within the warm-up or away from the end of
-    the decay; or empty."""
-    end = config.decay_steps or steps
-    last = lr_at(steps, config)
-    span = 0.0 if config.schedule == "constant" else config.lr - config.min_lr
-    if steps > config.warmup_steps and (not span or (steps <= end and last - config.min_lr <= span / 20)):
-        return ""
-    ends = f"the run ends at step {steps:,}, its warm-up at step {config.warmup_steps:,}"
-    decay = f", its decay to min_lr ({config.min_lr:.3g}) at step {end:,} (optim.decay_steps)" if span else ""
-    hint = f"; --optim.decay_steps {steps} ends the decay with the run" if config.may_end_at(steps, step) else ""
-    return f"{ends}{decay}: the last learning rate is {last:.3g}{hint}"
