@@ -1,7 +1,7 @@
 """The optimizer of a training step: loss scale, clipping, learning rates, and skipped steps."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from gpt2_ddp.training.task import Loss
 
 
 class GuardedOptimizer:
-    """An optimizer whose step changes nothing where it is to be skipped. No method waits for the device.
+    """An optimizer whose step changes nothing where it is to be skipped.
 
     All ranks skip the same steps, as `Guard.judge_gradient` says it of the all-reduced gradient. A fused kernel reads
-    `found_inf` on the device. For other optimizers parameters
-    and state are copied before the step and restored after it.
+    `found_inf` on the device, so no method waits for it. A step of another optimizer waits, and is not taken.
 
     Attributes:
         plain: the optimizer inside Accelerate's.
@@ -32,13 +31,9 @@ class GuardedOptimizer:
         accelerator = strategy.accelerator
         self._prepared, self._accelerator, self._scaler = optimizer, accelerator, accelerator.scaler
         self._keeps_gradients = strategy.keeps_gradients
-        self._before: dict[Tensor, Tensor] = {}
-        self._skip = torch.zeros(())
-        if reads_found_inf(self.plain):
+        self._waits, self._skip = not reads_found_inf(self.plain), torch.zeros(())
+        if not self._waits:
             self.plain.register_step_pre_hook(self._set_found_inf)
-        else:
-            self.plain.register_step_pre_hook(self._copy_tensors)
-            self.plain.register_step_post_hook(self._restore_tensors)
 
     # Accelerate's backward, clip_grad_norm_, step and zero_grad compute the same. In every step they also divide by 1,
     # and search for DTensors, an optional package and signatures.
@@ -56,22 +51,16 @@ class GuardedOptimizer:
         scale = getattr(self._scaler, "_scale", None)
         bad = skip if scale is None else skip * (grad_norm.isfinite() | (scale <= 1))
         self._skip = skip
-        (self._prepared if self._scaler else self.plain).step()
+        if not (self._waits and skip):
+            (self._prepared if self._scaler else self.plain).step()
+        elif self._scaler:
+            self._scaler.update()
         # DDP's gradients are views of its buckets, which None would drop; one process saves a pass over the memory
         self.plain.zero_grad(set_to_none=not self._keeps_gradients)
         return bad
 
     def _set_found_inf(self, optimizer: Any, args: object, kwargs: object) -> None:
         optimizer.found_inf = self._skip  # also where a scaler has set it: then the norm is not finite either
-
-    def _copy_tensors(self, optimizer: Any, args: object, kwargs: object) -> None:
-        self._before = {tensor: tensor.detach().clone() for tensor in _tensors(optimizer)}
-
-    @torch.no_grad()
-    def _restore_tensors(self, optimizer: Any, args: object, kwargs: object) -> None:
-        for tensor in _tensors(optimizer):  # state that this step created was 0 before
-            tensor.copy_(torch.where(self._skip.bool(), self._before.get(tensor, torch.zeros_like(tensor)), tensor))
-        self._before = {}
 
 
 def named_losses(loss: Loss) -> dict[str, Tensor]:
@@ -115,10 +104,3 @@ def set_values(groups: list[dict[str, Any]], settings: Mapping[str, float]) -> N
                 is_known = True
         if not is_known:
             raise UserError("schedule()", name, "the optimizer has no such setting")
-
-
-def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter
-            yield from (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor))
