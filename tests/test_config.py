@@ -14,7 +14,7 @@ from close import assert_close, distance
 from commands import ROOT, WITH_FLAGS, expect_error, launch
 
 from gpt2_ddp.config.base import flat
-from gpt2_ddp.config.cli import dump, help_text, load
+from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.hints import check_resumable, complete
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
 from gpt2_ddp.config.tools import PrepareConfig
@@ -35,10 +35,10 @@ def mistakes(*argv):
     return caught.value.mistakes
 
 
-def printed(capsys, command, *argv):
+def printed(capsys, command, *argv, default=None):
     """What `--help` or `--print_config` writes before it ends the command."""
     with pytest.raises(SystemExit) as end:
-        load(command, argv)
+        load(command, argv, default)
     assert end.value.code == 0
     return capsys.readouterr().out
 
@@ -261,9 +261,9 @@ def test_a_command_whose_output_nobody_reads_ends_like_others(main, code):
 
 
 @pytest.mark.parametrize(("command", "default"), [(TrainingConfig, training_default), (RegressionConfig, None)])
-def test_help_has_the_defaults_of_a_run_without_flags(command, default):
+def test_help_has_the_defaults_of_a_run_without_flags(command, default, capsys):
     config = flat(load(command, [], default).model_dump())
-    text = " ".join(help_text(command, default({}) if default else None).split())
+    text = " ".join(printed(capsys, command, "--help", "all", default=default).split())
     for name, value in config.items():
         (shown,) = re.findall(rf"--{re.escape(name)} \S+ .*?\(default: (.*?)\)(?: --| \w+: |$)", text)
         several = " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

@@ -53,8 +53,16 @@ def run(trained, corpus, tmp_path):
     shutil.copytree(corpus, tmp_path / "data")
     lines = [f'{{"step": 10, "prompt": "", "text": "{text}"}}\n' for text in "ab"]
     hashes = [hashlib.sha256("".join(lines[:count]).encode()).hexdigest() for count in (1, 2)]
-    forge(run, lambda rows: rows.__setitem__(slice(-2, -2), [{"event": "sample", "step": 10, HASH: h} for h in hashes]))
+    edit_rows(
+        run, lambda rows: rows.__setitem__(slice(-2, -2), [{"event": "sample", "step": 10, HASH: h} for h in hashes])
+    )
     (run / SAMPLES).write_text("".join(lines))
+    before = (run / METRICS).read_text().splitlines(keepends=True)[:-2]  # of the newest checkpoint
+    end = {"chain": json.loads(before[-1])["chain"], "bytes": sum(map(len, before))}
+    end |= {"samples_sha256": hashes[-1], "samples_bytes": sum(map(len, lines))}
+    (run / NEW_STATE).write_text(json.dumps(read_json(run / NEW_STATE) | {"log": end}))
+    reseal(run / NEW_STATE)
+    forge(run)
     return run
 
 
@@ -126,7 +134,7 @@ def test_mistakes_of_the_user(run, trained, tmp_path, capsys):
         expect_error(f"data = {name}", verified, run, capsys, data=[name])
     change(run / CONFIG, own, data)
     edit_rows(run, lambda rows: [row["config"]["data"].update(path=data) for row in rows if "config" in row])
-    expect_defect(run, capsys, f"{data}: has other tokens")
+    expect_defect(run, capsys, f"data = {data}: has other tokens")
 
 
 # Tampering
@@ -300,7 +308,7 @@ def begun_log(run):
 def sample_defects(run, end=LogEnd()):  # noqa: B008
     """Of a run whose newest checkpoint has this end of the rows and samples."""
     log = verify.Log(run / METRICS, set())
-    return [*verify._check_samples(verify._hash_samples(run), log, end.samples_sha256)]
+    return [*verify._check_samples(verify._hash_samples(run), log.events, end.samples_sha256)]
 
 
 def test_samples_of_a_run_that_was_rolled_back(tmp_path):

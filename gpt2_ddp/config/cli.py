@@ -3,17 +3,14 @@
 A flag is a key of a section, and its value is that of the same key in YAML. pydantic validates both.
 """
 
-import json
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, get_origin
 
 import yaml
-from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
 from gpt2_ddp.config.base import Command, flat, kinds_of, leaves, merge, sections
@@ -38,7 +35,11 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         SystemExit: after `--help` or `--print_config`.
     """
     if {"-h", "--help"}.intersection(argv):
-        print(help_text(command, _preset(default, {}), () if "all" in argv else command.first))
+        from gpt2_ddp.config.hints import help_text
+
+        preset = _preset(default, {})
+        defaults = flat(read_yaml(preset)) if preset else {}
+        print(help_text(command, preset, defaults, () if "all" in argv else command.first))
         sys.exit(0)
     files, flags = split_flags(command, [word for word in argv if word != "--print_config"])
     config = resolve(command, files, flags, default)
@@ -172,49 +173,3 @@ def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
     if not isinstance(values, dict | None):
         raise UserError(field, file, "should contain sections and keys, like `train: {steps: 100}`")
     return values or {}
-
-
-def help_text(command: type[Command], preset: str | None = None, only: Sequence[str] = ()) -> str:
-    """The text of `--help`: all flags of a command, or those in `only`, with the values of the file `preset`."""
-    defaults = flat(read_yaml(preset)) if preset else {}
-    fields = leaves(command)
-    words = f"[{command.positional.upper()}] " if command.positional else ""
-    preset_text = f" (default: {preset})" if preset else ""
-    parts = [
-        f"usage: {Path(sys.argv[0]).name} {words}[--config FILE ...] [--FIELD VALUE ...]",
-        "",
-        str(command.__doc__),
-        "",
-        _flag_help("config FILE", f"YAML file; repeatable, later files win{preset_text}"),
-        _flag_help("print_config", "print the configuration and exit"),
-    ]
-    before = ""
-    for name, field in fields:
-        if only and name not in only:
-            continue
-        section = name.rpartition(".")[0]
-        if section != before:
-            parts += ["", f"{section}: {sections(command)[section].__doc__}"]
-            before = section
-        value = defaults.get(name, field.default)
-        shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else json.dumps(value).strip('"')
-        parts.append(_flag_help(f"{name} {_metavar(field)}", f"{field.description or ''} (default: {shown or 'none'})"))
-    if only:
-        parts += ["", f"--help all lists all {len(fields)} flags"]
-    return "\n".join(parts)
-
-
-def _flag_help(flag: str, text: str) -> str:
-    return f"  --{flag}\n" + textwrap.fill(text, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
-
-
-def _metavar(field: FieldInfo) -> str:
-    """The kinds of values that a flag takes, like `INT` or `{auto,true,false}`."""
-    words = {str: "TEXT", bool: "true,false", type(None): "null"}
-    names = [
-        kind if isinstance(kind, str) else words.get(kind) or kind.__name__.upper()
-        for kind in sorted(kinds_of(field.annotation), key=lambda kind: isinstance(kind, str))
-        if isinstance(kind, type | str) and not get_args(kind)
-    ]
-    text = ",".join(dict.fromkeys(names))
-    return f"{{{text}}}" if "," in text else text

@@ -1,12 +1,17 @@
-"""User errors of few commands, imported on demand: mixtures, fields that differ from a saved run's."""
+"""What few commands need, imported on demand: `--help`, errors of mixtures, fields that differ from a saved run's."""
 
+import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from gpt2_ddp.config.base import Command, flat, merge
+from pydantic.fields import FieldInfo
+
+from gpt2_ddp.config.base import Command, flat, kinds_of, leaves, merge, sections
 from gpt2_ddp.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,3 +72,49 @@ def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step:
             mistakes += UserError(name, now, hint).mistakes
     if mistakes:
         raise UserError.join(mistakes)
+
+
+def help_text(command: type[Command], preset: str | None, defaults: Mapping[str, Any], only: Sequence[str] = ()) -> str:
+    """The text of `--help`: all flags of a command, or those in `only`. `defaults`: values in the file `preset`, by
+    dotted names."""
+    fields = leaves(command)
+    words = f"[{command.positional.upper()}] " if command.positional else ""
+    preset_text = f" (default: {preset})" if preset else ""
+    parts = [
+        f"usage: {Path(sys.argv[0]).name} {words}[--config FILE ...] [--FIELD VALUE ...]",
+        "",
+        str(command.__doc__),
+        "",
+        _flag_help("config FILE", f"YAML file; repeatable, later files win{preset_text}"),
+        _flag_help("print_config", "print the configuration and exit"),
+    ]
+    before = ""
+    for name, field in fields:
+        if only and name not in only:
+            continue
+        section = name.rpartition(".")[0]
+        if section != before:
+            parts += ["", f"{section}: {sections(command)[section].__doc__}"]
+            before = section
+        value = defaults.get(name, field.default)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else json.dumps(value).strip('"')
+        parts.append(_flag_help(f"{name} {_metavar(field)}", f"{field.description or ''} (default: {shown or 'none'})"))
+    if only:
+        parts += ["", f"--help all lists all {len(fields)} flags"]
+    return "\n".join(parts)
+
+
+def _flag_help(flag: str, text: str) -> str:
+    return f"  --{flag}\n" + textwrap.fill(text, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+def _metavar(field: FieldInfo) -> str:
+    """The kinds of values that a flag takes, like `INT` or `{auto,true,false}`."""
+    words = {str: "TEXT", bool: "true,false", type(None): "null"}
+    names = [
+        kind if isinstance(kind, str) else words.get(kind) or kind.__name__.upper()
+        for kind in sorted(kinds_of(field.annotation), key=lambda kind: isinstance(kind, str))
+        if isinstance(kind, type | str) and not get_args(kind)
+    ]
+    text = ",".join(dict.fromkeys(names))
+    return f"{{{text}}}" if "," in text else text

@@ -51,11 +51,11 @@ class Recomputed:
         self.feed = Feed(order, batch)
         self._begin(0, self.feed.state)
 
-    def first_defects(self, rows: Iterable[tuple[str, Record]]) -> list[str]:
+    def first_defects(self, rows: Iterable[Record]) -> list[str]:
         """Defects of the first row that does not follow from the data and the rows before. Raises: UserError for an
         unusable configuration."""
-        for place, row in rows:
-            if defects := [f"{place}: {defect}" for defect in self._check(row)]:
+        for number, row in enumerate(rows, 1):
+            if defects := [f"{METRICS}, line {number}: {defect}" for defect in self._check(row)]:
                 return defects
         return []
 

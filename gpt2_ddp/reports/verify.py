@@ -2,13 +2,12 @@
 
 A row's chain is a hash of all rows before it, so what a sound chain holds needs no rule of its own. The rows pin the
 checkpoints, the samples, the configuration and the data. What follows from these is recomputed (`recompute`), and
-steps can be trained again (`replay`).
+steps can be trained again (`replay`). A broken chain pins nothing, so nothing is compared with its rows.
 """
 
 import hashlib
 import os
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
 from io import BytesIO
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, list_checkpoints
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, record_defect, verify
 from gpt2_ddp.checkpoint.run_files import (
     CONFIG,
@@ -26,7 +25,6 @@ from gpt2_ddp.checkpoint.run_files import (
     is_event,
     is_rollback,
     parse_lines,
-    read_events,
     read_lines,
     sets_config,
     split_chain,
@@ -49,9 +47,7 @@ from gpt2_ddp.tasks.own_code import trusted
 from gpt2_ddp.tasks.pretraining import Pretraining
 
 LINE = 1000
-"""Most characters of a printed line."""
-SHOWN = 5
-"""Most defects of one kind to print; the others are counted."""
+"""Most characters of a printed line: names and values in the files may hold newlines and escapes, to imitate others."""
 
 
 class Row(FeedState, strict=True):
@@ -60,7 +56,6 @@ class Row(FeedState, strict=True):
     step: Count
     event: str | None = None
     config: dict[str, Any] = Field({})
-    lr: float | None = None
     epoch_size: Positive = 1
     global_batch_size: Annotated[int, Field(ge=1, le=MOST_ITEMS)] = 1
     data_manifest: str = ""
@@ -71,46 +66,48 @@ class Row(FeedState, strict=True):
 
 
 class Log:
-    """The rows of metrics.jsonl. `rows` reads them again, so the memory holds events alone.
+    """The rows of metrics.jsonl, up to the first that breaks the chain. `rows` reads them again, so the memory holds
+    events alone.
 
     Args:
         chains: chains to look for.
 
     Attributes:
-        events: by place. last: the last row. chain: of the last row.
+        chain, last: of the last row, and that row.
         seen: of each of `chains`, the number of events up to its row. loose: number of steps' rows after all of them.
-        defects: of the rows and the chain; a torn last line after a kill is allowed.
+        defects: why the chain is broken; a torn last line after a kill is allowed.
     """
 
     def __init__(self, file: Path, chains: set[str]):
         self._stream = file.open("rb") if file.is_file() else BytesIO()  # the same file, if a resume replaces it
-        self._lines = self.loose = 0
+        self._count = self.loose = 0
         self.chain = FIRST_CHAIN
-        self.events: dict[str, Record] = {}
-        self.seen: dict[str, int] = {}
+        self.events: list[Record] = []
+        self.seen = {FIRST_CHAIN: 0}
         self.last: Record = {}
         self.defects: list[str] = []
         for line in parse_lines(self._stream):
-            if not line.torn:
-                self._lines = line.number
-                self._add(f"{METRICS}, line {line.number}", line.text, line.row or {}, chains)
-        if next(iter(self.events.values()), {}).get("event") != "start":
+            if line.torn or self.defects:
+                break
+            self._add(f"{METRICS}, line {line.number}", line.text, line.row or {}, chains)
+        if [row["event"] for row in self.events[:1]] != ["start"]:
             self.defects.append(f"{METRICS}: has no start in its first row")
 
     def _add(self, place: str, line: str, row: Record, chains: set[str]) -> None:
         text, chain = split_chain(line)
-        if chain != next_chain(self.chain, text):
-            self.defects.append(f"{place}: its chain is wrong: this row was changed, or one before it is missing")
-        self.chain = chain or self.chain
         try:
             Row.model_validate_json(line)
         except ValidationError as error:
             first = error.errors()[0]
             self.defects.append(f"{place}: is no row: {'.'.join(map(str, first['loc']))} is {first['input']}")
             return
-        self.last = row
+        if not chain or chain != next_chain(self.chain, text):
+            self.defects.append(f"{place}: its chain is wrong: this row was changed, or one before it is missing")
+            return
+        self.chain, self.last = chain, row
+        self._count += 1
         if is_event(row):
-            self.events[place] = row
+            self.events.append(row)
         else:
             self.loose += 1
         if chain in chains:
@@ -119,18 +116,17 @@ class Log:
 
     def named(self, event: str) -> list[Record]:
         """The rows of an event."""
-        return [row for row in self.events.values() if row["event"] == event]
+        return [row for row in self.events if row["event"] == event]
 
     @property
     def config_row(self) -> Record:
-        """The newest row that records a configuration; empty without one."""
-        return next((row for row in reversed(self.events.values()) if sets_config(row)), {})
+        """The newest row that records a configuration."""
+        return next(row for row in reversed(self.events) if sets_config(row))
 
-    def rows(self) -> Iterator[tuple[str, Record]]:
-        """The place and content of each row, if there are no defects."""
+    def rows(self) -> Iterator[Record]:
+        """The rows, in order."""
         self._stream.seek(0)
-        for line in islice(parse_lines(self._stream), self._lines):
-            yield f"{METRICS}, line {line.number}", line.row or {}
+        return (line.row or {} for line in islice(parse_lines(self._stream), self._count))
 
 
 def verify_run(command: VerifyConfig) -> int:
@@ -142,88 +138,51 @@ def verify_run(command: VerifyConfig) -> int:
         raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
     span = plan(run, command.replay) if command.replay else None
     for what, defects in _check(run, command, span):
-        if not defects:
-            _print(f"{'note' if defects is None else 'ok':8}{what}")
-            continue
-        for defect in defects[:SHOWN]:
-            _print(f"defect  {defect}")
-        if len(defects) > SHOWN:
-            _print(f"defect  ... and {len(defects) - SHOWN} more like these")
-        n_defects += len(defects)
-    _print(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}")
+        lines = [f"defect  {defect}" for defect in defects or ()]
+        n_defects += len(lines)
+        for line in lines or [f"{'note' if defects is None else 'ok':8}{what}"]:
+            print(truncate(line, LINE))
+    print(truncate(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}", LINE))
     return 1 if n_defects else 0
-
-
-def _print(line: str) -> None:
-    """Prints one line: names and values in the files may hold newlines and escapes, to imitate other lines."""
-    print(truncate(line, LINE))
-
-
-def _read_settings(run: Path) -> Record | str:
-    try:
-        return read_yaml(str(run / CONFIG), CONFIG)
-    except UserError as error:
-        return str(error)
-
-
-def _hash_samples(run: Path) -> list[str]:
-    digest = hashlib.sha256()
-    hashes = []
-    for line in read_lines(run / SAMPLES):
-        if not line.torn:
-            digest.update(f"{line.text}\n".encode())
-            hashes.append(digest.hexdigest())
-    return hashes
-
-
-def _read_checkpoints(run: Path) -> tuple[dict[str, Checkpoint], list[str]]:
-    """The checkpoints whose files have the hashes of their manifest, by their place in the run folder, and the defects
-    of the others. The oldest is first."""
-    checkpoints: dict[str, Checkpoint] = {}
-    defects = []
-    for folder in list_checkpoints(run / "checkpoints"):
-        try:
-            checkpoints[f"checkpoints/{folder.name}"] = verify(folder)
-        except CorruptCheckpoint as damage:
-            if folder.is_dir():  # not deleted meanwhile by a running training
-                defects.append(f"{damage.file.relative_to(run)}: {damage.reason}")
-    return checkpoints, defects
 
 
 def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Finding]:
     """Reads the run's files, and checks them. A running training writes a row before a sample, and after a checkpoint;
     and the samples that a checkpoint pins before it."""
     settings = _read_settings(run)
-    checkpoints, wrong = _read_checkpoints(run)
+    folders = list_checkpoints(run / "checkpoints")
+    checkpoints, wrong = _read_checkpoints(run, folders)
     samples = _hash_samples(run)
     chains = {checkpoint.state.log.chain for checkpoint in checkpoints.values()}
     log = Log(run / METRICS, {*chains, command.anchor or ""})
-    if log.last.get("event") == "end":  # the samples are complete by now
-        samples = _hash_samples(run)
     yield f"{METRICS}: all rows chained by hashes up to {log.chain}", log.defects
+    if command.anchor:
+        lost = [f"{METRICS}: lacks the anchor: rows were rewritten or cut off"]
+        yield "the anchor is the chain of a row", [] if command.anchor in log.seen else lost
     pinned: dict[int, Checkpoint] = {}
-    for place, checkpoint in checkpoints.items():
-        if defect := _pin_defect(checkpoint, log):
-            wrong.append(f"{place}: {defect}")
-        else:
-            pinned[checkpoint.step] = checkpoint
-    wrong += _check_folder(run, log)
+    if not log.defects:
+        wrong += _check_folder(run / "checkpoints", log.events, steps_of(folders))
+        for place, checkpoint in checkpoints.items():
+            if defect := _pin_defect(checkpoint, log):
+                wrong.append(f"{place}: {defect}")
+            else:
+                pinned[checkpoint.step] = checkpoint
     yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
+    if log.defects:
+        yield "configuration, samples, data, order and learning rates: not checked, since the chain is broken", None
+        return
     if log.loose:
         yield f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
     yield f"{CONFIG}: as {METRICS} recorded it", _check_settings(settings, log)
     newest = next(reversed(checkpoints.values()), None)
     least = newest.state.log.samples_sha256 if newest else NO_SAMPLES
-    yield f"{SAMPLES}: {len(samples)} lines, all pinned by {METRICS}", [*_check_samples(samples, log, least)]
+    yield f"{SAMPLES}: {len(samples)} lines, all pinned by {METRICS}", [*_check_samples(samples, log.events, least)]
     is_right = yield from _check_training(log, newest, command)
     for branch in log.named("branch"):
         manifest = Path(str(branch.get("parent"))) / MANIFEST
         is_same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
         state = "is unchanged" if is_same else "is missing or changed"
         yield f"the parent checkpoint {manifest.parent} {state}: verify its own run, too", None
-    if command.anchor:
-        lost = [f"{METRICS}: lacks the anchor: rows were rewritten or cut off"]
-        yield "the anchor is the chain of a row", [] if command.anchor in log.seen else lost
     if span is None:
         yield "losses, norms and weights: pinned, not recomputed; --replay A:B trains again", None
     elif is_right:
@@ -233,43 +192,69 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
         yield f"replay of {command.replay}: {unknown}", None
 
 
-def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
-    """Why a checkpoint is not the one that a row recorded, or holds the chain of no row; empty if all is right."""
-    chain = checkpoint.state.log.chain
-    events = [*log.events.values()]
-    is_lost = chain not in log.seen and (chain != FIRST_CHAIN or not events or checkpoint.step > events[0]["step"])
-    with suppress(FileNotFoundError):  # deleted meanwhile by a running training
-        defect = record_defect(checkpoint, events, log.seen.get(chain, 0))
-        return defect or f"its chain is not in {METRICS}" * is_lost
-    return ""
+def _read_settings(run: Path) -> Record | str:
+    try:
+        return read_yaml(str(run / CONFIG), CONFIG)
+    except UserError as error:
+        return str(error)
 
 
-def _check_folder(run: Path, log: Log) -> Iterator[str]:
-    """Checkpoints that the rows keep and that are missing, or that a start or rollback rejected."""
-    folder, events = run / "checkpoints", [*log.events.values()]
-    rejected = {file.name for file in folder.glob("step-*.rejected*")}
-    for name in sorted(rejected.union(*(row.get("rejected", []) for row in events))):
-        yield f"checkpoints/{name}: is not what {METRICS} recorded; a start or a rollback rejected it"
-    gone = [step for step in _kept(events) if not (folder / f"step-{step:08d}").is_dir()]
-    # a running training may have deleted them meanwhile, which it records first
-    still_kept = _kept(read_events(run / METRICS)[0]) if gone else []
-    yield from (f"checkpoints/step-{step:08d}: is missing" for step in gone if step in still_kept)
+def _read_checkpoints(run: Path, folders: Sequence[Path]) -> tuple[dict[str, Checkpoint], list[str]]:
+    """The checkpoints whose files have the hashes of their manifest, by their place in the run folder, and the defects
+    of the others. The oldest is first."""
+    checkpoints: dict[str, Checkpoint] = {}
+    defects = []
+    for folder in folders:
+        try:
+            checkpoints[f"checkpoints/{folder.name}"] = verify(folder)
+        except CorruptCheckpoint as damage:
+            if folder.is_dir():  # not deleted meanwhile by a running training
+                defects.append(f"{damage.file.relative_to(run)}: {damage.reason}")
+    return checkpoints, defects
 
 
-def _kept(events: Iterable[Record]) -> list[int]:
+def _hash_samples(run: Path) -> list[str]:
+    """The SHA-256 of samples.jsonl up to each of its lines."""
+    digest = hashlib.sha256()
+    hashes = []
+    for line in read_lines(run / SAMPLES):
+        if not line.torn:
+            digest.update(f"{line.text}\n".encode())
+            hashes.append(digest.hexdigest())
+    return hashes
+
+
+def _check_folder(folder: Path, events: Sequence[Record], found: Sequence[int]) -> Iterator[str]:
+    """Checkpoints that the rows keep and that are missing, also in the steps `found` before the rows were read; and
+    those that a start or a rollback rejected. A running training records a deletion first."""
     kept: list[int] = []
     for row in events:
         if is_rollback(row):
             kept = [step for step in kept if step <= row["step"]]
         kept = row.get("kept", kept)
-    return kept
+    names = {step: f"step-{step:08d}" for step in kept if step not in found}
+    yield from (f"checkpoints/{name}: is missing" for name in names.values() if not (folder / name).is_dir())
+    rejected = {file.name for file in folder.glob("step-*.rejected*")}
+    for name in sorted(rejected.union(*(row.get("rejected", []) for row in events))):
+        yield f"checkpoints/{name}: is not what {METRICS} recorded; a start or a rollback rejected it"
+
+
+def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
+    """Why a checkpoint is not the one that a row recorded, or holds the chain of no row; empty if all is right."""
+    before = log.seen.get(checkpoint.state.log.chain)
+    if before is None:
+        return f"its chain is not in {METRICS}"
+    try:
+        return record_defect(checkpoint, log.events, before)
+    except FileNotFoundError:  # deleted meanwhile by a running training
+        return ""
 
 
 def _check_settings(found: Record | str, log: Log) -> list[str]:
     """Why config.yaml is unreadable, or its fields that are not those of the newest row with a configuration, which is
     written first."""
     newest = log.config_row
-    if log.last is newest or not newest:  # a kill may have come before its config.yaml
+    if log.last is newest:  # a kill may have come before its config.yaml
         return []
     if isinstance(found, str):
         return [found]
@@ -278,36 +263,28 @@ def _check_settings(found: Record | str, log: Log) -> list[str]:
     return [f"{CONFIG}: {name} is {now.get(name)}, in {METRICS} {right.get(name)}" for name in names]
 
 
-def _check_samples(samples: list[str], log: Log, least: str) -> Iterator[str]:
-    """A row pins the file up to each line, and is written before the line. The newest checkpoint pins the `least`."""
-    is_cut = log.last.get("event") == "end" or least not in (NO_SAMPLES, *samples)
+def _check_samples(samples: list[str], events: Sequence[Record], least: str) -> Iterator[str]:
+    """A row pins the file up to each line, and is written before the line. The newest checkpoint pins the `least`; a
+    killed or running process may lack the samples after it."""
+    pins = [row[HASH] for row in events if HASH in row and row["event"] != "start"]
     newest = NO_SAMPLES
-    pins = []
-    for place, row in log.events.items():
-        if HASH in row and row["event"] != "start":
-            pins.append(row[HASH])
-        elif row.get(HASH, newest) != newest:  # a resume keeps the samples up to the newest hash
-            yield f"{place}: someone changed {SAMPLES} before this start"
+    for row in events:
+        if row["event"] == "start" and row.get(HASH, newest) != newest:  # a resume keeps those of the newest hash
+            yield f"{METRICS}: someone changed {SAMPLES} before the start at step {row['step']}"
         newest = row.get(HASH, newest)
-    for number, (line, pin) in enumerate(zip_longest(samples, pins), 1):
-        if line is None and is_cut:  # a killed or running process may lack newer ones
-            yield f"{SAMPLES}: lines are missing after line {number - 1}"
-        elif line is not None and line != pin:
+    for number, (line, pin) in enumerate(zip_longest(samples, pins[: len(samples)]), 1):
+        if line != pin:
             yield f"{SAMPLES}, line {number}: was changed or added, or one before it: {METRICS} lacks its hash"
-        else:
-            continue
-        return
+            return
+    if least not in (NO_SAMPLES, *samples):
+        yield f"{SAMPLES}: lines are missing after line {len(samples)}"
 
 
 def _check_training(log: Log, newest: Checkpoint | None, command: VerifyConfig) -> Generator[Finding, None, bool]:
     """Checks the data, and what follows from them and from the configuration. Returns whether the order is right."""
-    if log.defects:
-        yield "data, order and learning rates: not checked, since the chain of rows is broken", None
-        return False
     starts = log.named("start")
     start = starts[-1]
     config = read_config(str(start.get("kind")), log.config_row["config"], METRICS)
-    manifests: list[Manifest] = []
     sources: list[Windows] = []
     if isinstance(config, TrainingConfig):
         folders = command.data or config.data.paths
@@ -318,13 +295,13 @@ def _check_training(log: Log, newest: Checkpoint | None, command: VerifyConfig) 
                 raise
             yield "data", error.mistakes
             return False
-        known = [mixture.manifests for row in starts if (mixture := recorded(row))]
-        hashes = [manifest.hash for manifest in manifests]
-        if len(folders) != len(config.data.paths) or any(one != hashes[: len(one)] for one in known):
-            hint = "has other tokens than the run was trained on"
+        known = recorded(start)
+        if not known or known.manifests != [manifest.hash for manifest in manifests]:
+            hint = "has other tokens than the run was trained on; name the run's data with --data"
+            differs = UserError("data", " ".join(folders), hint)
             if command.data:
-                raise UserError("data", " ".join(folders), f"{hint}; name the run's data")
-            yield "data", [f"{' '.join(folders)}: {hint}; if they have moved, name the folder with --data"]
+                raise differs
+            yield "data", differs.mistakes
             return False
         for folder, manifest in zip(folders, manifests, strict=True):
             yield _check_shards(Path(folder), manifest)
