@@ -71,6 +71,7 @@ def test_the_classes_of_the_page_are_stopped_and_resumed(short_documents, tmp_pa
         file = tmp_path / f"{name}.py"
         file.write_text(classes()[name])
         own = {"task": f"{file}:{name}", "launch.parallel": parallel, "run_name": name, "train.steps": 6, **OWN[name]}
+        own |= {"train.global_batch_tokens": 192, "eval.tokens": 130}
         trust(find(own["task"]))
         given[part].append(training_config(short_documents, tmp_path / part, own))
     resumed = [config.model_copy(update={"task": None}) for config in given["parts"]]
