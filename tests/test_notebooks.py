@@ -20,13 +20,18 @@ assert model.h[0].mlp.activation.__name__ == "relu2"
     "look_into_a_run": """
 assert is_intact and not copy_is_intact
 assert found == manifest["files"]["model.safetensors"]["sha256"]
-assert losses_of["step 200"].mean() < losses_of["step 50"].mean()
+assert losses_of["step 40"].mean() < losses_of["step 10"].mean()
 """,
 }
 """What holds after the last cell."""
 SMALLER = {
     '"global_batch_tokens": 1024': '"global_batch_tokens": 256',
     "--seeds 1 2 3": "--seeds 1 2",
+    '"steps": 200': '"steps": 40',
+    'eval={"every": 50}': 'eval={"every": 10}',
+    'checkpoint={"every": 50': 'checkpoint={"every": 10',
+    "in (50, 200)": "in (10, 40)",
+    "step 200": "step 40",
     "warmup_steps: 20}\ntrain: {steps: 100": "warmup_steps: 2}\ntrain: {steps: 10",
 }
 """Sizes in the cells, and those that are run here."""
