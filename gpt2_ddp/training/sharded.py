@@ -211,7 +211,7 @@ class Sharded(Replicated):
                 whole = distribute_tensor(whole, target.device_mesh, target.placements)
             else:
                 dist.broadcast(whole, src=0)
-            target.copy_(whole)
+            self.local(target).copy_(self.local(whole))  # a copy of DTensors would first plan for a third of a second
         return name
 
     @torch.no_grad()
