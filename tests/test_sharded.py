@@ -134,16 +134,21 @@ def test_muon_and_sharding_of_a_model_without_blocks(text, tmp_path):
 def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
     """Each way resumes the other's checkpoints, with dropout, document masks, recomputed activations, a loss in chunks,
     scores of tasks and samples."""
-    more = MUON | {"model.document_mask": True, "eval.tasks": [items_file(tmp_path)], "eval.every": 3}
+    more = MUON | {
+        "model.document_mask": True,
+        "eval.tasks": [items_file(tmp_path)],
+        "eval.every": 2,
+        "eval.tokens": 130,
+    }
     more |= {"train.activation_checkpointing": True, "train.micro_batch_size": 1}
     monkeypatch.setattr(gpt, "loss_chunk", lambda x: 16)
-    more |= {"tracking.sample_every": 3, "optim.decay_steps": 15}
+    more |= {"tracking.sample_every": 2, "optim.decay_steps": 10}
     more |= {"model.block_size": 16, "train.global_batch_tokens": 192}
-    train_with_faults(training_config(corpus, tmp_path / "alone", more | {"train.steps": 15}))
+    train_with_faults(training_config(corpus, tmp_path / "alone", more | {"train.steps": 10}))
     for number, (processes, way, replicas) in enumerate(
         [(1, "ddp", 1), (2, "fsdp", 1), (3, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 1)], 1
     ):
-        how = {"train.steps": 3 * number, "launch.parallel": way, "launch.replicas": replicas}
+        how = {"train.steps": 2 * number, "launch.parallel": way, "launch.replicas": replicas}
         run_ranks(train_with_faults, processes, training_config(corpus, tmp_path / "changed", more | how))
     alone, changed = tmp_path / "alone/run", tmp_path / "changed/run"
     compare(alone, changed)
@@ -179,27 +184,27 @@ def train_until_killed_in_a_save(config, step, killed, at_manifest):
 
 
 KILLS = {
-    False: [(5, 0, False), (5, 0, True), (10, 1, False)],
-    True: [(5, 1, False), (5, -1, False), (10, 0, True)],
+    False: [(2, 0, False), (2, 0, True), (4, 1, False)],
+    True: [(2, 1, False), (2, -1, False), (4, 0, True)],
 }
 """By whether checkpoints are saved in the background: step, rank and whether the manifest is written."""
 
 
 @SLOW
-@pytest.mark.parametrize("background", KILLS)
-def test_kills_while_parts_are_written(corpus, tmp_path, background):
+def test_kills_while_parts_are_written(corpus, tmp_path):
     """Nothing half written is taken, and the resumed run is that which was left alone, bit for bit."""
-    more = FSDP | MUON | {"checkpoint.background": background}
-    alone, killed = (training_config(corpus, tmp_path / name, more) for name in ("alone", "killed"))
-    run_ranks(train, 2, alone)
-    for step, rank, at_manifest in KILLS[background]:
-        started = start_ranks(train_until_killed_in_a_save, 2, killed, step, rank, at_manifest)
-        for process, _ in started:
-            process.join(120)
-        assert -signal.SIGKILL in [process.exitcode for process, _ in started]
-    assert run_ranks(train, 2, killed) == ["completed"] * 2
-    assert_same(tmp_path / "alone/run", tmp_path / "killed/run")
-    assert is_intact(tmp_path / "killed/run")
+    more = FSDP | MUON | {"train.steps": 4, "train.global_batch_tokens": 192, "checkpoint.every": 2}
+    run_ranks(train, 2, training_config(corpus, tmp_path / "alone", more))
+    for background, kills in KILLS.items():
+        killed = training_config(corpus, tmp_path / str(background), more | {"checkpoint.background": background})
+        for step, rank, at_manifest in kills:
+            started = start_ranks(train_until_killed_in_a_save, 2, killed, step, rank, at_manifest)
+            for process, _ in started:
+                process.join(120)
+            assert -signal.SIGKILL in [process.exitcode for process, _ in started]
+        assert run_ranks(train, 2, killed) == ["completed"] * 2
+        assert_same(tmp_path / "alone/run", tmp_path / f"{background}/run")
+        assert is_intact(tmp_path / f"{background}/run")
 
 
 SHARDED = {
@@ -213,7 +218,8 @@ SHARDED = {
 def test_four_processes(corpus, tmp_path):
     """More processes than rows of a parameter, and than items of a task; two
     replicas; four, saved in the background."""
-    alike = MUON | {"train.micro_batch_size": 1, "train.steps": 5, "eval.tasks": [items_file(tmp_path)]}
+    alike = MUON | {"train.micro_batch_size": 1, "train.steps": 3, "eval.tasks": [items_file(tmp_path, 3)]}
+    alike |= {"train.global_batch_tokens": 256, "eval.tokens": 130}
     ways = {name: FSDP | own for name, own in SHARDED.items()} | {"wide-ddp": SHARDED["wide"], "ddp": {}}
     configs = [training_config(corpus, tmp_path, alike | way | {"run_name": name}) for name, way in ways.items()]
     assert run_ranks(train_all, 4, configs) == [["completed"] * len(configs)] * 4
@@ -290,8 +296,8 @@ def rank_memory(config):
 )
 def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
     """No rank has the whole model, of 382 MiB. A start, a save and a load take a tensor, of 11 MiB, beside the part."""
-    more = {"model": {"n_layer": 12, "n_embd": 832, "n_head": 13, "block_size": 64}, "launch.parallel": way}
-    more |= {"train.global_batch_tokens": 256, "train.micro_batch_size": 4 // processes}
+    more = {"model": {"n_layer": 12, "n_embd": 832, "n_head": 13, "block_size": 8}, "launch.parallel": way}
+    more |= {"train.global_batch_tokens": 32, "train.micro_batch_size": 4 // processes}
     found = run_ranks(rank_memory, processes, cell(text, tmp_path, "gpt2", "adamw", **more))
     print(processes, way, *found, sep="\n")
     if way == "fsdp":
