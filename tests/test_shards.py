@@ -98,12 +98,6 @@ def test_one_process_of_a_machine_reads_the_headers(monkeypatch):
     assert len(read) == 3
 
 
-def test_too_little_text_has_a_note_before_the_training(capsys):
-    for steps, said in ((1250, False), (1300, True)):  # 375 windows, 12 a step
-        open_data(True, **{"train.steps": steps})
-        assert ("42 times" in (found := capsys.readouterr().err), "repeat" in found) == (said, said)
-
-
 def other_header(index, value):
     """Replaces a number of the header: magic, version or tokens."""
     return lambda data: data[: 4 * index] + np.int32(value).tobytes() + data[4 * index + 4 :]
