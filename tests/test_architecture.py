@@ -10,7 +10,7 @@ from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.export.formats import to_transformers
 from gpt2_ddp.model import architecture
 from gpt2_ddp.model.architecture import causal_attention
-from gpt2_ddp.model.generate import next_logits
+from gpt2_ddp.model.generate import empty_cache, next_logits
 from gpt2_ddp.model.gpt import GPT, count_parameters
 from gpt2_ddp.model.optim import muon_matrices
 
@@ -92,7 +92,8 @@ def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_
 @float64()
 def test_cached_logits_are_those_of_the_whole_forward(kind, key_heads, dtype):
     model = make(kind, key_heads, scale=1.0).to(dtype).eval()
-    tokens, cache = random_tokens(VOCABULARY, length=32), {}
+    tokens = random_tokens(VOCABULARY, length=32)
+    cache = empty_cache(model, len(tokens), 32)
     found = [next_logits(model, tokens[:, :length], cache) for length in range(20, 33)]
     near = 1e-9 if dtype == torch.float64 else 0.2
     assert_close(torch.stack(found, dim=1)[..., :VOCABULARY], model(tokens)[:, 19:], near)

@@ -17,8 +17,6 @@ from gpt2_ddp.config.training import ModelConfig
 Norm = Callable[[int], nn.Module]
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, fp32 [T, 1, Q / 2] or [B, T, 1, Q / 2]."""
-KVCache = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values [B, K, S, Q] of the tokens so far, by layer."""
 
 
 gelu = partial(F.gelu, approximate="tanh")
@@ -84,11 +82,12 @@ ARCHITECTURES["speedrun"] = ARCHITECTURES["nanochat"]._replace(pairs=32_768, val
 
 class Context(NamedTuple):
     """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal), cache, and value
-    embeddings [B, T, K·Q] of each layer."""
+    embeddings [B, T, K·Q] of each layer. The cache has keys and values of the S tokens so far, [L, 2, B, K, S, Q]; the
+    layers write those of the last T."""
 
     rotation: Rotation | None = None
     mask: Tensor | None = None
-    cache: KVCache | None = None
+    cache: Tensor | None = None
     values: Sequence[Tensor] = ()
 
 
@@ -138,7 +137,7 @@ class Attention(nn.Module):
         self.rotates_first = kind.rotated_norm is not None
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
-        """x: [B, T, C] -> [B, T, C]. With tokens in the cache, x is the next token."""
+        """x: [B, T, C] -> [B, T, C]. With earlier tokens in the cache, x is the next token."""
         B, T, C = x.shape
         rotation, mask, cache, values = context
         q, k, v = self.c_attn(x).split(self.sizes, dim=2)  # [B, T, C], 2 x [B, T, K·Q]
@@ -150,9 +149,8 @@ class Attention(nn.Module):
             k = self._rotated(k.float(), self.k_norm, rotation).type_as(v)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # [B, H or K, T, Q]
         if cache is not None:
-            if self.layer in cache:
-                k, v = (torch.cat(pair, dim=2) for pair in zip(cache[self.layer], (k, v), strict=True))
-            cache[self.layer] = k, v  # 2 x [B, K, S, Q]
+            cache[self.layer, ..., -T:, :] = torch.stack((k, v))
+            k, v = cache[self.layer]  # 2 x [B, K, S, Q]
         dropout = self.dropout if self.training else 0.0
         is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T in SHORT and torch.is_grad_enabled()
         if mask is None and not dropout and is_short:

@@ -1,5 +1,6 @@
 """Text generation: batches of rows and a cache of keys and values. A sample depends only on its seed and row."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2_ddp.data.tokenizer import Tokenizer
-from gpt2_ddp.model.architecture import KVCache
 from gpt2_ddp.model.gpt import GPT
 
 BATCH_ROWS = 32
@@ -83,11 +83,12 @@ def _continue(
     rows = torch.tensor([prompt[:shortest] for prompt in given], device=device)  # [B, n]
     prompted = [iter(prompt[shortest:]) for prompt in given]
     left = [sampling.max_new_tokens] * len(given)
-    cache: KVCache = {}
+    cache = empty_cache(model, len(given), min(max(map(len, given)) + sampling.max_new_tokens, size))
     while any(left):
         poll()
         if rows.size(1) > size:
-            rows, cache = rows[:, -max(size // 2, 1) :], {}
+            rows = rows[:, -max(size // 2, 1) :]
+            cache.fill_(math.nan)
         known = [next(tokens, None) for tokens in prompted]
         numbers = [
             draw.random(dtype=np.float32) if token is None else 0.0 for draw, token in zip(draws, known, strict=True)
@@ -97,8 +98,10 @@ def _continue(
         rows = torch.cat((rows, torch.tensor(tokens, device=device)[:, None]), dim=1)
         for row, token in enumerate(tokens):
             if known[row] is None and left[row]:
-                left[row] = left[row] - 1 if token != eot else 0
-                if token != eot:
+                if token == eot:
+                    left[row] = 0
+                else:
+                    left[row] -= 1
                     yield row, token
 
 
@@ -107,12 +110,18 @@ def last_document(tokens: list[int], begins: int | None) -> list[int]:
     return tokens[max((place for place, token in enumerate(tokens) if token == begins), default=0) :]
 
 
-def next_logits(model: GPT, rows: Tensor, cache: KVCache) -> Tensor:
-    """Logits [B, V] of the token after each row, int64 [B, n]; n up to block_size. The cache is empty, or has all
-    tokens but the last. It is filled again if attention of one's own leaves out a layer."""
-    begin = rows.size(1) - 1 if len(cache) == len(model.h) else 0
-    if not begin:
-        cache.clear()
+def empty_cache(model: GPT, rows: int, length: int) -> Tensor:
+    """The cache of a `Context` for so many rows and tokens: NaN, until the layers write to it."""
+    config = model.config
+    shape = config.n_layer, 2, rows, config.key_heads, length, config.n_embd // config.n_head
+    return model.wte.weight.new_full(shape, math.nan)
+
+
+def next_logits(model: GPT, rows: Tensor, cache: Tensor) -> Tensor:
+    """Logits [B, V] of the token after each row, int64 [B, n]; n up to block_size. The cache is
+    empty, or has all tokens but the last. It is filled again if attention of one's own leaves out a layer."""
+    cache = cache[..., : rows.size(1), :]
+    begin = 0 if cache[..., 0, 0].isnan().any() else rows.size(1) - 1
     tokens, before = rows[:, begin:], F.pad(rows, (1, 0))[:, begin:-1]
     positions = torch.arange(begin, rows.size(1), device=rows.device)[None]  # [1, t]
     x = model.embed(tokens, before, positions)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, KVCache, make_norm, rotation
+from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, make_norm, rotation
 from gpt2_ddp.model.roles import Role, roles
 
 VOCAB_MULTIPLE = 128
@@ -132,7 +132,7 @@ class GPT(nn.Module):
         self.compiles_blocks = True
 
     def context(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None, cache: Tensor | None = None
     ) -> Context:
         """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
         rotated = rotation(self.config, positions) if self.wpe is None else None
