@@ -1,9 +1,8 @@
 """Base classes of all configurations: frozen, typed sections that report all user errors at once."""
 
-import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
@@ -16,8 +15,6 @@ from gpt2_ddp.errors import UserError
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, le=10**6)]
 Size = Annotated[int, Field(ge=1, le=10_000)]
-MOST = 20
-"""Most user errors that one command prints."""
 
 
 def sections(model: type[BaseModel]) -> dict[str, type["Section"]]:
@@ -92,34 +89,13 @@ class Command(Section):
         try:
             config = handler(values)
         except ValidationError as error:
+            from gpt2_ddp.config.hints import describe
+
             raise UserError.join(describe(cls, error)) from error
         found = [UserError(*mistake).mistakes[0] for mistake in config.mistakes()]
         if found:
             raise UserError.join(found)
         return config
-
-
-def describe(command: type[BaseModel], error: ValidationError) -> list[str]:
-    """The first of pydantic's errors of each field, as `field = value: problem; hint`."""
-    known = dict(leaves(command))
-    found: dict[str, str] = {}
-    for details in error.errors():
-        place = details["loc"] if int in map(type, details["loc"]) else details["loc"][:2]  # without kinds of a value
-        name = ".".join(part for part in place if isinstance(part, str))
-        hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        if details["type"] == "extra_forbidden":
-            hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
-        elif name in known and known[name].default not in (None, ()):
-            hint += f"; the default is {known[name].default}"
-        found.setdefault(name, UserError(name, details["input"], hint).mistakes[0])
-    return [*found.values()][:MOST]
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The hint for an unknown name: the nearest of the `known`, or --help."""
-    tails = {key.rpartition(".")[2]: key for key in reversed(known)}
-    near = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1)  # `lr` finds optim.lr
-    return f"; did you mean {tails[near[0]]}?" if near else "; --help lists all names"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

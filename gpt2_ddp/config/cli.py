@@ -31,7 +31,7 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
     """The validated configuration of a command line.
 
     Raises:
-        UserError: all user errors, up to `config.base.MOST`; each names field, value and hint.
+        UserError: all user errors, up to `config.hints.MOST`; each names field, value and hint.
         SystemExit: after `--help` or `--print_config`.
     """
     if {"-h", "--help"}.intersection(argv):

@@ -1,5 +1,6 @@
-"""What few commands need, imported on demand: `--help`, errors of mixtures, fields that differ from a saved run's."""
+"""What few commands need, imported on demand: `--help`, user errors, fields that differ from a saved run's."""
 
+import difflib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.config.base import Command, flat, kinds_of, leaves, merge, sections
@@ -17,8 +19,33 @@ from gpt2_ddp.errors import UserError
 if TYPE_CHECKING:
     from gpt2_ddp.config.run import RunConfig
 
+MOST = 20
+"""Most user errors that one command prints."""
 MOST_SOURCES = 32
 """Most sources of a mixture: with more, the largest source could get less than its share of a block."""
+
+
+def describe(command: type[BaseModel], error: ValidationError) -> list[str]:
+    """The first of pydantic's errors of each field, as `field = value: problem; hint`."""
+    known = dict(leaves(command))
+    found: dict[str, str] = {}
+    for details in error.errors():
+        place = details["loc"] if int in map(type, details["loc"]) else details["loc"][:2]  # without kinds of a value
+        name = ".".join(part for part in place if isinstance(part, str))
+        hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if details["type"] == "extra_forbidden":
+            hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
+        elif name in known and known[name].default not in (None, ()):
+            hint += f"; the default is {known[name].default}"
+        found.setdefault(name, UserError(name, details["input"], hint).mistakes[0])
+    return [*found.values()][:MOST]
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The hint for an unknown name: the nearest of the `known`, or --help."""
+    tails = {key.rpartition(".")[2]: key for key in reversed(known)}
+    near = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1)  # `lr` finds optim.lr
+    return f"; did you mean {tails[near[0]]}?" if near else "; --help lists all names"
 
 
 def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
