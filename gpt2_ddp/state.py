@@ -8,10 +8,7 @@ import hashlib
 import math
 from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError
-
-from gpt2_ddp.errors import truncate
-from gpt2_ddp.files import parse_json
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny
 
 MOST = 2**62  # far above all numbers of training; their sums fit 64 bits
 Count = Annotated[int, Field(ge=0, lt=MOST)]
@@ -283,23 +280,6 @@ class State(Section):
     def of(kind: str, **sections: Any) -> "State":
         """The state of a run of this kind."""
         return KINDS.get(kind, State)(kind=kind, **sections)
-
-    @staticmethod
-    def parse(text: str | bytes) -> "State":
-        """The state in a file's text. Raises: ValueError that names the first wrong field."""
-        try:
-            fields = parse_json(text)
-        except (ValueError, RecursionError) as error:
-            reason = str(error)
-            raise ValueError(reason if reason.startswith("has ") else f"cannot be read ({reason})") from error
-        kind = fields.get("kind") if isinstance(fields, dict) else None
-        try:
-            return KINDS.get(str(kind), State).model_validate_json(text, strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name, is_missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
-            problem = f"has no {name}" if is_missing else f"has {name or 'state'} = {truncate(first['input'], 40)}"
-            raise ValueError(problem) from error
 
     def to_json(self) -> str:
         """The text of state.json. Numbers that are not finite become null."""

@@ -16,11 +16,11 @@ from runs import changed as change
 from runs import rows
 from safetensors.torch import load_file
 
+from gpt2_ddp.checkpoint.intact import parse_state
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.state import State
 
 GOLDEN = Path(__file__).parent / "golden"
 CORPUS = GOLDEN / "corpus"
@@ -161,7 +161,7 @@ def make_config(case, output_dir, cifar=None):
 def summary(run):
     """What a run came to: its metrics but for timings, and its newest checkpoint's state and weights."""
     checkpoint = max((run / "checkpoints").glob("step-*"))
-    state, config = State.parse((checkpoint / "state.json").read_text()), read_yaml(str(run / "config.yaml"), "run")
+    state, config = parse_state((checkpoint / "state.json").read_text()), read_yaml(str(run / "config.yaml"), "run")
     items = state.feed.consumed
     units = {"tokens": items * config["model"]["block_size"]} if state.kind == "gpt2" else {"samples": items}
     found = state.record | units | {"epoch_loss": state.losses.epoch[0]}

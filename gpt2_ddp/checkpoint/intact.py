@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from gpt2_ddp.checkpoint.checkpoint import (
@@ -36,9 +37,9 @@ from gpt2_ddp.checkpoint.run_files import METRICS, read_events, read_lines
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import fsync_path, read_small, regular, sha256_file, writing
+from gpt2_ddp.files import fsync_path, parse_json, read_small, regular, sha256_file, writing
 from gpt2_ddp.project import command_for
-from gpt2_ddp.state import GPTState, State
+from gpt2_ddp.state import KINDS, GPTState, State
 
 TENSORS = ".safetensors"  # end of the large files' names
 RUN_NAME = re.compile(r"\w[\w.-]*")
@@ -137,7 +138,7 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
     with ThreadPoolExecutor(usable_cores()) as pool:  # hashing and reading release Python's lock
         content = dict(zip(files, pool.map(check, files), strict=True))
     try:
-        state = State.parse(content[STATE])
+        state = parse_state(content[STATE])
     except ValueError as error:
         raise CorruptCheckpoint(checkpoint / STATE, " ".join(str(error).split())) from error
     weights_size = sum(files[name][0] for name in part_names(MODEL, files))
@@ -145,6 +146,23 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
         raise CorruptCheckpoint(checkpoint / STATE, f"has vocab_size = {state.task.vocab_size}")
     config = _parse_config(checkpoint / CONFIG, content[CONFIG], state.kind)
     return Checkpoint(checkpoint, state, config, files)
+
+
+def parse_state(text: str | bytes) -> State:
+    """The state in a file's text. Raises: ValueError that names the first wrong field."""
+    try:
+        fields = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        raise ValueError(reason if reason.startswith("has ") else f"cannot be read ({reason})") from error
+    kind = fields.get("kind") if isinstance(fields, dict) else None
+    try:
+        return KINDS.get(str(kind), State).model_validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, is_missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
+        problem = f"has no {name}" if is_missing else f"has {name or 'state'} = {truncate(first['input'], 40)}"
+        raise ValueError(problem) from error
 
 
 def _read(file: Path, read: Callable[..., T], *more: Any) -> T:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, STATE, Checkpoint, list_checkpoints
-from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, newest_intact, verify
+from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, newest_intact, parse_state, verify
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS
 from gpt2_ddp.config.run import KeepConfig
 from gpt2_ddp.distributed.ranks import LONGEST, on_main
@@ -27,7 +27,6 @@ from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.remote import Bucket, describe, reading
-from gpt2_ddp.state import State
 
 FIELD = "checkpoint.mirror"
 RECORDS = (METRICS, SAMPLES, CONFIG, STATUS)
@@ -125,7 +124,7 @@ class Mirror:
 
     def _check_same_run(self, here: Checkpoint, name: str) -> None:
         with suppress(ValueError):
-            there = State.parse(self._bucket.read(f"{name}/{STATE}") or b"")
+            there = parse_state(self._bucket.read(f"{name}/{STATE}") or b"")
             if there.progress.run_id != here.state.progress.run_id:
                 hint = f"has another run of this name than {self._run}; choose another run_name"
                 raise UserError(FIELD, self._url, hint)
