@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import Manifest, read_manifest
+from gpt2_ddp.data.manifest import AGAIN, MANIFEST, Manifest, read_manifest
 from gpt2_ddp.data.shards import TokenStream, Windows
-from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import Mixture
 
@@ -37,16 +37,16 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
 
         manifests = read_manifests(paths)
     folders = [(Path(path), manifest) for path, manifest in zip(paths, manifests, strict=True)]
-    for folder, manifest in folders:
-        if not manifest.tokens("train"):
-            raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
     file = folders[0][0] / manifests[0].tokenizer
     tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
     if tokenizer.sha256 != manifests[0].tokenizer_sha256:
         hint = "is not the shards' tokenizer; restore that file, or prepare the data again"
         raise UserError("tokenizer", file, hint)
     for folder, manifest in folders:
-        check_tokenizer(tokenizer, manifest, folder)
+        if (manifest.vocab_size, manifest.eot) != (tokenizer.vocab_size, tokenizer.eot):
+            raise UserError("data", folder / MANIFEST, f"has another vocab_size or eot than its tokenizer; {AGAIN}")
+        if not manifest.tokens("train"):
+            raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
     sources = [Windows(TokenStream(*folder, "train", check), size) for folder in folders]
     for (folder, _), source in zip(folders, sources, strict=True):
         if not len(source):

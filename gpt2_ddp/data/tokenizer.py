@@ -16,7 +16,7 @@ import numpy as np
 import tiktoken
 
 from gpt2_ddp.data.alphabet import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, to_bytes
-from gpt2_ddp.data.manifest import AGAIN, MANIFEST, Manifest, token_dtype
+from gpt2_ddp.data.manifest import token_dtype
 from gpt2_ddp.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -108,14 +108,6 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     except OSError as error:  # base class of the errors of requests
         hint = "cannot be downloaded; gpt2, bytes, bpe or a tokenizer.json of your own need no network"
         raise UserError("tokenizer", name_or_path, hint) from error
-
-
-def check_tokenizer(tokenizer: Tokenizer, manifest: Manifest, folder: Path) -> None:
-    """Compares the manifest of a folder with its tokenizer. Raises: UserError where they differ."""
-    recorded, here = ((one.vocab_size, one.eot) for one in (manifest, tokenizer))
-    if recorded != here:
-        hint = f"has vocab_size and eot {recorded}, but its tokenizer {tokenizer.name} has {here}; {AGAIN}"
-        raise UserError("data", folder / MANIFEST, hint)
 
 
 def replace_surrogates(text: str) -> str:
