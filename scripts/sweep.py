@@ -136,7 +136,7 @@ def main(config: SweepConfig) -> int:
         return 0
     from torch.cuda import device_count
 
-    from gpt2_ddp.data.manifest import missing_data
+    from gpt2_ddp.data.missing import missing_data
 
     for member in members:  # once, not by several runs at a time
         if recipe := missing_data(member.config):

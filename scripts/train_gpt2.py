@@ -21,8 +21,11 @@ from gpt2_ddp.script import run_command
 
 def main(config: TrainingConfig) -> int:
     if is_main_process():
-        if not os.path.exists(Path(config.output_dir, config.run_name)):  # a complete run needs no data
-            from gpt2_ddp.data.manifest import missing_data
+        from gpt2_ddp.data.manifest import missing_folders
+
+        is_new = not os.path.exists(Path(config.output_dir, config.run_name))
+        if is_new and missing_folders(config):  # a complete run needs no data
+            from gpt2_ddp.data.missing import missing_data
 
             missing_data(config)
         print(f"{config.run_name}: loading PyTorch", flush=True)

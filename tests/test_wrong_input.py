@@ -20,7 +20,8 @@ from runs import built, edit_manifest, spoil, training_config
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import ReportConfig, StatusConfig
-from gpt2_ddp.data.manifest import missing_data, read_manifest
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.missing import missing_data
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.report import report

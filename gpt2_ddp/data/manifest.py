@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, TypeAdapter
 
-from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
@@ -114,18 +113,6 @@ def content_sha256(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def missing_data(config: TrainingConfig) -> str | None:
-    """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError for a folder without a manifest that
-    the recipe does not write."""
-    missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
-    missing = [path for path in missing if path not in config.data.urls]
-    recipe = config.data.prepare
-    output = str(read_yaml(recipe, "data.prepare").get("output")) if recipe and missing else ""
-    for folder in missing:
-        if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not start a preparation
-            try:
-                read_manifest(Path(folder))
-            except UserError as error:
-                more = f"; data.prepare ({recipe}) writes to {output}" * bool(recipe)
-                raise UserError.join([f"{error}{more}"]) from error
-    return recipe if missing else None
+def missing_folders(config: TrainingConfig) -> list[str]:
+    """The folders of `data.path` that have no manifest."""
+    return [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]

@@ -22,7 +22,7 @@ from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import split_batch
-from gpt2_ddp.data.manifest import missing_data
+from gpt2_ddp.data.missing import missing_data
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device, pick_precision

@@ -17,11 +17,10 @@ from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
-from gpt2_ddp.data.manifest import missing_data
+from gpt2_ddp.data.manifest import missing_folders
 from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.distributed.environment import free_memory
-from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.distributed.ranks import LONGEST, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, is_main_process, print_line
@@ -133,14 +132,11 @@ class Pretraining:
             self.files = {**self.files, CODE: self.code.source}
 
     def _get_missing_data(self) -> None:
-        if not self.accelerator.is_local_main_process:
-            return
-        for folder, url in self.config.data.urls.items():
-            from gpt2_ddp.remote import fetch_data
+        config = self.config
+        if self.accelerator.is_local_main_process and (config.data.urls or missing_folders(config)):
+            from gpt2_ddp.data.missing import get_data
 
-            fetch_data(Path(folder), url)
-        if recipe := missing_data(self.config):
-            run_script("prepare_data", "--config", recipe)
+            get_data(config)
 
     def load_tasks(self) -> None:
         """Reads the items of `eval.tasks` on the main process, and prints notes on them. Raises: UserError."""

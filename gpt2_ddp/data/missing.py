@@ -1,0 +1,36 @@
+"""Shards that are not on this machine yet: prepared by the recipe of `data.prepare`, or copied from a URL."""
+
+import os
+from pathlib import Path
+
+from gpt2_ddp.config.cli import read_yaml
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import missing_folders, read_manifest
+from gpt2_ddp.distributed.process import run_script
+from gpt2_ddp.errors import UserError
+
+
+def get_data(config: TrainingConfig) -> None:
+    """Copies the shards of URLs, and prepares missing ones. Raises: UserError."""
+    for folder, url in config.data.urls.items():
+        from gpt2_ddp.remote import fetch_data
+
+        fetch_data(Path(folder), url)
+    if recipe := missing_data(config):
+        run_script("prepare_data", "--config", recipe)
+
+
+def missing_data(config: TrainingConfig) -> str | None:
+    """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError for a folder without a manifest that
+    the recipe does not write."""
+    missing = [path for path in missing_folders(config) if path not in config.data.urls]
+    recipe = config.data.prepare
+    output = str(read_yaml(recipe, "data.prepare").get("output")) if recipe and missing else ""
+    for folder in missing:
+        if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not start a preparation
+            try:
+                read_manifest(Path(folder))
+            except UserError as error:
+                more = f"; data.prepare ({recipe}) writes to {output}" * bool(recipe)
+                raise UserError.join([f"{error}{more}"]) from error
+    return recipe if missing else None
