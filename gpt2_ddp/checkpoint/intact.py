@@ -254,6 +254,20 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
     return found
 
 
+def recover(folder: Path) -> None:
+    """Repairs a checkpoints folder after a killed or failed save: completes a replacement, and deletes partial
+    folders. Raises: UserError, as `files.writing`."""
+    with writing(folder):
+        for replaced in folder.glob(".step-*.replaced"):
+            place = replaced.with_name(replaced.name[1 : -len(".replaced")])
+            temporary = replaced.with_suffix(".tmp")
+            if not place.exists():
+                (temporary if temporary.exists() else replaced).rename(place)
+                fsync_path(folder)
+        for leftover in folder.glob(".step-*"):
+            shutil.rmtree(leftover)
+
+
 def repaired(file: Path, problem: str, step: int) -> Iterator[bytes]:
     """The lines that a resumed run keeps of a damaged file: the sound ones up to this step. Copies the file aside, with
     a warning; moves what is no file. Raises: UserError."""

@@ -202,20 +202,12 @@ class CheckpointStore:
                 shutil.rmtree(replaced)
 
     def _recover(self) -> None:
-        """Repairs the folder after a killed or failed save: completes a replacement, and deletes partial folders. A
-        process that only looks changes nothing."""
-        if not self._run_folder.wants_lock:
-            return
-        self._run_folder.check_lock()
-        with writing(self.folder):
-            for replaced in self.folder.glob(".step-*.replaced"):
-                place = replaced.with_name(replaced.name[1 : -len(".replaced")])
-                temporary = replaced.with_suffix(".tmp")
-                if not place.exists():
-                    (temporary if temporary.exists() else replaced).rename(place)
-                    fsync_path(self.folder)
-            for leftover in self.folder.glob(".step-*"):
-                shutil.rmtree(leftover)
+        """Repairs the folder after a killed or failed save. A process that only looks changes nothing."""
+        if self._run_folder.wants_lock and any(self.folder.glob(".step-*")):
+            from gpt2_ddp.checkpoint.intact import recover
+
+            self._run_folder.check_lock()
+            recover(self.folder)
 
     def place(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
