@@ -22,10 +22,9 @@ from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.opening import finish_complete, open_run
 from gpt2_ddp.training.optimizer import named_losses
-from gpt2_ddp.training.own_numbers import check_numbers
 from gpt2_ddp.training.run import Trainer, Training, build, finish, start
 from gpt2_ddp.training.stop import Interrupted
-from gpt2_ddp.training.task import Due, MakeTask
+from gpt2_ddp.training.task import Due, MakeTask, check_numbers
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,8 @@ from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name, has_same_devices, versions
 from gpt2_ddp.training.opening import Opened
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
-from gpt2_ddp.training.own_numbers import check_scores
 from gpt2_ddp.training.stop import StopRequest
-from gpt2_ddp.training.task import Poll
+from gpt2_ddp.training.task import Poll, check_scores
 
 CPU_FLOPS = 1e11
 """FLOP/s of a process on a CPU in bf16 (estimate), which say whether compiling pays off in `train.minutes`."""
@@ -64,12 +63,13 @@ class Trainer(Opened):
         """The state after the current step. Collective; waits for the device."""
         self.guard.flush()
         scaler: Any = self.accelerator.scaler
+        norms = self.guard.norms.state_dict() if self.guard.norms else (0, 0, 0)
         return State.of(
             self.config.kind,
             progress=self.progress.model_copy(deep=True),
             feed=self.task.feed.state,
             guard=self.guard.state_dict(),
-            optimizer=OptimizerState(norms=self.guard.norms.state_dict(), scaler=scaler and scaler.state_dict()),
+            optimizer=OptimizerState(norms=norms, scaler=scaler and scaler.state_dict()),
             losses=self.guard.losses.model_copy(),
             log=self.log.end(),
             setup=self.setup,
@@ -96,7 +96,8 @@ class Trainer(Opened):
         self.progress.load_state_dict(state.progress)
         self.task.feed.seek(state.feed)
         self.guard.load_state_dict(state.guard)
-        self.guard.norms.load_state_dict(state.optimizer.norms)
+        if self.guard.norms:
+            self.guard.norms.load_state_dict(state.optimizer.norms)
         if state.optimizer.scaler and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state.optimizer.scaler)
         self.guard.losses.load_state_dict(state.losses)
