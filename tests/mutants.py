@@ -41,6 +41,7 @@ data/order.py 20 tests/test_order.py tests/test_mixture.py -k order
 data/feed.py 24 tests/test_feed.py -k 'not (workers or windows)'
 data/mixture.py 24 tests/test_mixture.py
 training/loop.py 24 LOOP GUARD tests/test_background.py tests/test_branch.py -k '{STEPS} or {ENDS} or {BACK}'
+training/rollback.py 8 GUARD tests/test_branch.py -k '{BACK}'
 training/guard.py 24 LATE GUARD tests/test_losses.py -k '{SUMS}'
 training/limits.py 8 GUARD tests/test_optim.py -k '{STATISTICS}'
 training/optimizer.py 20 tests/test_optim.py GUARD -k '{STATISTICS} or schedule'

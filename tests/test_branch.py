@@ -34,8 +34,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.state import LogEnd, Pending, Progress
-from gpt2_ddp.tasks.length import resolve
-from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.pretraining import Pretraining, resolve
 from gpt2_ddp.training.branch import branch_off, find_parent
 from gpt2_ddp.training.optimizer import lr_at
 
