@@ -111,7 +111,7 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             if lock:
                 watchdog.report_to(log.write_heartbeat, lambda reason: log.write_failure(progress.step, reason))
             watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
-            checkpoint = find_start(config, store, processes.print)
+            checkpoint = find_start(config, store)
             if checkpoint:
                 progress.load_state_dict(checkpoint.state.progress)
             config = _settle(config, checkpoint, device, processes.print)
@@ -163,15 +163,13 @@ def _open_folder(
     return folder, log, store
 
 
-def find_start(config: RunConfig, store: CheckpointStore, note: Callable[[str], None]) -> Checkpoint | None:
+def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run.
     Compares configurations before it hashes. Collective. Raises: UserError."""
     if newest := store.newest_unhashed():
         from gpt2_ddp.config.hints import check_resumable
 
         check_resumable(config, newest.kind, newest.config, newest.step)
-        if config.branch_from and config.branch_from != newest.config["train"].get("branch_from"):
-            note("note: train.branch_from is ignored: this run has checkpoints already")
     if (newest := store.newest()) or not config.branch_from:
         return newest
     from gpt2_ddp.training.branch import branch_off, find_parent
