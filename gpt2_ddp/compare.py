@@ -27,9 +27,8 @@ from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import CONFIGS
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.distributed.environment import refuse_launcher
 from gpt2_ddp.distributed.launch import pick_device
-from gpt2_ddp.distributed.spawn import start_processes
+from gpt2_ddp.distributed.spawn import refuse_launcher, start_processes
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.lab.experiment import distance

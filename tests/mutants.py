@@ -41,7 +41,9 @@ data/order.py 20 tests/test_order.py tests/test_mixture.py -k order
 data/feed.py 24 tests/test_feed.py -k 'not (workers or windows)'
 data/mixture.py 24 tests/test_mixture.py
 training/loop.py 24 LOOP GUARD tests/test_background.py tests/test_branch.py -k '{STEPS} or {ENDS} or {BACK}'
+training/rollback.py 8 GUARD tests/test_branch.py -k '{BACK}'
 training/guard.py 24 LATE GUARD tests/test_losses.py -k '{SUMS}'
+training/limits.py 8 GUARD tests/test_optim.py -k '{STATISTICS}'
 training/optimizer.py 20 tests/test_optim.py GUARD -k '{STATISTICS} or schedule'
 checkpoint/checkpoint.py 6 tests/test_checkpoint.py -k 'not killed'
 checkpoint/intact.py 14 tests/test_checkpoint.py -k 'not killed'
@@ -138,7 +140,7 @@ model/muon.py: as many updates as matrices
 model/muon.py: two ways to the same matrix
 - if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
 + if dtype == torch.float32 and x.size(2) >= 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
-training/guard.py: of no value, the variance is not used
+training/limits.py: of no value, the variance is not used
 - def __init__(self, device: torch.device | str = "cpu", state: Sums = (0, 0, 0)):
 + def __init__(self, device: torch.device | str = "cpu", state: Sums = (0, 0, 1)):
 training/guard.py: a loss that equals its limit

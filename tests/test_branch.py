@@ -18,7 +18,6 @@ from runs import (
     events,
     gpt_state,
     is_intact,
-    said,
     same,
     train,
     train_with_faults,
@@ -34,8 +33,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.state import LogEnd, Pending, Progress
-from gpt2_ddp.tasks.length import resolve
-from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.pretraining import Pretraining, resolve
 from gpt2_ddp.training.branch import branch_off, find_parent
 from gpt2_ddp.training.optimizer import lr_at
 
@@ -90,10 +88,7 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
     changes = {"train.branch_from": f"{tmp_path}/branch", "train.steps": 9}
     second = branching(changes, "second")
     further = branching(own | {"train.steps": 9, "train.branch_from": "/gone"})
-    calls = [(said, train, config) for config in (first, second, first, further)]
-    *_, (_, again, _), (_, words, _) = run_ranks(in_turn, 1, *calls)[0]
-    assert "train.branch_from is ignored" not in again
-    assert "train.branch_from is ignored" in words
+    run_ranks(in_turn, 1, *((train, config) for config in (first, second, first, further)))
     for parent, name, config, begin, end in (("long", "branch", first, 5, 8), ("branch", "second", second, 8, 9)):
         begun = checkpoint_at(tmp_path / parent, begin)
         optim = config.optim.model_copy(update={"decay_steps": end})

@@ -17,7 +17,7 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.evaluate import EvalSet, evaluate
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.tasks.length import resolve
+from gpt2_ddp.tasks.pretraining import resolve
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)
 

@@ -22,7 +22,7 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.training.own_numbers import check_numbers
+from gpt2_ddp.training.task import check_numbers
 
 noise_scale = load_docs("noise_scale")
 NoiseScale = noise_scale.NoiseScale

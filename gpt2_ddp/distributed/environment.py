@@ -48,12 +48,6 @@ def has_other_ranks() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def refuse_launcher() -> None:
-    """Raises: UserError under a launcher of several processes, for a command that starts its own ones."""
-    if world_size() > 1:
-        raise UserError("processes", world_size(), "the command starts its own processes; run it without a launcher")
-
-
 def see_ranks_of_this_machine() -> None:
     """Updates `LAST_SEEN` every second, until the ranks have connected."""
     import psutil

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from gpt2_ddp.distributed.environment import STOPPED, usable_cores
+from gpt2_ddp.distributed.environment import STOPPED, usable_cores, world_size
 from gpt2_ddp.distributed.process import POLL_SECONDS, end_with_parent
 from gpt2_ddp.distributed.signals import SIGNALS, Stopped, exit_on_signal, install_handlers
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
@@ -42,6 +42,12 @@ def run_processes(function: Callable[..., T], processes: int | None, *args: obje
     if processes in (None, 1) or "RANK" in os.environ:
         return function(*args)
     return start_processes(function, processes, *args)
+
+
+def refuse_launcher() -> None:
+    """Raises: UserError under a launcher of several processes, for a command that starts its own ones."""
+    if world_size() > 1:
+        raise UserError("processes", world_size(), "the command starts its own processes; run it without a launcher")
 
 
 def start_processes(function: Callable[..., T], processes: int, *args: object) -> T:

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import torch
 
 from gpt2_ddp.config.tools import LabConfig
-from gpt2_ddp.distributed.environment import refuse_launcher
 from gpt2_ddp.distributed.launch import build_accelerator
-from gpt2_ddp.distributed.spawn import start_processes
+from gpt2_ddp.distributed.spawn import refuse_launcher, start_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab import lessons
 from gpt2_ddp.lab.experiment import Experiment, Numbers

@@ -1,5 +1,6 @@
 """Pretraining of a GPT on the shard folders of `data.path` (a `training.task.Task`)."""
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
@@ -29,7 +30,6 @@ from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.state import CODE, GPTData, Mixture, OwnCode, Scores, State, TaskState
-from gpt2_ddp.tasks.length import check_branch, resolve, total_steps, with_length
 from gpt2_ddp.training.meters import has_same_devices
 from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.task import Due, Loss, Poll
@@ -57,14 +57,10 @@ class Pretraining:
     """Where a subclass comes from, an `own_code.Code`; None in this package."""
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
-        if saved and config.train.minutes:
-            length = {name: saved.config["train"].get(name) for name in ("steps", "epochs", "minutes")}
-            if not length["minutes"]:  # else it was stopped before
-                config = with_length(config, length)
-                self._print(["the run keeps its number of steps; train.minutes counts in a new run only"])
-        if config.train.minutes and type(self).schedule is not Pretraining.schedule:
-            hint = "the class has a schedule of its own, which may depend on the number of steps; set train.steps"
-            raise UserError("train.minutes", config.train.minutes, hint)
+        if config.train.minutes:
+            from gpt2_ddp.training.minutes import settle_minutes
+
+            config = settle_minutes(config, saved, type(self).schedule is not Pretraining.schedule)
         self.config = config
         self.accelerator: Any = accelerator
         self._saved = saved
@@ -73,8 +69,10 @@ class Pretraining:
         self._needs_weights = bool(config.train.init_from) and not saved
         if accelerator:
             split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more than windows
-        if saved:
-            check_branch(config, saved.state.progress.branched_from, self.total_steps(saved.state.setup.epoch_size))
+        if saved and (begins := saved.state.progress.branched_from):
+            from gpt2_ddp.training.branch import check_branch
+
+            check_branch(config, begins, self.total_steps(saved.state.setup.epoch_size))
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """`train.steps`, or the steps of `train.epochs`; None where these need an unknown epoch size, and while those
@@ -192,8 +190,7 @@ class Pretraining:
     def build_feed(self) -> None:
         """Chooses the micro-batch, and makes `feed`."""
         config, accelerator, before = self.config, self.accelerator, self._saved and self._saved.state
-        self.micro_batch, notes = choose_micro_batch(config, accelerator, self.model, before)
-        self._print(notes)
+        self.micro_batch = choose_micro_batch(config, accelerator, self.model, before)
         shares = partial(interleaved, accelerator.num_processes, self.micro_batch)
         batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
         self.feed = Feed(self.order, batch, self._corpus.source, accelerator)
@@ -231,7 +228,15 @@ class Pretraining:
         return model(tokens[:, :-1], targets[:, 1:], reduction="sum")
 
     def due(self, step: int, last: bool) -> Due:
-        return due(self.config, step, last, self.feed.ended_epoch, self.validates)
+        config = self.config
+        evaluate = self.validates and (last or step % config.eval.every == 0)
+        sample = config.tracking.sample_every
+        return Due(
+            log=evaluate or last or self.feed.ended_epoch or step % config.tracking.log_every == 0,
+            evaluate=evaluate,
+            save=last or step % config.checkpoint.every == 0,
+            sample=sample > 0 and (last or step % sample == 0),
+        )
 
     @property
     def validation_tokens(self) -> int:
@@ -293,24 +298,18 @@ def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Ch
     return Pretraining(config, accelerator, saved)
 
 
-def choose_micro_batch(
-    config: TrainingConfig, accelerator: Accelerator, model: GPT, before: State | None
-) -> tuple[int, list[str]]:
-    """The windows of a micro-batch by `train.micro_batch_size`, and notes. `auto` keeps the value of the state `before`
-    on as many devices of the same kind; a new value is estimated. Collective."""
-    size, windows = config.train.micro_batch_size, config.global_batch_windows
-    saved: Any = before and before.task
+def choose_micro_batch(config: TrainingConfig, accelerator: Accelerator, model: GPT, before: State | None) -> int:
+    """The windows of a micro-batch by `train.micro_batch_size`. `auto` keeps the value of the state `before` on as many
+    devices of the same kind; a new value is estimated. Collective."""
+    size = config.train.micro_batch_size
     if size == "auto" and before and has_same_devices(before.setup, accelerator):
-        size = saved.micro_batch
-    if size == "auto":
-        from gpt2_ddp.model.memory import estimated_micro_batch
+        data: Any = before.task
+        size = data.micro_batch
+    if size != "auto":
+        return split_batch(config.global_batch_windows, accelerator.num_processes, size)
+    from gpt2_ddp.model.memory import estimated_micro_batch
 
-        chosen = estimated_micro_batch(config, model, accelerator)
-    else:
-        chosen = split_batch(windows, accelerator.num_processes, size)
-    if config.model.dropout and saved and saved.micro_batch != chosen:
-        return chosen, [f"dropout masks differ from now on: the micro-batch was {saved.micro_batch} and is {chosen}"]
-    return chosen, []
+    return estimated_micro_batch(config, model, accelerator)
 
 
 def check_memory(model: ModelConfig, vocab_size: int, parts: int = 1) -> None:
@@ -322,12 +321,52 @@ def check_memory(model: ModelConfig, vocab_size: int, parts: int = 1) -> None:
         raise UserError("model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model")
 
 
-def due(config: TrainingConfig, step: int, last: bool, ended_epoch: bool, validates: bool) -> Due:
-    """The work that follows a step. `validates`: whether there is a validation split."""
-    evaluate = validates and (last or step % config.eval.every == 0)
-    return Due(
-        log=evaluate or last or ended_epoch or step % config.tracking.log_every == 0,
-        evaluate=evaluate,
-        save=last or step % config.checkpoint.every == 0,
-        sample=config.tracking.sample_every > 0 and (last or step % config.tracking.sample_every == 0),
-    )
+def total_steps(config: TrainingConfig, epoch_size: int | None) -> int | None:
+    """Steps of the whole run; None where they are unknown, as for `train.epochs` without an epoch size."""
+    train = config.train
+    if train.epochs is None:
+        return train.steps
+    return epoch_size and math.ceil(train.epochs * epoch_size / config.global_batch_windows)
+
+
+def with_length(config: TrainingConfig, length: Mapping[str, Any]) -> TrainingConfig:
+    """The configuration with these steps or epochs."""
+    return config.model_copy(update={"train": config.train.model_copy(update=length)})
+
+
+def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -> tuple[TrainingConfig, list[str]]:
+    """The configuration with `eval.tokens: auto` and `optim.decay_steps: null` replaced, and notes."""
+    known = None
+    if saved:
+        from gpt2_ddp.config.hints import complete
+
+        known = complete(TrainingConfig, saved.config)
+    evals = config.eval
+    if evals.tokens == "auto":
+        tokens = known["eval"]["tokens"] if known else config.auto_eval_tokens
+        evals = evals.model_copy(update={"tokens": tokens})
+    length, notes = resolve_decay_steps(config, known, saved.step if saved else 0, epoch_size)
+    optim = config.optim.model_copy(update={"decay_steps": length})
+    return config.model_copy(update={"eval": evals, "optim": optim}), notes
+
+
+def resolve_decay_steps(
+    config: TrainingConfig, known: dict[str, Any] | None, step: int, epoch_size: int
+) -> tuple[int | None, list[str]]:
+    """`optim.decay_steps`, and notes; null becomes the last step, or the first after a longer warm-up. A resumed run
+    keeps the value of the saved configuration `known`, unless that was such a default and no step up to `step` depends
+    on it."""
+
+    def default(config: TrainingConfig) -> int | None:
+        steps = total_steps(config, epoch_size)
+        return steps and max(steps, config.optim.warmup_steps + 1)
+
+    length = default(config)
+    if config.optim.decay_steps is not None or length is None or not known:
+        return config.optim.decay_steps or length, []
+    kept = known["optim"]["decay_steps"]
+    ends = config.optim.model_copy(update={"decay_steps": kept})
+    if kept != default(with_length(config, known["train"])) or not ends.may_end_at(length, step):
+        return kept or length, []
+    changes = f"optim.decay_steps changes from {kept} to {length}; no step so far depends on it"
+    return length, [changes] * (length != kept)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint
 from gpt2_ddp.checkpoint.intact import find_checkpoint
@@ -42,3 +43,11 @@ def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
     begins = Parent(parent=str(parent.path), run_id=run_id, step=parent.step, checkpoint_sha256=sha256)
     own = {"progress": Progress(step=parent.step, branched_from=begins), "log": LogEnd()}
     return replace(parent, state=parent.state.model_copy(update=own), config=config.model_dump(mode="json"))
+
+
+def check_branch(config: Any, begins: Parent, steps: int | None) -> None:
+    """Raises: UserError if a branch has no step after its parent's."""
+    if steps is not None and steps <= begins.step:
+        field = "steps" if config.train.epochs is None else "epochs"
+        hint = f"{begins.parent} is at step {begins.step}, which counts; choose a larger value"
+        raise UserError(f"train.{field}", getattr(config.train, field), hint)

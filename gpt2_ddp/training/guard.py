@@ -4,16 +4,15 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from functools import partial
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.distributed.ranks import Later, late_sums
-from gpt2_ddp.state import GuardState, Losses, LossSum, Sums, Unjudged
+from gpt2_ddp.state import GuardState, Losses, LossSum, Unjudged
 
 LATE = 2
 """Steps between a step and its verdict: as late as its numbers, so the verdict comes at the same step for any number of
@@ -32,43 +31,6 @@ class StepNumbers(NamedTuple):
     others: list[float]  # sums of further losses
 
 
-WINDOW, WARM_UP = 100, 20  # values that running statistics average over; fewest values for a limit
-
-
-class RunningStatistics:
-    """Mean and variance of the last values, exponentially weighted; equally weighted below `WINDOW` values. The
-    arithmetic is in fp64, of scalars on `device`. Only `state_dict` waits."""
-
-    def __init__(self, device: torch.device | str = "cpu", state: Sums = (0, 0, 0)):
-        exact = torch.float32 if torch.device(device).type == "mps" else torch.float64  # mps has no fp64
-        self._scalar = partial(torch.as_tensor, dtype=exact, device=device)
-        self.load_state_dict(state)
-
-    def load_state_dict(self, state: Sums) -> None:
-        """Loads what `state_dict` returned."""
-        self._values = tuple(map(self._scalar, state))
-
-    def add(self, value: Tensor | float, valid: Tensor | bool = True) -> None:
-        """Adds a scalar where the bool scalar `valid` is true."""
-        count, mean, variance = self._values
-        counts = self._scalar(valid)
-        rate = counts / (count + 1).clamp(max=WINDOW)
-        change = torch.where(counts > 0, self._scalar(value), mean) - mean
-        part = rate * change
-        self._values = count + counts, mean + part, (1 - rate) * (variance + part * change)
-
-    def limit(self, sigmas: float) -> Tensor:
-        """The largest ordinary value: `sigmas` standard deviations above the mean; infinite below `WARM_UP` values."""
-        count, mean, variance = self._values
-        limit = mean + sigmas * torch.maximum(variance.sqrt(), mean.abs() / 1000)
-        return torch.where(count < WARM_UP, math.inf, limit)
-
-    def state_dict(self) -> Sums:
-        """Count, mean and variance. Waits for the device."""
-        count, mean, variance = map(float, self._values)
-        return count, mean, variance
-
-
 class Guard:
     """The numbers of each step, summed over all ranks two steps late, and a verdict on it. All are equal on every rank.
     Bad is a gradient whose norm, or a loss, is not finite or far too large.
@@ -85,7 +47,12 @@ class Guard:
 
     def __init__(self, config: GuardConfig, first_step: int = 0, device: torch.device | str = "cpu"):
         self.config, self._first_step = config, first_step
-        self.norms = RunningStatistics(device)
+        self.norms: Any = None  # running statistics, with `sigmas`
+        self.ordinary: Any = None  # of good losses
+        if config.sigmas:
+            from gpt2_ddp.training.limits import RunningStatistics
+
+            self.norms, self.ordinary = RunningStatistics(device), RunningStatistics()
         self.losses = Losses()
         self.newest: StepNumbers | None = None
         self.problem, self.bad_steps = "", 0
@@ -103,8 +70,8 @@ class Guard:
         """1 if the gradient with this norm, of all ranks, is bad, else 0: fp32 scalar on the device. Bad is a norm that
         is inf or NaN, or above the running mean of norms by `sigmas`. Does not wait for the device."""
         good = norm < math.inf  # false for NaN
-        if (sigmas := self.config.sigmas) is not None:
-            good = good & (norm <= self.norms.limit(sigmas))
+        if self.norms:
+            good = good & (norm <= self.norms.limit(self.config.sigmas))
             self.norms.add(norm, good)
         return (~good).float()
 
@@ -155,8 +122,7 @@ class Guard:
         if not self._unjudged or self._unjudged[0].step > step - LATE:
             return Verdict.OK
         self.judged, loss, bad_gradient = self._unjudged.popleft()
-        sigmas = self.config.sigmas
-        limit = float(self.ordinary.limit(sigmas)) if sigmas else math.inf
+        limit = float(self.ordinary.limit(self.config.sigmas)) if self.ordinary else math.inf
         if bad_gradient:
             self.problem = "its gradient norm is not finite or above the limit"
         elif not math.isfinite(loss):
@@ -164,7 +130,7 @@ class Guard:
         elif loss > limit:
             self.problem = f"its loss, {loss:.4f}, is above the limit, {limit:.4f}"
         else:
-            if sigmas:
+            if self.ordinary:
                 self.ordinary.add(loss)
             self.first_bad = None
             return Verdict.OK
@@ -177,14 +143,15 @@ class Guard:
         return GuardState(
             judged=self.judged,
             first_bad=self.first_bad,
-            losses=self.ordinary.state_dict(),
+            losses=self.ordinary.state_dict() if self.ordinary else (0, 0, 0),
             unjudged=[*self._unjudged],
         )
 
     def load_state_dict(self, state: GuardState) -> None:
         """Loads what `state_dict` returned."""
-        self.judged, self.first_bad = state.judged, state.first_bad
-        self.ordinary, self._unjudged = RunningStatistics(state=state.losses), deque(state.unjudged)
+        self.judged, self.first_bad, self._unjudged = state.judged, state.first_bad, deque(state.unjudged)
+        if self.ordinary:
+            self.ordinary.load_state_dict(state.losses)
 
 
 def copy_to_host(values: Tensor) -> Later:

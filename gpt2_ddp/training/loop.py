@@ -1,4 +1,4 @@
-"""The training loop of every task: steps, pending work, rollbacks of a diverged run."""
+"""The training loop of every task: steps and pending work."""
 
 import math
 import time
@@ -16,16 +16,14 @@ from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
 from gpt2_ddp.checkpoint.run_files import Outcome, finite
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
-from gpt2_ddp.distributed.ranks import sum_over_ranks
-from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
+from gpt2_ddp.distributed.ranks import from_main, sum_over_ranks
 from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.opening import finish_complete, open_run
 from gpt2_ddp.training.optimizer import named_losses
-from gpt2_ddp.training.own_numbers import check_numbers
 from gpt2_ddp.training.run import Trainer, Training, build, finish, start
 from gpt2_ddp.training.stop import Interrupted
-from gpt2_ddp.training.task import Due, MakeTask
+from gpt2_ddp.training.task import Due, MakeTask, check_numbers
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
     UserError; SystemExit 75 if only other machines were stopped, for an elastic launcher to start this rank again."""
     begun, outcome, stop = time.perf_counter(), "completed", None
     with open_run(config, make_task) as run:
-        if run.is_complete:
+        if run.is_complete and from_main(run.log.outcome()) == "completed":
             finish_complete(run)
         else:
             with start(build(run), on_row) as training:
@@ -210,6 +208,8 @@ def next_step(run: Training) -> str:
         warn_of_bad_step(run)
         if verdict is Verdict.BAD:
             break
+        from gpt2_ddp.training.rollback import roll_back
+
         if problem := roll_back(run):
             return problem
     due = result.due
@@ -237,31 +237,6 @@ def warn_of_bad_step(run: Training) -> None:
     if run.guard.bad_steps == 1:
         done = "its update is skipped; no later one is printed"
         run.metrics.print(f"warning: step {run.guard.judged} is bad: {run.guard.problem}; {done}")
-
-
-def roll_back(run: Training) -> str:
-    """Loads the newest checkpoint from before the bad steps, and skips the data read since. Collective. Returns why it
-    cannot, if no rollback or no good checkpoint is left; else an empty text."""
-    guard, store, feed = run.guard, run.store, run.task.feed
-    diverged_at, end, rollbacks = run.step, feed.state.position, run.progress.rollbacks
-    problem = f"{run.config.guard.patience} bad steps in a row up to step {guard.judged}: {guard.problem}"
-    run.wait_for_save()
-    run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)
-    good = store.newest(guard.last_good)
-    if rollbacks >= run.config.rollbacks or not good:
-        if good:  # otherwise only bad ones exist
-            store.remove_after(guard.last_good)
-        return problem + (f", after {rollbacks} rollbacks" if rollbacks else "")
-    run.load(good)
-    run.progress.rollbacks, run.progress.pending = rollbacks + 1, Pending()
-    start = feed.next_position
-    feed.skip_range(start, end)
-    event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
-    run.log.append_rollback(event | {"order_digest": feed.state.order_digest})
-    store.remove_after(run.step)  # once the rollback is recorded
-    run.metrics.print(f"warning: {problem}; rolled back to step {run.step}; skips data positions [{start}, {end})")
-    run.throughput.restart()
-    return ""
 
 
 def seed_micro_batch(seed: int, step: int, number: int) -> None:

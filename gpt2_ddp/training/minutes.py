@@ -8,15 +8,29 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.distributed.ranks import on_main
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.training.run import Training
 
 TIMED = 64
 """Steps that are timed, unless the warm-up is shorter. A checkpoint or a stop ends that earlier."""
 SAMPLE = 0.12
 """Seconds of a layer in a sample of text (estimate): its 200 tokens come one after another, for all prompts at once."""
+
+
+def settle_minutes(config: Any, saved: Checkpoint | None, has_schedule: bool) -> Any:
+    """The configuration of a GPT run; of a resumed one whose number of steps is known, with that number. Raises:
+    UserError for a class that `has_schedule`, its own."""
+    length = {name: saved.config["train"].get(name) for name in ("steps", "epochs", "minutes")} if saved else {}
+    if saved and not length["minutes"]:  # else it was stopped before
+        print_line("note: the run keeps its number of steps; train.minutes counts in a new run only")
+        return config.model_copy(update={"train": config.train.model_copy(update=length)})
+    if has_schedule:
+        hint = "the class has a schedule of its own, which may depend on the number of steps; set train.steps"
+        raise UserError("train.minutes", config.minutes, hint)
+    return config
 
 
 def settle_length(run: Training, begun: float) -> Training:

@@ -13,13 +13,12 @@ import torch
 from accelerate import Accelerator, PartialState
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
-from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import elastic_nodes, machines
 from gpt2_ddp.distributed.launch import make_accelerator, pick_precision, start_run
-from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
+from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.model.compiled import check_compiler
 from gpt2_ddp.state import Progress
@@ -78,12 +77,6 @@ class Opened:
         best = self.progress.best.step
         return self.store.place(best) if best < self.step and self.store.place(best).is_dir() else None
 
-    def record_end(self, outcome: Outcome, reason: str) -> None:
-        """Records how training ended."""
-        kept = self.store.listing()["kept"]
-        self.log.append({"event": "end", "step": self.step, "outcome": outcome, "kept": kept})
-        self.log.write_status(outcome, self.step, reason)
-
 
 @contextmanager
 def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Iterator[Opened]:
@@ -111,7 +104,7 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             if lock:
                 watchdog.report_to(log.write_heartbeat, lambda reason: log.write_failure(progress.step, reason))
             watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
-            checkpoint = find_start(config, store, processes.print)
+            checkpoint = find_start(config, store)
             if checkpoint:
                 progress.load_state_dict(checkpoint.state.progress)
             config = _settle(config, checkpoint, device, processes.print)
@@ -163,15 +156,13 @@ def _open_folder(
     return folder, log, store
 
 
-def find_start(config: RunConfig, store: CheckpointStore, note: Callable[[str], None]) -> Checkpoint | None:
+def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run.
     Compares configurations before it hashes. Collective. Raises: UserError."""
     if newest := store.newest_unhashed():
         from gpt2_ddp.config.hints import check_resumable
 
         check_resumable(config, newest.kind, newest.config, newest.step)
-        if config.branch_from and config.branch_from != newest.config["train"].get("branch_from"):
-            note("note: train.branch_from is ignored: this run has checkpoints already")
     if (newest := store.newest()) or not config.branch_from:
         return newest
     from gpt2_ddp.training.branch import branch_off, find_parent
@@ -205,17 +196,9 @@ def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFol
 
 
 def finish_complete(run: Opened) -> None:
-    """Compares the data of a run that is already complete, and prints a note. Records the end if the last process did
-    not. Collective."""
+    """Compares the data of a run whose end is recorded, and prints a note. Collective."""
     run.task.load(run.watchdog, is_complete=True)
     more = f"{run.early_end}; raise it" if run.early_end else "raise its steps or epochs"
     run.accelerator.print(f"{run.config.run_name} is complete at step {run.step}; {more} to train further")
-    assert run.checkpoint, "a complete run has a checkpoint"
-    if from_main(run.log.outcome()) != "completed":
-        run.log.resume(run.checkpoint.state.log, run.progress)
-        run.store.prune(run.step)
-        listing = run.store.listing()
-        run.log.append({"event": "checkpoint", **(listing["checkpoint"] or {}), "kept": listing["kept"]})
-        run.record_end("completed", run.early_end)
     run.log.write_status("completed", run.step, run.early_end)
     run.accelerator.end_training()

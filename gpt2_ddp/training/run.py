@@ -23,7 +23,6 @@ from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.store import SLOW_DISK
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.distributed.environment import elastic_nodes, launcher_option, machines, spare_core
-from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.errors import UserError
@@ -34,9 +33,8 @@ from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name, has_same_devices, versions
 from gpt2_ddp.training.opening import Opened
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
-from gpt2_ddp.training.own_numbers import check_scores
 from gpt2_ddp.training.stop import StopRequest
-from gpt2_ddp.training.task import Poll
+from gpt2_ddp.training.task import Poll, check_scores
 
 CPU_FLOPS = 1e11
 """FLOP/s of a process on a CPU in bf16 (estimate), which say whether compiling pays off in `train.minutes`."""
@@ -64,12 +62,13 @@ class Trainer(Opened):
         """The state after the current step. Collective; waits for the device."""
         self.guard.flush()
         scaler: Any = self.accelerator.scaler
+        norms = self.guard.norms.state_dict() if self.guard.norms else (0, 0, 0)
         return State.of(
             self.config.kind,
             progress=self.progress.model_copy(deep=True),
             feed=self.task.feed.state,
             guard=self.guard.state_dict(),
-            optimizer=OptimizerState(norms=self.guard.norms.state_dict(), scaler=scaler and scaler.state_dict()),
+            optimizer=OptimizerState(norms=norms, scaler=scaler and scaler.state_dict()),
             losses=self.guard.losses.model_copy(),
             log=self.log.end(),
             setup=self.setup,
@@ -96,7 +95,8 @@ class Trainer(Opened):
         self.progress.load_state_dict(state.progress)
         self.task.feed.seek(state.feed)
         self.guard.load_state_dict(state.guard)
-        self.guard.norms.load_state_dict(state.optimizer.norms)
+        if self.guard.norms:
+            self.guard.norms.load_state_dict(state.optimizer.norms)
         if state.optimizer.scaler and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state.optimizer.scaler)
         self.guard.losses.load_state_dict(state.losses)
@@ -277,7 +277,8 @@ def finish(run: Training, outcome: Outcome, reason: str = "") -> None:
     run.wait_for_save()
     run.watchdog.heartbeat("ending", timeout=FIRST_TIMEOUT)  # a tracker may still send much data
     reason = run.stop.reason if outcome == "stopped" else reason or run.early_end
-    run.record_end(outcome, reason)
+    run.log.append({"event": "end", "step": run.step, "outcome": outcome, "kept": run.store.listing()["kept"]})
+    run.log.write_status(outcome, run.step, reason)
     end = f"{run.config.run_name} {outcome} at step {run.step}" + f" ({reason})" * bool(reason)
     run.metrics.print(end + "; the same command resumes it" * (outcome == "stopped"))
     if best := run.best_checkpoint:
@@ -290,8 +291,7 @@ def describe_start(run: Training) -> list[str]:
     rows = [max(len(part), task.feed.batch.rows) for ranks in shares for part in ranks]
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind = accelerator.num_processes, accelerator.device.type
-    precision = describe_precision(accelerator.mixed_precision, accelerator.device)
-    kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {precision}"
+    kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {accelerator.mixed_precision}"
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
     what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
     lines = [f"{run.config.run_name} {begins}: {what}"]
@@ -300,10 +300,3 @@ def describe_start(run: Training) -> list[str]:
         store = launcher_option("rdzv_endpoint")
         lines.append(f"note: elastic: {resumes}; only the rendezvous machine, {store}, must stay up")
     return lines
-
-
-def describe_precision(precision: str, device: torch.device) -> str:
-    """The precision of a training as text, with a hint on GPUs that are faster in bf16."""
-    if precision == "no" and pick_precision("fast", device) == "bf16":
-        return "no, here slower than bf16; set --train.mixed_precision bf16"
-    return precision

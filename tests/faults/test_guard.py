@@ -25,7 +25,8 @@ from runs import (
 
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.state import GuardState
-from gpt2_ddp.training.guard import LATE, Guard, RunningStatistics, Verdict
+from gpt2_ddp.training.guard import LATE, Guard, Verdict
+from gpt2_ddp.training.limits import RunningStatistics
 
 POISON = (12 * 9, 12 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
