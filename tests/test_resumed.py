@@ -79,16 +79,17 @@ def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
         "launch.parallel": parallel,
         "model.architecture": {"adamw": "gpt2", "muon": "nanochat"}[optimizer],
         "data": {"path": [str(corpus), str(short_documents)], "weights": [2, 1]},
-        "model.block_size": 16,
+        "model.n_layer": 1,
+        "model.block_size": 8,
         "model.document_mask": True,
         "model.dropout": 0.1,
         "guard": {"patience": 3, "sigmas": 50.0},
-        "eval": {"every": 5, "tokens": 200, "patience": 9},
+        "eval": {"every": 5, "tokens": 100, "patience": 9},
         "eval.tasks": [f"{folder}/items.jsonl"],
         "tracking": {"log_every": 2, "sample_every": 5, "sample_prompt": ["def ", ""]},
         "checkpoint.every": 4,
         "train.steps": 16,
-        "train.global_batch_tokens": 192,
+        "train.global_batch_tokens": 96,
     }
     return training_config(corpus, output, changes)
 
