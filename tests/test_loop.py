@@ -200,7 +200,7 @@ def test_data_are_prepared_on_first_use(tmp_path):
     wrong, all ranks end."""
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
     recipe, data = tmp_path / "recipe.yaml", tmp_path / "shards"
-    settings = f"output: {data}\ntokenizer: bytes\nval_fraction: 0.2\nsource: {tmp_path}/"
+    settings = f"output: {data}\nvocab_size: 300\nval_fraction: 0.2\nsource: {tmp_path}/"
     changes = {"data.prepare": str(recipe), "train.steps": 1, "optim.decay_steps": 9}
     config = training_config(data, tmp_path, changes)
     write = recipe.write_text
