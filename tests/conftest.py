@@ -82,8 +82,9 @@ def pytest_configure_node(node):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    STARTED.update(node.workeroutput.get("started", {}))
-    margins.MARGINS.update(node.workeroutput.get("margins", {}))
+    output = getattr(node, "workeroutput", {})  # none of one that died
+    STARTED.update(output.get("started", {}))
+    margins.MARGINS.update(output.get("margins", {}))
 
 
 def pytest_sessionfinish(session, exitstatus):

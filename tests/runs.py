@@ -28,9 +28,6 @@ from gpt2_ddp.data.manifest import content_sha256
 from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State, next_chain
-from gpt2_ddp.tasks.own_code import installed_packages
-
-installed_packages()  # once for all ranks
 
 KINDS = yaml.safe_load("""
 regression:

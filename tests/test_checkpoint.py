@@ -420,8 +420,8 @@ def test_a_manifest_lists_no_file_of_another_folder(run):
 
 def killed_at_every_operation(run, scenario, background, every):
     """Saves step 2 after step 1 (or `again`), killed once before each operation that changes a file, or each
-    third one; after each, the next trainer finds an intact checkpoint and saves its own. Returns how many there are, or
-    up to two more."""
+    fifth one; after each, the next trainer finds an intact checkpoint and saves its own. Returns how many there are, or
+    up to four more."""
     from disk import interpose
 
     told, limit, at = 0, 0, 1
@@ -469,7 +469,7 @@ KILLED = [("the next", False), ("again", False), ("the next", True)]
 SLOW = [pytest.param(*case, 1, marks=pytest.mark.slow) for case in KILLED]
 
 
-@pytest.mark.parametrize(("scenario", "background", "every"), [("the next", False, 3), ("again", False, 3), *SLOW])
+@pytest.mark.parametrize(("scenario", "background", "every"), [("the next", False, 5), ("again", False, 5), *SLOW])
 def test_killed_at_every_operation_an_intact_one_is_left(run, scenario, background, every):
     """Also where the same step is saved again."""
     assert run_ranks(killed_at_every_operation, 1, run, scenario, background, every)[0] > 20

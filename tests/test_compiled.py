@@ -75,5 +75,5 @@ def test_one_static_graph_to_train_and_one_to_evaluate(tiny_config, tmp_path, wo
 
 
 def test_going_back_compiles_nothing_anew(tiny_config, tmp_path):
-    config = tiny_config({"train.compile": "model"})
+    config = tiny_config({"train.compile": "model", "model.n_layer": 1})
     assert run_ranks(graphs_of_a_training, 1, config, True) == [[(True, False)]]

@@ -19,7 +19,7 @@ from gpt2_ddp.model.evaluate import EvalSet, evaluate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.tasks.pretraining import resolve
 
-SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)
+SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=48)
 
 
 def model():

@@ -17,10 +17,10 @@ from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.model.gpt import GPT
 
 SCRIPT, PAGE, CHECKPOINT = ROOT / "scripts/hello_gpt.py", ROOT / "docs/first-steps.md", "runs/hello_gpt.pt"
-SIZES = {"WIDTH": 48, "CONTEXT": 32, "STEPS": 24, "WARMUP": 6, "LOG_EVERY": 1, "EVAL_EVERY": 12, "SAVE_EVERY": 8}
+SIZES = {"WIDTH": 48, "CONTEXT": 32, "STEPS": 12, "WARMUP": 3, "LOG_EVERY": 1, "EVAL_EVERY": 6, "SAVE_EVERY": 4}
 FLAGS = (
-    "--model.n_embd 48 --model.block_size 32 --train.global_batch_tokens 512 --train.steps 24 --optim.warmup_steps 6"
-    " --tracking.log_every 1 --tracking.sample_every 0 --eval.every 12 --eval.tokens 3072 --train.device cpu"
+    "--model.n_embd 48 --model.block_size 32 --train.global_batch_tokens 512 --train.steps 12 --optim.warmup_steps 3"
+    " --tracking.log_every 1 --tracking.sample_every 0 --eval.every 6 --eval.tokens 3072 --train.device cpu"
 )
 """The same sizes for hello_gpt.py and train_gpt2.py."""
 RANK = """
@@ -100,20 +100,20 @@ def test_its_losses_are_those_of_the_trainer(whole, corpus, tmp_path):
 
 
 def test_two_processes_train_the_same_and_resume_at_the_same_bits(whole, corpus, tmp_path):
-    """One of them, killed in the save of step 24, resumes from step 16. Each value is all-reduced once per step."""
+    """One of them, killed in the save of step 12, resumes from step 8. Each value is all-reduced once per step."""
     (_, one), (folder, two) = whole(1), whole(2)
     for kind in ("loss", "val_loss"):
         assert_close(figures(two, kind), figures(one, kind), 1e-5)
     end = torch.load(folder / CHECKPOINT)
     values = sum(value.numel() for value in end["model"].values())
     for rank, saves in ((0, 3), (1, 0)):
-        assert f"rank {rank} all-reduced {24 * values} values, saved {saves} times\n" in two
+        assert f"rank {rank} all-reduced {12 * values} values, saved {saves} times\n" in two
     killed = run(tmp_path, corpus, 2, dies_at=3)
     assert torch.equal(figures(killed), figures(two))
-    assert torch.load(tmp_path / CHECKPOINT)["step"] == 16, "the checkpoint before is whole"
+    assert torch.load(tmp_path / CHECKPOINT)["step"] == 8, "the checkpoint before is whole"
     resumed = run(tmp_path, corpus, 2)
-    assert resumed.startswith("begins at step 16 of 24; processes: 2\nstep 17: ")
-    assert torch.equal(figures(resumed), figures(two)[16:])
+    assert resumed.startswith("begins at step 8 of 12; processes: 2\nstep 9: ")
+    assert torch.equal(figures(resumed), figures(two)[8:])
     assert distance(torch.load(tmp_path / CHECKPOINT), end) == 0
 
 

@@ -43,14 +43,14 @@ def losses(run):
 
 @float64()
 def test_equal_to_a_hand_written_loop(corpus, tmp_path):
-    """20 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule and the reader.
+    """10 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule and the reader.
     tests/test_optim.py has Muon."""
     run = tmp_path / "run"
-    config = training_config(corpus, tmp_path, {"train.steps": 20, "eval.every": 20, "checkpoint.every": 20})
+    config = training_config(corpus, tmp_path, {"checkpoint.every": 10})
     run_ranks(in_float64, 1, train, config)
     ours = rows(run)
 
-    optim = config.optim.model_copy(update={"decay_steps": 20})
+    optim = config.optim.model_copy(update={"decay_steps": 10})
     stream = TokenStream(corpus, read_manifest(corpus), "train")
     n_windows = (len(stream) - 1) // 32
     torch.manual_seed(config.seed)
@@ -59,7 +59,7 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path):
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], weight_decay=0.1)
     order = Permutation(config.seed, n_windows)
-    for step in range(1, 21):
+    for step in range(1, 11):
         loss_sum = 0.0
         windows = order.items_at(np.arange(12 * step - 12, 12 * step)).astype(np.int64)
         for tokens in torch.from_numpy(stream.read(windows * 32, 33).astype(np.int64)).split(3):
@@ -73,7 +73,7 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path):
         optimizer.step()
         model.zero_grad()
         assert_close((ours[step]["loss"], ours[step]["grad_norm"]), (loss_sum, norm.item()), says=step)
-    assert losses(run)[-1] < losses(run)[0] - 0.5
+    assert losses(run)[-1] < losses(run)[0] - 0.2
 
 
 class CountSyncs(TorchDispatchMode):
@@ -122,6 +122,7 @@ def test_processes_times_accumulation(corpus, tmp_path):
     """12 windows on 1 process and on 5, which pad 3, train the same, with the same dropout. Each gradient byte is
     all-reduced once per optimizer step, and no step waits for a device."""
     found, changes = [], {"train.steps": 3, "optim.name": "muon", "train.micro_batch_size": 1, "model.dropout": 0.1}
+    changes["model.n_layer"] = 1
     for world in (1, 5):
         config = training_config(corpus, tmp_path / str(world), changes)
         for syncs, (first, later) in run_ranks(counted, world, config):

@@ -303,7 +303,7 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
     ):
         changing = lambda *args, change=change: (make_tokenizer(*args), change())  # noqa: E731
         monkeypatch.setattr(prepare_module, "make_tokenizer", changing)
-        expect_error(words, prepare, config(texts, tmp_path / "out", tokenizer="bpe"))
+        expect_error(words, prepare, config(texts, tmp_path / "out", tokenizer="bpe", vocab_size=300))
         assert not (tmp_path / "out").exists()
 
 

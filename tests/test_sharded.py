@@ -34,7 +34,7 @@ from runs import (
 from gpt2_ddp.distributed.ranks import LONGEST
 from gpt2_ddp.model import gpt
 from gpt2_ddp.tasks.pretraining import Pretraining
-from gpt2_ddp.training import loop, sharded
+from gpt2_ddp.training import loop
 
 SLOW = pytest.mark.slow
 
@@ -235,6 +235,8 @@ def test_the_same_initial_weights(text, tmp_path):
 
 
 def test_a_buffer_that_no_checkpoint_has_is_made_on_a_device():
+    from gpt2_ddp.training import sharded  # a second to import
+
     def make(device):
         model = torch.nn.Linear(1, 1)
         model.register_buffer("scale", torch.ones(1, device=device), persistent=False)

@@ -10,6 +10,7 @@ import sys
 import threading
 import tracemalloc
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +96,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     file = "train-00000-of-00001.parquet"
     texts = tuple(f"document {number} of the hub" for number in range(300))
-    buffer = io.BytesIO()
-    pa.parquet.write_table(pa.table({"body": texts}), buffer)
-    data = buffer.getvalue()
+
+    @cached_property
+    def data(self):
+        buffer = io.BytesIO()
+        pa.parquet.write_table(pa.table({"body": self.texts}), buffer)  # imports pandas
+        return buffer.getvalue()
 
     def do_GET(self):
         path = self.path.partition("?")[0]

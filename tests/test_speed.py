@@ -20,7 +20,7 @@ from benchmarks import step
 from benchmarks.config import BenchmarkConfig
 
 PRESET = str(Path(__file__).parents[1] / "configs/gpt2_124m.yaml")
-STEPS = 4
+STEPS = 2
 
 
 class Traffic(TorchDispatchMode):
