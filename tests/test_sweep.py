@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,25 +138,21 @@ def test_runs_at_a_time_share_the_gpus_or_the_cores(three, monkeypatch):
     assert sweep.start(three[0], 1, 2, [])["OMP_NUM_THREADS"] == "4"
 
 
-class Forked:
+class Forked(ForkProcess):
     """Replaces `subprocess.Popen`: the process of a run is forked from the sweep's, with torch loaded."""
 
+    poll, returncode = ForkProcess.exitcode.fget, ForkProcess.exitcode
+
     def __init__(self, command, stdout, env, **options):
-        outputs = [stdout.name] * 2
-        self._process = get_context("fork").Process(target=self._run, args=(command[1:], ROOT, env, outputs))
-        self._process.start()
+        super().__init__(target=_as_command, args=(command[1:], ROOT, env, [stdout.name] * 2))
+        self.start()
 
-    def _run(self, *args):
+    def run(self):
         signals._state = signals.SignalState()  # not that of the sweep
-        _as_command(*args)
-
-    def poll(self):
-        return self._process.exitcode
-
-    returncode = property(poll)
+        super().run()
 
     def send_signal(self, number):
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
 
 @pytest.mark.slow
