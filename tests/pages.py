@@ -124,7 +124,6 @@ SMALLER = {
 class PageCommand(NamedTuple):
     """A command of a page, as it is typed."""
 
-    page: str
     text: str
 
     @property
@@ -167,7 +166,7 @@ def commands(page):
             found += _of_block(language, block)
         elif re.match(INLINE, span) and "…" not in span:
             found.append(span)
-    return [PageCommand(page.name, command) for command in found]
+    return [PageCommand(command) for command in found]
 
 
 def _of_block(language, block):

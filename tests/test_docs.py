@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -120,17 +119,16 @@ def run(text, folder):
     So are the two ranks that a launcher would start."""
     env = {"PYTHONPATH": str(folder), "MPLBACKEND": "agg", "WANDB_MODE": "offline"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    bash = partial(subprocess.run, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
-    parts = shlex.shlex(text, posix=True, punctuation_chars=True)
-    if "$" not in text and not {*parts} & {"|", "||", "&", "&&", ";", ">", "<"}:
-        words = bash(["bash", "-c", f"printf '%s\\0' {text}"]).stdout.split("\0")[:-1]
+    words = shlex.split(text, comments=True)
+    if "$" not in text and not {*words} & {"|", "||", "&", "&&", ";", ">", "<"}:
         script = next((number for number, word in enumerate(words) if word.startswith("scripts/")), 0)
         if words[:2] == ["python", words[script]]:
             return forked(words[1:], folder, **env)
         if words[0] in ("torchrun", "accelerate"):
             assert "--nproc_per_node 2" in text or "--num_processes 2" in text, text
             return forked(words[script:], folder, world=2, **env)
-    return bash(["bash", "-c", text], env=environment(**env))
+    command, pipes = ["bash", "-c", text], {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, cwd=folder, env=environment(**env), timeout=300, **pipes)
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,8 @@ def test_two_machines_on_loopback(config_file, corpus, tmp_path):
     words += ["--mixed_precision", "no", "--config_file", template]
     two = train_command(config_file, "two")
     commands = ([*ACCELERATE, *words, "--machine_rank", rank, *two] for rank in "01")
-    options = {"env": environment(PYTHONPATH=NO_REPORT), "cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    env = environment(PYTHONPATH=NO_REPORT, OMP_NUM_THREADS="1")
+    options = {"env": env, "cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
     machines = [subprocess.Popen(command, **options) for command in commands]
     for machine in machines:
         _, errors = machine.communicate(timeout=120)

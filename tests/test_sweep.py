@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import ROOT, SCRIPTS, _as_command, environment, expect_error, forked
-from ranks import CONTEXT, start
+from ranks import CONTEXT, start, wait_until
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
@@ -160,10 +160,11 @@ def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpu
     words = f"{TRAINING} --data.path {corpus} --output_dir {tmp_path} --run_name a --at_once 2"
     command = [__file__, "--seeds", "1", "2", *RATES[4:], *words.split()]
     said = tmp_path / "said"
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number, rate in ((signal.SIGTERM, 0.02), (signal.SIGKILL, 0.03)):
         process = CONTEXT.Process(target=_as_command, args=(command, ROOT, environment(), [said] * 2))
         start(process)
-        time.sleep(random.uniform(1, 3))
+        wait_until((tmp_path / f"a-lr_{rate}-seed_1/metrics.jsonl").exists, process=process)
+        time.sleep(random.uniform(0, 0.5))
         os.kill(process.pid, number)
         process.join(60)
         assert process.exitcode == (75 if number == signal.SIGTERM else -number), said.read_text()
