@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
 WITH_FLAGS = [file for file in sorted(SCRIPTS.glob("*.py")) if not file.stem.startswith("hello_")]
 """The scripts that are commands: the `hello_` programs are for reading."""
+NO_REPORT = f"{ROOT}:{ROOT}/tests/no_report"
+"""PYTHONPATH of a fresh Python whose training draws no report."""
 BIN = Path(sys.executable).parent
 ACCELERATE = [str(BIN / "accelerate"), "launch"]
 TORCHRUN = [str(BIN / "torchrun")]
@@ -89,6 +91,7 @@ def _as_command(words, folder, env, outputs):
     import torch
 
     from gpt2_ddp.distributed import spawn
+    from gpt2_ddp.export import check
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     write_to(outputs)
@@ -97,6 +100,7 @@ def _as_command(words, folder, env, outputs):
     torch.set_num_threads(1)
     keep_server()
     spawn.start_ranks, process.run_script = forked_ranks, without_report
+    check.MODULES = 2  # of Python, that an export encodes
     os.chdir(folder)
     sys.argv = words[words[0] == "-m" :]
     sys.path.insert(0, str(folder) if words[0] in ("-c", "-m") else str(Path(words[0]).parent))

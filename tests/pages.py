@@ -1,7 +1,7 @@
 """The commands of README.md and docs/*.md, as text taken from the pages; how each is run small, and which cannot run.
 
-A new page is taken in by itself: all of its commands are run, `python SCRIPT` in a forked process, and a launcher on
-README alone; elsewhere two ranks of its script are forked. One that cannot run here goes into CANNOT with the
+A new page is taken in by itself: all of its commands are run, `python SCRIPT` in a forked process, and in place of a
+launcher two ranks of its script are forked. One that cannot run here goes into CANNOT with the
 reason, what it needs into `stand_ins` of test_docs.py, and a flag that makes its script small enough into SMALLER.
 """
 
@@ -28,8 +28,7 @@ make check
 make format
 make docs
 make lock
-gpt2_ddp[fast]
-pip install -r requirements.txt
+pip install 
 source .venv/bin/activate
 
 minutes or hours; other tests have its parts
@@ -76,7 +75,6 @@ accelerate launch scripts/train_gpt2.py --data.path data/mine
 
 a bucket, and texts for it; test_bucket.py
 --source 'data/texts/*.txt'
-pip install s3fs
 export AWS_
 s3://BUCKET
 
@@ -110,6 +108,7 @@ TRAINING = (
     " --tracking.sample_every 0"
 )
 SMALLER = {
+    "prepare_data.py": "--workers 1",
     "train_gpt2.py": TRAINING,
     "plan.py": TRAINING,
     "sweep.py": f"--dry_run true {TRAINING}",
@@ -125,7 +124,6 @@ SMALLER = {
 class PageCommand(NamedTuple):
     """A command of a page, as it is typed."""
 
-    page: str
     text: str
 
     @property
@@ -168,7 +166,7 @@ def commands(page):
             found += _of_block(language, block)
         elif re.match(INLINE, span) and "…" not in span:
             found.append(span)
-    return [PageCommand(page.name, command) for command in found]
+    return [PageCommand(command) for command in found]
 
 
 def _of_block(language, block):

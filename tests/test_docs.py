@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,25 +114,21 @@ def test_a_translation_has_the_commands_of_its_page(page):
     assert [words for words in found if words in wanted] == wanted
 
 
-def run(text, folder, launches=True):
+def run(text, folder):
     """Runs a command of a page as a shell would. A plain `python SCRIPT` is forked, and takes a tenth of the time.
-
-    Args:
-        launches: whether a launcher is started; if not, two ranks of its script are forked.
-    """
+    So are the two ranks that a launcher would start."""
     env = {"PYTHONPATH": str(folder), "MPLBACKEND": "agg", "WANDB_MODE": "offline"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    bash = partial(subprocess.run, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
-    parts = shlex.shlex(text, posix=True, punctuation_chars=True)
-    if "$" not in text and not {*parts} & {"|", "||", "&", "&&", ";", ">", "<"}:
-        words = bash(["bash", "-c", f"printf '%s\\0' {text}"]).stdout.split("\0")[:-1]
+    words = shlex.split(text, comments=True)
+    if "$" not in text and not {*words} & {"|", "||", "&", "&&", ";", ">", "<"}:
         script = next((number for number, word in enumerate(words) if word.startswith("scripts/")), 0)
         if words[:2] == ["python", words[script]]:
             return forked(words[1:], folder, **env)
-        if words[0] in ("torchrun", "accelerate") and not launches:
+        if words[0] in ("torchrun", "accelerate"):
             assert "--nproc_per_node 2" in text or "--num_processes 2" in text, text
             return forked(words[script:], folder, world=2, **env)
-    return bash(["bash", "-c", text], env=environment(**env))
+    command, pipes = ["bash", "-c", text], {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, cwd=folder, env=environment(**env), timeout=300, **pipes)
 
 
 @pytest.fixture(scope="session")
@@ -150,10 +145,10 @@ def make_stand_ins(folder):
     write_cifar(folder / "FOLDER", 200, 50)
     write_sets_of_images(folder)
     train = "train_gpt2.py --data.path data/stdlib " + SMALLER["train_gpt2.py"].format(steps=4)
-    own = "prepare_data.py --source texts/{}.txt --tokenizer data/stdlib/tokenizer.json --output data/{}"
+    own = "prepare_data.py --workers 1 --source texts/{}.txt --tokenizer data/stdlib/tokenizer.json --output data/{}"
     for command in (
-        "prepare_data.py --source texts --output data/stdlib --vocab_size 512",
-        "prepare_data.py --source texts --output dumps --tokenizer gpt2",
+        "prepare_data.py --workers 1 --source texts --output data/stdlib --vocab_size 512",
+        "prepare_data.py --workers 1 --source texts --output dumps --tokenizer gpt2",
         *(train, *(own.format(text, name) for name, text in MIXED.items())),
     ):
         made = run(f"python scripts/{command}", folder)
@@ -180,11 +175,10 @@ def write_more(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path):
-    """Each that can run here, once, in the page's order, with what those before it have made. README's launchers are
-    started; those of other pages have the same shapes, so that their ranks are forked."""
-    folder, is_readme, own = tmp_path / "project", page == README, here(page)
+    """Each that can run here, once, in the page's order, with what those before it have made."""
+    folder, own = tmp_path / "project", here(page)
     shutil.copytree(stand_ins, folder, symlinks=True)
-    if is_readme:  # it makes this itself
+    if page == README:  # it makes this itself
         shutil.rmtree(folder / "runs/stdlib")
     if not any("--output data/mine" in command.text for command in own):
         (folder / "data/mine").symlink_to("stdlib")
@@ -192,7 +186,7 @@ def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path)
         text = command.smaller(number)
         if not any(folder.glob("runs/*/checkpoints/step-00000400")):
             text = text.replace("step-00000400", "step-00000004")  # the stand-in's only checkpoint
-        found = run(text, folder, launches=is_readme)
+        found = run(text, folder)
         print(f"{page.name}: {command.text} -> {found.returncode}")
         assert (found.returncode, "Traceback" in found.stderr) == (0, False), found.stdout + found.stderr
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from commands import ACCELERATE, ROOT, environment, expect_error, run_script
+from commands import ACCELERATE, NO_REPORT, ROOT, environment, expect_error, run_script
 from ranks import RankError, run_ranks
 from runs import assert_same, complete, events, state_of, train, training_config
 
@@ -59,7 +59,8 @@ def test_two_machines_on_loopback(config_file, corpus, tmp_path):
     words += ["--mixed_precision", "no", "--config_file", template]
     two = train_command(config_file, "two")
     commands = ([*ACCELERATE, *words, "--machine_rank", rank, *two] for rank in "01")
-    options = {"env": environment(), "cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    env = environment(PYTHONPATH=NO_REPORT, OMP_NUM_THREADS="1")
+    options = {"env": env, "cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
     machines = [subprocess.Popen(command, **options) for command in commands]
     for machine in machines:
         _, errors = machine.communicate(timeout=120)

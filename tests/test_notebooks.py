@@ -2,11 +2,10 @@
 
 import json
 from itertools import product
-from pathlib import Path
 
 import pytest
+from commands import NO_REPORT, ROOT
 
-ROOT = Path(__file__).parents[1]
 FACTS = {
     "own_text": """
 assert scores.loss < frequency_loss < log(data.vocab_size)
@@ -53,7 +52,7 @@ def test_a_notebook_runs_whole(file, tmp_path, monkeypatch):
     import nbformat
     from nbclient import NotebookClient
 
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", NO_REPORT)
     notebook = nbformat.read(file, 4)
     for cell, sizes in product(notebook.cells, SMALLER.items()):
         cell.source = cell.source.replace(*sizes)

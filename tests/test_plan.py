@@ -1,6 +1,7 @@
 """The plan of a training: what it refuses is what training refuses, word for word, and it leaves nothing behind."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import torch
 import yaml
 from close import assert_close, distance
-from commands import SCRIPTS, expect_error, held, run_script
+from commands import NO_REPORT, SCRIPTS, expect_error, held, run_script
 from golden_runs import CORPUS, GOLDEN
 from pages import ROOT
 from ranks import run_ranks
@@ -101,7 +102,8 @@ def test_a_folder_that_another_trainer_holds(place):
 def peak_of_a_run(arguments, script):
     """A fresh process's most memory (`ru_maxrss` would begin with its parent's), and what it printed."""
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    env = os.environ | {"PYTHONPATH": NO_REPORT}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     most = 0
     while process.poll() is None:
         found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
