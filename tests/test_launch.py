@@ -25,6 +25,7 @@ from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.training import precision
 from gpt2_ddp.training.precision import settle_fast
+from gpt2_ddp.training.run import describe_precision
 
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
 
@@ -170,7 +171,11 @@ def test_fast_on_other_devices(monkeypatch):
     assert settled("mps") == "no"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    gpu = torch.device("cuda")
     assert settled("cuda") == "bf16"
+    assert describe_precision("no", gpu).startswith("no, here slower than bf16;")
+    assert describe_precision("bf16", gpu) == "bf16"
+    assert describe_precision("no", torch.device("cpu")) == "no"
 
 
 LAUNCHES = """

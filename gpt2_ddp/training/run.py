@@ -23,6 +23,7 @@ from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.store import SLOW_DISK
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.distributed.environment import elastic_nodes, launcher_option, machines, spare_core
+from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.errors import UserError
@@ -291,7 +292,8 @@ def describe_start(run: Training) -> list[str]:
     rows = [max(len(part), task.feed.batch.rows) for ranks in shares for part in ranks]
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind = accelerator.num_processes, accelerator.device.type
-    kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {accelerator.mixed_precision}"
+    precision = describe_precision(accelerator.mixed_precision, accelerator.device)
+    kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {precision}"
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
     what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
     lines = [f"{run.config.run_name} {begins}: {what}"]
@@ -300,3 +302,10 @@ def describe_start(run: Training) -> list[str]:
         store = launcher_option("rdzv_endpoint")
         lines.append(f"note: elastic: {resumes}; only the rendezvous machine, {store}, must stay up")
     return lines
+
+
+def describe_precision(precision: str, device: torch.device) -> str:
+    """The precision of a training as text, with a hint on GPUs that are faster in bf16."""
+    if precision == "no" and pick_precision("fast", device) == "bf16":
+        return "no, here slower than bf16; set --train.mixed_precision bf16"
+    return precision
