@@ -16,7 +16,7 @@ from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
 from gpt2_ddp.checkpoint.run_files import Outcome, finite
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
-from gpt2_ddp.distributed.ranks import from_main, sum_over_ranks
+from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.opening import finish_complete, open_run
@@ -48,7 +48,7 @@ def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
     UserError; SystemExit 75 if only other machines were stopped, for an elastic launcher to start this rank again."""
     begun, outcome, stop = time.perf_counter(), "completed", None
     with open_run(config, make_task) as run:
-        if run.is_complete and from_main(run.log.outcome()) == "completed":
+        if run.is_complete:
             finish_complete(run)
         else:
             with start(build(run), on_row) as training:

@@ -13,12 +13,13 @@ import torch
 from accelerate import Accelerator, PartialState
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import elastic_nodes, machines
 from gpt2_ddp.distributed.launch import make_accelerator, pick_precision, start_run
-from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank
+from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.model.compiled import check_compiler
 from gpt2_ddp.state import Progress
@@ -76,6 +77,12 @@ class Opened:
         """The checkpoint of the best evaluation, if the newest is another; on the main process."""
         best = self.progress.best.step
         return self.store.place(best) if best < self.step and self.store.place(best).is_dir() else None
+
+    def record_end(self, outcome: Outcome, reason: str) -> None:
+        """Records how training ended."""
+        kept = self.store.listing()["kept"]
+        self.log.append({"event": "end", "step": self.step, "outcome": outcome, "kept": kept})
+        self.log.write_status(outcome, self.step, reason)
 
 
 @contextmanager
@@ -196,9 +203,17 @@ def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFol
 
 
 def finish_complete(run: Opened) -> None:
-    """Compares the data of a run whose end is recorded, and prints a note. Collective."""
+    """Compares the data of a run that is already complete, and prints a note. Records the end if the last process did
+    not. Collective."""
     run.task.load(run.watchdog, is_complete=True)
     more = f"{run.early_end}; raise it" if run.early_end else "raise its steps or epochs"
     run.accelerator.print(f"{run.config.run_name} is complete at step {run.step}; {more} to train further")
+    assert run.checkpoint, "a complete run has a checkpoint"
+    if from_main(run.log.outcome()) != "completed":
+        run.log.resume(run.checkpoint.state.log, run.progress)
+        run.store.prune(run.step)
+        listing = run.store.listing()
+        run.log.append({"event": "checkpoint", **(listing["checkpoint"] or {}), "kept": listing["kept"]})
+        run.record_end("completed", run.early_end)
     run.log.write_status("completed", run.step, run.early_end)
     run.accelerator.end_training()

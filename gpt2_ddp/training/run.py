@@ -278,8 +278,7 @@ def finish(run: Training, outcome: Outcome, reason: str = "") -> None:
     run.wait_for_save()
     run.watchdog.heartbeat("ending", timeout=FIRST_TIMEOUT)  # a tracker may still send much data
     reason = run.stop.reason if outcome == "stopped" else reason or run.early_end
-    run.log.append({"event": "end", "step": run.step, "outcome": outcome, "kept": run.store.listing()["kept"]})
-    run.log.write_status(outcome, run.step, reason)
+    run.record_end(outcome, reason)
     end = f"{run.config.run_name} {outcome} at step {run.step}" + f" ({reason})" * bool(reason)
     run.metrics.print(end + "; the same command resumes it" * (outcome == "stopped"))
     if best := run.best_checkpoint:
