@@ -26,7 +26,6 @@ from gpt2_ddp.model.evaluate import IGNORED, rounds
 
 METRICS = ("acc", "acc_norm")
 LONGEST = 2**30  # bytes of a file of items
-HELLASWAG = "Rowan/hellaswag"  # on the Hub
 
 
 class Item(BaseModel, frozen=True):
@@ -104,7 +103,7 @@ def load_sets(
 def _hellaswag() -> list[Item]:
     import datasets
 
-    return [*map(_item, datasets.load_dataset(HELLASWAG, split="validation"))]
+    return [*map(_item, datasets.load_dataset("Rowan/hellaswag", split="validation"))]
 
 
 def notes_on(sets: Iterable[ItemSet], saved: Mapping[str, str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 49_216, "reachable": 74_142, "product": 128_186, "tests": 166_552}
+CEILINGS = {"loaded": 47_769, "reachable": 74_109, "product": 128_184, "tests": 166_443}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

@@ -141,8 +141,8 @@ model/muon.py: two ways to the same matrix
 - if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
 + if dtype == torch.float32 and x.size(2) >= 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
 training/limits.py: of no value, the variance is not used
-- def __init__(self, device: torch.device | str = "cpu", state: Sums = (0, 0, 0)):
-+ def __init__(self, device: torch.device | str = "cpu", state: Sums = (0, 0, 1)):
+- self.load_state_dict((0, 0, 0))
++ self.load_state_dict((0, 0, 1))
 training/guard.py: a loss that equals its limit
 - elif loss > limit:
 + elif loss >= limit:

@@ -59,7 +59,7 @@ REFUSALS = [
     (lambda place: None, "--model.n_head 3", "model.n_embd = 32"),
     (lambda place: None, "--output_dir /dev/null", "Not a directory"),
     (lambda place: None, f"--train.init_from {GOLDEN}/gpt2_run", "model.n_layer = 2"),
-    (lambda place: shutil.rmtree(place / "data"), "--data.prepare configs/data_stdlib.yaml", "writes to data/stdlib"),
+    (lambda place: shutil.rmtree(place / "data"), "--data.prepare configs/data_stdlib.yaml", "no such folder"),
     (lambda place: spoil(place / "data/train_000001.bin"), "", "SHA-256 differs"),
     (with_a_run, "--seed 5 --optim.lr 0.01", "seed = 5"),
     (no_intact_checkpoint, "", "none is intact"),

@@ -8,17 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing.context import ForkProcess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from commands import ROOT, SCRIPTS, _as_command, environment, expect_error, forked
-from ranks import CONTEXT, start, wait_until
+from commands import NO_REPORT, ROOT, SCRIPTS, environment, expect_error
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
-from gpt2_ddp.distributed import signals
 from gpt2_ddp.distributed.signals import Stopped
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.runs import read_runs
@@ -138,45 +134,27 @@ def test_runs_at_a_time_share_the_gpus_or_the_cores(three, monkeypatch):
     assert sweep.start(three[0], 1, 2, [])["OMP_NUM_THREADS"] == "4"
 
 
-class Forked(ForkProcess):
-    """Replaces `subprocess.Popen`: the process of a run is forked from the sweep's, with torch loaded."""
-
-    poll, returncode = ForkProcess.exitcode.fget, ForkProcess.exitcode
-
-    def __init__(self, command, stdout, env, **options):
-        super().__init__(target=_as_command, args=(command[1:], ROOT, env, [stdout.name] * 2))
-        self.start()
-
-    def run(self):
-        signals._state = signals.SignalState()  # not that of the sweep
-        super().run()
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-
 @pytest.mark.slow
 def test_a_sweep_that_is_stopped_and_killed_is_resumed_by_the_same_command(corpus, tmp_path):
     words = f"{TRAINING} --data.path {corpus} --output_dir {tmp_path} --run_name a --at_once 2"
-    command = [__file__, "--seeds", "1", "2", *RATES[4:], *words.split()]
-    said = tmp_path / "said"
-    for number, rate in ((signal.SIGTERM, 0.02), (signal.SIGKILL, 0.03)):
-        process = CONTEXT.Process(target=_as_command, args=(command, ROOT, environment(), [said] * 2))
-        start(process)
-        wait_until((tmp_path / f"a-lr_{rate}-seed_1/metrics.jsonl").exists, process=process)
-        time.sleep(random.uniform(0, 0.5))
-        os.kill(process.pid, number)
-        process.join(60)
-        assert process.exitcode == (75 if number == signal.SIGTERM else -number), said.read_text()
-    again = forked(command, ROOT)
-    assert again.returncode == 0, again.stdout + again.stderr
+    command = [sys.executable, SCRIPTS / "sweep.py", "--seeds", "1", "2", *RATES[4:], *words.split()]
+    options = {
+        "cwd": ROOT,
+        "env": environment(PYTHONPATH=NO_REPORT),
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen(command, **options) as process:
+            time.sleep(random.uniform(4, 10))
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=60)
+        assert process.returncode == (75 if number == signal.SIGTERM else -number), output
+    again = subprocess.run(command, **options, timeout=300)
+    assert again.returncode == 0, again.stdout
     runs = [Path(tmp_path, f"a-lr_{rate}-seed_{seed}") for rate in ("0.02", "0.03") for seed in (1, 2)]
     for run, record in zip(runs, read_runs(runs), strict=True):
         assert [row["step"] for row in record.rows] == [0, *range(5, 61, 5)]
         assert verify_run(VerifyConfig(run=str(run))) == 0
     assert [len(group["runs"]) for group in read_json(tmp_path / "a-sweep.json")["groups"]] == [2, 2]
-
-
-if __name__ == "__main__":
-    sweep.subprocess = SimpleNamespace(Popen=Forked)
-    sweep.run_command(sweep.SweepConfig, sweep.main, default=sweep.training_default)

@@ -12,8 +12,8 @@ from gpt2_ddp.checkpoint.checkpoint import Snapshot
 
 def copied(snapshot: Snapshot, memory: dict[str, Tensor]) -> Snapshot:
     """A copy that training does not change. The first allocates `memory`, later ones reuse it."""
-    parts = (snapshot.model, snapshot.optimizer)
-    model, optimizer = ({name: _copy(value, memory, name) for name, value in part.items()} for part in parts)
+    copy = lambda part: {name: _copy(tensor, memory, name) for name, tensor in part.items()}  # noqa: E731
+    model, optimizer = map(copy, (snapshot.model, snapshot.optimizer))
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # once for all copies
     return replace(snapshot, state=snapshot.state.model_copy(deep=True), model=model, optimizer=optimizer)

@@ -203,10 +203,12 @@ class CheckpointStore:
 
     def _recover(self) -> None:
         """Repairs the folder after a killed or failed save. A process that only looks changes nothing."""
-        if self._run_folder.wants_lock and any(self.folder.glob(".step-*")):
+        if not self._run_folder.wants_lock:
+            return
+        self._run_folder.check_lock()
+        if any(self.folder.glob(".step-*")):
             from gpt2_ddp.checkpoint.intact import recover
 
-            self._run_folder.check_lock()
             recover(self.folder)
 
     def place(self, step: int) -> Path:

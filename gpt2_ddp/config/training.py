@@ -50,15 +50,6 @@ class Phase(Section):
         return {"at_tokens": at_tokens, "weights": weights}
 
 
-def _folder(path: str) -> str:
-    """The folder of a source: of a URL that of its copy."""
-    if "://" not in path:
-        return path
-    from gpt2_ddp.remote import local_copy
-
-    return local_copy(path)
-
-
 class DataConfig(Section):
     """The tokens to train on"""
 
@@ -77,12 +68,16 @@ class DataConfig(Section):
     @property
     def paths(self) -> tuple[str, ...]:
         """The folder of each source, in order: of a URL that of its copy."""
-        return tuple(map(_folder, self._given))
+        return tuple(self.urls.get(path, path) for path in self._given)
 
     @property
     def urls(self) -> dict[str, str]:
-        """The sources that are URLs, by the folders of their copies."""
-        return {_folder(path): path for path in self._given if "://" in path}
+        """The folders of the copies of sources that are URLs."""
+        if urls := [path for path in self._given if "://" in path]:
+            from gpt2_ddp.remote import local_copy
+
+            return {url: local_copy(url) for url in urls}
+        return {}
 
     @property
     def _given(self) -> tuple[str, ...]:

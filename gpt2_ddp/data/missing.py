@@ -7,12 +7,11 @@ from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import missing_folders, read_manifest
 from gpt2_ddp.distributed.process import run_script
-from gpt2_ddp.errors import UserError
 
 
 def get_data(config: TrainingConfig) -> None:
     """Copies the shards of URLs, and prepares missing ones. Raises: UserError."""
-    for folder, url in config.data.urls.items():
+    for url, folder in config.data.urls.items():
         from gpt2_ddp.remote import fetch_data
 
         fetch_data(Path(folder), url)
@@ -23,14 +22,10 @@ def get_data(config: TrainingConfig) -> None:
 def missing_data(config: TrainingConfig) -> str | None:
     """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError for a folder without a manifest that
     the recipe does not write."""
-    missing = [path for path in missing_folders(config) if path not in config.data.urls]
+    missing = [path for path in missing_folders(config) if path not in config.data.urls.values()]
     recipe = config.data.prepare
     output = str(read_yaml(recipe, "data.prepare").get("output")) if recipe and missing else ""
     for folder in missing:
         if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not start a preparation
-            try:
-                read_manifest(Path(folder))
-            except UserError as error:
-                more = f"; data.prepare ({recipe}) writes to {output}" * bool(recipe)
-                raise UserError.join([f"{error}{more}"]) from error
+            read_manifest(Path(folder))
     return recipe if missing else None

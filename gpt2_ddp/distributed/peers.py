@@ -163,13 +163,11 @@ class PeerWatchdog(Watchdog):
     def close(self) -> None:
         """Ends the watchdog. Rank 0, which may serve the store, waits some seconds for the others to leave or fail."""
         self.ended.set()
-        self._wait(lambda: self._sent.end and (self._rank or self._is_last()), AFTERMATH)
+        ended = lambda: all(beat.end not in ("", "lost") for beat, _ in self.seen.values())  # noqa: E731
+        self._wait(lambda: self._sent.end and (self._rank or ended()), AFTERMATH)
         self._is_done = True
         self._wake.set()
         super().close()
-
-    def _is_last(self) -> bool:
-        return all(beat.end not in ("", "lost") for beat, _ in self.seen.values())
 
     def _wait(self, condition: Callable[[], object], seconds: float = GRACE) -> None:
         """Exchanges heartbeats until the condition holds, for so many seconds at most."""

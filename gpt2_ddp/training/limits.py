@@ -15,10 +15,10 @@ class RunningStatistics:
     """Mean and variance of the last values, exponentially weighted; equally weighted below `WINDOW` values. The
     arithmetic is in fp64, of scalars on `device`. Only `state_dict` waits."""
 
-    def __init__(self, device: torch.device | str = "cpu", state: Sums = (0, 0, 0)):
+    def __init__(self, device: torch.device | str = "cpu"):
         exact = torch.float32 if torch.device(device).type == "mps" else torch.float64  # mps has no fp64
         self._scalar = partial(torch.as_tensor, dtype=exact, device=device)
-        self.load_state_dict(state)
+        self.load_state_dict((0, 0, 0))
 
     def load_state_dict(self, state: Sums) -> None:
         """Loads what `state_dict` returned."""

@@ -5,12 +5,11 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import on_main
 
@@ -21,10 +20,8 @@ LEAST, SECONDS = 3, 0.1
 MARGIN = 1.1
 """How much faster bf16 has to be: nearer ones differ by noise, and fp32 is more accurate."""
 
-Config = TypeVar("Config", bound=RunConfig)
 
-
-def settle_fast(config: Config, device: torch.device, before: str = "") -> Config:
+def settle_fast(config: Any, device: torch.device, before: str = "") -> Any:
     """The configuration with `no` or `bf16` in place of `fast`: the precision `before` of a resumed run, or else the
     faster one. Collective: the main process measures."""
     precision = before if before in ("no", "bf16") else pick_precision("fast", device)

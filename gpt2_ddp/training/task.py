@@ -21,16 +21,6 @@ from gpt2_ddp.state import Scores, TaskState
 Poll = Callable[[], None]
 """Heartbeat of long work. Raises `training.stop.Interrupted` if a stop was requested."""
 
-
-RowFields = Callable[[int], dict[str, float]]
-"""Optional method `row_fields(step)` of a task: own numbers, equal on all ranks. Called in steps with a row, before
-clipping. `.grad` is of the step's mean loss, all-reduced (fsdp: this rank's part), without fp16's loss scale."""
-
-
-AfterStep = Callable[[int], None]
-"""Optional method `after_step(step)` of a task: work on the model after each step, also a skipped one. What it changes
-must follow from the weights and from buffers of the model, which checkpoints hold, and be equal on all ranks."""
-
 Loss = Tensor | tuple[Tensor, dict[str, Tensor]]
 """A sum of losses, fp32 scalar; or such a sum and further ones by name, already weighted. Gradients are of all of
 them. Rows have the mean of the first as `loss`, and the others' means under their names."""
@@ -47,7 +37,14 @@ class Due(NamedTuple):
 
 class Task(Protocol):
     """One kind of training: data, model, loss, optimizer, evaluation. Run and loop are the same for all. A `MakeTask`
-    constructs it, and raises the user errors found in small files. `feed`, `files` and `model` exist after `load`."""
+    constructs it, and raises the user errors found in small files. `feed`, `files` and `model` exist after `load`.
+
+    Optional methods:
+        row_fields(step): own numbers by name, equal on all ranks. Called in steps with a row, before clipping. `.grad`
+            is of the step's mean loss, all-reduced (fsdp: this rank's part), without fp16's loss scale.
+        after_step(step): work on the model after each step, also a skipped one. What it changes must follow from the
+            weights and from buffers of the model, which checkpoints hold, and be equal on all ranks.
+    """
 
     config: Any  # resolved, complete after `load`
     unit: str  # of the mean loss, in the plural: tokens, samples
