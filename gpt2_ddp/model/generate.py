@@ -118,8 +118,8 @@ def empty_cache(model: GPT, rows: int, length: int) -> Tensor:
 
 
 def next_logits(model: GPT, rows: Tensor, cache: Tensor) -> Tensor:
-    """Logits [B, V] of the token after each row, int64 [B, n]; n up to block_size. The cache is
-    empty, or has all tokens but the last. It is filled again if attention of one's own leaves out a layer."""
+    """Logits [B, V] of the token after each row, int64 [B, n]; n up to block_size. The cache is empty,
+    or has all tokens but the last. It is filled again if attention of one's own leaves out a layer."""
     cache = cache[..., : rows.size(1), :]
     begin = 0 if cache[..., 0, 0].isnan().any() else rows.size(1) - 1
     tokens, before = rows[:, begin:], F.pad(rows, (1, 0))[:, begin:-1]
