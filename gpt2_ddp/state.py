@@ -20,7 +20,6 @@ Units = Annotated[Finite, Field(ge=0, lt=MOST)]
 Sums = tuple[Finite, Finite, Finite]
 FIRST_DIGEST = FIRST_CHAIN = "0" * 64
 """The order digest before the first step, and the chain before the first row."""
-NO_SAMPLES = hashlib.sha256().hexdigest()
 
 
 def next_chain(chain: str, text: str) -> str:
@@ -183,12 +182,10 @@ class Losses(Section):
 
 
 class LogEnd(Section):
-    """The rows and samples before the checkpoint: the last row's chain, and the lengths of the files in bytes."""
+    """The rows before the checkpoint: the chain of the last one, and the length of the file in bytes."""
 
     chain: Digest = FIRST_CHAIN
     bytes: Count = 0
-    samples_sha256: Digest = NO_SAMPLES
-    samples_bytes: Count = 0
 
 
 class Setup(Section):

@@ -196,23 +196,21 @@ def complete(config, world=1, *faults):
     assert run_ranks(train_with_faults, world, config, *faults) == ["completed"] * world
 
 
-def all_rows(run, file="metrics.jsonl"):
+def all_rows(run):
     """The rows, events included, without their chain."""
-    found = [json.loads(line) for line in (run / file).read_text().splitlines()]
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name != "chain"} for row in found]
 
 
-def rows(run, file="metrics.jsonl"):
+def rows(run):
     """What a resumed run's rows have in common with those of one that was left alone, but for their timings: its steps
     and rollbacks."""
-    return [row for row in all_rows(run, file) if row.get("event", "rollback") == "rollback"]
+    return [row for row in all_rows(run) if row.get("event", "rollback") == "rollback"]
 
 
-def untimed(run, file="metrics.jsonl"):
+def untimed(run):
     """The rows without timings: those of a resumed run are equal to those of the same run left alone."""
-    return [
-        {name: value for name, value in row.items() if field_of(name).kind != "measured"} for row in rows(run, file)
-    ]
+    return [{name: value for name, value in row.items() if field_of(name).kind != "measured"} for row in rows(run)]
 
 
 def events(run, event):

@@ -52,7 +52,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
 from gpt2_ddp.checkpoint.host_copy import copied
 from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, find_checkpoint, verify
 from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
-from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
+from gpt2_ddp.checkpoint.run_files import METRICS
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
@@ -321,13 +321,11 @@ fsync config.yaml
 fsync model.safetensors
 fsync optimizer.safetensors
 fsync state.json
-fsync samples.jsonl
 fsync metrics.jsonl
 fsync .manifest.json.tmp
 fsync .step-00000002.tmp
 rename .step-00000002.tmp
 fsync checkpoints
-fsync samples.jsonl
 fsync metrics.jsonl
 rename step-00000001
 fsync checkpoints
@@ -338,7 +336,7 @@ rmtree .step-00000001.removed
 
 def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
     """Files, then their folder's manifest, then the name, its row, and the old one's other name, each fsynced; a crash
-    between leaves a whole checkpoint. Before them, the rows and samples whose hashes it has. First of all, the names of
+    between leaves a whole checkpoint. Before them, the rows whose chain it has. First of all, the names of
     the folders. A replacement that a crash interrupted is completed the same way."""
     done = []
 
@@ -358,7 +356,6 @@ def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
     run = run.with_name("runs") / "run"
     place = save(run, 1).with_name("step-00000002")
     assert done[:3] == ["fsync run", "fsync runs", f"fsync {run.parents[1].name}"]
-    (run / SAMPLES).touch()
     done.clear()
     save(run, 2, keep_last=1)
     assert done == SAVED.strip().splitlines()

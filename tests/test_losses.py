@@ -160,7 +160,7 @@ def test_patience_ends_a_run_early_and_keeps_the_best(tiny_config, tmp_path):
     assert saved_steps(run) == [4, 8]  # the best and the newest
     assert state_of(run)["progress"]["best"] == {"step": 4, "val_loss": 2.0, "tokens": 512, "since": 2}
     assert [row["step"] for row in rows(run)] == list(range(9))
-    assert [row["step"] for row in rows(run, "samples.jsonl")] == [8]  # of the end
+    assert [row["step"] for row in events(run, "sample")] == [8]  # of the end
 
     calls = [(snapshot, run), (train_by_script, config), (snapshot, run), (train_by_script, more)]
     calls += [(rows, run), (said, train_by_script, endless, {**SCRIPT, 14: 1.75})]

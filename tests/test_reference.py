@@ -85,9 +85,10 @@ def test_files_names_the_events_and_their_keys():
     assert events.keys() == {"start", "checkpoint", "sample", "rollback", "branch", "length", "end"}
     for row in ROWS:
         if "event" in row:
-            assert row.keys() <= events[row["event"]] | task_keys | {"event", "step"}, row["event"]
+            assert row.keys() <= events[row["event"]] | task_keys | {"event", "step", "samples_sha256"}, row["event"]
     assert task_keys - {"start"} == keys_of(GPTData) | keys_of(JobData)
     assert keys_of(Setup) <= events["start"]
+    assert {*Sample._fields} <= events["sample"]
     assert (keys_of(Parent) | keys_of(FeedState)) - {"step"} <= events["branch"]
 
 
@@ -102,7 +103,6 @@ def test_files_names_every_key_of_state_json_and_no_other():
 
 
 def test_files_names_the_keys_of_the_other_files():
-    assert first_column(section("samples.jsonl")) == {"step", *Sample._fields}
     assert {"state", "step", "reason", *Process._fields} <= first_column(section("status.json"))
     manifest = section("Prepared data").partition("Keys of `manifest.json`")[2]
     assert {field.name for field in fields(Manifest)} | {"sha256"} <= first_column(manifest)

@@ -39,8 +39,9 @@ def metrics(n_rows, every=10):
     return rows
 
 
-def write_rows(run, rows, file="metrics.jsonl"):
-    (run / file).write_text("\n".join([*map(json.dumps, rows), ""]))
+def write_rows(run, rows, samples):
+    rows = [*rows, *({"event": "sample", **sample} for sample in samples)]
+    (run / "metrics.jsonl").write_text("\n".join([*map(json.dumps, rows), ""]))
 
 
 def make_run(folder, rows, state="stopped", **fields):
@@ -48,8 +49,7 @@ def make_run(folder, rows, state="stopped", **fields):
     config = training_config(Path("data"), folder, {"seed": 7, "optim.lr": 1e-3, "train.steps": 300, **fields})
     (folder / "config.yaml").write_text(dump(config))
     (folder / "status.json").write_text(json.dumps({"state": state, "step": 300, "reason": "SIGTERM"}))
-    write_rows(folder, [{"step": 300, "text": "the last sample"}], "samples.jsonl")
-    write_rows(folder, rows)
+    write_rows(folder, rows, [{"step": 300, "text": "the last sample"}])
     return folder
 
 
@@ -115,7 +115,7 @@ def test_values_are_the_files_own(tmp_path):
 def test_user_text_is_escaped(tmp_path):
     names = ("a<b>&$x$ $\\foo$", "other", "again")
     run, other, again = (make_run(tmp_path / name, metrics(3)) for name in names)
-    write_rows(run, [{"step": 9, "text": HOSTILE + "\ud800", "prompt": HOSTILE}], "samples.jsonl")
+    write_rows(run, metrics(3), [{"step": 9, "text": HOSTILE + "\ud800", "prompt": HOSTILE}])
     (run / "status.json").write_text(json.dumps({"state": "failed", "reason": HOSTILE}))
     for seed, place in enumerate((run, again)):  # a group
         (place / "config.yaml").write_text(json.dumps({"seed": seed, "optim": {"lr": HOSTILE}}))
@@ -136,7 +136,7 @@ def test_rows_that_hold_little(tmp_path, rows):
 
 def test_long_runs_make_small_pages(tmp_path):
     run = make_run(tmp_path / "run", metrics(5000, every=1))
-    write_rows(run, [{"step": step, "text": "x" * 9000} for step in range(50)], "samples.jsonl")
+    write_rows(run, metrics(5000, every=1), [{"step": step, "text": "x" * 9000} for step in range(50)])
     page = page_of(run)
     assert len(page.source) < 400_000
     assert re.findall(r"<summary>step (\d+)<", page.source) == [str(step) for step in range(49, 37, -1)]
@@ -220,7 +220,7 @@ STRANGE = [
     ("metrics.jsonl", '{"step": 40, "loss": 1.2'),
     *(("metrics.jsonl", f'{{"step": 50, "loss": {value}}}') for value in ("1" * 400, DEEP)),
     *(("metrics.jsonl", f'{{"step": {step}, "loss": 1}}') for step in ("NaN", "-1", "1e300", "1e-320")),
-    ("samples.jsonl", f'{{"step": 50, "text": "x", "prompt": {DEEP}}}'),
+    ("metrics.jsonl", f'{{"event": "sample", "step": 50, "text": "x", "prompt": {DEEP}}}'),
     *(("config.yaml", text) for text in ("model: [", "seed: " + DEEP[300:-300] * 2, "seed: !!timestamp 2024-99-01")),
     ("status.json", f'{{"state": {DEEP}}}'),
 ]  # fmt: skip

@@ -5,18 +5,16 @@ import os
 import re
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 from commands import expect_error
 from disk import refuse
 from ranks import RankError, in_turn, run_ranks
-from runs import before_each_step, open_folder, open_store, rows, state_after, status, train, training_config
+from runs import before_each_step, events, open_folder, open_store, rows, state_after, status, train, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
-from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, chain_of, split_chain
+from gpt2_ddp.checkpoint.run_files import METRICS, chain_of, split_chain
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.files import sha256_file
 from gpt2_ddp.state import LogEnd, Pending, Progress
 
 
@@ -25,37 +23,35 @@ def log(tmp_path):
     return RunLog(open_folder(tmp_path / "run"))
 
 
-def contents(log):
-    return {name: (log.path / name).read_bytes() for name in (METRICS, SAMPLES)}
+def content(log):
+    return (log.path / METRICS).read_bytes()
 
 
-def test_rows_and_samples_are_cut_where_those_of_the_checkpoint_end(log, capsys):
+def test_rows_are_cut_where_those_of_the_checkpoint_end(log, capsys):
     """Whatever steps they are of, also before pending work, and after a kill that tore a line. The chain continues."""
-    log.append_sample({"step": 0}, {"event": "sample", "step": 0})
     ends = []
     for step in (3, 4, 3, 5):
         log.append({"step": step})
-        ends.append((log.end(), contents(log)))
-        log.append_sample({"step": step}, {"event": "sample", "step": step})
-        ends.append((log.end(), contents(log)))
-    for name in (METRICS, SAMPLES):
-        with (log.path / name).open("ab") as file:
-            file.write(b'{"step": 1, "\xc3')
-    for end, content in reversed(ends):
+        ends.append((log.end(), content(log)))
+        log.append({"event": "sample", "step": step, "text": "é"})
+        ends.append((log.end(), content(log)))
+    with (log.path / METRICS).open("ab") as file:
+        file.write(b'{"step": 1, "\xc3')
+    for end, before in reversed(ends):
         log.resume(end, Progress(step=1))
-        assert (contents(log), log.end()) == (content, end)
+        assert (content(log), log.end()) == (before, end)
     log.append({"step": 6})
     assert chain_of(log.path / METRICS, (log.path / METRICS).stat().st_size) == log.end().chain
     assert not list(log.path.glob("*.damaged*"))
     assert capsys.readouterr().err == ""
 
 
-def test_rows_do_not_follow_a_planted_link(tmp_path, log):
+@pytest.mark.parametrize("target", ["diary", "nothing"])
+def test_rows_do_not_follow_a_planted_link(tmp_path, log, target):
     (tmp_path / "diary").write_text("mine")
-    for name, target in ((METRICS, "diary"), (SAMPLES, "nothing")):
-        (log.path / name).symlink_to(tmp_path / target)
+    (log.path / METRICS).symlink_to(tmp_path / target)
     log.resume(LogEnd(), Progress(), {"step": 0})
-    log.append_sample({"step": 0}, {"event": "sample", "step": 0})
+    log.append({"step": 1})
     assert len((log.path / METRICS).read_text().splitlines()) == 2
     assert (tmp_path / "diary").read_text() == "mine"
     assert not (tmp_path / "nothing").exists()
@@ -72,26 +68,21 @@ DAMAGES += [
 ]
 
 
-@pytest.mark.parametrize("name", [METRICS, SAMPLES])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_set_aside_and_its_rows_are_kept(log, capsys, name, damage):
+def test_a_damaged_file_is_set_aside_and_its_rows_are_kept(log, capsys, damage):
     """By their steps."""
     ends = []
     for row in ({"step": 1}, {"event": "x", "step": 3}, {"step": 4}):
-        log.append_sample(row, row)
+        log.append(row)
         ends.append(log.end())
-    sound = contents(log)
-    lines = sound[name].splitlines(keepends=True)
+    lines = content(log).splitlines(keepends=True)
     damaged = damage(*lines)
     kept = [line for line in damaged.splitlines(keepends=True) if line in lines[:2] or line.startswith(b'{"step": 0')]
-    (log.path / name).write_bytes(damaged)
+    (log.path / METRICS).write_bytes(damaged)
     log.resume(ends[1], Progress(step=3))
-    assert (log.path / name).read_bytes() == b"".join(kept)
-    other = METRICS if name == SAMPLES else SAMPLES
-    assert (log.path / other).read_bytes() == b"".join(sound[other].splitlines(keepends=True)[:2])
-    assert capsys.readouterr().err.startswith(f"warning: {log.path / name}: ")
-    assert (log.path / f"{name}.damaged").read_bytes() == damaged
-    assert log.end().samples_sha256 == sha256_file(log.path / SAMPLES)
+    assert content(log) == b"".join(kept)
+    assert capsys.readouterr().err.startswith(f"warning: {log.path / METRICS}: ")
+    assert (log.path / f"{METRICS}.damaged").read_bytes() == damaged
     log.append({"step": 4})
     assert split_chain((log.path / METRICS).read_text().splitlines()[-1]) == ('{"step": 4}', log.end().chain)
 
@@ -103,16 +94,15 @@ def test_a_pending_row_is_not_there_twice_in_a_repaired_file(log):
     assert [row["step"] for row in rows(log.path)] == [3]
 
 
-@pytest.mark.parametrize("name", [METRICS, SAMPLES])
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_no_file_is_set_aside(log, make, name):
+def test_what_is_no_file_is_replaced_or_named(log):
     """Without reading it: a FIFO would wait for its writer for ever."""
-    make(log.path / name)
+    os.mkfifo(log.path / METRICS)
     log.resume(LogEnd(), Progress(step=3))
-    log.append_sample({"step": 4}, {"event": "sample", "step": 4})
-    assert [row["step"] for row in rows(log.path, SAMPLES)] == [4]
-    assert chain_of(log.path / METRICS, log.end().bytes) == log.end().chain
-    assert (log.path / f"{name}.damaged").exists()
+    log.append({"step": 4})
+    assert [row["step"] for row in rows(log.path)] == [4]
+    (log.path / METRICS).unlink()
+    (log.path / METRICS).mkdir()
+    expect_error("file = .*jsonl: cannot be written", log.resume, LogEnd(), Progress(step=3))
 
 
 LOSSES = {
@@ -120,7 +110,6 @@ LOSSES = {
     "folder replaced": lambda run: (shutil.rmtree(run), run.mkdir(), (run / ".lock").touch()),
     "rows removed": lambda run: (run / METRICS).unlink(),
     "rows truncated": lambda run: os.truncate(run / METRICS, 9),
-    "samples removed": lambda run: (run / SAMPLES).unlink(),
 }
 
 
@@ -129,7 +118,7 @@ def test_a_trainer_that_lost_its_folder_or_rows_writes_nothing_more(tmp_path, lo
     """It removes nothing, also of another trainer. Where it has its folder, it records that it failed."""
     store = open_store(tmp_path / "run", keep_last=1)
     folder, log = store._run_folder, store._log
-    log.append_sample({"step": 1}, {"event": "sample", "step": 1})
+    log.append({"step": 1})
     store.save(Snapshot(state_after(1), "", {}, {}))
     log.write_status("running", 0)
     log.write_heartbeat({"step": 1})
@@ -137,11 +126,9 @@ def test_a_trainer_that_lost_its_folder_or_rows_writes_nothing_more(tmp_path, lo
     is_gone = loss in ("lock removed", "folder replaced")
 
     def times():
-        later = METRICS if loss == "samples removed" else ""
-        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != later}
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
     before = times()
-    log.append_sample({"step": 2}, {"event": "sample", "step": 2})
     log.append({"step": 2})
     writes = [lambda: log.write_status("completed", 2), lambda: store.save(Snapshot(state_after(2), "", {}, {}))]
     writes += [store.wait, store.prune, lambda: store.remove_after(0)]
@@ -207,7 +194,7 @@ def test_each_prompt_has_its_sample_and_a_crash_is_recorded(corpus, tmp_path):
     changes = {"tracking.sample_prompt": ["def ", ""], "tracking.sample_every": 2}
     with pytest.raises(RankError, match="out of order"):
         run_ranks(crash_at_step_6, 1, training_config(corpus, tmp_path, changes))
-    samples = rows(tmp_path / "run", SAMPLES)
+    samples = events(tmp_path / "run", "sample")
     assert [(row["step"], row["prompt"]) for row in samples] == [(2, "def "), (2, ""), (4, "def "), (4, "")]
     assert all(row["text"].startswith(row["prompt"]) and len(row["text"]) > 20 for row in samples)
     failed = status(tmp_path / "run")

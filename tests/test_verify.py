@@ -1,6 +1,5 @@
 """Intact runs are intact; each way of tampering with one is found, named, and exits with 1."""
 
-import hashlib
 import json
 import random
 import re
@@ -14,6 +13,7 @@ from commands import expect_error
 from faults.mutations import flip
 from ranks import in_turn, run_ranks
 from runs import (
+    all_rows,
     change,
     complete,
     edit_rows,
@@ -30,8 +30,7 @@ from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE
 from gpt2_ddp.checkpoint.intact import find_checkpoint
-from gpt2_ddp.checkpoint.metrics import Metrics, Sample
-from gpt2_ddp.checkpoint.run_files import HASH, METRICS, SAMPLES
+from gpt2_ddp.checkpoint.run_files import METRICS
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.data.manifest import read_manifest
@@ -51,15 +50,10 @@ def run(trained, corpus, tmp_path):
     """The shared run, with two samples; its shards are beside it, in `data`."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     shutil.copytree(corpus, tmp_path / "data")
-    lines = [f'{{"step": 10, "prompt": "", "text": "{text}"}}\n' for text in "ab"]
-    hashes = [hashlib.sha256("".join(lines[:count]).encode()).hexdigest() for count in (1, 2)]
-    edit_rows(
-        run, lambda rows: rows.__setitem__(slice(-2, -2), [{"event": "sample", "step": 10, HASH: h} for h in hashes])
-    )
-    (run / SAMPLES).write_text("".join(lines))
+    samples = [{"event": "sample", "step": 10, "prompt": "", "text": text} for text in "ab"]
+    edit_rows(run, lambda rows: rows.__setitem__(slice(-2, -2), samples))
     before = (run / METRICS).read_text().splitlines(keepends=True)[:-2]  # of the newest checkpoint
     end = {"chain": json.loads(before[-1])["chain"], "bytes": sum(map(len, before))}
-    end |= {"samples_sha256": hashes[-1], "samples_bytes": sum(map(len, lines))}
     (run / NEW_STATE).write_text(json.dumps(read_json(run / NEW_STATE) | {"log": end}))
     reseal(run / NEW_STATE)
     forge(run)
@@ -83,13 +77,12 @@ def test_a_run_is_intact(run, capsys):
         file.write('{"step": 11, "lo')
     code, defects, others = verified(run, capsys)
     assert (code, defects) == (0, [])
-    assert [line.split()[0] for line in others].count("ok") == 6
+    assert [line.split()[0] for line in others].count("ok") == 5
 
 
 def test_a_complete_run_says_what_its_killed_session_did_not(run, trained, capsys):
     """Its last two rows, of the newest checkpoint and of the end; it leaves a sound one alone."""
     shutil.copytree(trained, run, dirs_exist_ok=True)
-    (run / SAMPLES).unlink()
     config = training_config(trained.parent / "data", run.parent, {"optim.decay_steps": 10})
     whole = (run / METRICS).read_bytes()
     rewrite(run, METRICS, r"(.*\n){2}\Z", "")
@@ -108,13 +101,11 @@ def test_a_small_job(trained_job, tmp_path, capsys):
 
 
 def test_a_run_may_go_on_meanwhile(run, monkeypatch, capsys):
-    """It removes a checkpoint and appends a sample, right after its rows were read."""
+    """It removes a checkpoint and appends a row, right after its rows were read."""
 
     def read(*args):
         found = Log(*args)
         shutil.rmtree(run / FIVE, ignore_errors=True)
-        with (run / SAMPLES).open("a") as file:
-            file.write('{"step": 10, "prompt": "", "text": "x"}\n')
         edit_rows(run, lambda rows: rows.append({"step": 10, "event": "checkpoint", "sha256": "", "kept": [10]}))
         return found
 
@@ -168,10 +159,7 @@ REWRITTEN = [
     (CONFIG, "", "a: ]", f"{CONFIG} = "),
     (CONFIG, "", None, f"{CONFIG} = "),
     (CONFIG, "1337", FAKE.replace("\\", r"\\"), f"{CONFIG}: seed is "),
-    (SAMPLES, r"\A(.*\n)(.*\n)", r"\2\1", f"{SAMPLES}, line 1"),
-    (SAMPLES, r"(.*\n)\Z", r"\1\1", f"{SAMPLES}, line 3"),
-    (SAMPLES, r".*\n\Z", "", f"{SAMPLES}: "),
-    (SAMPLES, "", None, f"{SAMPLES}: "),
+    (METRICS, '"text": "a"', '"text": "c"', f"{METRICS}, line 15: "),
     ("checkpoints", "", None, FIVE),
     (NEW_STATE, "", "[1]", NEW_STATE),
     (NEW_CONFIG, "", "a: ]", NEW_CONFIG),
@@ -195,7 +183,7 @@ def test_each_tampering_is_found_and_named(run, capsys, file, old, new, defect):
 def test_a_flipped_bit_in_any_file(run, tmp_path, capsys):
     """Unless a configuration is the same. It is never a user error."""
     rng = random.Random(1337)
-    names = [METRICS, SAMPLES, CONFIG, "checkpoints/*/*", "../data/*.bin", "../data/*.json"]
+    names = [METRICS, CONFIG, "checkpoints/*/*", "../data/*.bin", "../data/*.json"]
     data = [str(tmp_path / "data")]
     for file in (file for name in names for file in sorted(run.glob(name))):
         sound = file.read_bytes()
@@ -237,7 +225,7 @@ FORGED = [
     (lambda run, rows: rows.pop(0), f"{METRICS}: has no start"),
     (lambda run, rows: rows.pop(8), f"{FIVE}: is not recorded"),
     (lambda run, rows: rows.pop(-2), f"{TEN}: is not recorded"),
-    (lambda run, rows: rows.insert(-4, {"event": "sample", "step": 10, HASH: "f"}), SAMPLES),
+    (lambda run, rows: rows.insert(-4, {"event": "sample", "step": 10, "text": "f"}), ""),
     (lambda run, rows: rewrite(run, NEW_MODEL, "", Tensor.neg), ""),
     (far_end, "train.steps"),
     (field(9, "step", 10**12), "order_digest of step 1000000000000"),
@@ -293,57 +281,17 @@ def test_a_checkpoint_of_a_stranger(run, tmp_path, monkeypatch, name, value, fie
     assert not [*tmp_path.glob("exports/*")]
 
 
-# Samples over rollbacks and resumes
-
-
-START = {"event": "start", "step": 2, "steps": 9, "config": {}}
-
-
-def begun_log(run):
-    log = RunLog(open_folder(run))
-    log.resume(LogEnd(), Progress(), START | {"step": 0})
-    return log
-
-
-def sample_defects(run, end=LogEnd()):  # noqa: B008
-    """Of a run whose newest checkpoint has this end of the rows and samples."""
-    log = verify.Log(run / METRICS, set())
-    return [*verify._check_samples(verify._hash_samples(run), log.events, end.samples_sha256)]
-
-
-def test_samples_of_a_run_that_was_rolled_back(tmp_path):
-    """A killed process may lack the newest ones, but none that its newest checkpoint has."""
-    run = begun_log(tmp_path / "run")
-    metrics = Metrics(run)
-    metrics.show_samples(2, [Sample("", "a"), Sample("b", "bc")])
-    run.append_rollback({"event": "rollback", "step": 1, "from": 2, "skipped_range": [12, 24]})
-    metrics.show_samples(3, [Sample("", "d")])
-    lines = (run.path / SAMPLES).read_text().splitlines(keepends=True)
-    assert [json.loads(line)["step"] for line in lines] == [2, 2, 1, 3]
-    end = run.end()
-    assert sample_defects(run.path, end) == []
-    (run.path / SAMPLES).write_text("".join(lines[:3]))
-    assert sample_defects(run.path) == []
-    assert sample_defects(run.path, end) == [f"{SAMPLES}: lines are missing after line 3"]
-
-
-@pytest.mark.parametrize(("old", "new"), [(r".*\n\Z", ""), ("", ""), ('1, "text": "a"', '1, "text": "b"')])
-def test_a_resumed_run_does_not_vouch_for_samples_that_someone_changed(tmp_path, capsys, old, new):
-    """It warns, keeps a copy, and the change is found afterwards, too. Samples after the checkpoint are dropped."""
-    run = begun_log(tmp_path / "run")
-    file = run.path / SAMPLES
+def test_a_resumed_run_does_not_vouch_for_rows_that_someone_changed(tmp_path, capsys):
+    """It warns, keeps a copy, and the change is found afterwards, too. Rows after the checkpoint are dropped."""
+    log = RunLog(open_folder(tmp_path / "run"))
+    log.resume(LogEnd(), Progress(), {"event": "start", "step": 0})
     for step in (1, 2):
-        run.append_sample({"step": step, "text": "a"}, {"event": "sample", "step": step})
-    end, sound = run.end(), file.read_text()
-    run.append_sample({"step": 3}, {"event": "sample", "step": 3})
-    run.resume(end, Progress(step=2), START)
-    assert (file.read_text(), capsys.readouterr().err, sample_defects(run.path)) == (sound, "", [])
-    rewrite(run.path, SAMPLES, old, new)
-    altered = file.read_text()
-    run.resume(end, Progress(step=2), START)
-    assert SAMPLES in capsys.readouterr().err
-    assert (run.path / "samples.jsonl.damaged").read_text() == altered
-    for _ in range(2):
-        assert sample_defects(run.path)[0].startswith(METRICS)
-        run.resume(run.end(), Progress(step=2), START)
-        assert capsys.readouterr().err == ""
+        log.append({"event": "sample", "step": step, "text": "a"})
+    end = log.end()
+    log.append({"step": 3})
+    rewrite(log.path, METRICS, '1, "text": "a"', '1, "text": "b"')
+    log.resume(end, Progress(step=2), {"event": "start", "step": 2})
+    assert METRICS in capsys.readouterr().err
+    assert [row["step"] for row in all_rows(log.path)] == [0, 1, 2, 2]
+    (defect,) = verify.Log(log.path / METRICS, set()).defects
+    assert defect.startswith(f"{METRICS}, line 2: its chain")

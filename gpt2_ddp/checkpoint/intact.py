@@ -268,23 +268,21 @@ def recover(folder: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def repaired(file: Path, problem: str, step: int) -> Iterator[bytes]:
-    """The lines that a resumed run keeps of a damaged file: the sound ones up to this step. Copies the file aside, with
-    a warning; moves what is no file. Raises: UserError."""
+def repaired(file: Path, step: int) -> Iterator[bytes]:
+    """The rows that a resumed run keeps of a damaged file: the sound ones up to this step. Copies the file aside, with
+    a warning. Raises: UserError."""
     where, aside = "", free_name(file.with_name(f"{file.name}.damaged"))
-    with writing(file):
-        if file.is_file():
+    if file.is_file():
+        with writing(file):
             shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
             fsync_path(aside)
-            where = f"; a copy is in {aside.name}"
-        elif os.path.lexists(file):
-            where = f"; moved to {file.rename(aside).name}"
-    print(f"warning: {file}: {problem}; lines up to step {step} are kept{where}", file=sys.stderr)
+        where = f"; a copy is in {aside.name}"
+    problem = "a row before the checkpoint is missing or changed"
+    print(f"warning: {file}: {problem}; rows up to step {step} are kept{where}", file=sys.stderr)
     for line in read_lines(file):
-        row = line.row or {}
-        if not line.torn and type(row.get("step")) is int and row["step"] <= step:
+        if type(line.row.get("step")) is int and line.row["step"] <= step:
             with suppress(ValueError):  # numbers that JSON lacks
-                json.dumps(row, allow_nan=False)
+                json.dumps(line.row, allow_nan=False)
                 yield f"{line.text}\n".encode()
 
 

@@ -84,9 +84,9 @@ class Metrics:
                 print(text, file=stream, flush=True)
 
     def show_samples(self, step: int, samples: list[Sample] | None) -> None:
-        """Prints the samples of a step and appends them to samples.jsonl."""
+        """Prints the samples of a step and appends them to metrics.jsonl."""
         for sample in samples or ():
-            self._log.append_sample({"step": step, **sample._asdict()}, {"event": "sample", "step": step})
+            self._log.append({"event": "sample", "step": step, **sample._asdict()})
             self.print(f"--- sample at step {step} ---\n{sample.text}\n---")
 
     def attempt(self, what: str, action: Callable[[], T]) -> T | None:

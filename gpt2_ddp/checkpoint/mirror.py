@@ -20,7 +20,7 @@ from typing import Any
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, STATE, Checkpoint, list_checkpoints
 from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, newest_intact, parse_state, verify
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, STATUS
 from gpt2_ddp.config.run import KeepConfig
 from gpt2_ddp.distributed.ranks import LONGEST, on_main
 from gpt2_ddp.distributed.watchdog import Watchdog
@@ -29,7 +29,7 @@ from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.remote import Bucket, describe, reading
 
 FIELD = "checkpoint.mirror"
-RECORDS = (METRICS, SAMPLES, CONFIG, STATUS)
+RECORDS = (METRICS, CONFIG, STATUS)
 LEASE = "lease.json"
 EXPIRES = 60.0
 """Seconds after which a lease that its owner has not renewed is over. The machines' clocks may differ by less."""

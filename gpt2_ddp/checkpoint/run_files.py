@@ -1,7 +1,7 @@
-"""The files of a run folder: names, and rows of metrics.jsonl and samples.jsonl. No torch.
+"""The files of a run folder: names, and rows of metrics.jsonl. No torch.
 
-A row is of a step or, with an `event`, of the run: a start, a checkpoint, a rollback, a branch, an end. Each line of
-metrics.jsonl ends with its `chain`, a hash of all lines up to it, so changed and removed rows are detected.
+A row is of a step or, with an `event`, of the run: a start, a checkpoint, a sample, a rollback, a branch, an end. Each
+line ends with its `chain`, a hash of all lines up to it, so changed and removed rows are detected.
 """
 
 import fcntl
@@ -16,8 +16,7 @@ from typing import Any, Literal, NamedTuple
 from gpt2_ddp.files import parse_json, regular
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
-METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
-HASH = "samples_sha256"
+METRICS, STATUS, CONFIG = "metrics.jsonl", "status.json", "config.yaml"
 Outcome = Literal["completed", "stopped", "diverged"]
 """How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or useless weights."""
 
@@ -97,14 +96,14 @@ def is_rollback(row: dict[str, Any]) -> bool:
     return row.get("event") == "rollback"
 
 
-def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of steps that no rollback undid; without events."""
+def valid_rows(rows: Iterable[dict[str, Any]], event: str | None = None) -> list[dict[str, Any]]:
+    """The rows of steps, or of this event, that no rollback undid."""
     found: list[dict[str, Any]] = []
     for row in rows:
         if is_rollback(row):
             while found and found[-1]["step"] > row["step"]:
                 found.pop()
-        elif not is_event(row):
+        elif row.get("event") == event:
             found.append(row)
     return found
 
@@ -117,9 +116,8 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
 class Line(NamedTuple):
     """A line of a .jsonl file."""
 
-    number: int  # from 1
     text: str
-    row: dict[str, Any] | None  # None if it is no object
+    row: dict[str, Any]  # empty if the line is no object, or torn
     torn: bool  # without a newline, after a crash
 
 
@@ -131,24 +129,22 @@ def read_lines(file: Path) -> Iterator[Line]:
 
 
 def parse_lines(stream: Iterable[bytes]) -> Iterator[Line]:
-    """The lines of a .jsonl file, numbered from 1."""
-    for number, line in enumerate(stream, 1):
-        text, row = line.removesuffix(b"\n"), None
+    """The lines of a .jsonl file."""
+    for line in stream:
+        text, row, torn = line.removesuffix(b"\n"), None, not line.endswith(b"\n")
         with suppress(ValueError):
             row = parse_json(text)
-        row = row if isinstance(row, dict) else None
-        yield Line(number, text.decode(errors="replace"), row, torn=not line.endswith(b"\n"))
+        yield Line(text.decode(errors="replace"), row if isinstance(row, dict) and not torn else {}, torn)
 
 
 def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[dict[str, Any]], int]:
-    """The whole events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has it."""
+    """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has it."""
     events, before = [], 0
     with file.open("rb") if file.is_file() else BytesIO() as stream:
         for line in parse_lines(line for line in stream if b'"event"' in line or chain.encode() in line):
-            row = {} if line.torn else line.row or {}
-            if is_event(row) and type(row.get("step")) is int:
-                events.append(row)
-            if row.get("chain") == chain:
+            if is_event(line.row) and type(line.row.get("step")) is int:
+                events.append(line.row)
+            if line.row.get("chain") == chain:
                 before = len(events)
     return events, before
 

@@ -1,9 +1,8 @@
 """A run's folder: made, locked by one trainer at a time, unlocked by its main process; and its records: rows of
-metrics.jsonl, samples, status and configuration."""
+metrics.jsonl, status and configuration."""
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import socket
@@ -16,9 +15,7 @@ from typing import Any
 
 from gpt2_ddp.checkpoint.run_files import (
     CONFIG,
-    HASH,
     METRICS,
-    SAMPLES,
     STATUS,
     chain_of,
     head,
@@ -79,7 +76,7 @@ class RunFolder:
             raise
 
     def _check_content(self, config: RunConfig) -> None:
-        kept = any(self.checkpoints.glob("step-*")) or any(self.checkpoints.glob(".step-*"))
+        kept = any(self.checkpoints.glob("*step-*"))  # hidden ones, too
         if not kept and any(event["event"] == "checkpoint" for event in read_events(self.path / METRICS)[0]):
             lost = f"{self.path} has lost its checkpoints, and a new start would erase its {METRICS}"
             hint = f"{lost}; restore them, choose another run_name, or remove the folder"
@@ -139,9 +136,9 @@ class RunLog:
         self._more = more
         self.is_gone = False  # by the last heartbeat
         self._state, self._writing, self._appending = "", threading.RLock(), threading.Lock()
-        self.chain, self._samples = FIRST_CHAIN, hashlib.sha256()  # of the rows, and of samples.jsonl
-        self._sizes: dict[str, int] = {}  # bytes of both files after this process's last change
-        self._lost = ""  # that of them which another program has changed
+        self._rows, self.chain = self.path / METRICS, FIRST_CHAIN
+        self._size = size_of(self._rows)  # after this process's last change
+        self._is_lost = False  # whether another program has changed the rows
 
     @runs_on_main
     def write_config(self, config: RunConfig) -> None:
@@ -165,14 +162,14 @@ class RunLog:
             if has_lock and self._state == "running":
                 status = {"state": "running", "step": 0, "reason": "", **status, **self._more()}
                 self._put_status(status, durable=False)
-        self.is_gone = not has_lock or bool(self._lost)
+        self.is_gone = not has_lock or self._is_lost
 
     def check(self) -> None:
         """Raises: UserError if this process has lost the folder, or if another program has changed its rows."""
         self._folder.check_lock()
-        if self._lost:
+        if self._is_lost:
             hint = "was removed or changed by another program, and this run writes no row to it; run the command again"
-            raise UserError("file", self.path / self._lost, hint)
+            raise UserError("file", self._rows, hint)
 
     def write_failure(self, step: int, reason: str) -> None:
         """Records that the run failed, unless its end is recorded already. For any thread."""
@@ -185,36 +182,20 @@ class RunLog:
         if not file.is_file() or file.read_text(errors="replace") != content:
             write_atomically(file, content, durable)
 
-    def append(self, row: Row, name: str = METRICS) -> None:
-        """Appends a row to metrics.jsonl, with its chain, or to samples.jsonl. For any thread. Does nothing if the
-        folder is lost, or if the file has not the size that it should: at the next heartbeat, all ranks stop."""
-        if self._lost or not (self.is_main and self._folder.has_lock()):
+    def append(self, row: Row) -> None:
+        """Appends a row to metrics.jsonl, with its chain. For any thread. Does nothing if the folder is lost, or if the
+        file has not the size that it should: at the next heartbeat, all ranks stop."""
+        if self._is_lost or not (self.is_main and self._folder.has_lock()):
             return
-        file = self.path / name
-        with self._appending, writing(file):
-            if (size := size_of(file)) != self._sizes.get(name, size):
-                self._lost = name
+        with self._appending, writing(self._rows):
+            if size_of(self._rows) != self._size:
+                self._is_lost = True
                 return
             try:
-                with file.open("a", encoding="utf-8") as stream:
-                    stream.write(self._chained(row) if name == METRICS else json.dumps(row) + "\n")
+                with self._rows.open("a", encoding="utf-8") as stream:
+                    stream.write(self._chained(row))
             finally:  # a full disk may have taken a part
-                self._sizes[name] = size_of(file)
-
-    def append_sample(self, row: Row, event: Row) -> None:
-        """Appends a row to samples.jsonl. Before, appends `event` to metrics.jsonl, with the SHA-256 of that file."""
-        after = self._samples.copy()
-        after.update(f"{json.dumps(row)}\n".encode())
-        self.append({**event, HASH: after.hexdigest()})
-        self.append(row, SAMPLES)
-        self._samples = after
-
-    def append_rollback(self, event: Row) -> None:
-        """Appends a rollback to metrics.jsonl and, if there are samples, to samples.jsonl."""
-        if (self.path / SAMPLES).exists():
-            self.append_sample(event, event)
-        else:
-            self.append(event)
+                self._size = size_of(self._rows)
 
     def _chained(self, row: Row) -> str:
         text = json.dumps(row)
@@ -222,67 +203,40 @@ class RunLog:
         return f'{text[:-1]}, "chain": "{self.chain}"}}\n'
 
     def end(self) -> LogEnd:
-        """The end of the rows and samples so far, for a checkpoint."""
+        """The end of the rows so far, for a checkpoint."""
         with self._appending:
-            rows, samples = (self._sizes.get(name) or size_of(self.path / name) for name in (METRICS, SAMPLES))
-            sha256 = self._samples.hexdigest()
-            return LogEnd(chain=self.chain, bytes=rows, samples_bytes=samples, samples_sha256=sha256)
+            return LogEnd(chain=self.chain, bytes=self._size)
 
     def sync(self) -> None:
-        """Waits until all rows are on disk. For any thread."""
-        for file in (self.path / SAMPLES, self.path / METRICS):
-            if file.is_file():  # a checkpoint has the chain of the last row, and a row the hash of all samples
-                with writing(file):
-                    fsync_path(file)
+        """Waits until all rows are on disk, since a checkpoint has the chain of the last one. For any thread."""
+        if self._rows.is_file():
+            with writing(self._rows):
+                fsync_path(self._rows)
 
     @runs_on_main
     def resume(self, end: LogEnd, progress: Progress, start: Row | None = None) -> None:
-        """Drops the rows and samples after a checkpoint that has `end` and `progress`, and adds the row `start`, with
-        the SHA-256 of the samples. In the same write: a kill leaves the old rows or these. A damaged file is copied
-        aside, with a warning. Collective. Raises: UserError, on every rank."""
+        """Drops the rows after a checkpoint that has `end` and `progress`, and adds the row `start`. In the same write:
+        a kill leaves the old rows or these. A damaged file is copied aside, with a warning. Collective. Raises:
+        UserError, on every rank."""
         self._folder.check_lock()
-        file, samples = self.path / METRICS, self.path / SAMPLES
-        is_same = _hash(samples, end.samples_bytes).hexdigest() == end.samples_sha256
-        problem = "" if is_same else "the checkpoint has another SHA-256 of it"
-        if end.samples_bytes or os.path.lexists(samples):  # also a link that leads nowhere, which appends would follow
-            write_atomically(samples, _kept(samples, end.samples_bytes, progress, problem))
-        self._samples = _hash(samples, size_of(samples))
-        is_whole = chain_of(file, end.bytes) == end.chain
-        gap = "" if is_whole else "a row before the checkpoint is missing or changed"
+        kept = head(self._rows, end.bytes)
+        if chain_of(self._rows, end.bytes) != end.chain:
+            from gpt2_ddp.checkpoint.intact import repaired
 
-        def kept_rows() -> Iterator[bytes]:
+            kept = repaired(self._rows, progress.step - bool(progress.pending.row))  # that row follows the checkpoint
+
+        def rows() -> Iterator[bytes]:
             line = b""
-            for line in _kept(file, end.bytes, progress, gap):
+            for line in kept:
                 yield line
             self.chain = split_chain(line.decode(errors="replace").rstrip("\n"))[1] or FIRST_CHAIN
             if start:
-                yield self._chained({**start, HASH: self._samples.hexdigest()}).encode()
+                yield self._chained(start).encode()
 
-        write_atomically(file, kept_rows())
-        self._sizes = {name: size_of(self.path / name) for name in (METRICS, SAMPLES)}
+        write_atomically(self._rows, rows())
+        self._size = size_of(self._rows)
 
     def outcome(self) -> str | None:
         """How the run ended, by its last event; None if it has not."""
-        events, _ = read_events(self.path / METRICS)
+        events, _ = read_events(self._rows)
         return events[-1].get("outcome") if events else None
-
-
-def _hash(file: Path, size: int) -> Any:
-    """SHA-256 of a file's first `size` bytes, to which more can be added; of nothing, if the file is missing."""
-    sha256 = hashlib.sha256()
-    for line in head(file, size):
-        sha256.update(line)
-    return sha256
-
-
-def _kept(file: Path, size: int, progress: Progress, problem: str) -> Iterator[bytes]:
-    """The lines of a file's first `size` bytes; if it has a problem, those that are left of it, a copy being aside."""
-    if os.path.lexists(file) and not file.is_file():
-        problem = "is not a file"
-    if not problem:
-        yield from head(file, size)
-        return
-    from gpt2_ddp.checkpoint.intact import repaired
-
-    # a pending row follows the checkpoint
-    yield from repaired(file, problem, progress.step - bool(progress.pending.row))

@@ -234,7 +234,7 @@ class TextTrackingConfig(TrackingConfig):
     """Metrics, and samples of text"""
 
     sample_every: NonNegativeInt = 0
-    """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
+    """steps between samples of generated text, printed and added to metrics.jsonl; 0: none"""
     sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
     """prompts of the samples, one or several; empty: the start of a document"""
 

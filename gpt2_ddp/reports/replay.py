@@ -23,7 +23,6 @@ from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_ch
 from gpt2_ddp.checkpoint.intact import verify
 from gpt2_ddp.checkpoint.run_files import (
     METRICS,
-    SAMPLES,
     Outcome,
     field_of,
     head,
@@ -98,9 +97,8 @@ def replay(run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpo
         again = Path(folder) / config.run_name
         copy = again / "checkpoints" / begin.path.name
         shutil.copytree(begin.path.resolve(), copy, copy_function=os.symlink)
-        log = begin.state.log  # a resume expects the rows and samples before its checkpoint
+        log = begin.state.log  # a resume expects the rows before its checkpoint
         (again / METRICS).write_bytes(b"".join(head(run / METRICS, log.bytes)))
-        (again / SAMPLES).write_bytes(b"".join(head(run / SAMPLES, log.samples_bytes)))
         has_bits = end is not None and not reasons
         if run_processes(_train_again, processes, config, span, has_bits, state["threads"], code) == "stopped":
             raise SystemExit(STOPPED)
@@ -174,7 +172,7 @@ def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None,
 
 
 def _rows(run: Path) -> Iterator[Record]:
-    return (line.row for line in read_lines(run / METRICS) if line.row and isinstance(line.row.get("step"), int))
+    return (line.row for line in read_lines(run / METRICS) if isinstance(line.row.get("step"), int))
 
 
 def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: Record) -> RunConfig:

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, field_of, is_event, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, STATUS, field_of, is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.errors import UserError, truncate
@@ -117,10 +117,12 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     if not os.path.isfile(folder / METRICS):
         raise UserError("runs", folder, f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib")
     notes: list[str] = []
-    rows, events = _read_rows(folder / METRICS, notes)
+    lines = _read_rows(folder / METRICS, notes)
+    rows = valid_rows(lines)
     if not rows:
         raise UserError("runs", folder, "has no complete row in metrics.jsonl yet; wait for one, or name another run")
     config = flat(_read(folder / CONFIG, lambda file: read_yaml(str(file)), notes))
+    events = [*filter(is_event, lines)]
     for event in events:  # runs of equal minutes belong together, whatever steps they had the time for
         if event["event"] == "length" and event["steps"] == config.get("train.steps"):
             config |= {"train.minutes": event["minutes"], "train.steps": None, "optim.decay_steps": None}
@@ -128,15 +130,15 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     if status.get("state") == "running":  # it may have been killed since
         found = health(folder)
         status |= {"state": found.state, "reason": found.detail}
-    samples = [row for row in _read_rows(folder / SAMPLES, notes)[0] if isinstance(row.get("text"), str)]
+    samples = [row for row in valid_rows(lines, "sample") if isinstance(row.get("text"), str)]
     return RunRecord(name, rows, events, config, status, samples, notes)
 
 
-def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
-    """The rows of a .jsonl file that no rollback has undone, and its events; `notes` get the number of other lines."""
+def _read_rows(file: Path, notes: list[str]) -> list[Row]:
+    """All rows with a step; `notes` get the number of other lines."""
     rows, unreadable = [], 0
     for line in read_lines(file):
-        row = line.row or {}
+        row = line.row
         step = row.get("step")
         if type(step) is not int or step < 0:
             unreadable += bool(line.text.strip())
@@ -148,7 +150,7 @@ def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
         rows.append(row)
     if unreadable:
         notes.append(f"{file.name}: unreadable lines omitted: {unreadable}")
-    return valid_rows(rows), [row for row in rows if is_event(row)]
+    return rows
 
 
 def _read(file: Path, read: Callable[[Path], Row], notes: list[str]) -> Row:

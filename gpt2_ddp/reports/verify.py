@@ -1,15 +1,14 @@
 """The seal of a run: the chain of its rows, and what their hashes pin. docs/verify.md lists what each check finds.
 
 A row's chain is a hash of all rows before it, so what a sound chain holds needs no rule of its own. The rows pin the
-checkpoints, the samples, the configuration and the data. What follows from these is recomputed (`recompute`), and
+checkpoints, the configuration and the data. What follows from these is recomputed (`recompute`), and
 steps can be trained again (`replay`). A broken chain pins nothing, so nothing is compared with its rows.
 """
 
-import hashlib
 import os
 from collections.abc import Generator, Iterator, Sequence
 from io import BytesIO
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,13 +18,10 @@ from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, list_checkpoint
 from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, record_defect, verify
 from gpt2_ddp.checkpoint.run_files import (
     CONFIG,
-    HASH,
     METRICS,
-    SAMPLES,
     is_event,
     is_rollback,
     parse_lines,
-    read_lines,
     sets_config,
     split_chain,
 )
@@ -42,7 +38,7 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.recompute import Recomputed, Record
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
-from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Count, FeedState, Mixture, Positive, next_chain
+from gpt2_ddp.state import FIRST_CHAIN, Count, FeedState, Mixture, Positive, next_chain
 from gpt2_ddp.tasks.own_code import trusted
 from gpt2_ddp.tasks.pretraining import Pretraining
 
@@ -86,10 +82,10 @@ class Log:
         self.seen = {FIRST_CHAIN: 0}
         self.last: Record = {}
         self.defects: list[str] = []
-        for line in parse_lines(self._stream):
+        for number, line in enumerate(parse_lines(self._stream), 1):
             if line.torn or self.defects:
                 break
-            self._add(f"{METRICS}, line {line.number}", line.text, line.row or {}, chains)
+            self._add(f"{METRICS}, line {number}", line.text, line.row, chains)
         if [row["event"] for row in self.events[:1]] != ["start"]:
             self.defects.append(f"{METRICS}: has no start in its first row")
 
@@ -126,7 +122,7 @@ class Log:
     def rows(self) -> Iterator[Record]:
         """The rows, in order."""
         self._stream.seek(0)
-        return (line.row or {} for line in islice(parse_lines(self._stream), self._count))
+        return (line.row for line in islice(parse_lines(self._stream), self._count))
 
 
 def verify_run(command: VerifyConfig) -> int:
@@ -147,12 +143,10 @@ def verify_run(command: VerifyConfig) -> int:
 
 
 def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Finding]:
-    """Reads the run's files, and checks them. A running training writes a row before a sample, and after a checkpoint;
-    and the samples that a checkpoint pins before it."""
+    """Reads the run's files, and checks them. A running training writes a row after its checkpoint."""
     settings = _read_settings(run)
     folders = list_checkpoints(run / "checkpoints")
     checkpoints, wrong = _read_checkpoints(run, folders)
-    samples = _hash_samples(run)
     chains = {checkpoint.state.log.chain for checkpoint in checkpoints.values()}
     log = Log(run / METRICS, {*chains, command.anchor or ""})
     yield f"{METRICS}: all rows chained by hashes up to {log.chain}", log.defects
@@ -169,14 +163,12 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
                 pinned[checkpoint.step] = checkpoint
     yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
     if log.defects:
-        yield "configuration, samples, data, order and learning rates: not checked, since the chain is broken", None
+        yield "configuration, data, order and learning rates: not checked, since the chain is broken", None
         return
     if log.loose:
         yield f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
     yield f"{CONFIG}: as {METRICS} recorded it", _check_settings(settings, log)
     newest = next(reversed(checkpoints.values()), None)
-    least = newest.state.log.samples_sha256 if newest else NO_SAMPLES
-    yield f"{SAMPLES}: {len(samples)} lines, all pinned by {METRICS}", [*_check_samples(samples, log.events, least)]
     is_right = yield from _check_training(log, newest, command)
     for branch in log.named("branch"):
         manifest = Path(str(branch.get("parent"))) / MANIFEST
@@ -211,17 +203,6 @@ def _read_checkpoints(run: Path, folders: Sequence[Path]) -> tuple[dict[str, Che
             if folder.is_dir():  # not deleted meanwhile by a running training
                 defects.append(f"{damage.file.relative_to(run)}: {damage.reason}")
     return checkpoints, defects
-
-
-def _hash_samples(run: Path) -> list[str]:
-    """The SHA-256 of samples.jsonl up to each of its lines."""
-    digest = hashlib.sha256()
-    hashes = []
-    for line in read_lines(run / SAMPLES):
-        if not line.torn:
-            digest.update(f"{line.text}\n".encode())
-            hashes.append(digest.hexdigest())
-    return hashes
 
 
 def _check_folder(folder: Path, events: Sequence[Record], found: Sequence[int]) -> Iterator[str]:
@@ -261,23 +242,6 @@ def _check_settings(found: Record | str, log: Log) -> list[str]:
     now, right = flat(found), flat(newest["config"])
     names = [name for name in right | now if now.get(name, ...) != right.get(name, ...)]
     return [f"{CONFIG}: {name} is {now.get(name)}, in {METRICS} {right.get(name)}" for name in names]
-
-
-def _check_samples(samples: list[str], events: Sequence[Record], least: str) -> Iterator[str]:
-    """A row pins the file up to each line, and is written before the line. The newest checkpoint pins the `least`; a
-    killed or running process may lack the samples after it."""
-    pins = [row[HASH] for row in events if HASH in row and row["event"] != "start"]
-    newest = NO_SAMPLES
-    for row in events:
-        if row["event"] == "start" and row.get(HASH, newest) != newest:  # a resume keeps those of the newest hash
-            yield f"{METRICS}: someone changed {SAMPLES} before the start at step {row['step']}"
-        newest = row.get(HASH, newest)
-    for number, (line, pin) in enumerate(zip_longest(samples, pins[: len(samples)]), 1):
-        if line != pin:
-            yield f"{SAMPLES}, line {number}: was changed or added, or one before it: {METRICS} lacks its hash"
-            return
-    if least not in (NO_SAMPLES, *samples):
-        yield f"{SAMPLES}: lines are missing after line {len(samples)}"
 
 
 def _check_training(log: Log, newest: Checkpoint | None, command: VerifyConfig) -> Generator[Finding, None, bool]:

@@ -23,7 +23,7 @@ def roll_back(run: Training) -> str:
     start = feed.next_position
     feed.skip_range(start, end)
     event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
-    run.log.append_rollback(event | {"order_digest": feed.state.order_digest})
+    run.log.append(event | {"order_digest": feed.state.order_digest})
     store.remove_after(run.step)  # once the rollback is recorded
     run.metrics.print(f"warning: {problem}; rolled back to step {run.step}; skips data positions [{start}, {end})")
     run.throughput.restart()
