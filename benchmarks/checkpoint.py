@@ -83,13 +83,12 @@ def turn(run: Training, save: Callable[[], None], resume: Callable[[], None]) ->
     save, and the excess of the steps until the checkpoint is on disk over the median of the steps before."""
     os.sync()
     usual = median(seconds(run, partial(train_step, run)) for _ in range(3))
-    background, before = run.store.background, run.store.background.seconds
-    still = lost = seconds(run, save)
-    writes = background.seconds != before
-    while background.is_working:
-        lost += seconds(run, partial(train_step, run)) - usual
+    still = written = lost = seconds(run, save)
+    while run.store.background.is_working:
+        step = seconds(run, partial(train_step, run))
+        written, lost = written + step, lost + step - usual
     run.wait_for_save()
-    return still, still + background.seconds * writes, lost, seconds(run, resume)
+    return still, written, lost, seconds(run, resume)
 
 
 def seconds(run: Training, work: Callable[[], object]) -> float:

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import stat
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -54,13 +53,11 @@ def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
     """Writes buffers of bytes to a file, and waits until they are on disk. Returns their number, and their SHA-256 in
     hex, computed from memory: comparing it with the file finds disk errors. Raises: OSError."""
     sha256 = hashlib.sha256()
-    is_main = threading.current_thread() is threading.main_thread()  # training waits, so another core may hash
-    with path.open("wb") as file, ThreadPoolExecutor(1) as helper:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as helper:  # one core hashes a piece while another writes it
         for piece in (view[at : at + PIECE] for view in map(memoryview, buffers) for at in range(0, len(view), PIECE)):
-            hashed = helper.submit(sha256.update, piece) if is_main else sha256.update(piece)
+            hashed = helper.submit(sha256.update, piece)
             file.write(piece)
-            if hashed:
-                hashed.result()
+            hashed.result()
         file.flush()
         os.fsync(file.fileno())
         return file.tell(), sha256.hexdigest()

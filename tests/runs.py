@@ -88,7 +88,9 @@ def changed(values, changes):
 
 def open_folder(run, lock=True):
     """The run folder of a small regression, which is made and locked."""
-    return RunFolder(job_config("regression", run.parent, {"run_name": run.name}), lock)
+    folder = RunFolder(job_config("regression", run.parent, {"run_name": run.name}), lock)
+    folder.open()
+    return folder
 
 
 def open_store(run, keep_last=3, wish=False, lock=True):

@@ -36,7 +36,7 @@ STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eva
 
 def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
     behind, gate, done = Background(), threading.Event(), []
-    assert (behind.seconds, behind.is_working) == (0, False)
+    assert not behind.is_working
     behind.start(lambda: (gate.wait(), done.append(1)), timeout=0.0)
     assert behind.is_working
     assert not done
@@ -45,7 +45,6 @@ def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
     assert done[:1] == [1]
     behind.join()
     assert (done, behind.is_working) == ([1, 2], False)
-    assert behind.seconds == behind.seconds  # it stands still
     with pytest.raises(OSError, match="No space"):
         behind.wait()
     behind.wait()
@@ -64,7 +63,7 @@ def test_after_each_step_an_overdue_save_is_waited_for():
     behind.timeout = 0.0
     poll_save(run)
     assert not behind.is_working
-    assert told.call_args.args == ("write", behind.seconds)
+    assert told.call_args.args[1] > 0
     run.stop.request.assert_not_called()
     run.log.is_gone = True
     poll_save(run)

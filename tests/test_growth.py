@@ -42,6 +42,7 @@ def make_long_run(trained, place, steps):
     rare = {"eval.every": 10**9, "checkpoint.every": 10**9}
     config = training_config(trained.parent / "data", place, {"train.steps": steps, "optim.decay_steps": 10, **rare})
     folder = RunFolder(config)
+    folder.open()
     log = RunLog(folder)
     start = all_rows(trained)[0] | {"steps": steps, "config": config.model_dump(mode="json"), "kept": []}
     log.resume(LogEnd(), Progress(), start)

@@ -203,7 +203,9 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, 
     assert f"run_name = run: {run} has lost its checkpoints" in refusal
     assert (run / METRICS).read_bytes() == metrics
     (run / METRICS).unlink()
-    RunFolder(config).release()
+    folder = RunFolder(config)
+    folder.open()
+    folder.release()
 
 
 def test_a_run_that_is_killed_before_its_first_checkpoint_starts_over(tmp_path, trained_job):

@@ -66,24 +66,24 @@ class RejectedCheckpoint(CorruptCheckpoint):
 
 
 def newest_intact(
-    folder: Path, weights: bool = True, put_aside: bool = False, quiet: bool = False, until: float = math.inf
+    folder: Path, weights: bool = True, put_aside: bool = False, until: float = math.inf
 ) -> Checkpoint | None:
-    """The newest intact checkpoint up to step `until` that its run recorded, or None. Prints a warning for each other
-    one, unless `quiet`, and renames it to `*.corrupt` or `*.rejected` if `put_aside`. Hashes the large files too if
-    `weights`. Raises: UserError."""
+    """The newest intact checkpoint up to step `until` that its run recorded, or None. If `weights`, hashes the large
+    files too, and prints a warning for each other one; renames it to `*.corrupt` or `*.rejected` if `put_aside`.
+    Raises: UserError."""
     for place in reversed(list_checkpoints(folder)):
         try:
             if step_of(place) <= until:
                 return verify_recorded(place, weights)
         except CorruptCheckpoint as damage:
             if not place.is_dir():  # its running trainer has written a newer one and deleted this
-                return newest_intact(folder, weights, put_aside, quiet, until)
+                return newest_intact(folder, weights, put_aside, until)
             moved = ""
             if put_aside:
                 with writing(place):
                     aside = free_name(place.with_name(f"{place.name}.{damage.suffix}"))
                     moved = f"moved to {place.rename(aside).name}, "
-            if not quiet:
+            if weights:
                 print(f"warning: {damage}; {moved}trying the previous one", file=sys.stderr)
     return None
 
@@ -255,14 +255,13 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
 
 
 def recover(folder: Path) -> None:
-    """Repairs a checkpoints folder after a killed or failed save: completes a replacement, and deletes partial
-    folders. Raises: UserError, as `files.writing`."""
+    """Repairs a checkpoints folder after a killed or failed save: undoes a replacement, and deletes partial folders.
+    Raises: UserError, as `files.writing`."""
     with writing(folder):
         for replaced in folder.glob(".step-*.replaced"):
             place = replaced.with_name(replaced.name[1 : -len(".replaced")])
-            temporary = replaced.with_suffix(".tmp")
             if not place.exists():
-                (temporary if temporary.exists() else replaced).rename(place)
+                replaced.rename(place)
                 fsync_path(folder)
         for leftover in folder.glob(".step-*"):
             shutil.rmtree(leftover)

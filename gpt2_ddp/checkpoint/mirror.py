@@ -91,7 +91,7 @@ class Mirror:
 
     def _restore(self) -> None:
         """Takes the whole checkpoints that are newer than those here, and with the first of them the records."""
-        here = newest_intact(self._run / "checkpoints", weights=False, quiet=True)
+        here = newest_intact(self._run / "checkpoints", weights=False)
         restored: list[str] = []
         for name in self._whole:
             if here:

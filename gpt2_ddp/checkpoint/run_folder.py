@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 class RunFolder:
     """`output_dir/run_name`, on every rank; the main process locks it. Without `lock`, it only checks the folder:
-    creates, locks and repairs nothing. Raises: UserError, on every rank, for an unusable folder."""
+    creates, locks and repairs nothing."""
 
     def __init__(self, config: RunConfig, lock: bool = True):
         self.path, self.wants_lock = Path(config.output_dir) / config.run_name, lock
@@ -46,41 +46,31 @@ class RunFolder:
         self._is_new = not os.path.exists(self.path)  # also for a name that is too long
         self._lock: int | None = None
         self._is_lost = False
-        self._open(config)
 
     @runs_on_main
-    def _open(self, config: RunConfig) -> None:
+    def open(self) -> None:
+        """Makes and locks the folder, until `release`. Raises: UserError, on every rank, for an unusable folder."""
         try:
             if self.wants_lock:
                 make_folder(self.checkpoints)
                 self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+                # a lock of the process: the kernel releases it however the process ends, and forks do not inherit it
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             else:
                 check_can_make(self.checkpoints)
+            if is_locked(self.path) if self._lock is None else not self.has_lock():
+                raise BlockingIOError  # its owner just removed the folder
+        except BlockingIOError as error:
+            hint = "another trainer is running in this folder; stop it or choose another run_name"
+            raise UserError("run_name", self.path.name, hint) from error
         except OSError as error:
             hint = f"cannot be written ({error.strerror}); choose another output_dir"
             raise UserError("output_dir", self.path, hint) from error
-        try:
-            # a lock of the process: the kernel releases it however the process ends, and forks do not inherit it
-            if self._lock is not None:
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_locked(self.path) if self._lock is None else not self.has_lock():
-                raise BlockingIOError  # another trainer has it; or its owner just removed the folder
-        except OSError as error:
-            self._unlock()
-            hint = "another trainer is running in this folder; stop it or choose another run_name"
-            raise UserError("run_name", config.run_name, hint) from error
-        try:
-            self._check_content(config)
-        except UserError:
-            self._unlock()
-            raise
-
-    def _check_content(self, config: RunConfig) -> None:
         kept = any(self.checkpoints.glob("*step-*"))  # hidden ones, too
         if not kept and any(event["event"] == "checkpoint" for event in read_events(self.path / METRICS)[0]):
             lost = f"{self.path} has lost its checkpoints, and a new start would erase its {METRICS}"
             hint = f"{lost}; restore them, choose another run_name, or remove the folder"
-            raise UserError("run_name", config.run_name, hint)
+            raise UserError("run_name", self.path.name, hint)
 
     def has_lock(self) -> bool:
         """Whether this process has the lock of the folder at the path. Somebody may have replaced the folder; a network
@@ -114,17 +104,15 @@ class RunFolder:
 
     def release(self) -> None:
         """Unlocks the folder. A new folder that is still empty is removed."""
-        if self._is_new and self._lock is not None and self.has_lock():
+        if self._lock is None:
+            return
+        if self._is_new and self.has_lock():
             with suppress(OSError):  # not empty
                 self.checkpoints.rmdir()
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        os.close(self._lock)
+        self._lock = None
 
 
 class RunLog:
@@ -208,7 +196,9 @@ class RunLog:
             return LogEnd(chain=self.chain, bytes=self._size)
 
     def sync(self) -> None:
-        """Waits until all rows are on disk, since a checkpoint has the chain of the last one. For any thread."""
+        """Waits until all rows are on disk, since a checkpoint has the chain of the last one. For any thread. Raises:
+        UserError, as `check`."""
+        self.check()
         if self._rows.is_file():
             with writing(self._rows):
                 fsync_path(self._rows)

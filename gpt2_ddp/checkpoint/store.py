@@ -45,14 +45,13 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._begun = self._ended = self.timeout = 0.0  # `timeout`: allowed seconds of the current or last task
-        self.is_working = False
+        self._begun = self.timeout = 0.0  # `timeout`: allowed seconds of the current or last task
         self.error: BaseException | None = None  # of the task; `wait` has not yet raised it
 
     def start(self, task: Callable[[], object], timeout: float) -> None:
         """Waits for the previous task, and starts this one."""
         self.wait()
-        self._begun, self._ended, self.timeout, self.is_working = time.monotonic(), 0.0, timeout, True
+        self._begun, self.timeout = time.monotonic(), timeout
         self._thread = threading.Thread(target=self._run, args=(task,), name="background", daemon=True)
         self._thread.start()
 
@@ -61,13 +60,16 @@ class Background:
             task()
         except BaseException as error:  # `wait` raises it
             self.error = error
-        self._ended = time.monotonic()
-        self.is_working = False
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a task has not ended."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def seconds(self) -> float:
-        """Duration of the current task so far, or of the last task; 0 before the first."""
-        return (self._ended or time.monotonic()) - self._begun if self._begun else 0.0
+        """Since the start of the current task."""
+        return time.monotonic() - self._begun
 
     def join(self) -> None:
         """Waits until nothing is written any more."""
@@ -103,31 +105,22 @@ class CheckpointStore:
         self._known: dict[Path, tuple[State | None, bool]] = {}
 
     @runs_on_main
-    def newest_unhashed(self) -> Checkpoint | None:
-        """The newest checkpoint whose small files are intact; the weights are not read. Repairs the folder."""
+    def newest(self, until: float = math.inf, weights: bool = True) -> Checkpoint | None:
+        """The newest intact checkpoint up to a step that the run recorded; None if there is none. Repairs the folder.
+        Hashes all files, and sets others aside, with a warning; without `weights`, only looks at the small files.
+        Raises: UserError if checkpoints of any step were wanted and exist, and none is such."""
         self._recover()
-        return self._newest_intact(weights=False, quiet=True)
-
-    @runs_on_main
-    def newest(self, until: float = math.inf) -> Checkpoint | None:
-        """The newest intact checkpoint up to a step that the run recorded, all files hashed; None if there is none.
-        Repairs the folder. Sets others aside, with a warning. Raises: UserError if checkpoints of any step were wanted
-        and exist, and none is such."""
-        self._recover()
-        found = self._newest_intact(put_aside=self._run_folder.wants_lock, until=until)
-        if found:
-            self._known[found.path] = found.state, True
-        elif until == math.inf and any(self.folder.glob("step-*")):
-            hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
-            raise UserError("run folder", self.folder, hint)
-        return found
-
-    def _newest_intact(self, **how: Any) -> Checkpoint | None:
-        if not list_checkpoints(self.folder):
+        if not any(self.folder.glob("step-*")):
             return None
         from gpt2_ddp.checkpoint.intact import newest_intact
 
-        return newest_intact(self.folder, **how)
+        found = newest_intact(self.folder, weights, weights and self._run_folder.wants_lock, until)
+        if found and weights:
+            self._known[found.path] = found.state, True
+        elif weights and until == math.inf:
+            hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
+            raise UserError("run folder", self.folder, hint)
+        return found
 
     def save(
         self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True
@@ -162,8 +155,6 @@ class CheckpointStore:
         """Makes the folder that the ranks write to."""
         temporary = _hidden(self.place(step), "tmp")
         with writing(temporary):
-            shutil.rmtree(temporary, ignore_errors=True)
-            self.folder.mkdir(exist_ok=True)
             temporary.mkdir()
 
     def _write(self, snapshot: Snapshot, last_good: float) -> None:
@@ -189,7 +180,6 @@ class CheckpointStore:
 
     def _complete(self, place: Path, files: Mapping[str, dict[str, Any]]) -> None:
         """Writes the manifest, and gives the folder its name."""
-        self._log.check()
         self._log.sync()
         temporary, replaced = _hidden(place, "tmp"), _hidden(place, "replaced")
         write_manifest(files, temporary)
@@ -261,7 +251,6 @@ class CheckpointStore:
         return state
 
     def _delete_except(self, keep: list[Path]) -> None:
-        self._log.check()
         if not (leaving := [place for place in list_checkpoints(self.folder) if place not in keep]):
             return
         self._log.sync()  # the rows of what was saved, and of what is kept

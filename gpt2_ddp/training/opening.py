@@ -151,6 +151,7 @@ def _open_folder(
     keep, mirror_status = config.checkpoint, dict
     folder = RunFolder(config, lock)
     closing.callback(folder.release)
+    folder.open()
     if lock and elastic_nodes():
         folder.check_is_shared()
     if keep.mirror and lock:
@@ -166,7 +167,7 @@ def _open_folder(
 def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run.
     Compares configurations before it hashes. Collective. Raises: UserError."""
-    if newest := store.newest_unhashed():
+    if newest := store.newest(weights=False):
         from gpt2_ddp.config.hints import check_resumable
 
         check_resumable(config, newest.kind, newest.config, newest.step)
