@@ -203,26 +203,21 @@ def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     assert all(again.model[name] is tensor for name, tensor in copy.model.items())
 
 
-DAMAGE = r"""
+DAMAGE = """
 model.safetensors | gone | is missing
 model.safetensors | x | has 1 bytes instead of
-model.safetensors | xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx | is no safetensors file \(.*header
-optimizer.safetensors |  | is no safetensors file \(.*header
 manifest.json | gone | is missing
 manifest.json | [] | cannot be read
 manifest.json | {"files": {}} | cannot be read
 manifest.json | large | cannot be read \(More than
-state.json | {"kind": "gpt2"} | has no progress
-state.json | {"kind": "gpt2", "progress": {}, "feed": {}, "setup": {"epoch_size": 9}, "task": {"tokenizer": "gpt2", \
-"tokenizer_sha256": "", "vocab_size": 9000000000, "data_manifest": "", "micro_batch": 1}} | has vocab_size = 9000000000
-config.yaml | {run_name: ../x, data: {}, model: {}, optim: {}, train: {}} | has run_name = ../x
-config.yaml | {data: {}, model: {}, optim: {}, train: {}} | has run_name = None
-config.yaml | {run_name: run, data: {}, model: {}, optim: 3, train: {}} | has no section optim
+state.json | {"kind": "gpt2"} | progress: Field required
+config.yaml | [] | is no configuration
+config.yaml | a: ] | while parsing
 """
 """A file, its content, and the damage."""
 
 
-@pytest.mark.parametrize("case", DAMAGE.replace("\\\n", "").strip().splitlines())
+@pytest.mark.parametrize("case", DAMAGE.strip().splitlines())
 def test_damage_is_found_and_a_resumed_run_falls_back_to_the_checkpoint_before(run, capsys, case):
     """A file that is missing or short, and forged content with right hashes. Without an intact checkpoint, no run
     starts from scratch; a process that only looks leaves everything where it is."""

@@ -66,31 +66,31 @@ def test_a_kind_of_its_own_keeps_its_task_and_what_lacks_takes_its_default():
 
 
 WRONG = """
-kind | | has no kind
-progress | | has no progress
-setup.epoch_size | | has no setup.epoch_size
-task.vocab_size | | has no task.vocab_size
-task.tokenizer | "../x" | has task.tokenizer = ../x
-task.micro_batch | 0 | has task.micro_batch = 0
-progress.step | -60 | has progress.step = -60
-progress.step | "5" | has progress.step = 5
-progress.step | true | has progress.step = True
-progress.step | 9223372036854775808 | has an integer of more than 64 bits
-feed.skipped_ranges | 5 | has feed.skipped_ranges = 5
-feed.skipped_ranges | [[3]] | has no feed.skipped_ranges.0.1
-log.bytes | -1 | has log.bytes = -1
-progress.pending | null | has progress.pending = None
-guard.losses | ["x", 0, 0] | has guard.losses.0 = x
-feed | {"position": "yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy"} \
- | has feed.position = y+ ... y+$
-task | {} | has no task.tokenizer
+kind |
+progress |
+setup.epoch_size |
+task.vocab_size |
+task.tokenizer | "../x"
+task.micro_batch | 0
+progress.step | -60
+progress.step | "5"
+progress.step | true
+progress.step | 9223372036854775808
+feed.skipped_ranges | 5
+feed.skipped_ranges | [[3]] | .0.1
+log.bytes | -1
+progress.pending | null
+guard.losses | ["x", 0, 0] | .0
+feed | {"position": "yyyyyyyyyyyyyyyy"} | .position
+task | {} | .tokenizer
 """
+"""A field, its value (empty: missing), and what follows its name in the message."""
 
 
-@pytest.mark.parametrize("case", WRONG.replace("\\\n", "").strip().splitlines())
+@pytest.mark.parametrize("case", WRONG.strip().splitlines())
 def test_the_first_wrong_or_missing_field_is_named(case):
-    name, value, problem = map(str.strip, case.split("|"))
-    with pytest.raises(ValueError, match=rf"^{problem}"):
+    name, value, inner = map(str.strip, [*case.split("|"), ""][:3])
+    with pytest.raises(ValueError, match=rf"^{name}{inner}: "):
         parse_state(changed(GPT, name, json.loads(value) if value else MISSING))
 
 
@@ -116,7 +116,7 @@ def test_an_odd_value_is_a_wrong_field_or_a_state_that_can_be_saved(run):
                 assert parse_state(text).to_json() == text
         part[key] = right
     assert len(wrong) > 500
-    assert all(line.startswith("has ") and len(line) < 150 and line.isprintable() for line in wrong)
+    assert all(": " in line and len(line) < 150 and line.isprintable() for line in wrong)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", "[" * 9999, b"\xff", '{"kind": "gpt2", "kind'])
