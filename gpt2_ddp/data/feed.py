@@ -50,8 +50,6 @@ def prepare_loader(accelerator: Accelerator, batches: Iterable[Any]) -> Any:
 class Source(Protocol):
     """A training set: items that are read by number."""
 
-    def __len__(self) -> int: ...
-
     def read(self, items: np.ndarray) -> tuple[Tensor, ...]:
         """Rows [b, ...], on the CPU, of the items int64 [b]."""
         ...

@@ -194,9 +194,6 @@ class MixedWindows:
     def __init__(self, sources: Sequence[Windows]):
         self.sources = sources
 
-    def __len__(self) -> int:
-        return sum(map(len, self.sources))
-
     def read(self, items: np.ndarray) -> tuple[Tensor]:
         """Tokens int64 [b, T + 1] of the items int64 [b]."""
         sources, windows = np.divmod(items, 2**SOURCE_BITS)
