@@ -36,7 +36,7 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
     tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
     for folder, manifest in folders:
         if manifest.tokenizer_sha256 != tokenizer.sha256:
-            hint = f"has another tokenizer than {file}; restore that file, or prepare the data with --tokenizer {file}"
+            hint = f"has another tokenizer than {file}; restore that file, or prepare all with --tokenizer {paths[0]}"
             raise UserError("data.path", folder, hint)
         if (manifest.vocab_size, manifest.eot) != (tokenizer.vocab_size, tokenizer.eot):
             raise UserError("data", folder / MANIFEST, f"has another vocab_size or eot than its tokenizer; {AGAIN}")
