@@ -415,3 +415,13 @@ def permuted(seed, key, n, index):
         index = left * base + right
         if index < n:
             return index
+
+
+def resolved(config, saved=None):
+    """The configuration of a GPT run, new or resumed, on 1,900 windows."""
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    task = Pretraining(config, saved=saved)
+    task.epoch_size = 1900
+    task.resolve()
+    return task.config

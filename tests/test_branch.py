@@ -7,7 +7,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from commands import expect_error
@@ -18,6 +17,7 @@ from runs import (
     events,
     gpt_state,
     is_intact,
+    resolved,
     same,
     train,
     train_with_faults,
@@ -33,12 +33,8 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.state import LogEnd, Pending, Progress
-from gpt2_ddp.tasks.pretraining import Pretraining, resolve
 from gpt2_ddp.training.branch import branch_off, find_parent
 from gpt2_ddp.training.optimizer import lr_at
-
-ALONE = SimpleNamespace(num_processes=1, is_main_process=True)
-"""What a task asks of the accelerator before any long work."""
 
 
 def progress(run, step):
@@ -145,7 +141,7 @@ def test_mistakes(branching, case):
     mistakes = json.loads(case)
     config = branching({"train.steps": None if "train.epochs" in mistakes else 10, "optim.lr": 1.0} | mistakes)
     with pytest.raises(UserError) as raised:
-        Pretraining(config, ALONE, branch_off(find_parent(config), config))
+        find_parent(config)
     for mistake, (field, value) in zip(raised.value.mistakes, mistakes.items(), strict=True):
         assert mistake.startswith(f"{field} = {value}: ")
 
@@ -169,7 +165,8 @@ SCHEDULES = """
 --train.steps 4 | 3 | --train.steps 5 | 6
 --train.steps 20 | 5 | --train.steps 10 | 10
 --train.steps 20 | 6 | --train.steps 40 | 20
---train.steps 20 --optim.decay_steps 15 | 4 | --train.steps 40 | 15
+--train.steps 20 --optim.decay_steps 15 | 4 | --train.steps 40 | 40
+--train.steps 20 --optim.decay_steps 15 | 6 | --train.steps 40 | 15
 --train.steps 20 | 4 | --train.steps 40 --optim.decay_steps 30 | 30
 --train.epochs 0.1 | 4 | --train.epochs 0.2 | 16
 --optim.schedule wsd --train.steps 20 | 10 | --train.steps 40 | 40
@@ -187,11 +184,11 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(case):
     warm-up."""
     before, step, now, length = case.split(" | ")
     schedule = re.findall(r"--optim.schedule \w+", before)
-    started, _ = resolve(load(TrainingConfig, (SHORT + before).split()), None, 1900)
+    started = resolved(load(TrainingConfig, (SHORT + before).split()))
     saved = Checkpoint(Path("saved"), gpt_state(int(step), 1900), started.model_dump(mode="json"))
     config = load(TrainingConfig, " ".join([SHORT, *schedule, now]).split())
     check_resumable(config, saved.kind, saved.config, saved.step)
-    resumed, _ = resolve(config, saved, 1900)
+    resumed = resolved(config, saved)
     assert resumed.optim.decay_steps == int(length)
     assert all(lr_at(past, started.optim) == lr_at(past, resumed.optim) for past in range(1, int(step) + 1))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from close import assert_close, float64, in_float64
 from ranks import run_ranks
-from runs import gpt_state, training_config
+from runs import gpt_state, resolved, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.cli import load
@@ -17,7 +17,6 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.evaluate import EvalSet, evaluate
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.tasks.pretraining import resolve
 
 SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=48)
 
@@ -101,8 +100,8 @@ def test_evaluations_take_a_twentieth_of_a_shipped_run_at_most(config):
 
 def settled(config, recorded="new"):
     """`eval.tokens` that a run takes, a new one or one whose config.yaml holds `recorded`."""
-    saved = Checkpoint(Path("saved"), gpt_state(5), {"eval": {"tokens": recorded}})
-    return resolve(config, None if recorded == "new" else saved, 1000)[0].eval.tokens
+    saved = Checkpoint(Path("saved"), gpt_state(5), {"eval": {"tokens": recorded}, "optim": {"decay_steps": 9}})
+    return resolved(config, None if recorded == "new" else saved).eval.tokens
 
 
 def test_a_run_keeps_the_number_that_it_was_started_with(corpus, tmp_path):

@@ -43,12 +43,8 @@ def test_numbers_of_windows():
 class Numbers:
     """A source whose items are their own numbers; keeps what was read in this process."""
 
-    def __init__(self, n):
-        self.n = n
+    def __init__(self):
         self.read_items = []
-
-    def __len__(self):
-        return self.n
 
     def read(self, items):
         self.read_items += items.tolist()
@@ -92,7 +88,7 @@ def walk(seed, accelerator, actions=25):
     n, size, batch = rng.choice([rng.randint(1, 60), 10**6]), rng.randint(3, 24), rng.randint(1, 8)
     by_epoch, world, rank = rng.random() < 0.5, accelerator.num_processes, accelerator.process_index
     share, least = (partial(contiguous, world, batch), 1) if by_epoch else (partial(interleaved, world, batch), batch)
-    order, source, random_state = Permutation(seed, n), Numbers(n), torch.get_rng_state()
+    order, source, random_state = Permutation(seed, n), Numbers(), torch.get_rng_state()
     whole = GlobalBatch(size, share, by_epoch=by_epoch, rows=least)
     feed = Feed(order, whole, source, accelerator)
     state, delivered = FeedState(), []
@@ -165,20 +161,18 @@ def test_a_rank_gets_its_share_of_random_steps(world, rank):
 class Vanished(Numbers):
     """Items whose file is gone."""
 
-    workers = 1
-
     def read(self, items):
         raise UserError("data.path", "photos/1.png", "is not an image")
 
 
 def test_what_cannot_be_read_is_a_users_error():
-    feed = Feed(Permutation(1, 4), GlobalBatch(4, partial(interleaved, 2, 2)), Vanished(4), rank_of(2, 1))
+    feed = Feed(Permutation(1, 4), GlobalBatch(4, partial(interleaved, 2, 2)), Vanished(), rank_of(2, 1))
     expect_error("^data.path = photos/1.png: ", feed.first_micro_batch)
 
 
 def test_a_step_is_taken_whole_before_the_next():
     """Two of three micro-batches. A move elsewhere needs no more of them."""
-    feed = Feed(Permutation(1, 100), GlobalBatch(12, partial(interleaved, 2, 2)), Numbers(100), rank_of(2, 1))
+    feed = Feed(Permutation(1, 100), GlobalBatch(12, partial(interleaved, 2, 2)), Numbers(), rank_of(2, 1))
     assert len([*islice(feed.next_step().micro_batches, 2)]) == 2
     with pytest.raises(AssertionError):
         feed.next_step()
@@ -188,7 +182,7 @@ def test_a_step_is_taken_whole_before_the_next():
 
 def test_the_time_waited_for_the_loader_is_counted(monkeypatch):
     """A second per item, two items a micro-batch, one micro-batch ahead. A new loader leaves Accelerate's state."""
-    source, known = Numbers(100), len(GradientState().dataloader_references)
+    source, known = Numbers(), len(GradientState().dataloader_references)
     monkeypatch.setattr(feed_module, "time", SimpleNamespace(perf_counter=lambda: float(len(source.read_items))))
     feed = Feed(Permutation(1, 100), GlobalBatch(4, partial(interleaved, 1, 2)), source, rank_of(1, 0))
     waited = []

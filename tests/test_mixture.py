@@ -22,16 +22,17 @@ from runs import complete, edit_manifest, gpt_state, permuted, rows, train, trai
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.mixture import (
     MixedOrder,
     MixedWindows,
     Phase,
+    check_distinct,
     check_goes_on,
     normal,
     phases_of,
-    read_manifests,
     source_weights,
 )
 from gpt2_ddp.data.order import Permutation
@@ -170,7 +171,7 @@ def test_from_the_command_line():
 
 def test_what_a_source_weighs_in_validation(sources, tmp_path):
     """As data.weights say, else by its windows; one whose split has no window counts for nothing."""
-    manifests = read_manifests(sources)
+    manifests = [read_manifest(Path(path)) for path in sources]
     config = config_of(sources, tmp_path, {"data.weights": [3, 1, 1]})
     assert source_weights(config, manifests) == {0: 0.75, 1: 0.25}  # the third has no validation split
     for tokens, weights in ((2, {0: 0.75, 1: 0.25}), (1, {1: 1.0})):
@@ -187,9 +188,11 @@ def test_folders_that_do_not_go_together(sources, tmp_path):
     for number, (source, changes) in enumerate(cases):
         again = Path(shutil.copytree(sources[source], tmp_path / str(number)))
         edit_manifest(again, **changes)
-        expect_field("data.path", str(again), read_manifests, [sources[0], str(again)])
+        config = config_of([sources[0], str(again)], tmp_path, {"data.weights": [1, 1], "data.phases": []})
+        expect_field("data.path", str(again), open_corpus, config)
     edit_manifest(tmp_path / "0", splits={"val": [*map(dataclasses.asdict, validation)]})
-    assert len(read_manifests([*sources, f"{tmp_path}/0"])) == 4
+    folders = sources[0], f"{tmp_path}/0"
+    check_distinct(folders, [read_manifest(Path(path)) for path in folders])
 
 
 def test_the_loss_of_a_mixture_is_that_of_tokens_in_its_shares():
@@ -254,12 +257,12 @@ GOES_ON = """
 900 | --data.path x y --data.weights 7 3 --data.phases 16000:1:1
 900 | --data.path x y --data.weights 0.7 0.3 --data.phases 8000:1:2
 2000 | --data.path x y --data.weights 7 3 --data.phases 8001:1:9
-2001 | --data.path x y --data.weights 7 3 --data.phases 16000:1:9 | data.phases = 1/10 9/10 from token ... 24000 tokens
-900-2100 | --data.path x y --data.weights 7 3 | data.phases = none: the run had 1/2 1/2 from
+2001 | --data.path x y --data.weights 7 3 --data.phases 16000:1:9 | data.weights = 7/10 3/10 from token ... 24000 tokens
+900-2100 | --data.path x y --data.weights 7 3 | data.weights = 7/10 3/10 from token 0 on: the run had ... 1/2 1/2 from
 900 | --data.path x y --data.weights 6 3 | data.weights = 2/3 1/3 from token 0 on: the run had 7/10 3/10 from
 900 | --data.path x y | data.weights = 2/3 1/3
 900 | --data.path x y z --data.weights 7 3 0 --data.phases 8000:0:0:1
-1900 | --data.path x y z --data.weights 7 3 0 --data.phases 8000:0:0:1 | data.phases =
+1900 | --data.path x y z --data.weights 7 3 0 --data.phases 8000:0:0:1 | data.weights =
 900 | --data.path x y z --data.weights 7 3 1 | data.weights = 7/11 3/11 1/11
 900 | --data.path x | data.path = x: the run was started with 2 folders
 900 a | --data.path x y --data.weights 1 0 --data.phases 8000:1:1
@@ -311,6 +314,6 @@ def test_a_run_over_one_folder_goes_on_with_several(sources, tmp_path, capsys):
 
 def test_a_range_that_is_passed_over_counts_as_far_as_the_data_stand():
     order = mixture()
-    row = order.by_source(1500, [(1200, 1900), (4000, 4100)], "tokens", 8)
+    row = order.by_source(FeedState(position=1500, skipped_ranges=[(1200, 1900), (4000, 4100)]), "tokens", 8)
     assert [row[f"tokens/s{i}"] for i in range(3)] == (order.uses(1200) * 8).tolist()
     assert row["epoch/s2"] == round(order.uses(1500)[2] / 50, 4)

@@ -110,8 +110,6 @@ NUMBERS = """
 evaluate {"a": true} | ["a"] = True
 evaluate {"a": "1"} | ["a"] = 1
 row_fields {"a": null} | ["a"] = None
-row_fields {"a": NaN} | ["a"] = nan
-evaluate {"val_loss": 1.0, "a": Infinity} | ["a"] = inf
 row_fields {"val_loss": 1.0} | ["val_loss"] = 1.0
 evaluate {"step": 1.0} | ["step"] = 1.0
 row_fields {"loss": 1.0} | ["loss"] = 1.0
@@ -121,7 +119,7 @@ evaluate {"tokens/a": 1.0} | ["tokens/a"] = 1.0
 row_fields {"x_per_second": 1.0} | ["x_per_second"] = 1.0
 evaluate {"taken": 1.0} | ["taken"] = 1.0
 evaluate {"val_loss": 1.0, "val_mine": 2, "grad_norm/x": -0.5} |
-evaluate {"val_loss": NaN} |
+evaluate {"val_loss": NaN, "a": Infinity} |
 row_fields {"a": 1, "b": -2.5} |
 """
 
@@ -132,9 +130,9 @@ def test_a_wrong_number_is_one_error_line(case, monkeypatch):
     call, _, problem = case.partition(" |")
     method, _, values = call.partition(" ")
     numbers = json.loads(values)
-    loss = math.nan if method == "evaluate" and "a" not in numbers else 1.0
     with pytest.raises(UserError) if problem else nullcontext() as caught:
-        check_numbers(method, numbers, {"taken"}, loss)
+        found = check_numbers(method, numbers, {"taken"})
+        assert found == {name: value if math.isfinite(value) else None for name, value in numbers.items()}
     if caught:
         assert str(caught.value).startswith(f"{method}(){problem.strip()}: ")
         assert len(caught.value.mistakes) == 1

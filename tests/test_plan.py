@@ -59,7 +59,7 @@ REFUSALS = [
     (lambda place: None, "--model.n_head 3", "model.n_embd = 32"),
     (lambda place: None, "--output_dir /dev/null", "Not a directory"),
     (lambda place: None, f"--train.init_from {GOLDEN}/gpt2_run", "model.n_layer = 2"),
-    (lambda place: shutil.rmtree(place / "data"), "--data.prepare configs/data_stdlib.yaml", "no such folder"),
+    (lambda place: shutil.rmtree(place / "data"), "--data.prepare configs/data_stdlib.yaml", "manifest.json cannot"),
     (lambda place: spoil(place / "data/train_000001.bin"), "", "SHA-256 differs"),
     (with_a_run, "--seed 5 --optim.lr 0.01", "seed = 5"),
     (no_intact_checkpoint, "", "none is intact"),
@@ -262,10 +262,11 @@ def test_what_is_done_and_how_long_it_takes():
 
 def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
     assert plan_of("no").speed is None  # the peak is bf16's
-    of_data = {"manifest": SimpleNamespace(vocab_size=50_257), "validates": True, "epoch_size": 9}
+    of_data = {"manifest": SimpleNamespace(vocab_size=50_257), "epoch_size": 9}
     of_data |= {"total_steps": lambda windows: 100, "config": plan_config(eval={"tokens": 10**9})}
     of_data["make_model"] = Pretraining(of_data["config"]).make_model
-    for task, scored in ((None, 10**9), (SimpleNamespace(validation_tokens=300, **of_data), 300)):
+    corpus = SimpleNamespace(validation={"web": (1.0, range(301))})
+    for task, scored in ((None, 10**9), (SimpleNamespace(corpus=corpus, **of_data), 300)):
         plan = plan_of(seen=Seen(task=task), eval={"tokens": 10**9})
         assert plan.speed == 0.4 * 989.5e12 / plan.flops_per_token
         assert_close(plan.seconds["evaluations"], 2 * scored / (3 * plan.speed))

@@ -142,7 +142,7 @@ def test_a_refused_run_leaves_no_folder(corpus, tmp_path):
     other = str(other_data(corpus, tmp_path))
     refused = {
         "train.init_from = nowhere": {"train.init_from": "nowhere"},
-        "data = nowhere: no such folder": {"data.path": "nowhere"},
+        "data = nowhere: manifest.json cannot be read": {"data.path": "nowhere"},
         "processes = 2: more than the 1 windows": {"train.global_batch_tokens": 32, "eval.every": 1},
         "train.compile = blocks: needs a compiler": {"train.compile": "blocks", "data.path": "nowhere"},
         f"eval.patience = 2: {other} has no validation split": {"eval.patience": 2, "data.path": other},

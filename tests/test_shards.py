@@ -138,15 +138,12 @@ def test_one_flipped_bit_is_found_by_its_hash(tmp_path):
 
 
 def test_what_cannot_be_read(tmp_path):
-    """Rows outside of the stream, an id outside the vocabulary, and a file that was cut meanwhile."""
+    """An id outside the vocabulary, and a file that was cut meanwhile."""
     manifest = write(tmp_path, random_tokens(2500))
     with open(tmp_path / "train_000001.bin", "r+b") as file:
         file.seek(HEADER_BYTES + 2 * 30)
         file.write(np.uint16(50_257).tobytes())
     stream = TokenStream(tmp_path, manifest, "train")
-    for start, length in ((-1, 5), (2496, 5), (0, 2501)):
-        with pytest.raises(IndexError):
-            stream.read(np.array([0, start]), length)
     stream.read(np.array([0, 1031]), 1000)  # beside it
     expect_error(r"train_000001\.bin: holds token id 50257", stream.read, np.array([0, 990]), 100)
     os.truncate(tmp_path / "train_000000.bin", HEADER_BYTES + 100)
@@ -197,12 +194,11 @@ def test_broken_manifests(tmp_path, changes):
         expect_field("data", str(path), read_manifest, tmp_path)
 
 
-def test_folders_without_manifest_or_split(tmp_path):
+def test_folders_without_manifest(tmp_path):
     expect_error("^data = .*absent: ", read_manifest, tmp_path / "absent")
     expect_error("^data = ", read_manifest, tmp_path)
     manifest = write(tmp_path, random_tokens(10))
-    expect_error(r"val: .* only train", TokenStream, tmp_path, manifest, "val")
     expect_error("splits", write_manifest, tmp_path, dataclasses.replace(manifest, splits={}))
     assert read_manifest(tmp_path) == manifest
     (tmp_path / "manifest.json").unlink()
-    expect_error("no manifest.json", read_manifest, tmp_path)
+    expect_error("manifest.json cannot be read", read_manifest, tmp_path)

@@ -324,6 +324,13 @@ class TrainingConfig(RunConfig):
         """Windows of block_size tokens per optimizer step, over all processes."""
         return self.train.global_batch_tokens // self.model.block_size
 
+    def total_steps(self, epoch_size: int | None) -> int | None:
+        """Steps of the whole run; None where they are unknown: with `train.minutes`, or with `train.epochs` of an
+        unknown `epoch_size`, in windows."""
+        if self.train.epochs is None:
+            return self.train.steps
+        return epoch_size and math.ceil(self.train.epochs * epoch_size / self.global_batch_windows)
+
     @property
     def auto_eval_tokens(self) -> int:
         """Tokens of `eval.tokens: auto`: 6% of the training tokens between two evaluations, at least 16 windows."""

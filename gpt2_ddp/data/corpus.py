@@ -28,21 +28,16 @@ class Corpus(NamedTuple):
 
 def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
     """Opens the folders by their small files; hashes only the tokenizer. `check`: read the headers of all shards.
-    Raises: UserError if a folder has no usable shards, or another tokenizer than the first."""
+    Raises: UserError if a folder has no usable shards, or another tokenizer than the first, or another's shards."""
     paths, size = config.data.paths, config.model.block_size
-    if len(paths) == 1:
-        manifests = [read_manifest(Path(paths[0]))]
-    else:
-        from gpt2_ddp.data.mixture import read_manifests
-
-        manifests = read_manifests(paths)
+    manifests = [read_manifest(Path(path)) for path in paths]
     folders = [(Path(path), manifest) for path, manifest in zip(paths, manifests, strict=True)]
     file = folders[0][0] / manifests[0].tokenizer
     tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
-    if tokenizer.sha256 != manifests[0].tokenizer_sha256:
-        hint = "is not the shards' tokenizer; restore that file, or prepare the data again"
-        raise UserError("tokenizer", file, hint)
     for folder, manifest in folders:
+        if manifest.tokenizer_sha256 != tokenizer.sha256:
+            hint = f"has another tokenizer than {file}; restore that file, or prepare all with --tokenizer {paths[0]}"
+            raise UserError("data.path", folder, hint)
         if (manifest.vocab_size, manifest.eot) != (tokenizer.vocab_size, tokenizer.eot):
             raise UserError("data", folder / MANIFEST, f"has another vocab_size or eot than its tokenizer; {AGAIN}")
         if not manifest.tokens("train"):
@@ -60,6 +55,7 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
 
         source, weights, mixture = mix(config, manifests, sources)
     names = config.data.names
-    streams = {number: TokenStream(*folders[number], "val", check) for number in weights}
-    validation = {names[number]: (weight, streams[number]) for number, weight in weights.items()}
+    validation = {
+        names[number]: (weight, TokenStream(*folders[number], "val", check)) for number, weight in weights.items()
+    }
     return Corpus(manifests, tokenizer, sources, source, validation, mixture)

@@ -50,8 +50,6 @@ def prepare_loader(accelerator: Accelerator, batches: Iterable[Any]) -> Any:
 class Source(Protocol):
     """A training set: items that are read by number."""
 
-    def __len__(self) -> int: ...
-
     def read(self, items: np.ndarray) -> tuple[Tensor, ...]:
         """Rows [b, ...], on the CPU, of the items int64 [b]."""
         ...
@@ -123,10 +121,9 @@ class Feed:
     ):
         self.order, self.batch, self.source = order, batch, source
         self._accelerator, self._epoch_size = accelerator, len(order)
-        self.state = FeedState()
         self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0
         self._loader: Any = None
-        self._restart()
+        self.seek(FeedState())
 
     @property
     def step_size(self) -> int:
@@ -134,9 +131,16 @@ class Feed:
         return self.batch.size
 
     def seek(self, state: FeedState) -> None:
-        """Moves to a state in O(1)."""
+        """Moves to a state in O(1): plans the steps from there on. Reads none of them yet."""
         self.state = state
-        self._restart()
+        if self._loader is not None:
+            self._loader.end()
+        self._plan, self._micro_batches = self._steps(), iter(())
+        if self.source is not None:
+            assert self._accelerator is not None
+            self._plan, ahead = tee(self._plan)  # steps are read before they are taken
+            self._loader = prepare_loader(self._accelerator, self._read(ahead, self._accelerator.process_index))
+            self._loaded = iter(self._loader)
 
     def skip_range(self, start: int, stop: int) -> None:
         """Excludes the positions [start, stop), which no step has taken, from all later steps."""
@@ -163,17 +167,6 @@ class Feed:
         first = next(self._loaded)
         self._loaded = chain([first], self._loaded)
         return first
-
-    def _restart(self) -> None:
-        """Plans the steps from the state on. Reads none of them yet."""
-        if self._loader is not None:
-            self._loader.end()
-        self._plan, self._micro_batches = self._steps(), iter(())
-        if self.source is not None:
-            assert self._accelerator is not None
-            self._plan, ahead = tee(self._plan)  # steps are read before they are taken
-            self._loader = prepare_loader(self._accelerator, self._read(ahead, self._accelerator.process_index))
-            self._loaded = iter(self._loader)
 
     def _steps(self) -> Plan:
         """The steps from the state on, endlessly."""
@@ -220,10 +213,6 @@ class Feed:
     def epochs(self) -> int:
         """Number of completed epochs, whose positions are all taken or skipped."""
         return self.next_position // self._epoch_size
-
-    def by_source(self, unit: str, per_item: int) -> dict[str, float]:
-        """Row fields of each source (`Order.by_source`); empty for a single source."""
-        return self.order.by_source(self.state.position, self.state.skipped_ranges, unit, per_item)
 
     def _next_free(self, position: int) -> int:
         for start, stop in sorted(self.state.skipped_ranges):

@@ -77,11 +77,9 @@ def read_manifest(folder: Path) -> Manifest:
     path = Path(folder) / MANIFEST
     try:
         text = read_small(path, LARGEST_MANIFEST)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        hint = f"no such folder, or no {MANIFEST} in it; create it with prepare_data.py"
-        raise UserError("data", folder, hint) from error
     except OSError as error:
-        raise UserError("data", folder, f"{MANIFEST} cannot be read ({error.strerror})") from error
+        hint = f"{MANIFEST} cannot be read ({error.strerror}); prepare_data.py creates the folder"
+        raise UserError("data", folder, hint) from error
     return parse_manifest(text, path)
 
 

@@ -9,8 +9,6 @@ takes item k of the source's own endless order. So the order is a pure function 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +17,11 @@ from torch import Tensor
 
 from gpt2_ddp.config.training import WINDOWS_PER_BLOCK as BLOCK
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import Manifest, read_manifest
+from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import Windows, count_windows
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.state import Mixture, State
+from gpt2_ddp.state import FeedState, Mixture, State
 
 SOURCE_BITS = 48
 """An item of a mixture is source · 2^48 + window, so the items of source 0 are its windows."""
@@ -75,10 +73,11 @@ class MixedOrder(Order):
         before = self._uses_before(number)
         return before + np.bincount(self._block(number)[0][:offset], minlength=len(before))
 
-    def by_source(self, position: int, skipped: list[tuple[int, int]], unit: str, per_item: int) -> dict[str, float]:
-        """Row fields at `position`: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of the source."""
-        reached = self.uses(position)
-        gaps = [self.uses(min(stop, position)) - self.uses(start) for start, stop in skipped if start < position]
+    def by_source(self, state: FeedState, unit: str, per_item: int) -> dict[str, float]:
+        """Row fields at a state: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of the source."""
+        end, skipped = state.position, state.skipped_ranges
+        reached = self.uses(end)
+        gaps = [self.uses(min(stop, end)) - self.uses(start) for start, stop in skipped if start < end]
         trained = (reached - sum(gaps)) * per_item
         epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]
         row: dict[str, float] = {}
@@ -124,15 +123,10 @@ def normal(weights: Sequence[float]) -> tuple[Fraction, ...]:
     return tuple(weight / sum(exact) for weight in exact)
 
 
-def read_manifests(paths: Sequence[str]) -> list[Manifest]:
-    """The manifests of all folders. Raises: UserError if a manifest is unusable, its tokenizer differs from the first,
-    or two folders share a shard."""
-    manifests = [read_manifest(Path(path)) for path in paths]
+def check_distinct(paths: Sequence[str], manifests: Sequence[Manifest]) -> None:
+    """Raises: UserError if two folders share a shard, unless it is of both validation splits."""
     known: dict[str, tuple[str, str]] = {}
     for path, manifest in zip(paths, manifests, strict=True):
-        if manifest.tokenizer_sha256 != manifests[0].tokenizer_sha256:
-            hint = f"has another tokenizer than {paths[0]}; prepare all with one: --tokenizer {paths[0]}"
-            raise UserError("data.path", path, hint)
         for split, shards in manifest.splits.items():
             for shard in shards:
                 place, other = known.setdefault(shard.sha256, (path, split))
@@ -140,22 +134,26 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
                     hint = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
                     hint += "; name each text once, and set its weight in data.weights"
                     raise UserError("data.path", path, hint)
-    return manifests
 
 
 def recorded(record: Mapping[str, Any]) -> Mixture | None:
     """Identity in a start, or a state's `record`, for a single source too; None without one. Raises: ValueError for bad
     fields."""
-    single = {"manifests": [record.get("data_manifest")], "phases": [(0, ["1"])]}
-    known = record.get("mixture") or (single if "data_manifest" in record else None)
-    return None if known is None else Mixture.model_validate(known)
+    if known := record.get("mixture"):
+        return Mixture.model_validate(known)
+    return alone(record["data_manifest"]) if "data_manifest" in record else None
 
 
-def past(mixture: Mixture, position: int, sources: int, block_size: int) -> list[str]:
-    """Phases before `position` as text, with weight 0 for sources that came later."""
+def alone(manifest: Any) -> Mixture:
+    """Identity of a single folder, whose manifest has this hash."""
+    return Mixture(manifests=[manifest], phases=[(0, ["1"])])
+
+
+def past(mixture: Mixture, position: int, sources: int, block_size: int) -> str:
+    """Phases before `position`, with weight 0 for sources that came later."""
     begun = [phase for phase in mixture.phases if phase[0] < max(position, 1)]
     zeros = ["0"] * (sources - len(mixture.manifests))
-    return [f"{' '.join(weights + zeros)} from token {begins * block_size} on" for begins, weights in begun]
+    return ", ".join(f"{' '.join(weights + zeros)} from token {begins * block_size} on" for begins, weights in begun)
 
 
 def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
@@ -173,12 +171,11 @@ def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
             raise UserError("data.path", path, hint)
     position = max([saved.feed.position, *(stop for _, stop in saved.feed.skipped_ranges)])
     ours, theirs = (past(one, position, len(paths), size) for one in (now, before))
-    for number, (mine, had) in enumerate(zip_longest(ours, theirs, fillvalue="none")):
-        if mine != had:
-            later = -(-position // BLOCK) * BLOCK * size
-            hint = f"the run had {had}; restore it, with 0 for new folders, or start a new run. New weights may begin "
-            hint += f"after the data that the run has read: data.phases, from {later} tokens on"
-            raise UserError("data.phases" if number else "data.weights", mine, hint)
+    if ours != theirs:
+        later = -(-position // BLOCK) * BLOCK * size
+        hint = f"the run had {theirs}; restore data.weights and data.phases, with 0 for new folders, or start a new run"
+        hint += f". New weights may begin after the data that the run has read: data.phases, from {later} tokens on"
+        raise UserError("data.weights", ours, hint)
 
 
 def source_weights(config: TrainingConfig, manifests: Sequence[Manifest], split: str = "val") -> dict[int, float]:
@@ -197,9 +194,6 @@ class MixedWindows:
     def __init__(self, sources: Sequence[Windows]):
         self.sources = sources
 
-    def __len__(self) -> int:
-        return sum(map(len, self.sources))
-
     def read(self, items: np.ndarray) -> tuple[Tensor]:
         """Tokens int64 [b, T + 1] of the items int64 [b]."""
         sources, windows = np.divmod(items, 2**SOURCE_BITS)
@@ -213,7 +207,9 @@ class MixedWindows:
 def mix(
     config: TrainingConfig, manifests: Sequence[Manifest], sources: Sequence[Windows]
 ) -> tuple[MixedWindows, dict[int, float], Mixture]:
-    """Windows, validation weights (`source_weights`) and identity of a mixture."""
+    """Windows, validation weights (`source_weights`) and identity of a mixture. Raises: UserError, as
+    `check_distinct`."""
+    check_distinct(config.data.paths, manifests)
     phases = phases_of(config, [*map(len, sources)])
     weights = [(phase.begins, [str(weight) for weight in phase.weights]) for phase in phases]
     mixture = Mixture(manifests=[manifest.hash for manifest in manifests], phases=weights)

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from gpt2_ddp.state import FeedState
+
 ROUNDS = 8
 FEW, AHEAD = 256, 2048
 """Requests for fewer than FEW positions compute and cache AHEAD items. 4 items take as long as 400 (estimate)."""
@@ -26,8 +28,8 @@ class Order(ABC):
     def items_at(self, positions: np.ndarray) -> np.ndarray:
         """Items uint64 [n] at the ascending positions int [n]."""
 
-    def by_source(self, position: int, skipped: list[tuple[int, int]], unit: str, per_item: int) -> dict[str, float]:
-        """Row fields of each source at `position`; none, unless there are several sources."""
+    def by_source(self, state: FeedState, unit: str, per_item: int) -> dict[str, float]:
+        """Row fields of each source at a feed's state; none, unless there are several sources."""
         return {}
 
 

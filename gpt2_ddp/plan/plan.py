@@ -143,7 +143,8 @@ def describe_corpus(config: TrainingConfig, task: Pretraining | None) -> Corpus:
     if task is None:
         steps = None if config.train.epochs else config.train.steps
         return Corpus(assumed_vocabulary(config), None, steps, scored or config.auto_eval_tokens)
-    scored = min(scored or task.validation_tokens, task.validation_tokens) if task.validates else 0
+    known = sum(len(stream) - 1 for _, stream in task.corpus.validation.values())
+    scored = min(scored or known, known)
     return Corpus(task.manifest.vocab_size, task.epoch_size, task.total_steps(task.epoch_size), scored)
 
 

@@ -1,8 +1,6 @@
 """Pretraining of a GPT on the shard folders of `data.path` (a `training.task.Task`)."""
 
-import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split
 from gpt2_ddp.data.manifest import missing_folders
 from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import verify_shards
-from gpt2_ddp.distributed.environment import free_memory
+from gpt2_ddp.distributed.environment import free_memory, processes_here
 from gpt2_ddp.distributed.ranks import LONGEST, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, is_main_process, print_line
@@ -29,7 +27,7 @@ from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.state import CODE, GPTData, Mixture, OwnCode, Scores, State, TaskState
+from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, State, TaskState
 from gpt2_ddp.training.meters import has_same_devices
 from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.task import Due, Loss, Poll
@@ -69,20 +67,31 @@ class Pretraining:
         self._needs_weights = bool(config.train.init_from) and not saved
         if accelerator:
             split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more than windows
-        if saved and (begins := saved.state.progress.branched_from):
-            from gpt2_ddp.training.branch import check_branch
-
-            check_branch(config, begins, self.total_steps(saved.state.setup.epoch_size))
 
     def total_steps(self, epoch_size: int | None) -> int | None:
-        """`train.steps`, or the steps of `train.epochs`; None where these need an unknown epoch size, and while those
-        of `train.minutes` are unknown."""
-        return total_steps(self.config, epoch_size)
+        return self.config.total_steps(epoch_size)
 
-    def set_steps(self, steps: int) -> None:
-        """Makes a run of `train.minutes` one of so many steps."""
-        config = with_length(self.config, {"steps": steps, "minutes": None})
-        self.config, _ = resolve(config, self._saved, self.epoch_size)
+    def resolve(self) -> None:
+        """Replaces `eval.tokens: auto` and `optim.decay_steps: null` in the configuration, once the data are open.
+
+        null becomes the last step, or the first after a longer warm-up. A resumed run keeps its tokens; its schedule
+        keeps its end, unless no step so far depends on it."""
+        config, optim, saved = self.config, self.config.optim, self._saved
+        known = saved.config if saved else config.model_dump()
+        tokens = config.eval.tokens
+        if tokens == "auto":
+            tokens = known["eval"]["tokens"]
+        if tokens == "auto":
+            tokens = config.auto_eval_tokens
+        end, kept, steps = optim.decay_steps, known["optim"]["decay_steps"], self.total_steps(self.epoch_size)
+        if end is None and steps:
+            end = max(steps, optim.warmup_steps + 1)
+            if saved and kept and not optim.model_copy(update={"decay_steps": kept}).may_end_at(end, saved.step):
+                end = kept
+            elif kept not in (None, end):
+                print_line(f"note: optim.decay_steps changes from {kept} to {end}; no step so far depends on it")
+        evals, optim = config.eval.model_copy(update={"tokens": tokens}), optim.model_copy(update={"decay_steps": end})
+        self.config = config.model_copy(update={"eval": evals, "optim": optim})
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model; for a complete run,
@@ -105,7 +114,7 @@ class Pretraining:
         """Opens the data by their small files, and resolves the configuration. Raises: UserError."""
         config, accelerator, paths = self.config, self.accelerator, self.config.data.paths
         check = accelerator.is_local_main_process  # 10,000 shards x 1,024 ranks are 10 million headers
-        self._corpus = corpus = on_every_rank(lambda: open_corpus(config, check))
+        self.corpus = corpus = on_every_rank(lambda: open_corpus(config, check))
         self.validates = bool(corpus.validation)
         self.manifests, self.tokenizer, self.manifest = corpus.manifests, corpus.tokenizer, corpus.manifests[0]
         check_ranks_agree({f"folder {n} of data.path": f"hash {one.hash}" for n, one in enumerate(self.manifests, 1)})
@@ -113,17 +122,15 @@ class Pretraining:
             if value and not self.validates:
                 raise UserError(field, value, f"{' '.join(paths)} has no validation split; remove this setting")
         if self._saved:
-            from gpt2_ddp.data.mixture import check_goes_on
+            from gpt2_ddp.data.mixture import alone, check_goes_on
 
-            alone = Mixture(manifests=[self.manifest.hash], phases=[(0, ["1"])])
-            check_goes_on(config, self._saved.state, corpus.mixture or alone)
+            check_goes_on(config, self._saved.state, corpus.mixture or alone(self.manifest.hash))
         self.order = self.make_order(corpus.sources)
         self.epoch_size = len(self.order)
-        self.config, notes = resolve(config, self._saved, self.epoch_size)
-        steps, warmup = self.total_steps(self.epoch_size), self.config.optim.warmup_steps
+        self.resolve()
+        steps, warmup = self.total_steps(self.epoch_size), config.optim.warmup_steps
         if steps and steps <= warmup:
-            notes.append(f"the run ends at step {steps:,}, before the end of optim.warmup_steps = {warmup:,}")
-        self._print(notes)
+            print_line(f"note: the run ends at step {steps:,}, before the end of optim.warmup_steps = {warmup:,}")
         file = Path(paths[0]) / self.manifest.tokenizer
         self.files: Mapping[str, bytes] = {file.name: file.read_bytes()} if file.is_file() else {}
         if self.code:
@@ -145,7 +152,8 @@ class Pretraining:
 
             sizes = TASK_ITEMS, self.tokenizer, self.config.model.block_size
             self.item_sets = on_main(partial(load_sets, "eval.tasks", evals.tasks, *sizes))
-            self._print(notes_on(self.item_sets, self._data.tasks if self._data else {}))
+            for note in notes_on(self.item_sets, self._data.tasks if self._data else {}):
+                print_line(f"note: {note}")
 
     def make_order(self, sources: Sequence[Sized]) -> Order:
         """The order of the windows of all folders' training splits."""
@@ -193,23 +201,12 @@ class Pretraining:
         self.micro_batch = choose_micro_batch(config, accelerator, self.model, before)
         shares = partial(interleaved, accelerator.num_processes, self.micro_batch)
         batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
-        self.feed = Feed(self.order, batch, self._corpus.source, accelerator)
-        self._identity = GPTData(
-            tokenizer=self.manifest.tokenizer,
-            tokenizer_sha256=self.manifest.tokenizer_sha256,
-            vocab_size=self.manifest.vocab_size,
-            data_manifest=self.manifest.hash,
-            micro_batch=self.micro_batch,
-            tasks={items.name: items.sha256 for items in self.item_sets},
-            mixture=self._corpus.mixture,
-            code=OwnCode(name=self.code.name, sha256=self.code.sha256) if self.code else None,
-        )
+        self.feed = Feed(self.order, batch, self.corpus.source, accelerator)
 
     def check_hashes(self, record: bool = True) -> None:
         """Hashes the shards that have changed since they were last hashed (`verify_shards`). Raises: UserError."""
         data, accelerator = self.config.data, self.accelerator
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
-        share = (accelerator.local_process_index, local_world, record)
+        share = accelerator.local_process_index, processes_here(), record
         for path, manifest in zip(data.paths, self.manifests, strict=True):
             on_every_rank(partial(verify_shards, Path(path), manifest, *share))
 
@@ -238,16 +235,11 @@ class Pretraining:
             sample=sample > 0 and (last or step % sample == 0),
         )
 
-    @property
-    def validation_tokens(self) -> int:
-        """Targets of all validation splits."""
-        return sum(len(stream) - 1 for _, stream in self._corpus.validation.values())
-
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """Validation loss over `eval.tokens` tokens, in nats per token and in bits per byte, and the scores of
         `eval.tasks`. Several folders share the tokens equally; each one's loss is returned too, and `val_loss` is
         their weighted mean."""
-        config, validation = self.config, self._corpus.validation
+        config, validation = self.config, self.corpus.validation
         size, tokens = config.model.block_size, config.eval.tokens
         assert tokens != "auto", "eval.tokens is resolved when the run starts"
         if not validation:
@@ -279,14 +271,19 @@ class Pretraining:
 
     def state_dict(self) -> GPTData:
         """Identity of the data, and the micro-batch."""
-        return self._identity
+        return GPTData(
+            tokenizer=self.manifest.tokenizer,
+            tokenizer_sha256=self.manifest.tokenizer_sha256,
+            vocab_size=self.manifest.vocab_size,
+            data_manifest=self.manifest.hash,
+            micro_batch=self.micro_batch,
+            tasks={items.name: items.sha256 for items in self.item_sets},
+            mixture=self.corpus.mixture,
+            code=OwnCode(name=self.code.name, sha256=self.code.sha256) if self.code else None,
+        )
 
     def load_state_dict(self, state: TaskState) -> None:
         """Does nothing: `open_data` compared the data, and the feed has a state of its own."""
-
-    def _print(self, notes: Iterable[str]) -> None:
-        for note in notes:
-            print_line(f"note: {note}")
 
 
 def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
@@ -319,54 +316,3 @@ def check_memory(model: ModelConfig, vocab_size: int, parts: int = 1) -> None:
     if size > free:
         hint = f"their weights take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
         raise UserError("model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model")
-
-
-def total_steps(config: TrainingConfig, epoch_size: int | None) -> int | None:
-    """Steps of the whole run; None where they are unknown, as for `train.epochs` without an epoch size."""
-    train = config.train
-    if train.epochs is None:
-        return train.steps
-    return epoch_size and math.ceil(train.epochs * epoch_size / config.global_batch_windows)
-
-
-def with_length(config: TrainingConfig, length: Mapping[str, Any]) -> TrainingConfig:
-    """The configuration with these steps or epochs."""
-    return config.model_copy(update={"train": config.train.model_copy(update=length)})
-
-
-def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -> tuple[TrainingConfig, list[str]]:
-    """The configuration with `eval.tokens: auto` and `optim.decay_steps: null` replaced, and notes."""
-    known = None
-    if saved:
-        from gpt2_ddp.config.hints import complete
-
-        known = complete(TrainingConfig, saved.config)
-    evals = config.eval
-    if evals.tokens == "auto":
-        tokens = known["eval"]["tokens"] if known else config.auto_eval_tokens
-        evals = evals.model_copy(update={"tokens": tokens})
-    length, notes = resolve_decay_steps(config, known, saved.step if saved else 0, epoch_size)
-    optim = config.optim.model_copy(update={"decay_steps": length})
-    return config.model_copy(update={"eval": evals, "optim": optim}), notes
-
-
-def resolve_decay_steps(
-    config: TrainingConfig, known: dict[str, Any] | None, step: int, epoch_size: int
-) -> tuple[int | None, list[str]]:
-    """`optim.decay_steps`, and notes; null becomes the last step, or the first after a longer warm-up. A resumed run
-    keeps the value of the saved configuration `known`, unless that was such a default and no step up to `step` depends
-    on it."""
-
-    def default(config: TrainingConfig) -> int | None:
-        steps = total_steps(config, epoch_size)
-        return steps and max(steps, config.optim.warmup_steps + 1)
-
-    length = default(config)
-    if config.optim.decay_steps is not None or length is None or not known:
-        return config.optim.decay_steps or length, []
-    kept = known["optim"]["decay_steps"]
-    ends = config.optim.model_copy(update={"decay_steps": kept})
-    if kept != default(with_length(config, known["train"])) or not ends.may_end_at(length, step):
-        return kept or length, []
-    changes = f"optim.decay_steps changes from {kept} to {length}; no step so far depends on it"
-    return length, [changes] * (length != kept)

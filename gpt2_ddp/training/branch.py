@@ -15,22 +15,27 @@ from gpt2_ddp.state import LogEnd, Parent, Progress
 
 
 @runs_on_main
-def find_parent(config: RunConfig) -> Checkpoint:
+def find_parent(config: Any) -> Checkpoint:
     """The checkpoint of `train.branch_from`, every file hashed. Collective. Raises: UserError if there is none, or if
-    fields that a branch must keep differ; names each of them."""
+    fields that a branch must keep differ; names each of them. Or if no step is left after the parent's."""
     field, path = "train.branch_from", Path(config.branch_from or "")
     parent = find_checkpoint(path, field, weights=False)
     if parent.kind != config.kind:
         raise UserError(field, config.branch_from, f"is of a {parent.kind} run; name one of a {config.kind} run")
     kept = (*(part for part in config.kept if part != "optim"), "optim.name")
-    hint = "restore it: a branch keeps this field"
-    hints = {"optim.name": "restore it, or start from the weights alone with train.init_from"}
     mistakes = []
     for name, now, before in differences(config, parent.config, kept):
-        mistakes += UserError(name, now, f"{parent.path} was trained with {before}; {hints.get(name, hint)}").mistakes
+        hint = f"{parent.path} was trained with {before}, which a branch keeps; restore it"
+        mistakes += UserError(name, now, hint).mistakes
     if mistakes:
         raise UserError.join(mistakes)
-    return find_checkpoint(path, field)  # hashes all files; may find an older checkpoint of the run
+    parent = find_checkpoint(path, field)  # hashes all files; may find an older checkpoint of the run
+    steps = config.total_steps(parent.state.setup.epoch_size)
+    if steps is not None and steps <= parent.step:
+        field = "steps" if config.train.epochs is None else "epochs"
+        hint = f"{parent.path} is at step {parent.step}, which counts; choose a larger value"
+        raise UserError(f"train.{field}", getattr(config.train, field), hint)
+    return parent
 
 
 def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
@@ -43,11 +48,3 @@ def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
     begins = Parent(parent=str(parent.path), run_id=run_id, step=parent.step, checkpoint_sha256=sha256)
     own = {"progress": Progress(step=parent.step, branched_from=begins), "log": LogEnd()}
     return replace(parent, state=parent.state.model_copy(update=own), config=config.model_dump(mode="json"))
-
-
-def check_branch(config: Any, begins: Parent, steps: int | None) -> None:
-    """Raises: UserError if a branch has no step after its parent's."""
-    if steps is not None and steps <= begins.step:
-        field = "steps" if config.train.epochs is None else "epochs"
-        hint = f"{begins.parent} is at step {begins.step}, which counts; choose a larger value"
-        raise UserError(f"train.{field}", getattr(config.train, field), hint)

@@ -69,8 +69,8 @@ Ending = tuple[Outcome, str]
 def train_loop(run: Training) -> Ending:
     """Trains the remaining steps of a run that was started."""
     progress, begun = run.progress, time.monotonic()
-    if progress.is_new:
-        progress.pending = first_work(run)
+    if progress.is_new:  # a rollback may need a checkpoint
+        progress.pending = Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 0)
     elif progress.pending:  # a resumed run saves again once this is done
         progress.pending.save = True
     if ending := finish_pending(run):
@@ -90,12 +90,6 @@ def train_loop(run: Training) -> Ending:
             with run.throughput.paused():
                 if ending := finish_pending(run):
                     return ending
-
-
-def first_work(run: Training) -> Pending:
-    """The work before the first step of a new run: an evaluation, and a checkpoint if a rollback may need it."""
-    digest = {"order_digest": run.task.feed.state.order_digest} if run.step else {}
-    return Pending(row=_position(run) | digest, evaluate=True, save=run.config.rollbacks > 0)
 
 
 def finish_pending(run: Training) -> Ending | None:
@@ -205,7 +199,9 @@ def next_step(run: Training) -> str:
         run.stop.record_duration("step", time.perf_counter() - begun)
         if verdict is Verdict.OK:
             break
-        warn_of_bad_step(run)
+        if run.guard.bad_steps == 1:
+            bad = f"warning: step {run.guard.judged} is bad: {run.guard.problem}"
+            run.metrics.print(f"{bad}; its update is skipped; no later one is printed")
         if verdict is Verdict.BAD:
             break
         from gpt2_ddp.training.rollback import roll_back
@@ -232,13 +228,6 @@ def poll_save(run: Training) -> None:
         run.stop.request("the run folder or its rows are gone")  # the next save or end raises it
 
 
-def warn_of_bad_step(run: Training) -> None:
-    """Prints a warning at the first bad step of this process."""
-    if run.guard.bad_steps == 1:
-        done = "its update is skipped; no later one is printed"
-        run.metrics.print(f"warning: step {run.guard.judged} is bad: {run.guard.problem}; {done}")
-
-
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds torch for the dropout of one micro-batch: a pure function of its arguments, so no generator's state has to
     be saved. `number` counts the micro-batches of a step over all ranks: any number of ranks has the same masks."""
@@ -258,7 +247,7 @@ def _position(run: Training) -> dict[str, Any]:
     task, feed = run.task, run.task.feed
     epoch = round(feed.state.position / len(feed.order), 4)
     row = {"step": run.step, "epoch": epoch, task.unit: feed.state.consumed * task.units_per_item}
-    return row | feed.by_source(task.unit, task.units_per_item)
+    return row | feed.order.by_source(feed.state, task.unit, task.units_per_item)
 
 
 def _row(run: Training, result: StepResult) -> dict[str, Any]:
@@ -284,5 +273,5 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
         run.progress.scores["train_loss"] = row["train_loss"] = run.guard.end_epoch()
     for method, given in (("loss", others or None), ("row_fields", result.fields)):
         if given is not None:
-            row |= check_numbers(method, given, row | run.progress.scores, numbers.loss + numbers.grad_norm)
+            row |= check_numbers(method, given, row | run.progress.scores)
     return row

@@ -22,19 +22,14 @@ MARGIN = 1.1
 
 
 def settle_fast(config: Any, device: torch.device, before: str = "") -> Any:
-    """The configuration with `no` or `bf16` in place of `fast`: the precision `before` of a resumed run, or else the
-    faster one. Collective: the main process measures."""
+    """The configuration with `no` or `bf16` in place of `fast`: the precision `before` of a resumed run, or else
+    `bf16` if it is clearly faster. Collective: the main process measures."""
     precision = before if before in ("no", "bf16") else pick_precision("fast", device)
     if precision == "fast":
-        precision = on_main(partial(faster, config.matrix))
+        seconds = on_main(partial(measure, config.matrix))
+        precision = "bf16" if MARGIN * seconds["bf16"] <= seconds["no"] else "no"
     train = config.train.model_copy(update={"mixed_precision": precision})
     return config.model_copy(update={"train": train})
-
-
-def faster(matrix: tuple[int, int]) -> str:
-    """The precision to train a model of such matrices in: `bf16` if it is clearly faster, else `no`."""
-    seconds = measure(matrix)
-    return "bf16" if MARGIN * seconds["bf16"] <= seconds["no"] else "no"
 
 
 def measure(matrix: tuple[int, int], clock: Callable[[], float] = time.thread_time) -> dict[str, float]:

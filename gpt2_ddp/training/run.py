@@ -22,7 +22,7 @@ from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.store import SLOW_DISK
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.distributed.environment import elastic_nodes, launcher_option, machines, spare_core
+from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core
 from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
@@ -35,7 +35,7 @@ from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name,
 from gpt2_ddp.training.opening import Opened
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
 from gpt2_ddp.training.stop import StopRequest
-from gpt2_ddp.training.task import Poll, check_scores
+from gpt2_ddp.training.task import Poll, check_numbers
 
 CPU_FLOPS = 1e11
 """FLOP/s of a process on a CPU in bf16 (estimate), which say whether compiling pays off in `train.minutes`."""
@@ -47,7 +47,7 @@ class Trainer(Opened):
 
     Attributes:
         model: prepared by Accelerate. `task.model` is the plain model.
-        setup: devices, software and size of the data. config_yaml: the resolved configuration, for checkpoints.
+        setup: devices, software and size of the data.
         has_core: whether training leaves a core idle, for background saves.
     """
 
@@ -56,7 +56,6 @@ class Trainer(Opened):
     optimizer: GuardedOptimizer
     guard: Guard
     setup: Setup
-    config_yaml: str
     has_core: bool
 
     def state(self) -> State:
@@ -81,7 +80,7 @@ class Trainer(Opened):
         strategy, model = self.strategy, self.task.model
         weights, moments = model.state_dict(), optimizer_state(model, self.optimizer.plain)
         held = strategy.held(weights), strategy.held(moments)
-        return Snapshot(self.state(), self.config_yaml, *held, self.task.files, strategy.part)
+        return Snapshot(self.state(), dump(self.config), *held, self.task.files, strategy.part)
 
     def load(self, start: Checkpoint) -> None:
         """Loads a checkpoint on all ranks, in place. Collective."""
@@ -122,7 +121,7 @@ class Trainer(Opened):
                     scores = self.task.evaluate(model, poll)
             finally:
                 model.train()
-        scores = check_scores(scores, self.progress.pending.row)
+        scores = check_numbers("evaluate", scores, self.progress.pending.row)
         self.progress.add_scores(scores)
         return scores
 
@@ -163,7 +162,6 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
             compile=how,
             versions=versions(),
         ),
-        config_yaml=dump(run.config),
         has_core=spare_core(device.type, threads),
     )
     if run.checkpoint:
@@ -252,8 +250,7 @@ def start(trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = 
     try:
         metrics.start_trackers(config, run.progress.run_id)
         log.write_status("running", run.step)
-        for line in describe_start(run):
-            metrics.print(line)
+        metrics.print(describe_start(run))
         yield run
     except BaseException as error:
         _record_failure(run, error)
@@ -285,8 +282,8 @@ def finish(run: Training, outcome: Outcome, reason: str = "") -> None:
         run.metrics.print(f"lowest val_loss: {run.progress.best.val_loss:.4f}, in {best}")
 
 
-def describe_start(run: Training) -> list[str]:
-    """What is about to be trained, and on what, as lines for people."""
+def describe_start(run: Training) -> str:
+    """What is about to be trained, and on what, for people."""
     accelerator, task, shares = run.accelerator, run.task, run.task.feed.batch.share(run.task.feed.step_size)
     rows = [max(len(part), task.feed.batch.rows) for ranks in shares for part in ranks]
     begins = f"resumes from step {run.step}" if run.step else "starts"
@@ -295,12 +292,7 @@ def describe_start(run: Training) -> list[str]:
     kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {precision}"
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
     what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
-    lines = [f"{run.config.run_name} {begins}: {what}"]
-    if nodes := elastic_nodes():
-        resumes = f"the run resumes on any {nodes} machines, from the newest checkpoint"
-        store = launcher_option("rdzv_endpoint")
-        lines.append(f"note: elastic: {resumes}; only the rendezvous machine, {store}, must stay up")
-    return lines
+    return f"{run.config.run_name} {begins}: {what}"
 
 
 def describe_precision(precision: str, device: torch.device) -> str:

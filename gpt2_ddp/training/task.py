@@ -103,16 +103,10 @@ MakeTask = Callable[[Any, Accelerator, Checkpoint | None], Task]
 """(RunConfig, accelerator, the run's newest checkpoint or None) -> task."""
 
 
-def check_scores(scores: Scores, taken: Container[str]) -> Scores:
-    """The scores that `evaluate` returned, checked as by `check_numbers`."""
-    loss = scores.get("val_loss")
-    return check_numbers("evaluate", scores, taken, loss if isinstance(loss, float) else 0.0)
-
-
-def check_numbers(method: str, numbers: dict[str, Any], taken: Container[str], loss: float) -> Scores:
-    """The numbers that a method returned on the main process, checked. Collective. Raises: UserError, on every rank,
-    for the first number that is wrong, or for all that differ between ranks. `taken`: names of other fields. `loss`: of
-    the step or evaluation; if it is not finite, the numbers need not be."""
+def check_numbers(method: str, numbers: dict[str, Any], taken: Container[str]) -> Scores:
+    """The numbers that a method returned on the main process, checked; None in place of those that are not finite.
+    Collective. Raises: UserError, on every rank, for the first number that is wrong, or for all that differ between
+    ranks. `taken`: names of other fields."""
     fields = {name: f'{method}()["{name}"]' for name in numbers}
 
     def check() -> None:
@@ -122,8 +116,6 @@ def check_numbers(method: str, numbers: dict[str, Any], taken: Container[str], l
                 raise UserError(fields[name], value, hint)
             if name in taken or not (is_own(name) or (method == "evaluate" and name.startswith("val_"))):
                 raise UserError(fields[name], value, "rows have another field of this name; choose another name")
-            if is_own(name) and math.isfinite(loss) and not math.isfinite(value):
-                raise UserError(fields[name], value, "should be finite; leave it out where it is not")
 
     on_every_rank(check)
     found = finite(numbers)
