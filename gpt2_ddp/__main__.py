@@ -2,8 +2,8 @@
 script: `gpt2-ddp train_KIND` trains it.
 
 gpt2-ddp train_gpt2 --data.path data/mine
-accelerate launch -m gpt2_ddp train_gpt2 --config gpt2_124m.yaml
-torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config gpt2_124m.yaml
+accelerate launch -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.yaml
+torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.yaml
 """
 
 import runpy
@@ -25,7 +25,7 @@ def main() -> None:
         summaries = {script: _summary(file) for script, file in scripts.items()}
         for script, summary in (summaries | {job: config.__doc__ for job, config in jobs.items()}).items():
             print(f"  {script:20}{summary}")
-        print(f"--config also accepts the name of a file in {PROJECT / 'configs'}")
+        print(f"--config configs/NAME.yaml also names a file in {PROJECT / 'configs'}")
         return
     if name in jobs:
         from gpt2_ddp.script import run_command

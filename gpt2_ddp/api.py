@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig, VerifyConfig
@@ -40,7 +39,7 @@ def load_config(*files: str, **changes: Any) -> TrainingConfig:
         files: YAML files, those of `configs/` from any folder. None: the file that suits the data.
         changes: `run_name="a", train={"steps": 100}` or, by dotted names, `**{"train.steps": 100}`.
     """
-    return resolve(TrainingConfig, files, flat(changes), training_default)
+    return resolve(TrainingConfig, files, changes, training_default)
 
 
 def prepare(source: Place = "stdlib", output: Place | None = None, **settings: Any) -> Manifest:

@@ -147,7 +147,7 @@ def check_limits(value: Any, levels: int = DEEPEST) -> Any:
         raise ValueError(f"is nested more than {DEEPEST} levels deep")
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise ValueError("has an integer of more than 64 bits")
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     for item in inner:
         check_limits(item, levels - 1)
     return value

@@ -64,6 +64,10 @@ class ItemSet:
         """The accuracy of guessing."""
         return sum(1 / len(item.choices) for item in self.items) / len(self.items)
 
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """The values of each item's requests, from those of all."""
+        return np.split(values, np.cumsum([len(item.choices) for item in self.items])[:-1])
+
 
 class HellaSwag(BaseModel):
     """A row of HellaSwag; its own files have the label in digits."""
@@ -205,35 +209,12 @@ def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[T
     return x, y
 
 
-class Result(NamedTuple):
-    """Scores of a task: `acc` is the fraction of items whose right choice has the highest log-likelihood, `acc_norm`
-    the same per character."""
-
-    metrics: dict[str, float]  # METRICS, and the standard error of each, as `acc_stderr`; NaN for a single item
-    rows: list[dict[str, Any]]  # the items in a form that can be read again, each with its score
-
-
-def judge(items: ItemSet, log_likelihoods: np.ndarray) -> Result:
-    """The metrics of the requests' log-likelihoods, fp64 [n]; NaN for a log-likelihood of NaN."""
-    ends = np.cumsum([len(item.choices) for item in items.items])
-    rows = []
+def judge(items: ItemSet, log_likelihoods: np.ndarray) -> dict[str, float]:
+    """The `METRICS` of the requests' log-likelihoods, fp64 [n]: the fraction of items whose right choice has the
+    highest log-likelihood, and the same per character; NaN for a log-likelihood that is not finite."""
     hits = []
-    for item, nats in zip(items.items, np.split(log_likelihoods, ends[:-1]), strict=True):
-        known = np.isfinite(nats).all()
-        lengths = [len(choice) for choice in item.choices]
-        picks = [int(np.argmax(each)) for each in (nats, nats / lengths)]
-        hits.append([pick == item.label if known else math.nan for pick in picks])
-        plain = [value if math.isfinite(value) else None for value in nats.tolist()]
-        scores = {"log_likelihoods": plain, "pick": picks[0], "pick_norm": picks[1]}
-        rows.append(item.model_dump() | scores)
-    metrics = {}
-    for name, right in zip(METRICS, np.array(hits, dtype=np.float64).T, strict=True):
-        error = right.std(ddof=1) / math.sqrt(len(hits)) if len(hits) > 1 else math.nan
-        metrics |= {name: float(right.mean()), f"{name}_stderr": float(error)}
-    return Result(metrics, rows)
-
-
-def as_row(items: ItemSet, log_likelihoods: np.ndarray) -> dict[str, float]:
-    """The metrics by the names that they have in a row of metrics.jsonl, such as `hellaswag_acc`."""
-    metrics = judge(items, log_likelihoods).metrics
-    return {f"{items.name}_{name}": metrics[name] for name in METRICS}
+    for item, nats in zip(items.items, items.split(log_likelihoods), strict=True):
+        per_character = nats / [len(choice) for choice in item.choices]
+        right = np.argmax([nats, per_character], axis=1) == item.label
+        hits.append(np.where(np.isfinite(nats).all(), right, math.nan))
+    return dict(zip(METRICS, np.mean(hits, axis=0).tolist(), strict=True))

@@ -53,7 +53,7 @@ def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
         folder = Path(config.output_dir, re.sub(r"[^\w.-]+", "_", "-".join([config.run_name, *parts])))
         words = [word for field, value in chosen for word in (f"--{field}", value)]
         flags = [*shared, "--run_name", folder.name, "--seed", str(seed), *words]
-        preset = training_default({"data.path": config.data.path, **dict(chosen)})
+        preset = training_default({"data.path": " ".join(config.data.path), **dict(chosen)})
         found.append(Member(folder, flags, load(TrainingConfig, flags, preset)))
     return found
 

@@ -121,7 +121,7 @@ def test_the_data_of_the_pods_are_prepared_by_the_job_before(tmp_path, monkeypat
     prepared = loaded(words_of(container)[1:], tmp_path)
     for machine in (make() for make in MACHINES):
         words = words_of(machine.container)
-        assert loaded(words[words.index("scripts/train_gpt2.py") :], tmp_path).data.path == prepared.output
+        assert loaded(words[words.index("scripts/train_gpt2.py") :], tmp_path).data.path == (prepared.output,)
         assert machine.pod["securityContext"] == prepare["securityContext"]
         assert machine.container["image"] == container["image"]
         assert machine.container["volumeMounts"][0] == container["volumeMounts"][0]

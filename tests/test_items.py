@@ -16,8 +16,8 @@ from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.files import read_json
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.scoring import Item, Request, answer, as_row, encode_pair, judge, load_sets, make_set, read_items
-from gpt2_ddp.tasks.checkpoints import write_scores
+from gpt2_ddp.scoring import Item, Request, answer, encode_pair, judge, load_sets, make_set, read_items
+from gpt2_ddp.tasks.checkpoints import with_errors, write_scores
 
 GPT2 = load_tokenizer("gpt2")
 CHOICE = {"context": "The capital of France is", "choices": ["Paris", "Rome"], "label": 0}
@@ -108,18 +108,19 @@ def test_hellaswag_is_what_lm_eval_takes_from_the_hub(tmp_path, monkeypatch):
 
 def test_accuracies_standard_errors_and_what_is_saved(tmp_path):
     """By hand: the second choice is longer, so that the same log-likelihood is better per character."""
-    made = make_set("t", [item("c", "ab", "abcd", label=label) for label in (0, 1, 1, 1)], None, GPT2, 8)
+    made = make_set("t", [item("c", "ab", "abcd", label=label) for label in (1, 1, 1, 1)], None, GPT2, 8)
     likelihoods = np.array([-1.0, -1.9, -1.0, -3.0, -2.0, -2.0, -5.0, -1.0])
-    result = judge(made, likelihoods)
-    assert [(row["pick"], row["pick_norm"]) for row in result.rows] == [(0, 1), (0, 0), (0, 1), (1, 1)]
-    assert_close((result.metrics["acc"], result.metrics["acc_stderr"]), (0.5, math.sqrt(1 / 3) / 2))
-    assert as_row(made, likelihoods) == {"t_acc": 0.5, "t_acc_norm": 0.5}
-    write_scores(tmp_path / "t", made, result, {"step": 7})
+    found = judge(made, likelihoods)
+    assert found == {"acc": 0.25, "acc_norm": 0.75}
+    errors = with_errors(found, len(made.items))
+    assert_close((errors["acc_stderr"], errors["acc_norm_stderr"]), (0.25, 0.25))
+    assert math.isnan(with_errors(found, 1)["acc_stderr"])
+    write_scores(tmp_path / "t", made, likelihoods, {**found, "step": 7})
     assert read_items(tmp_path / "t.jsonl") == made.items
     scores = read_json(tmp_path / "t.json")
-    assert scores.items() >= {"acc": 0.5, "chance": 0.5, "items_sha256": made.sha256, "step": 7}.items()
+    assert scores.items() >= {"acc": 0.25, "chance": 0.5, "items_sha256": made.sha256, "step": 7}.items()
     likelihoods[3] = math.nan
-    assert all(map(math.isnan, judge(made, likelihoods).metrics.values()))
+    assert all(map(math.isnan, judge(made, likelihoods).values()))
 
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)

@@ -64,11 +64,9 @@ def here(made, tmp_path, monkeypatch):
 
 
 def resumed(corpus, folder, task=None):
-    """The task of the run when it is resumed, and the printed notes."""
-    notes = []
+    """The task of the run when it is resumed."""
     config = training_config(corpus, folder, {"task": task, "train.steps": 5, "checkpoint.every": 2})
-    alone = SimpleNamespace(num_processes=1, print=notes.append)
-    return make(Pretraining, config, alone, checkpoint_of(folder)), notes
+    return make(Pretraining, config, SimpleNamespace(num_processes=1), checkpoint_of(folder))
 
 
 def checkpoint_of(folder):
@@ -85,7 +83,6 @@ KEPT = [
     lambda file: (file.unlink(), file.mkdir()),
     lambda file: (file.rename("other.py"), file.symlink_to("other.py")),
     lambda file: os.chdir("/"),
-    lambda file: file.write_bytes(FILE.replace("\n", "\r\n").encode()),
 ]
 """Changes after which a resume goes on with the recorded class."""
 CHANGED = {
@@ -111,31 +108,37 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", KEPT)
-def test_a_resume_takes_the_recorded_class(corpus, here, change):
+def test_a_resume_takes_the_recorded_class(corpus, here, change, capsys):
     change(here / "mine.py")
-    task, notes = resumed(corpus, here)
+    task = resumed(corpus, here)
     assert task.schedule(2) == {"lr": 5e-4, "weight_decay": 0.05}
-    assert (task.config.task, notes) == ("mine.py:Mine", [])
+    assert (task.config.task, capsys.readouterr().err) == ("mine.py:Mine", "")
 
 
 def test_a_recorded_name_without_its_file_is_the_recorded_class(corpus, here):
     """As in `--config RUN/config.yaml`."""
     (here / "mine.py").unlink()
-    assert resumed(corpus, here, "mine.py:Mine")[0].schedule(2)["lr"] == 5e-4
+    assert resumed(corpus, here, "mine.py:Mine").schedule(2)["lr"] == 5e-4
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_a_changed_file_has_to_be_accepted(corpus, here, monkeypatch, change):
-    """One line says what changed, and the notes of the accepted one."""
+def test_a_changed_file_has_to_be_accepted(corpus, here, monkeypatch, change, capsys):
+    """By name, on the command line, though another run may have made it trusted. The line has the file to compare."""
     CHANGED[change](here / "mine.py")
-    expect_field("task", "mine.py:Mine", resumed, corpus, here)
-    expect_error("only a file names this code", resumed, corpus, here, "mine.py:Mine")
+    trust(find("mine.py:Mine"))
+    for task in (None, "mine.py:Mine"):
+        expect_error(r"differs from the run's in .*/task\.py; .* give --task mine", resumed, corpus, here, task)
     monkeypatch.setattr(sys, "argv", ["--task", "mine.py:Mine"])
-    task, notes = resumed(corpus, here, "mine.py:Mine")
+    task = resumed(corpus, here, "mine.py:Mine")
     assert task.schedule(2)["lr"] == (1e-3 if change == "constant" else 5e-4)
     assert task.code.source == (here / "mine.py").read_bytes()
-    assert any(line.startswith(("note: task: +", "note: task: -")) for line in notes)
-    assert len(notes) <= 21
+    assert f"that of mine.py:Mine in {checkpoint_of(here).path}/task.py\n" in capsys.readouterr().err
+
+
+def test_a_new_run_takes_no_code_that_only_a_file_names(corpus, here, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(here / "elsewhere"))
+    config = training_config(corpus, here / "new", {"task": "mine.py:Mine"})
+    expect_error("its code was never given on this machine", train, config)
 
 
 @pytest.mark.parametrize("change", REFUSED)
@@ -148,12 +151,12 @@ def test_a_file_without_the_class_is_refused(corpus, here, monkeypatch, change):
         expect_field("task", "mine.py:Mine", resumed, corpus, here, task)
 
 
-def test_a_class_is_not_exchanged_in_silence(corpus, here, monkeypatch):
+def test_a_class_is_not_exchanged_in_silence(corpus, here, monkeypatch, capsys):
     """Another class is named; a run without one takes none."""
     (here / "mine.py").write_text(FILE.replace("Mine", "Ours"))
     monkeypatch.setattr(sys, "argv", ["--task", "mine.py:Ours"])
-    _, notes = resumed(corpus, here, "mine.py:Ours")
-    assert "note: task changes from mine.py:Mine to mine.py:Ours" in notes
+    resumed(corpus, here, "mine.py:Ours")
+    assert "note: the code of mine.py:Ours differs from that of mine.py:Mine in " in capsys.readouterr().err
     plain = training_config(corpus, here / "plain", {"train.steps": 1})
     assert train(plain) == "completed"
     expect_error("the run was started without it", resumed, corpus, here / "plain", "mine.py:Ours")

@@ -275,7 +275,7 @@ def rank_memory(config):
         run.warm_up()
         loop.train_step(run)
         found["step"] = peak()
-        if config.parallel == "fsdp":
+        if config.launch.parallel == "fsdp":
             tracker = FSDPMemTracker(run.model, run.optimizer.plain)
         else:
             tracker = MemTracker()

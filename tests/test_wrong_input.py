@@ -95,7 +95,7 @@ train_gpt2 --data.path a b c --data.weights 1 1 nan | data.weights
 train_gpt2 --data.path a b c --data.weights 1e308 1e308 1e308 | data.weights
 train_gpt2 --data.path a b c --data.phases 32000:1:1 | data.phases, number 1
 train_gpt2 --data.path a b c --data.phases 32000 | data.phases, number 1
-train_gpt2 --data.path a b c --data.phases 0:1:1:1 | data.phases.at_tokens
+train_gpt2 --data.path a b c --data.phases 0:1:1:1 | data.phases
 train_gpt2 --data.path a b c --data.phases 32000:1:1:1 31000:1:1:1 | data.phases
 train_gpt2 --data.path a b a/ | data.path
 train_gpt2 --data.path MANY | data.path
@@ -119,7 +119,7 @@ train_classifier --data.name cifar100 --model.name mlp | model.name
 train_classifier --model.name lenet | model.name
 train_classifier --model.sync_batchnorm | model.sync_batchnorm
 train_classifier --model.hidden 5 0 | model.hidden
-train_classifier --config mlp_clusters.yaml --data.path x | data.path
+train_classifier --config configs/jobs/mlp_clusters.yaml --data.path x | data.path
 train_classifier --config configs/jobs/cifar100_lenet.yaml --data.path /no/such | data.path
 train_classifier --data.name cifar100 --model.name resnet18 --model.sync_batchnorm | model.sync_batchnorm
 train_classifier --tracking.log_every 0 | tracking.log_every | 50
@@ -138,7 +138,7 @@ FILES = {
     "seed: " + "[" * 1000 + "]" * 1000: "--config",
     "".join(" " * i + "a:\n" for i in range(350)): "--config",
     "seed: 0x" + "f" * 5000: "seed",
-    "seed: !!float 1" + ":1" * 999 + ".5": "--config",
+    "seed: !!float 1" + ":1" * 999 + ".5": "seed",
     "seed: " + "[" * 60 + "]" * 60: "--config",
     "seed: " + "1" * 400: "--config",
 }
@@ -156,12 +156,11 @@ model: &a {n_layer: *a} | --config
 seed: 1\nseed: 2 | --config
 model: {n_layer: 1}\nmodel: {n_head: 2} | --config
 seed: 1\n---\nseed: 2 | --config
-run_name: !!timestamp 2026-99-99 | --config
-seed: !!int x | --config
-train: {compile: !!bool x} | --config
+seed: !!int x | seed
+train: {compile: !!bool x} | train.compile
 ? [1, 2]\n: 3 | --config
-seed: !!python/object/apply:os.getpid [] | --config
-model: !!map [1] | --config
+seed: !!python/object/apply:os.getpid [] | seed
+model: !!map [1] | model
 1: 2 | 1
 model: {2: 3} | model
 optim.lrs: 0.1 | optim.lrs
@@ -330,7 +329,9 @@ def test_text_and_shards_in_the_place_of_something_else(place, monkeypatch):
     (place / "texts").mkdir()
     command = "data = texts: .*prepare_data.py"
     expect_error(command, read_manifest, Path("texts"))
-    expect_error(command, missing_data, training_config(Path("texts"), place, {"data.prepare": "data_stdlib.yaml"}))
+    expect_error(
+        command, missing_data, training_config(Path("texts"), place, {"data.prepare": "configs/data_stdlib.yaml"})
+    )
     for field in ("checkpoint", "train.init_from"):
         expect_error(f"{field} = data: holds no intact checkpoint", find_checkpoint, Path("data"), field)
     for look, command in ((show_status, StatusConfig), (report, ReportConfig)):

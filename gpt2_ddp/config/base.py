@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import check_limits
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, le=10**6)]
@@ -47,8 +48,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
-    alternatives: ClassVar[tuple[str, ...]] = ()
-    """Fields of which one is set. One in a later file or a flag replaces those of earlier files."""
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -57,7 +56,7 @@ class Section(BaseModel):
         kinds = kinds_of(field.annotation)
         takes_list = get_origin(field.annotation) is tuple
         if str(value).lower() in ("none", "null") and (takes_list or type(None) in kinds):
-            return () if takes_list else None
+            value = () if takes_list else None
         if takes_list and isinstance(value, str):
             value = [value] if str in kinds else re.findall(r"[^\s,]+", value.strip("[]"))
         items = value if isinstance(value, list | tuple) else [value]
@@ -65,10 +64,7 @@ class Section(BaseModel):
             raise ValueError("should be a number, not true or false")
         if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):  # half a surrogate raises, too
             raise ValueError("should not contain a NUL character")
-        value = handler(value)
-        if any(type(item) is int and abs(item) >= 2**63 for item in (value if isinstance(value, tuple) else [value])):
-            raise ValueError("should have at most 64 bits")
-        return value
+        return check_limits(handler(value))
 
 
 class Command(Section):
@@ -78,6 +74,8 @@ class Command(Section):
     """Field that needs no flag on the command line, if any."""
     first: ClassVar[tuple[str, ...]] = ()
     """Fields that `--help` lists; `--help all` lists the others too. Empty: all of them."""
+    alternatives: ClassVar[tuple[str, ...]] = ()
+    """Fields of which one is set. One in a later file or a flag replaces those of earlier files."""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors between several fields, as (field, value, hint)."""
@@ -99,24 +97,22 @@ class Command(Section):
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of all sections by dotted names."""
+    """The values of all sections by dotted names; empty mappings are values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        found |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+        found |= flat(value, f"{key}.") if value and isinstance(value, Mapping) else {key: value}
     return found
 
 
-def merge(into: dict[str, Any], new: Mapping[Any, Any]) -> None:
-    """Sets the keys of `new`, `optim.lr` as well as `optim: {lr: ...}`."""
-    for key, value in new.items():
-        section, dot, field = str(key).partition(".")
-        if dot:
-            value = {field: value}
-        before = into.get(section)
-        if not isinstance(before, dict):
-            into[section] = value
-        elif isinstance(value, dict):
-            merge(before, value)
-        elif value is not None:
-            into[section] = value
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all sections, from dotted names: `{"optim": {"lr": ...}}` from `optim.lr`. A value of a section
+    that is no mapping is kept, for an error."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        section, dot, field = name.partition(".")
+        if not dot:
+            found[section] = value
+        elif isinstance(inner := found.setdefault(section, {}), dict):
+            inner[field] = value
+    return found

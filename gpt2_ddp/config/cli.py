@@ -3,23 +3,25 @@
 A flag is a key of a section, and its value is that of the same key in YAML. pydantic validates both.
 """
 
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_origin
+from typing import Any, TypeVar, get_origin
 
 import yaml
-from yaml.constructor import ConstructorError
 
-from gpt2_ddp.config.base import Command, flat, kinds_of, leaves, merge, sections
+from gpt2_ddp.config.base import Command, flat, leaves, nested, sections
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import check_limits, read_small
 from gpt2_ddp.project import PROJECT
 
 LARGEST = 2**16
 """Largest YAML file, in bytes; shipped files have 2,000. The parser takes about 10 s per megabyte (estimate)."""
+VALUE = re.compile(r"(null|true|false|-?(0|[1-9][0-9]*)(\.[0-9]+(e[-+][0-9]+)?)?)?")
+"""What YAML reads as null, a boolean or a number. It writes numbers in this form; all other words are text."""
 
 C = TypeVar("C", bound=Command)
 Default = str | Callable[[Mapping[str, Any]], str] | None
@@ -51,8 +53,8 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
 
 def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """The files of `--config`, and the value of each flag by its name, for pydantic: a text, the list of several words,
-    or true without a word. A flag takes all words up to the next one, and a single word if other words may be values
-    of the field `command.positional`. `--NAME=WORD` takes that word only."""
+    or true without a word. A flag of a list takes all words up to the next flag, others take one word. `--NAME=WORD`
+    takes that word only. Remaining words are values of the field `command.positional`."""
     fields = dict(leaves(command))
     files: list[str] = []
     others: list[str] = []
@@ -64,9 +66,8 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str],
             words = files
             if name != "config":
                 words = given[name] = []
-            is_list = name in fields and any(get_origin(kind) is tuple for kind in kinds_of(fields[name].annotation))
-            takes_many = not command.positional or is_list
-            room = len(argv) if takes_many and name != "config" else 1
+            is_list = name in fields and get_origin(fields[name].annotation) is tuple
+            room = len(argv) if is_list else 1
             if is_whole:
                 words.append(value)
                 room = 0
@@ -91,23 +92,17 @@ def resolve(
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     `model_fields_set` of its sections has the fields of both, without a preset's. Raises: UserError, as `load`."""
     parts = sections(command)
-    values: dict[str, Any] = {name: {} for name in parts}  # null has no meaning for a section
-    preset = None if files else _preset(default, changes)
-    if preset:
-        merge(values, read_yaml(preset))
+    layers = [*map(flat, (*map(read_yaml, files), changes))]
+    preset = None if files else _preset(default, layers[-1])
     given: dict[str, Any] = {}
-    for content in (*map(read_yaml, files), changes):
-        layer: dict[str, Any] = {}
-        merge(layer, content)
-        for name in parts.keys() & layer.keys():
-            own, others = layer[name], parts[name].alternatives
-            if isinstance(own, dict) and own.keys() & {*others}:
-                layer[name] = dict.fromkeys(others) | own
-        merge(given, layer)
-    merge(values, given)
-    config = command.model_validate(values)
+    for layer in layers:
+        if not layer.keys().isdisjoint(command.alternatives):
+            given |= dict.fromkeys(command.alternatives)
+        given |= {name: value for name, value in layer.items() if name not in parts or value not in (None, {})}
+    config = command.model_validate(nested((flat(read_yaml(preset)) if preset else {}) | given))
+    own = nested(given)
     for name in parts:
-        getattr(config, name).model_fields_set.intersection_update(given.get(name) or ())
+        getattr(config, name).model_fields_set.intersection_update(own.get(name, ()))
     if preset and preset != _preset(default, {}):
         print_line(f"note: no --config; the preset for these data is {preset}")
     return config
@@ -122,32 +117,22 @@ def dump(config: Command) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe types only; refuses aliases and repeated keys. Unlike YAML 1.1, reads other words than null, true, false and
-    decimal numbers as text, which has its meaning on the command line: `no`, `010`, `1:30`, `2026-01-02`."""
+class _Loader(yaml.BaseLoader):
+    """Texts, lists and mappings, and the values of `VALUE`; refuses aliases and repeated keys, ignores tags. So a word
+    such as `no`, `010`, `1:30` or `2026-01-02` has its meaning on the command line, not that of YAML 1.1."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str | None, Any]] = {
-        None: [
-            (f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{words})$"))
-            for tag, words in {
-                "null": r"~|null|Null|NULL|",
-                "bool": r"true|True|TRUE|false|False|FALSE",
-                "int": r"[-+]?(0|[1-9][0-9]*)",
-                "float": r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-            }.items()
-        ]
-    }
+    def fetch_alias(self) -> None:
+        raise yaml.YAMLError(f"aliases (*) are not supported, {self.get_mark()}")
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise ConstructorError(None, None, "aliases (*) are not supported", self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+    def construct_scalar(self, node: Any) -> Any:
+        text = super().construct_scalar(node)
+        return json.loads(text or "null") if node.style is None and VALUE.fullmatch(text) else text
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in seen:
-                raise ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
+                raise yaml.YAMLError(f"duplicate key {key.value}, {key.start_mark}")
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
@@ -156,15 +141,15 @@ def parse_yaml(text: str) -> Any:
     """The value of YAML text that anybody may have written. Raises: ValueError, also as `check_limits`."""
     try:
         return check_limits(yaml.load(text, _Loader))
-    except (yaml.YAMLError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(error) from error
 
 
 def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
-    """The sections and keys of a YAML file. A missing one is looked up in the project's folder and its configs. Raises:
-    UserError if the file cannot be read, or holds no mapping."""
-    shipped = [PROJECT / folder / file for folder in (".", "configs", "configs/jobs")]
-    path = next((path for path in (Path(file), *shipped) if os.path.exists(path)), Path(file))
+    """The sections and keys of a YAML file. A missing one is looked up in the project's folder, so that
+    configs/gpt2_124m.yaml is found from any folder. Raises: UserError if the file cannot be read, or holds no mapping.
+    """
+    path = Path(file) if os.path.exists(file) else PROJECT / file
     try:
         values = parse_yaml(read_small(path, LARGEST).decode())
     except (OSError, ValueError) as error:

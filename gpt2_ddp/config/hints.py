@@ -8,12 +8,12 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from gpt2_ddp.config.base import Command, flat, kinds_of, leaves, merge, sections
+from gpt2_ddp.config.base import Command, flat, kinds_of, leaves, nested, sections
 from gpt2_ddp.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ def describe(command: type[BaseModel], error: ValidationError) -> list[str]:
     known = dict(leaves(command))
     found: dict[str, str] = {}
     for details in error.errors():
-        place = details["loc"] if int in map(type, details["loc"]) else details["loc"][:2]  # without kinds of a value
-        name = ".".join(part for part in place if isinstance(part, str))
+        name = ".".join(part for part in details["loc"][:2] if isinstance(part, str))  # without items, kinds of a value
         hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
         if details["type"] == "extra_forbidden":
             hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
@@ -70,10 +69,8 @@ def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
 def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]:
     """All fields of `command` in a saved configuration of any release, as `dump` writes them, without validation: newer
     fields have defaults, and those that no longer exist are left out. `saved` is parsed output of `dump`."""
-    values, given = command.model_construct().model_dump(mode="json"), flat(saved)
-    known = flat(values)
-    merge(values, {name: value for name, value in given.items() if name in known})
-    return values
+    values, given = flat(command.model_construct().model_dump(mode="json")), flat(saved)
+    return nested({name: given.get(name, default) for name, default in values.items()})
 
 
 def differences(config: Command, saved: Mapping[str, Any], parts: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
@@ -140,8 +137,8 @@ def _metavar(field: FieldInfo) -> str:
     words = {str: "TEXT", bool: "true,false", type(None): "null"}
     names = [
         kind if isinstance(kind, str) else words.get(kind) or kind.__name__.upper()
-        for kind in sorted(kinds_of(field.annotation), key=lambda kind: isinstance(kind, str))
-        if isinstance(kind, type | str) and not get_args(kind)
+        for kind in kinds_of(field.annotation)
+        if isinstance(kind, type | str)
     ]
     text = ",".join(dict.fromkeys(names))
     return f"{{{text}}}" if "," in text else text

@@ -1,7 +1,7 @@
 """Configurations of the small supervised jobs."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -10,7 +10,6 @@ from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
     GuardConfig,
-    HubName,
     KeepConfig,
     LoopConfig,
     RunConfig,
@@ -129,6 +128,9 @@ class RegressionConfig(JobConfig):
 
 CIFAR_CLASSES = {"cifar10": 10, "cifar100": 100}
 """Number of classes of each CIFAR data set. Their images have 32 x 32 pixels."""
+
+
+HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
 
 
 class ClassifierDataConfig(Section):

@@ -1,6 +1,6 @@
 """Sections and fields that every training run has. The training loop reads them."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -8,9 +8,6 @@ from gpt2_ddp.config.base import Command, Section, flat
 
 MOST_ITEMS = 2**22
 """Most items of an optimizer step. Each process lists its micro-batches."""
-
-
-HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
 
 
 class ClipConfig(Section):
@@ -84,12 +81,6 @@ PER_MACHINE = ("output_dir", "data.path", "data.prepare", "train.init_from", "tr
 """Paths that may differ between machines."""
 
 
-def _optional(name: str, default: Any) -> Any:
-    """A property: the field of a dotted name, or `default` in the kinds of runs that lack it."""
-    section, field = name.split(".")
-    return property(lambda config: getattr(getattr(config, section, None), field, default))
-
-
 class RunConfig(Command):
     """A training run of any kind"""
 
@@ -114,12 +105,10 @@ class RunConfig(Command):
         found = flat(self.model_dump(mode="json"))
         return found | {name: "a path" if found[name] else None for name in PER_MACHINE if name in found}
 
-    backend = _optional("launch.backend", "auto")
-    parallel = _optional("launch.parallel", "ddp")
-    eval_patience = _optional("eval.patience", None)
-    branch_from = _optional("train.branch_from", None)
-    init_from = _optional("train.init_from", None)
-    minutes = _optional("train.minutes", None)
+    def get(self, name: str) -> Any:
+        """The field of a dotted name; None in the kinds of runs that lack it."""
+        section, _, field = name.partition(".")
+        return getattr(getattr(self, section, None), field, None)
 
     @property
     def matrix(self) -> tuple[int, int]:

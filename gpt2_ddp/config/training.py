@@ -11,11 +11,10 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
-from gpt2_ddp.config.base import Count, Fraction, Section, Size, flat
+from gpt2_ddp.config.base import Count, Fraction, Section, Size
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -53,7 +52,7 @@ class Phase(Section):
 class DataConfig(Section):
     """The tokens to train on"""
 
-    path: str | tuple[str, ...] = "data/stdlib"
+    path: tuple[str, ...] = Field(default=("data/stdlib",), min_length=1)
     """folder of token shards with a manifest.json, written by prepare_data.py, or its URL, such as s3://BUCKET/data/web;
     or a mixture of several with the same tokenizer, like data/web data/code"""
     weights: tuple[float, ...] = ()
@@ -68,20 +67,16 @@ class DataConfig(Section):
     @property
     def paths(self) -> tuple[str, ...]:
         """The folder of each source, in order: of a URL that of its copy."""
-        return tuple(self.urls.get(path, path) for path in self._given)
+        return tuple(self.urls.get(path, path) for path in self.path)
 
     @property
     def urls(self) -> dict[str, str]:
         """The folders of the copies of sources that are URLs."""
-        if urls := [path for path in self._given if "://" in path]:
+        if urls := [path for path in self.path if "://" in path]:
             from gpt2_ddp.remote import local_copy
 
             return {url: local_copy(url) for url in urls}
         return {}
-
-    @property
-    def _given(self) -> tuple[str, ...]:
-        return (self.path,) if isinstance(self.path, str) else self.path
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,14 +88,6 @@ class DataConfig(Section):
                 name += f"-{number}"
             names.append(name)
         return tuple(names)
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _one_folder_or_several(cls, value: object) -> object:
-        folders = value if isinstance(value, list | tuple) else [value]
-        if not folders or not all(isinstance(folder, str) for folder in folders):
-            raise ValueError("should be the name of a folder, or a list of names")
-        return folders[0] if len(folders) == 1 else tuple(folders)
 
 
 class ModelConfig(Section):
@@ -182,8 +169,6 @@ class OptimConfig(ClipConfig):
 class TrainConfig(LoopConfig):
     """The training loop"""
 
-    alternatives = ("steps", "epochs", "minutes")
-
     steps: PositiveInt | None = None
     """optimizer steps of the whole run; the parent's steps count in a branch (branch_from); null: epochs or minutes"""
     epochs: float | None = Field(default=None, gt=0, le=10**6)
@@ -258,6 +243,7 @@ class TrainingConfig(RunConfig):
     kind = "gpt2"
     rollbacks = 3
     kept = ("seed", "model", "optim", "train.global_batch_tokens")
+    alternatives = ("train.steps", "train.epochs", "train.minutes")
     first = (
         "run_name",
         "data.path",
@@ -345,7 +331,12 @@ class TrainingConfig(RunConfig):
             yield "train.branch_from", train.branch_from, "excludes train.init_from; remove one of the two"
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
-        yield from self._ignored_fields()
+        if optim.name != "muon" and optim.muon_lr != OptimConfig().muon_lr:
+            yield "optim.muon_lr", optim.muon_lr, "is for --optim.name muon only; add that flag, or remove this one"
+        is_sharded = self.launch.parallel == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if self.launch.replicas > 1 and not is_sharded:
+            hint = "is for --launch.parallel fsdp only; add that flag, or remove this one"
+            yield "launch.replicas", self.launch.replicas, hint
         if len(self.data.paths) > 1 or self.data.weights or self.data.phases:
             from gpt2_ddp.config.hints import mixture_mistakes
 
@@ -360,11 +351,11 @@ class TrainingConfig(RunConfig):
     def _length_mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors of the run's length, and of a schedule that does not fit `train.minutes`."""
         optim, train = self.optim, self.train
-        given = [name for name in train.alternatives if getattr(train, name) is not None]
+        given = [name for name in self.alternatives if self.get(name) is not None]
         if not given:
             yield "train.steps", None, "set train.steps, train.epochs or train.minutes"
         elif len(given) > 1:
-            yield f"train.{given[1]}", getattr(train, given[1]), f"train.{given[0]} is set, too; remove one of the two"
+            yield given[1], self.get(given[1]), f"{given[0]} is set, too; remove one of the two"
         if train.minutes is None:
             return
         if train.branch_from is not None:
@@ -374,16 +365,6 @@ class TrainingConfig(RunConfig):
         elif optim.decay_begins < FEWEST_WARM_UP:
             hint = f"should be at least {FEWEST_WARM_UP}: train.minutes times steps of the warm-up"
             yield "optim.warmup_steps", optim.warmup_steps, hint
-
-    def _ignored_fields(self) -> Iterator[tuple[str, object, str]]:
-        """Fields of another optimizer, and of sharding without it, which `accelerate config` may select, too."""
-        owners = {"optim.muon_lr": "optim.name muon"} if self.optim.name != "muon" else {}
-        if self.launch.parallel != "fsdp" and os.environ.get("ACCELERATE_USE_FSDP") != "true":
-            owners["launch.replicas"] = "launch.parallel fsdp"
-        given = flat(self.model_dump(exclude_defaults=True))
-        for name in owners:
-            if name in given:
-                yield name, given[name], f"is for --{owners[name]} only; add that flag, or remove this one"
 
     def _model_mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors of the shape, and of a step's tokens, which depend on it."""
@@ -406,6 +387,6 @@ BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml
 def training_default(flags: Mapping[str, Any]) -> str:
     """The preset without `--config`, for the built-in corpus or other data. `flags` are values of the command line, by
     dotted names."""
-    built_in = str(DataConfig().path)
-    data = str(flags.get("data.path", built_in))
-    return BUILT_IN if os.path.normpath(data) == built_in else OWN_TEXT
+    (built_in,) = DataConfig().path
+    data = os.path.normpath(str(flags.get("data.path", built_in)))
+    return BUILT_IN if data == built_in else OWN_TEXT

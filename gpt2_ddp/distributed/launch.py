@@ -42,7 +42,8 @@ def start_run(config: RunConfig) -> PartialState:
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    start = partial(connect_processes, train.device, train.mixed_precision, section="train.", backend=config.backend)
+    backend = config.get("launch.backend") or "auto"
+    start = partial(connect_processes, train.device, train.mixed_precision, section="train.", backend=backend)
     if world_size() == 1:
         processes = start()
     else:

@@ -74,7 +74,7 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     window = config.model.block_size
     weights = 4.0 * setting.parameters
     state = 4.0 * setting.state
-    is_sharded = config.parallel == "fsdp"
+    is_sharded = config.launch.parallel == "fsdp"
     shards = setting.processes // config.launch.replicas if is_sharded else 1
     lasting = {"weights": weights / shards, "optimizer state": state / shards}
     if setting.background and setting.kind == "cpu":

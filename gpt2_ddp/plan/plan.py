@@ -61,7 +61,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
     config = config.model_copy(update={"launch": launch.model_copy(update={"replicas": 1})})  # for this process alone
 
     def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
-        if config.parallel == "fsdp":
+        if config.launch.parallel == "fsdp":
             from gpt2_ddp.training.sharded import count_shards
 
             count_shards(processes, launch.replicas)

@@ -1,11 +1,13 @@
 """Evaluation of a checkpoint: its scores, and the predictions of a small job."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.output import make_output_folder, text_table, write_json
-from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, judge, load_sets
+from gpt2_ddp.scoring import METRICS, ItemSet, answer, judge, load_sets
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import means, score_each
 from gpt2_ddp.tasks.trained_model import load_model, load_weights, read_settings
@@ -118,24 +120,32 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
         return sets
 
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
-    results: dict[str, tuple[ItemSet, Result]] = {}
+    results: list[tuple[ItemSet, Mapping[str, float]]] = []
     for items in on_main(load):
-        result = judge(items, answer(accelerator, prepared, items.requests, config.batch_size))
+        nats = answer(accelerator, prepared, items.requests, config.batch_size)
+        metrics = with_errors(judge(items, nats), len(items.items))
         facts = {"checkpoint": str(checkpoint.path), "step": checkpoint.step}
         facts |= {"precision": accelerator.mixed_precision, "task_items": config.task_items}
         name = f"{items.name}-{config.task_items}" if config.task_items else items.name
-        on_main(partial(write_scores, folder / name, items, result, facts))
-        results[items.name] = items, result
+        on_main(partial(write_scores, folder / name, items, nats, metrics | facts))
+        results.append((items, metrics))
     return f"items and scores are in {folder}\n{task_table(results)}"
 
 
-def task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
+def with_errors(metrics: Mapping[str, float], count: int) -> dict[str, float]:
+    """The metrics and the standard error of each, as `acc_stderr`: that of a fraction of so many items."""
+    found = {**metrics}
+    for name, part in metrics.items():
+        found[f"{name}_stderr"] = math.sqrt(part * (1 - part) / (count - 1)) if count > 1 else math.nan
+    return found
+
+
+def task_table(results: Iterable[tuple[ItemSet, Mapping[str, float]]]) -> str:
     """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing."""
     lines: list[tuple[str, ...]] = [("task", "items", *METRICS, "chance")]
-    for task, (items, result) in results.items():
-        metrics = result.metrics
+    for items, metrics in results:
         shown = (f"{metrics[name]:.4f} ± {metrics[f'{name}_stderr']:.4f}" for name in METRICS)
-        lines.append((task, f"{len(items.items):,}", *shown, f"{items.chance:.4f}"))
+        lines.append((items.name, f"{len(items.items):,}", *shown, f"{items.chance:.4f}"))
     return text_table(lines)
 
 
@@ -247,11 +257,13 @@ def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(make_output_folder(folder) / "predictions.jsonl", text)
 
 
-def write_scores(place: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) -> None:
-    """Writes `PLACE.jsonl`, the items and their scores, then `PLACE.json`, the metrics, each by a rename. `facts`: the
-    scored checkpoint and settings."""
+def write_scores(place: Path, items: ItemSet, log_likelihoods: np.ndarray, facts: Mapping[str, Any]) -> None:
+    """Writes `PLACE.jsonl`, the items and their log-likelihoods, then `PLACE.json`, each by a rename. `facts`: the
+    metrics, the scored checkpoint and settings."""
+    rows = [
+        item.model_dump() | {"log_likelihoods": [value if math.isfinite(value) else None for value in nats.tolist()]}
+        for item, nats in zip(items.items, items.split(log_likelihoods), strict=True)
+    ]
     scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
-    scores |= finite(result.metrics)
-    scores |= facts
-    write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
-    write_json(Path(f"{place}.json"), scores)
+    write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in rows))
+    write_json(Path(f"{place}.json"), scores | finite({**facts}))

@@ -5,13 +5,11 @@ a run folder stays data.
 """
 
 import ast
-import difflib
 import hashlib
 import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import packages_distributions
@@ -25,7 +23,7 @@ from accelerate import Accelerator
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.ranks import on_every_rank, on_main
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import read_small
 from gpt2_ddp.project import PACKAGE
 from gpt2_ddp.state import CODE
@@ -34,8 +32,6 @@ T = TypeVar("T")
 LARGEST = 2**20
 """Most bytes of a source file."""
 installed_packages = cache(packages_distributions)  # it reads the metadata of all
-SHOWN = 20
-"""Most printed lines of a difference."""
 
 
 class Code(NamedTuple):
@@ -67,11 +63,7 @@ class Code(NamedTuple):
         found = getattr(module, name, None)
         if not (isinstance(found, type) and issubclass(found, base)):
             raise UserError("task", self.name, f"{self.place} has no such class that extends gpt2_ddp.{base.__name__}")
-        return self.bind(found)
-
-    def bind(self, found: type) -> Any:
-        """The class, which then records this code."""
-        return type(found.__name__, (found,), {"code": self, "__module__": found.__module__})
+        return found
 
 
 def find(name: str) -> Code:
@@ -92,7 +84,7 @@ def of_class(kind: type) -> Code:
         if file and os.path.isfile(file):
             inside = Path(file).is_relative_to(Path.cwd())
             return Code(f"{os.path.relpath(file) if inside else file}:{kind.__qualname__}", Path(file).read_bytes())
-        return Code(f"notebook:{kind.__qualname__}", textwrap.dedent(inspect.getsource(kind)).encode())
+        return Code(f"<notebook>:{kind.__qualname__}", textwrap.dedent(inspect.getsource(kind)).encode())
     except (OSError, TypeError) as error:
         raise UserError("task", kind.__name__, "its source cannot be found; define it in a .py file") from error
 
@@ -100,21 +92,16 @@ def of_class(kind: type) -> Code:
 def check_imports(code: Code) -> None:
     """Raises: UserError for an import of a module of neither Python, an installed package nor this one."""
     try:
-        names = {*imported(ast.parse(code.source))}
+        nodes = [*ast.walk(ast.parse(code.source))]
     except (SyntaxError, ValueError) as error:
         raise UserError("task", code.name, f"is no Python of this version ({error})") from error
-    for name in sorted(names - {*sys.stdlib_module_names, *installed_packages(), PACKAGE.name}):
-        hint = f"imports {name}, which the run would not record; put it into the same file, or install it"
-        raise UserError("task", code.name, hint)
-
-
-def imported(tree: ast.Module) -> Iterator[str]:
-    """The top-level names of all imported modules; a dot for a relative import."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield "." if node.level else str(node.module).partition(".")[0]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += ["." * node.level + str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    known = {*sys.stdlib_module_names, *installed_packages(), PACKAGE.name}
+    for name in names:
+        if name.partition(".")[0] not in known:  # nothing before a relative import's dot
+            hint = f"imports {name}, which the run would not record; put it into the same file, or install it"
+            raise UserError("task", code.name, hint)
 
 
 def recorded(checkpoint: Checkpoint) -> Code | None:
@@ -171,47 +158,37 @@ def make(
 ) -> T:
     """The task of a run with a class of one's own, which extends `base`: `given` by the caller, named by `config.task`,
     or recorded in `saved`. The main process's source is that of all ranks. Collective. Raises: UserError."""
-    code, notes = on_main(partial(_settle, config, saved, given))
-    for note in notes:
-        accelerator.print(f"note: {note}")
-    kind: Any = code.bind(given) if given else on_every_rank(partial(code.load, base))
+    code = on_main(partial(_settle, config, saved, given))
+    kind: Any = given or on_every_rank(partial(code.load, base))
+    kind.code = code
     return kind(config.model_copy(update={"task": code.name}), accelerator, saved)
 
 
-def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None) -> tuple[Code, list[str]]:
-    """The code to train with, and notes on what is new in it."""
+def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None) -> Code:
+    """The code to train with. Prints a note if it differs from the run's. Raises: UserError."""
     before = recorded(saved) if saved else None
-    is_gone = (
-        before and before.name == config.task and before.place.endswith(".py") and not os.path.exists(before.place)
-    )
-    name = config.task if config.task and not is_gone else ""
-    if not (given or name):
-        assert saved, "a new run without a task is Pretraining"
-        code = trusted(saved)
-        assert code, "the checkpoint has a class of one's own"
-        if code.place.endswith(".py") and os.path.isfile(code.place) and (changes := _changes(code, find(code.name))):
-            shown = "; ".join(line for line in changes if not line.startswith("@@"))
-            raise UserError("task", code.name, f"has changed ({truncate(shown, 150)}); --task {code.name} accepts that")
-        return code, []
-    code = of_class(given) if given else find(name)
+    file = saved.path / CODE if saved else ""
     if given:
+        code = of_class(given)
         check_imports(code)
-    elif not is_trusted(code) and name not in (word.removeprefix("--task=") for word in sys.argv):
-        hint = f"only a file names this code; if you trust it, give --task {name}"
-        raise UserError("task", name, hint)
+    else:
+        name = config.task or (before.name if before else "")
+        try:
+            code = find(name)
+        except UserError:
+            if not (saved and before and before.name == name) or os.path.isfile(before.place):
+                raise
+            trusted(saved)
+            return before
+        is_named = name in (word.removeprefix("--task=") for word in sys.argv)
+        differs = before not in (None, code)
+        if not is_named and (differs or not is_trusted(code)):
+            state = f"differs from the run's in {file}" if differs else "was never given on this machine"
+            raise UserError("task", name, f"its code {state}; if you trust it, give --task {name}")
     trust(code)
     if saved and not before and saved.step > saved.state.progress.first_step:
         hint = "the run was started without it; choose another run_name, or start from it with train.branch_from"
         raise UserError("task", code.name, hint)
-    if not before:
-        return code, []
-    renamed = [f"task changes from {before.name} to {code.name}"] * (before.name != code.name)
-    changes = _changes(before, code)
-    more = [f"and {len(changes) - SHOWN} more lines"] * (len(changes) > SHOWN)
-    return code, [*renamed, *(f"task: {line}" for line in changes[:SHOWN] + more)]
-
-
-def _changes(before: Code, now: Code) -> list[str]:
-    """A unified difference; empty for equal sources."""
-    old, new = (code.source.decode(errors="replace").splitlines() for code in (before, now))
-    return [*difflib.unified_diff(old, new, n=0, lineterm="")][2:]
+    if before and before != code:
+        print_line(f"note: the code of {code.name} differs from that of {before.name} in {file}")
+    return code

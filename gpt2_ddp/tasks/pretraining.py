@@ -173,12 +173,12 @@ class Pretraining:
         """Makes the model with its initial weights. Raises: UserError if memory or `train.init_from` does not fit."""
         config = self.config
         if torch.get_default_device().type != "meta":  # which plan.py makes it on
-            parts = self.accelerator.num_processes // config.launch.replicas if config.parallel == "fsdp" else 1
+            parts = self.accelerator.num_processes // config.launch.replicas if config.launch.parallel == "fsdp" else 1
             on_every_rank(partial(check_memory, config.model, self.manifest.vocab_size, parts))
         torch.manual_seed(config.seed)
         make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
         begins = is_main_process() and not self._saved  # others receive their weights, or load a checkpoint's
-        if config.parallel == "fsdp":
+        if config.launch.parallel == "fsdp":
             from gpt2_ddp.training.sharded import make_model
 
             self.model, initial = on_every_rank(partial(make_model, make))
@@ -255,10 +255,11 @@ class Pretraining:
         for name, (_, part) in losses.items() if len(self.manifests) > 1 else ():
             scores |= {f"val_loss/{name}": part.loss, f"val_bits_per_byte/{name}": part.bits_per_byte}
         for items in self.item_sets:
-            from gpt2_ddp.scoring import answer, as_row
+            from gpt2_ddp.scoring import answer, judge
 
             length = size if is_compiled(model) else None
-            scores |= as_row(items, answer(self.accelerator, model, items.requests, BATCH, length, poll))
+            found = judge(items, answer(self.accelerator, model, items.requests, BATCH, length, poll))
+            scores |= {f"{items.name}_{metric}": value for metric, value in found.items()}
         return scores
 
     def sample(self, poll: Poll) -> list[Sample]:

@@ -18,10 +18,10 @@ from gpt2_ddp.state import LogEnd, Parent, Progress
 def find_parent(config: Any) -> Checkpoint:
     """The checkpoint of `train.branch_from`, every file hashed. Collective. Raises: UserError if there is none, or if
     fields that a branch must keep differ; names each of them. Or if no step is left after the parent's."""
-    field, path = "train.branch_from", Path(config.branch_from or "")
+    field, path = "train.branch_from", Path(config.get("train.branch_from"))
     parent = find_checkpoint(path, field, weights=False)
     if parent.kind != config.kind:
-        raise UserError(field, config.branch_from, f"is of a {parent.kind} run; name one of a {config.kind} run")
+        raise UserError(field, path, f"is of a {parent.kind} run; name one of a {config.kind} run")
     kept = (*(part for part in config.kept if part != "optim"), "optim.name")
     mistakes = []
     for name, now, before in differences(config, parent.config, kept):

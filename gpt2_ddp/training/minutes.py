@@ -28,7 +28,7 @@ def settle_minutes(config: Any, saved: Checkpoint | None, has_schedule: bool) ->
         return config.model_copy(update={"train": config.train.model_copy(update=length)})
     if has_schedule:
         hint = "the class has a schedule of its own, which may depend on the number of steps; set train.steps"
-        raise UserError("train.minutes", config.minutes, hint)
+        raise UserError("train.minutes", config.train.minutes, hint)
     return config
 
 
@@ -74,13 +74,13 @@ def _measure(run: Training, begun: float) -> dict[str, Any]:
     sample = SAMPLE * config.model.n_layer if every else 0.0
     each = step_seconds + evaluation / config.eval.every + save / config.checkpoint.every + sample / max(every, 1)
     passed = passed_since(begun)
-    steps = run.step + int((60 * config.minutes - passed - evaluation - save - sample) / each)
+    steps = run.step + int((60 * config.train.minutes - passed - evaluation - save - sample) / each)
     if steps <= run.step:
         hint = f"{passed:.0f} s have passed at step {run.step}; choose a longer time, and the same command goes on"
-        raise UserError("train.minutes", config.minutes, hint)
+        raise UserError("train.minutes", config.train.minutes, hint)
     return {
         "steps": steps,
-        "minutes": config.minutes,
+        "minutes": config.train.minutes,
         "step_seconds": step_seconds,
         "evaluation_seconds": evaluation,
         "save_seconds": save,

@@ -64,7 +64,7 @@ class Opened:
     @property
     def early_end(self) -> str:
         """Reason to end the run before its last step; empty without one."""
-        return self.progress.early_end(self.config.eval_patience)
+        return self.progress.early_end(self.config.get("eval.patience"))
 
     @property
     def is_complete(self) -> bool:
@@ -171,7 +171,7 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
         from gpt2_ddp.config.hints import check_resumable
 
         check_resumable(config, newest.kind, newest.config, newest.step)
-    if (newest := store.newest()) or not config.branch_from:
+    if (newest := store.newest()) or not config.get("train.branch_from"):
         return newest
     from gpt2_ddp.training.branch import branch_off, find_parent
 
@@ -180,7 +180,7 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
 
 def _settle(config: Any, checkpoint: Checkpoint | None, device: torch.device, note: Callable[[str], None]) -> Any:
     """The configuration with the model of `train.init_from`, and a precision in place of `fast`."""
-    if config.init_from:
+    if config.get("train.init_from"):
         from gpt2_ddp.training.initial_weights import settle_model
 
         config = settle_model(config, checkpoint, note)
@@ -193,7 +193,7 @@ def _settle(config: Any, checkpoint: Checkpoint | None, device: torch.device, no
 
 def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFolder) -> Replicated:
     """What `launch.parallel` names."""
-    if config.parallel == "ddp":
+    if config.get("launch.parallel") != "fsdp":
         return Replicated(accelerator)
     from gpt2_ddp.training.sharded import Sharded
 

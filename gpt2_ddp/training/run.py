@@ -177,10 +177,10 @@ def _resolve_compile(run: Opened, steps: int | None) -> str:
     known = before.compile if before and has_same_devices(before, accelerator) else None
     left = (steps or 0) - run.step
     flops = task.flops_per_unit * task.units_per_item * task.feed.step_size * left / accelerator.num_processes
-    if run.config.minutes:
-        flops = 60 * run.config.minutes * CPU_FLOPS
+    if minutes := run.config.get("train.minutes"):
+        flops = 60 * minutes * CPU_FLOPS
     how, missing = resolve_compile(run.config.train.compile, known, task.model, accelerator, flops)
-    if how == "model" and run.config.parallel == "fsdp":
+    if how == "model" and run.config.get("launch.parallel") == "fsdp":
         how = "blocks"
     if missing:
         accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
@@ -289,7 +289,7 @@ def describe_start(run: Training) -> str:
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind = accelerator.num_processes, accelerator.device.type
     precision = describe_precision(accelerator.mixed_precision, accelerator.device)
-    kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {precision}"
+    kind += ", fsdp" * (run.config.get("launch.parallel") == "fsdp") + f", precision {precision}"
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
     what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
     return f"{run.config.run_name} {begins}: {what}"
