@@ -1,7 +1,6 @@
-"""The step's choices: a loss in chunks, micro-batches that are chosen, and what torch.compile is asked for."""
+"""The step's choices: a loss in chunks, and what torch.compile is asked for."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,12 +12,11 @@ from models import random_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model import gpt as gpt_module
 from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, compiled, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.memory import estimate, pick_micro_batch, setting_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -125,16 +123,3 @@ def test_without_a_compiler(monkeypatch):
         expect_field("train.compile", how, check_compiler, how, CPU)
     check_compiler("auto", CPU)
     check_compiler("off", CPU)
-
-
-def test_a_micro_batch_by_estimate():
-    def setting(kind, block_size, windows):
-        train = {"steps": 1, "global_batch_tokens": windows * block_size}
-        return setting_of(TrainingConfig(model={"block_size": block_size}, train=train), gpt(), kind, 1, "no")
-
-    on_gpu = setting("cuda", 16, 12)
-    picked = [
-        pick_micro_batch(on_gpu, estimate(replace(on_gpu, micro_batch=size)).peak / 0.9001) for size in (12, 6, 1)
-    ]
-    assert picked == [6, 4, 1]  # a tenth of the memory is left
-    assert [pick_micro_batch(setting("cpu", size, 24), 0.0) for size in (16, 128, 512, 2048)] == [24, 4, 1, 1]

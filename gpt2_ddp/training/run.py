@@ -287,14 +287,13 @@ def finish(run: Training, outcome: Outcome, reason: str = "") -> None:
 
 def describe_start(run: Training) -> list[str]:
     """What is about to be trained, and on what, as lines for people."""
-    accelerator, task, shares = run.accelerator, run.task, run.task.feed.batch.share(run.task.feed.step_size)
-    rows = [max(len(part), task.feed.batch.rows) for ranks in shares for part in ranks]
+    accelerator, task, (parts, rows) = run.accelerator, run.task, run.task.feed.micro_batches
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind = accelerator.num_processes, accelerator.device.type
     precision = describe_precision(accelerator.mixed_precision, accelerator.device)
     kind += ", fsdp" * (run.config.parallel == "fsdp") + f", precision {precision}"
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
-    what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
+    what += f"; a step is {parts} x {rows * task.units_per_item:,} {task.unit} per process"
     lines = [f"{run.config.run_name} {begins}: {what}"]
     if nodes := elastic_nodes():
         resumes = f"the run resumes on any {nodes} machines, from the newest checkpoint"
