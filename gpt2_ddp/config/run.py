@@ -28,7 +28,7 @@ class LoopConfig(Section):
     where it is measured to be faster; a resume keeps the choice; no: fp32; fp16 (CUDA) scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = "auto"
     """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's overlap; auto, with a
-    compiler: model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off"""
+    compiler: model for a GPT on one GPU, blocks on several, else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of the training; auto: the first available of cuda, mps, cpu"""
     deterministic: bool = False

@@ -37,9 +37,6 @@ from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_valu
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.task import Poll, check_scores
 
-CPU_FLOPS = 1e11
-"""FLOP/s of a process on a CPU in bf16 (estimate), which say whether compiling pays off in `train.minutes`."""
-
 
 @dataclass(frozen=True)
 class Trainer(Opened):
@@ -144,7 +141,7 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     task.load(run.watchdog)
     run.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
     steps = task.total_steps(len(task.feed.order))
-    how = _resolve_compile(run, steps)
+    how = _resolve_compile(run)
     model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task)
     optimizer = GuardedOptimizer(prepared, run.strategy)
     on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))  # checks their names
@@ -173,19 +170,16 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     return trainer
 
 
-def _resolve_compile(run: Opened, steps: int | None) -> str:
+def _resolve_compile(run: Opened) -> str:
     """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices are the same."""
-    accelerator, task, before = run.accelerator, run.task, run.checkpoint.state.setup if run.checkpoint else None
-    known = before.compile if before and has_same_devices(before, accelerator) else None
-    left = (steps or 0) - run.step
-    flops = task.flops_per_unit * task.units_per_item * task.feed.step_size * left / accelerator.num_processes
-    if run.config.minutes:
-        flops = 60 * run.config.minutes * CPU_FLOPS
-    how, missing = resolve_compile(run.config.train.compile, known, task.model, accelerator, flops)
+    accelerator, how, before = run.accelerator, run.config.train.compile, run.checkpoint and run.checkpoint.state.setup
+    if how == "auto":
+        known = before.compile if before and has_same_devices(before, accelerator) else None
+        how, missing = resolve_compile(known, run.task.model, accelerator)
+        if missing:
+            accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
     if how == "model" and run.config.parallel == "fsdp":
         how = "blocks"
-    if missing:
-        accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
     if how != "off":
         run.watchdog.compiles = True
     return how
