@@ -10,7 +10,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.evaluate import BATCH
 from gpt2_ddp.model.gpt import GPT, LOSS_CHUNK
-from gpt2_ddp.model.optim import STATE_NUMBERS, build_optimizer
+from gpt2_ddp.model.optim import build_optimizer
 
 CUDA_BASE = 1.0e9  # bytes of a CUDA context, cuBLAS's workspace and the allocator's slack; NCCL takes as much again
 
@@ -42,7 +42,7 @@ def setting_of(config: TrainingConfig, model: GPT, kind: str, processes: int, pr
     """Setting of a training on GPUs that evaluates and saves in the foreground, for a micro-batch of 1. The model may
     be on the meta device."""
     groups = build_optimizer(model, config.optim).param_groups
-    state = sum(group.get(STATE_NUMBERS, 2) * parameter.numel() for group in groups for parameter in group["params"])
+    state = sum((2 - ("momentum" in group)) * parameter.numel() for group in groups for parameter in group["params"])
     return Setting(
         config,
         kind,
