@@ -162,9 +162,9 @@ def difference(file: Path, reference: Path) -> float:
 def run_way(name: str, job: Job, way: Strategy, steps: int, weights: Path) -> RunResult:
     """One run of a job with one strategy, for `steps` steps from the same weights, in new processes."""
     train: dict[str, object] = {}
-    size, data_parallel = job.train.micro_batch_size, way.processes < way.devices
-    if data_parallel and size != "auto":  # each GPU's part of a micro-batch is as large as with the other strategies
-        train["micro_batch_size"] = size * way.devices
+    data_parallel = way.processes < way.devices
+    if data_parallel:  # each GPU's part of a micro-batch is as large as with the other strategies
+        train["micro_batch_size"] = job.train.micro_batch_size * way.devices
     job = job.model_copy(update={"run_name": name, "train": job.train.model_copy(update=train)})
     return start_processes(measure, way.processes, job, data_parallel, steps, weights)
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.export.formats import CLASSES, to_transformers, transformers_config
 from gpt2_ddp.model.architecture import ARCHITECTURES
+from gpt2_ddp.model.generate import generate
 from gpt2_ddp.model.gpt import GPT
 
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
@@ -29,6 +30,14 @@ def tiny(vocab_size=65, eot=None, **changes):
 
 def random_tokens(vocab_size, rows=3, length=16):
     return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def continued(model, prompts, eot, sampling):
+    """The new tokens of each row."""
+    rows = [[] for _ in prompts]
+    for row, token in generate(model, prompts, eot, sampling):
+        rows[row].append(token)
+    return rows
 
 
 def in_transformers(model, eot=0):

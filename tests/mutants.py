@@ -156,8 +156,8 @@ training/loop.py: a run has three rollbacks, or none
 - return Pending(row=_position(run) | digest, evaluate=True, save=run.config.rollbacks > 0)
 + return Pending(row=_position(run) | digest, evaluate=True, save=run.config.rollbacks > 1)
 training/optimizer.py: the same step; the kernel would not have to wait
-- self._waits, self._skip = not reads_found_inf(self.plain), torch.zeros(())
-+ self._waits, self._skip = True, torch.zeros(())
+- self._waits = not all(group.get("fused") for group in self.plain.param_groups)
++ self._waits = True
 model/muon.py: both have a value per parameter
 - for parameter, update in zip(parameters, updates, strict=True):
 + for parameter, update in zip(parameters, updates):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from close import assert_close, float64
-from models import tiny
+from models import continued, tiny
 from runs import complete, rows, training_config
 
 from gpt2_ddp import evaluate
 from gpt2_ddp.checkpoint.intact import find_checkpoint
-from gpt2_ddp.model.generate import Sampling, generate
+from gpt2_ddp.model.generate import Sampling
 from gpt2_ddp.tasks.trained_model import load_model
 from gpt2_ddp.training.initial_weights import find_model
 
@@ -72,13 +72,13 @@ def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind, way):
 
 @torch.no_grad()
 def test_generation_sees_what_the_plain_forward_sees():
-    """Prompts of several documents, and prompts longer than the context."""
+    """From the start of a document on, and from prompts longer than the context."""
     model = masked(block_size=24).eval()
     model.ln_f.bias.data += model.wte.weight[EOT]  # makes end-of-text likelier
-    prompts = [[*range(1, 40), EOT, 5], [3, EOT, 4, 5, EOT], [8], [EOT, *range(1, 30)]]
+    prompts = [[*range(1, 40), 5], [EOT], [8], [EOT, *range(1, 30)]]
     expected = []
     for prompt in prompts:
-        seen, new = pieces(prompt)[-1][-24:], []
+        seen, new = prompt[-24:], []
         for _ in range(30):
             seen = seen[-12:] if len(seen) > 24 else seen
             new.append(int(model(torch.tensor([seen]))[0, -1].argmax()))
@@ -86,7 +86,7 @@ def test_generation_sees_what_the_plain_forward_sees():
                 break
             seen = [*seen, new[-1]]
         expected.append([token for token in new if token != EOT])
-    assert generate(model, prompts, EOT, Sampling(30, temperature=0)) == expected
+    assert continued(model, prompts, EOT, Sampling(30, temperature=0)) == expected
     assert {len(row) < 30 for row in expected} == {True, False}, [*map(len, expected)]
 
 

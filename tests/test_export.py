@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from commands import expect_error
-from models import SHAPES, edit_json, edit_weights, tiny
+from models import SHAPES, continued, edit_json, edit_weights, tiny
 from nasty import CL100K_PATTERN
 from runs import gpt_state, training_config
 
@@ -24,7 +24,7 @@ from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.export import atomic_directory, export_hf
 from gpt2_ddp.export.formats import tokenizer_json
 from gpt2_ddp.files import read_json
-from gpt2_ddp.model.generate import Sampling, generate
+from gpt2_ddp.model.generate import Sampling
 from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.state import FeedState, Progress
 from gpt2_ddp.tasks.trained_model import load_model
@@ -98,7 +98,7 @@ def test_transformers_does_with_it_what_the_model_does(name, kind, corpus, tmp_p
     settings = {"max_new_tokens": 10, "do_sample": False, "return_full_text": False, "add_special_tokens": False}
     said = pipeline("text-generation", model=str(tmp_path / "made"))(prompts, batch_size=2, **settings)
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-    ours = [generate(model, [each], tokenizer.eot, Sampling(10, temperature=0))[0] for each in ids]
+    ours = continued(model, ids, tokenizer.eot, Sampling(10, temperature=0))
     assert [one[0]["generated_text"] for one in said] == [*map(tokenizer.decode, ours)]
 
 

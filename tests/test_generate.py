@@ -10,12 +10,13 @@ import pytest
 import torch
 from commands import expect_error
 from golden_runs import GOLDEN
+from models import continued
 from runs import checkpoint_at
 
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.model.architecture import Attention, Context
-from gpt2_ddp.model.generate import BATCH_ROWS, Sampling, generate, sample
+from gpt2_ddp.model.generate import BATCH_ROWS, Sampling, sample
 from gpt2_ddp.tasks.trained_model import generate_text, load_model, load_weights
 
 EOT = 0
@@ -41,7 +42,7 @@ def plain_greedy(model, prompt, count):
 def test_greedy_continues_as_the_plain_forward_says(block_size):
     """Beyond the block, the last half of the context is kept."""
     model = tiny(block_size=block_size)
-    results = generate(model, PROMPTS, -1, Sampling(40, temperature=0))
+    results = continued(model, PROMPTS, -1, Sampling(40, temperature=0))
     assert results == [plain_greedy(model, prompt, 40) for prompt in PROMPTS]
     assert len({tuple(result) for result in results}) == len(PROMPTS)
 
@@ -56,17 +57,15 @@ def test_attention_without_a_cache_is_encoded_anew(monkeypatch, layers):
 
     monkeypatch.setattr(Attention, "forward", forward)
     model = tiny(n_layer=2)
-    assert generate(model, [[1, 2, 3]], 64, Sampling(12, 0))[0] == plain_greedy(model, [1, 2, 3], 12)
+    assert continued(model, [[1, 2, 3]], 64, Sampling(12, 0))[0] == plain_greedy(model, [1, 2, 3], 12)
 
 
-def test_more_rows_than_a_batch_each_heard_as_it_comes():
-    model, heard = tiny(), {}
-    hear = lambda row, token: heard.setdefault(row, []).append(token)  # noqa: E731
+def test_more_rows_than_a_batch():
+    model = tiny()
     prompts = [[1 + index] for index in range(BATCH_ROWS + 3)]
-    results = generate(model, prompts, 7, Sampling(5, seed=4), heard=hear)
-    assert [heard.get(row, []) for row in range(len(prompts))] == results
-    assert generate(model, [[60], *prompts[1:]], 7, Sampling(5, seed=4))[1:] == results[1:]
-    same = generate(model, [[1]] * (2 * BATCH_ROWS), -1, Sampling(20, top_k=None))
+    results = continued(model, prompts, 7, Sampling(5, seed=4))
+    assert continued(model, [[60], *prompts[1:]], 7, Sampling(5, seed=4))[1:] == results[1:]
+    same = continued(model, [[1]] * (2 * BATCH_ROWS), -1, Sampling(20, top_k=None))
     assert len({tuple(result) for result in same}) == len(same)  # no two rows share their random numbers
 
 
@@ -75,16 +74,16 @@ def test_more_rows_than_a_batch_each_heard_as_it_comes():
 ])  # fmt: skip
 def test_a_long_prompt_loses_its_beginning_and_an_empty_one_starts_a_document(block_size, prompt, same):
     model = tiny(block_size=block_size)
-    found, other = (generate(model, [row], -1 if prompt else EOT, Sampling(10, seed=3)) for row in (prompt, same))
+    found, other = (continued(model, [row], -1 if prompt else EOT, Sampling(10, seed=3)) for row in (prompt, same))
     assert found == other
     assert len(found[0]) == 10 or not prompt
 
 
 def test_each_row_stops_at_its_end_of_text():
     model = tiny()
-    endless = generate(model, PROMPTS, -1, Sampling(30, temperature=1.5, top_k=None))
+    endless = continued(model, PROMPTS, -1, Sampling(30, temperature=1.5, top_k=None))
     eot = endless[0][12]
-    results = generate(model, PROMPTS, eot, Sampling(30, temperature=1.5, top_k=None))
+    results = continued(model, PROMPTS, eot, Sampling(30, temperature=1.5, top_k=None))
     assert results == [row[: row.index(eot)] if eot in row else row for row in endless]
     assert len({len(row) for row in results}) > 1
 
@@ -92,11 +91,11 @@ def test_each_row_stops_at_its_end_of_text():
 def test_global_generators_and_the_training_mode_are_left_alone():
     model = tiny(dropout=0.5).train()
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    first = generate(model, PROMPTS, EOT, Sampling(10))
+    first = continued(model, PROMPTS, EOT, Sampling(10))
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]
-    assert generate(model.eval(), PROMPTS, EOT, Sampling(10)) == first  # dropout was off
+    assert continued(model.eval(), PROMPTS, EOT, Sampling(10)) == first  # dropout was off
     assert not model.training
 
 
@@ -185,9 +184,9 @@ def test_a_single_sample_is_printed_in_whole_characters(checkpoint, capsys, monk
     text, pieces = "año 日本 🙂🙃 \N{REPLACEMENT CHARACTER} x", []
     ids = [*tokenizer.encode(text).tolist(), *tokenizer.encode("🙂")[:1].tolist()]  # cut off in a character
 
-    def generate(model, rows, eot, sampling, heard):
+    def generate(model, rows, eot, sampling):
         for token in ids:
-            heard(0, token)
+            yield 0, token
             pieces.append(capsys.readouterr().out)
             assert text.startswith("".join(pieces)), "nothing that is written is taken back"
 

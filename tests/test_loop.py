@@ -3,13 +3,13 @@
 import math
 import os
 import shutil
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from close import assert_close, float64, in_float64
+from commands import expect_error
 from ranks import in_turn, run_ranks
 from runs import (
     before_each_step,
@@ -17,6 +17,7 @@ from runs import (
     checkpoint_at,
     complete,
     is_intact,
+    job_config,
     rows,
     saved_steps,
     state_of,
@@ -32,7 +33,6 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.state import Pending, Progress
-from gpt2_ddp.tasks.pretraining import choose_micro_batch
 from gpt2_ddp.training.loop import Result, finish_pending, train_step
 from gpt2_ddp.training.optimizer import lr_at
 
@@ -133,17 +133,20 @@ def test_processes_times_accumulation(corpus, tmp_path):
     assert_alike(*found)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_a_resume_keeps_a_chosen_micro_batch(tmp_path, processes):
-    """12 windows on 4 processes are 3 each: no micro-batches of 2, which the run had."""
-    config = training_config(tmp_path, tmp_path, {"train.micro_batch_size": 2})
-    here = SimpleNamespace(num_processes=processes, device=torch.device("cpu"))
-    setup = SimpleNamespace(processes=processes, device="cpu")
-    before = SimpleNamespace(task=SimpleNamespace(micro_batch=2), setup=setup)
-    size = 2 - (processes == 4)
-    assert choose_micro_batch(config, here, None, before) == size
-    auto = training_config(tmp_path, tmp_path, {"train.micro_batch_size": "auto"})
-    assert choose_micro_batch(auto, here, None, before) == size
+def train_on_a_full_gpu(config, message):
+    def run_out(run):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    before_each_step(run_out)
+    expect_error(message, train, config)
+
+
+def test_a_step_that_needs_too_much_memory(corpus, tmp_path):
+    """One line says what to lower: the micro-batch of the steps, which may be smaller than the setting."""
+    gpt = training_config(corpus, tmp_path / "gpt", {"train.micro_batch_size": 8})
+    job = job_config("regression", tmp_path / "job", {"train.micro_batch_size": 8})
+    for config, cure in ((gpt, "add --train.activation_checkpointing true; plan.py"), (job, "lower eval.batch_size")):
+        run_ranks(train_on_a_full_gpu, 1, config, f"train.micro_batch_size = 6: .* memory; halve it, or {cure}")
 
 
 def assert_alike(rows, others):

@@ -18,7 +18,6 @@ from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.model import muon, optim
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.memory import setting_of
 from gpt2_ddp.model.muon import orthogonal
 from gpt2_ddp.model.optim import (
     MOMENTUM,
@@ -26,6 +25,7 @@ from gpt2_ddp.model.optim import (
     build_optimizer,
     muon_matrices,
 )
+from gpt2_ddp.plan.memory import setting_of
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.optimizer import (

@@ -77,14 +77,14 @@ def test_another_device_or_torch_is_compared_to_a_tolerance(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(("setting", "device", "settled"), [
-    ("auto", "cpu", 2), ("auto", "NVIDIA H200", "auto"), (4, "cpu", 4),  # it says so itself
+    ("auto", "cpu", "model"), ("auto", "NVIDIA H200", "auto"), ("off", "cpu", "off"),  # it says so itself
 ])  # fmt: skip
 def test_what_auto_came_to_is_what_the_run_says(corpus, tmp_path, setting, device, settled):
     """A span's few steps could make it come to something else; on another device it is settled for that one."""
-    saved = training_config(corpus, tmp_path, {"train.micro_batch_size": setting}).model_dump(mode="json")
-    state = {"device": device, "compile": "off", "micro_batch": 2}
+    saved = training_config(corpus, tmp_path, {"train.compile": setting}).model_dump(mode="json")
+    state = {"device": device, "compile": "model", "micro_batch": 2}
     found = replay_module._config("gpt2", saved, str(tmp_path), (), state)
-    assert found.train.micro_batch_size == settled
+    assert found.train.compile == settled
 
 
 def alter_tensor(place, step, file_name, name, factor):

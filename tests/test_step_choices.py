@@ -1,7 +1,6 @@
-"""The step's choices: a loss in chunks, micro-batches that are chosen, and what torch.compile is asked for."""
+"""The step's choices: a loss in chunks, and what torch.compile is asked for."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,12 +12,11 @@ from models import random_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model import gpt as gpt_module
-from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, compiled, missing_compiler, resolve_compile
+from gpt2_ddp.model.compiled import check_compiler, compiled, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.memory import estimate, pick_micro_batch, setting_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -86,27 +84,23 @@ def test_logits_are_never_whole(monkeypatch, trains):
     assert sizes[1] == max(4 * 384 * 32, 6 * 16 * 128 * 4)  # the head's gradient, or an activation
 
 
-def on(device, processes=1, precision="no"):
-    return SimpleNamespace(device=device, num_processes=processes, mixed_precision=precision)
+def on(device, processes=1):
+    return SimpleNamespace(device=device, num_processes=processes)
 
 
 def test_what_is_compiled(monkeypatch):
-    """auto: a GPT on GPUs, by blocks where there are several; on CPUs a long training in bf16; never a small job."""
+    """auto: a GPT on GPUs, by blocks where there are several; never a small job."""
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: None)
-    model, many, half = gpt(), on(CUDA, 2), on(CPU, 1, "bf16")
-    auto = partial(resolve_compile, "auto", None)
-    assert auto(model, on(CUDA), 1.0) == ("model", None)
-    assert auto(model, many, 1.0) == ("blocks", None)
-    assert auto(gpt(document_mask=True), many, 1.0) == ("blocks", None)
-    assert auto(torch.nn.Linear(1, 1), on(CUDA), 0.0) == ("off", None)
-    assert auto(model, on(CPU), 9 * WORTH_IT) == ("off", None)
-    assert auto(model, half, 0.9 * WORTH_IT) == ("off", None)
-    assert auto(model, half, WORTH_IT) == ("model", None)
-    for how, before, found in (("blocks", None, "blocks"), ("off", None, "off"), ("auto", "blocks", "blocks")):
-        assert resolve_compile(how, before, model, on(CUDA), 1.0) == (found, None)
+    model = gpt()
+    auto = partial(resolve_compile, None)
+    assert auto(model, on(CUDA)) == ("model", None)
+    assert auto(model, on(CUDA, 2)) == ("blocks", None)
+    assert auto(torch.nn.Linear(1, 1), on(CUDA)) == ("off", None)
+    assert auto(model, on(CPU)) == ("off", None)
+    assert resolve_compile("blocks", model, on(CUDA)) == ("blocks", None)
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "Triton")
-    assert auto(model, on(CUDA), 1.0) == ("off", "Triton")
-    assert auto(model, on(CPU), 1.0) == ("off", None)
+    assert auto(model, on(CUDA)) == ("off", "Triton")
+    assert auto(model, on(CPU)) == ("off", None)
 
 
 def test_ddp_cuts_no_compiled_block():
@@ -125,16 +119,3 @@ def test_without_a_compiler(monkeypatch):
         expect_field("train.compile", how, check_compiler, how, CPU)
     check_compiler("auto", CPU)
     check_compiler("off", CPU)
-
-
-def test_a_micro_batch_by_estimate():
-    def setting(kind, block_size, windows):
-        train = {"steps": 1, "global_batch_tokens": windows * block_size}
-        return setting_of(TrainingConfig(model={"block_size": block_size}, train=train), gpt(), kind, 1, "no")
-
-    on_gpu = setting("cuda", 16, 12)
-    picked = [
-        pick_micro_batch(on_gpu, estimate(replace(on_gpu, micro_batch=size)).peak / 0.9001) for size in (12, 6, 1)
-    ]
-    assert picked == [6, 4, 1]  # a tenth of the memory is left
-    assert [pick_micro_batch(setting("cpu", size, 24), 0.0) for size in (16, 128, 512, 2048)] == [24, 4, 1, 1]

@@ -25,7 +25,7 @@ class LoopConfig(Section):
     where it is measured to be faster; a resume keeps the choice; no: fp32; fp16 (CUDA) scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = "auto"
     """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's overlap; auto, with a
-    compiler: model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off"""
+    compiler: model for a GPT on one GPU, blocks on several, else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of the training; auto: the first available of cuda, mps, cpu"""
     deterministic: bool = False
@@ -90,6 +90,8 @@ class RunConfig(Command):
     """Most rollbacks of a diverged run."""
     kept: ClassVar[tuple[str, ...]] = ("seed", "model", "optim")
     """Sections and fields that must not change when a run is resumed."""
+    less_memory: ClassVar[str] = ""
+    """What saves GPU memory besides smaller micro-batches: the end of an error's hint."""
 
     output_dir: str = "runs"
     """folder that contains the run folders"""

@@ -178,9 +178,9 @@ class TrainConfig(LoopConfig):
     steps as fit (docs/optimizers.md); a resume keeps their number"""
     global_batch_tokens: PositiveInt = 524_288
     """tokens per optimizer step over all processes; a multiple of block_size"""
-    micro_batch_size: PositiveInt | Literal["auto"] = 16
-    """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; auto: as many
-    as fit a GPU, by an estimate, or 512 tokens on a CPU; kept by a resume on equal devices"""
+    micro_batch_size: PositiveInt = 16
+    """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; plan.py shows
+    what fits a GPU"""
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
@@ -244,6 +244,7 @@ class TrainingConfig(RunConfig):
     rollbacks = 3
     kept = ("seed", "model", "optim", "train.global_batch_tokens")
     alternatives = ("train.steps", "train.epochs", "train.minutes")
+    less_memory = ", or add --train.activation_checkpointing true; plan.py shows the memory"
     first = (
         "run_name",
         "data.path",

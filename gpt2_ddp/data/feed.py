@@ -130,6 +130,12 @@ class Feed:
         """Items of a step over all ranks; an epoch's last step may have fewer."""
         return self.batch.size
 
+    @property
+    def micro_batches(self) -> tuple[int, int]:
+        """Each rank's number of micro-batches in a step, and the rows of the largest."""
+        shares = self.batch.share(self.batch.size)
+        return len(shares), max(self.batch.rows, *(len(part) for ranks in shares for part in ranks))
+
     def seek(self, state: FeedState) -> None:
         """Moves to a state in O(1): plans the steps from there on. Reads none of them yet."""
         self.state = state

@@ -14,9 +14,6 @@ from torch import nn
 
 from gpt2_ddp.errors import UserError
 
-WORTH_IT = 3e13
-"""Remaining FLOPs per process from which on compiling pays off, in bf16 on CPUs."""
-
 
 def check_compiler(how: str, device: torch.device) -> None:
     """Raises: UserError if `train.compile` requires a compiler that is missing."""
@@ -39,26 +36,15 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def resolve_compile(
-    how: str, before: str | None, model: nn.Module, accelerator: Accelerator, flops: float
-) -> tuple[str, str | None]:
-    """`train.compile` with `auto` resolved (off, blocks or model), and what inductor lacks if that turned `auto` off.
-    `before`: the saved run's value on the same devices. `flops`: what is left to a process; 0 if unknown."""
-    if how != "auto":
-        return how, None
-    environment = accelerator.device.type, accelerator.num_processes, accelerator.mixed_precision
-    how = before or what_pays(model, *environment, flops)
-    missing = None if how == "off" else missing_compiler(accelerator.device)
+def resolve_compile(before: str | None, model: nn.Module, accelerator: Accelerator) -> tuple[str, str | None]:
+    """The value of `train.compile: auto` (off, blocks or model), and what inductor lacks if that turned it off.
+    `before`: the saved run's value on the same devices."""
+    device, how = accelerator.device, "blocks" if accelerator.num_processes > 1 else "model"
+    if device.type != "cuda" or not hasattr(model, "compile_blocks"):
+        how = "off"
+    how = before or how
+    missing = None if how == "off" else missing_compiler(device)
     return ("off", missing) if missing else (how, None)
-
-
-def what_pays(model: Any, kind: str, processes: int, precision: str, flops: float) -> str:
-    """Value of `auto` where a compiler is available: off, blocks or model."""
-    if kind == "cpu" and precision == "bf16" and flops >= WORTH_IT:
-        return "model"
-    if kind != "cuda" or not hasattr(model, "compile_blocks"):
-        return "off"
-    return "blocks" if processes > 1 else "model"
 
 
 def compiled(model: Any, how: str) -> nn.Module:

@@ -34,9 +34,8 @@ def generate(
     eot: int,
     sampling: Sampling,
     poll: Callable[[], None] = lambda: None,
-    heard: Callable[[int, int], None] = lambda row, token: None,
-) -> list[list[int]]:
-    """Continues each prompt; a row's result does not depend on the other rows.
+) -> Iterator[tuple[int, int]]:
+    """Continues each prompt: its row, and a new token; a row's tokens do not depend on the other rows.
 
     The rows of a batch have equal lengths: a row whose prompt is longer than the shortest takes its next token from
     there. At the model's context, the last half of each row is encoded again: positions are learned, so a cache cannot
@@ -44,25 +43,18 @@ def generate(
 
     Args:
         model: on any device; its training mode is restored afterwards.
-        prompts: token ids. An empty prompt is the start of a document. A long one loses its beginning. A model with a
-            document mask sees the last document of each.
-        eot: the end-of-text token, which ends a row.
-        poll: called before each token; its exceptions end the generation. heard: called with each row and new token.
-
-    Returns:
-        The new tokens of each row, without end-of-text.
+        prompts: token ids of one document. An empty prompt is its start. A long one loses its beginning.
+        eot: the end-of-text token, which ends a row, and is left out.
+        poll: called before each token; its exceptions end the generation.
     """
     training = model.training
-    results: list[list[int]] = [[] for _ in prompts]
     model.eval()
     try:
         for first in range(0, len(prompts), BATCH_ROWS):
             batch = prompts[first : first + BATCH_ROWS]
             draws = [np.random.default_rng([sampling.seed, first + row]) for row in range(len(batch))]
             for row, token in _continue(model, batch, eot, sampling, draws, poll):
-                results[first + row].append(token)
-                heard(first + row, token)
-        return results
+                yield first + row, token
     finally:
         model.train(training)
 
@@ -77,8 +69,7 @@ def _continue(
 ) -> Iterator[tuple[int, int]]:
     """Rows and new tokens of a batch. `draws`: the random numbers of each row."""
     size, device = model.config.block_size, model.wte.weight.device
-    begins = model.eot if model.config.document_mask else None  # first token of a document, whose past is masked
-    given = [last_document([*prompt] or [eot], begins)[-size:] for prompt in prompts]
+    given = [([*prompt] or [eot])[-size:] for prompt in prompts]
     shortest = min(map(len, given))
     rows = torch.tensor([prompt[:shortest] for prompt in given], device=device)  # [B, n]
     prompted = [iter(prompt[shortest:]) for prompt in given]
@@ -103,11 +94,6 @@ def _continue(
                 else:
                     left[row] -= 1
                     yield row, token
-
-
-def last_document(tokens: list[int], begins: int | None) -> list[int]:
-    """The tokens from the last `begins` on; all tokens without one."""
-    return tokens[max((place for place, token in enumerate(tokens) if token == begins), default=0) :]
 
 
 def empty_cache(model: GPT, rows: int, length: int) -> Tensor:
@@ -154,6 +140,7 @@ def sample_texts(
     poll: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Each prompt and its continuation as one text. Raises: UserError as `Tokenizer.encode`."""
-    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-    new = generate(model, ids, tokenizer.eot, sampling, poll)
-    return [tokenizer.decode(prompt + more) for prompt, more in zip(ids, new, strict=True)]
+    rows = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    for row, token in generate(model, [*map(tuple, rows)], tokenizer.eot, sampling, poll):
+        rows[row].append(token)
+    return [*map(tokenizer.decode, rows)]

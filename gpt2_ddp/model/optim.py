@@ -13,8 +13,6 @@ from gpt2_ddp.distributed.launch import multiplies_bf16
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.roles import roles
 
-STATE_NUMBERS = "state_numbers"
-"""Key of a parameter group: numbers in the optimizer state for each number of its parameters, for estimates; else 2."""
 MOMENTUM = 0.95
 """Decay rate of Muon's momentum."""
 EPSILON = 1e-8
@@ -43,7 +41,7 @@ def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
     from gpt2_ddp.model.muon import MuonAdamW
 
     matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, "momentum": MOMENTUM}
-    matrices |= {"name": "muon", "relative_lr": config.muon_lr / config.lr, STATE_NUMBERS: 1}
+    matrices |= {"name": "muon", "relative_lr": config.muon_lr / config.lr}
     groups = [*decay_groups(model, config, {*matrices["params"]}), matrices]
     return MuonAdamW(groups, config.lr, config.betas, EPSILON, fused=True)
 
@@ -84,8 +82,3 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
     if not matrices:
         raise UserError("optim.name", "muon", NOBODY.format("matrix", "use adamw"))
     return sorted(matrices, key=Tensor.numel, reverse=True)
-
-
-def reads_found_inf(optimizer: Optimizer) -> bool:
-    """Whether the step of the optimizer reads `found_inf` on the device, as fused kernels do."""
-    return all(group.get("fused") for group in optimizer.param_groups)

@@ -28,7 +28,7 @@ from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device, pick_precision
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import without_init
-from gpt2_ddp.model.memory import Memory, Setting, estimate, pick_micro_batch, setting_of
+from gpt2_ddp.plan.memory import Memory, Setting, estimate, setting_of
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
 from gpt2_ddp.training.meters import device_name
@@ -293,12 +293,7 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
         setting = replace(setting, base=base)
     windows = config.global_batch_windows
     processes = min(machine.processes, windows)  # more are refused
-    batch = config.train.micro_batch_size
-    if batch == "auto":
-        batch = pick_micro_batch(replace(setting, processes=processes), machine.memory)
-    else:
-        batch = split_batch(windows, processes, batch)
-    setting = replace(setting, micro_batch=batch)
+    setting = replace(setting, micro_batch=split_batch(windows, processes, config.train.micro_batch_size))
     return Plan(
         config,
         machine,

@@ -177,14 +177,15 @@ def _rows(run: Path) -> Iterator[Record]:
 
 def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: Record) -> RunConfig:
     """The settings `saved` for a run in another folder, without preparation, trackers, profile and tasks, whose items
-    may be gone. `auto` becomes the choice in `state`, on such a device: the span's few steps could give another one."""
+    may be gone. `train.compile: auto` becomes the choice in `state`, on such a device: the span's few steps could give
+    another one."""
     config = read_config(kind, saved, METRICS)
     values = config.model_dump(mode="json")
     changes: Record = {"output_dir": folder, "run_name": "replay", "train.max_minutes": None}
     changes |= {"tracking.log_with": (), "checkpoint.mirror": None}
-    if state["device"] == device_name(pick_device(config.train.device, "train.")):
-        settled = {"compile": state["compile"], "micro_batch_size": state.get("micro_batch")}
-        changes |= {f"train.{name}": to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
+    is_alike = state["device"] == device_name(pick_device(config.train.device, "train."))
+    if is_alike and config.train.compile == "auto":
+        changes["train.compile"] = state["compile"]
     if isinstance(config, TrainingConfig):
         if config.train.minutes:  # a stretch of the warm-up, which does not depend on the number of steps
             changes |= {"train.minutes": None, "train.steps": config.optim.warmup_steps}

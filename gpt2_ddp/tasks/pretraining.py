@@ -27,8 +27,7 @@ from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, State, TaskState
-from gpt2_ddp.training.meters import has_same_devices
+from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, TaskState
 from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.task import Due, Loss, Poll
 
@@ -66,7 +65,8 @@ class Pretraining:
         self.units_per_item = config.model.block_size
         self._needs_weights = bool(config.train.init_from) and not saved
         if accelerator:
-            split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more than windows
+            windows, processes = config.global_batch_windows, accelerator.num_processes
+            self.micro_batch = split_batch(windows, processes, config.train.micro_batch_size)
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         return self.config.total_steps(epoch_size)
@@ -196,11 +196,10 @@ class Pretraining:
         self.initial = load_initial_weights(self.config, self.model, self.tokenizer, self.initial)
 
     def build_feed(self) -> None:
-        """Chooses the micro-batch, and makes `feed`."""
-        config, accelerator, before = self.config, self.accelerator, self._saved and self._saved.state
-        self.micro_batch = choose_micro_batch(config, accelerator, self.model, before)
+        """Makes `feed`."""
+        accelerator = self.accelerator
         shares = partial(interleaved, accelerator.num_processes, self.micro_batch)
-        batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
+        batch = GlobalBatch(self.config.global_batch_windows, shares, rows=self.micro_batch)
         self.feed = Feed(self.order, batch, self.corpus.source, accelerator)
 
     def check_hashes(self, record: bool = True) -> None:
@@ -294,20 +293,6 @@ def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Ch
 
         return make(Pretraining, config, accelerator, saved)
     return Pretraining(config, accelerator, saved)
-
-
-def choose_micro_batch(config: TrainingConfig, accelerator: Accelerator, model: GPT, before: State | None) -> int:
-    """The windows of a micro-batch by `train.micro_batch_size`. `auto` keeps the value of the state `before` on as many
-    devices of the same kind; a new value is estimated. Collective."""
-    size = config.train.micro_batch_size
-    if size == "auto" and before and has_same_devices(before.setup, accelerator):
-        data: Any = before.task
-        size = data.micro_batch
-    if size != "auto":
-        return split_batch(config.global_batch_windows, accelerator.num_processes, size)
-    from gpt2_ddp.model.memory import estimated_micro_batch
-
-    return estimated_micro_batch(config, model, accelerator)
 
 
 def check_memory(model: ModelConfig, vocab_size: int, parts: int = 1) -> None:

@@ -100,15 +100,12 @@ def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer) -> 
     """Prints the samples; a single sample while it is generated. After a stop, prints the incomplete samples."""
     rows = [tokenizer.encode(prompt).tolist() for prompt in config.prompts for _ in range(config.num_samples)]
     waiting = [[*row] for row in rows]  # tokens that are not printed yet
-
-    def heard(row: int, token: int) -> None:
-        waiting[row].append(token)
-        if len(rows) == 1 and not (text := tokenizer.decode(waiting[0])).endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text, end="", flush=True)
-            waiting[0].clear()
-
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
     try:
-        generate(model, rows, tokenizer.eot, sampling, heard=heard)
+        for row, token in generate(model, rows, tokenizer.eot, sampling):
+            waiting[row].append(token)
+            if len(rows) == 1 and not (text := tokenizer.decode(waiting[0])).endswith("\N{REPLACEMENT CHARACTER}"):
+                print(text, end="", flush=True)
+                waiting[0].clear()
     finally:
         print(f"\n{'-' * 80}\n".join(map(tokenizer.decode, waiting)))

@@ -17,6 +17,7 @@ from gpt2_ddp.checkpoint.run_files import Outcome, finite
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.ranks import sum_over_ranks
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.opening import finish_complete, open_run
@@ -53,7 +54,11 @@ def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
         else:
             with start(build(run), on_row) as training:
                 stop = training.stop
-                outcome, reason = train_loop(training)
+                try:
+                    outcome, reason = train_loop(training)
+                except torch.OutOfMemoryError as error:
+                    hint = f"needs more than the GPU's memory; halve it{config.less_memory}"
+                    raise UserError("train.micro_batch_size", training.task.feed.micro_batches[1], hint) from error
                 finish(training, outcome, reason)
         seconds = time.perf_counter() - begun
         result = Result(outcome, run.step, run.progress.scores, seconds, run.folder.path, run.best_checkpoint)

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.optim import reads_found_inf
 from gpt2_ddp.training.strategy import Replicated
 from gpt2_ddp.training.task import Loss
 
@@ -31,7 +30,8 @@ class GuardedOptimizer:
         accelerator = strategy.accelerator
         self._prepared, self._accelerator, self._scaler = optimizer, accelerator, accelerator.scaler
         self._keeps_gradients = strategy.keeps_gradients
-        self._waits, self._skip = not reads_found_inf(self.plain), torch.zeros(())
+        self._waits = not all(group.get("fused") for group in self.plain.param_groups)
+        self._skip = torch.zeros(())
         if not self._waits:
             self.plain.register_step_pre_hook(self._set_found_inf)
 

@@ -37,9 +37,6 @@ from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_valu
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.task import Poll, check_numbers
 
-CPU_FLOPS = 1e11
-"""FLOP/s of a process on a CPU in bf16 (estimate), which say whether compiling pays off in `train.minutes`."""
-
 
 @dataclass(frozen=True)
 class Trainer(Opened):
@@ -143,7 +140,7 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     task.load(run.watchdog)
     run.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
     steps = task.total_steps(len(task.feed.order))
-    how = _resolve_compile(run, steps)
+    how = _resolve_compile(run)
     model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task)
     optimizer = GuardedOptimizer(prepared, run.strategy)
     on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))  # checks their names
@@ -171,19 +168,16 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     return trainer
 
 
-def _resolve_compile(run: Opened, steps: int | None) -> str:
+def _resolve_compile(run: Opened) -> str:
     """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices are the same."""
-    accelerator, task, before = run.accelerator, run.task, run.checkpoint.state.setup if run.checkpoint else None
-    known = before.compile if before and has_same_devices(before, accelerator) else None
-    left = (steps or 0) - run.step
-    flops = task.flops_per_unit * task.units_per_item * task.feed.step_size * left / accelerator.num_processes
-    if minutes := run.config.get("train.minutes"):
-        flops = 60 * minutes * CPU_FLOPS
-    how, missing = resolve_compile(run.config.train.compile, known, task.model, accelerator, flops)
+    accelerator, how, before = run.accelerator, run.config.train.compile, run.checkpoint and run.checkpoint.state.setup
+    if how == "auto":
+        known = before.compile if before and has_same_devices(before, accelerator) else None
+        how, missing = resolve_compile(known, run.task.model, accelerator)
+        if missing:
+            accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
     if how == "model" and run.config.get("launch.parallel") == "fsdp":
         how = "blocks"
-    if missing:
-        accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
     if how != "off":
         run.watchdog.compiles = True
     return how
@@ -284,14 +278,13 @@ def finish(run: Training, outcome: Outcome, reason: str = "") -> None:
 
 def describe_start(run: Training) -> str:
     """What is about to be trained, and on what, for people."""
-    accelerator, task, shares = run.accelerator, run.task, run.task.feed.batch.share(run.task.feed.step_size)
-    rows = [max(len(part), task.feed.batch.rows) for ranks in shares for part in ranks]
+    accelerator, task, (parts, rows) = run.accelerator, run.task, run.task.feed.micro_batches
     begins = f"resumes from step {run.step}" if run.step else "starts"
     count, kind = accelerator.num_processes, accelerator.device.type
     precision = describe_precision(accelerator.mixed_precision, accelerator.device)
     kind += ", fsdp" * (run.config.get("launch.parallel") == "fsdp") + f", precision {precision}"
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"
-    what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
+    what += f"; a step is {parts} x {rows * task.units_per_item:,} {task.unit} per process"
     return f"{run.config.run_name} {begins}: {what}"
 
 

@@ -1,25 +1,17 @@
-"""Memory estimate of one process, by part, in training and evaluation (derived in docs/plan.md); and
-`train.micro_batch_size: auto` (docs/benchmarks.md): by a GPU's memory, or by a CPU's caches.
+"""Memory estimate of one process, by part, in training and evaluation (derived in docs/plan.md).
 
 On CPUs the estimate was within 20 % of the measured peaks; docs/plan.md compares it with GPUs.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.evaluate import BATCH
 from gpt2_ddp.model.gpt import GPT, LOSS_CHUNK
-from gpt2_ddp.model.optim import STATE_NUMBERS, build_optimizer
+from gpt2_ddp.model.optim import build_optimizer
 
-ROOM = 0.9  # largest estimate for a micro-batch, as a fraction of a GPU's memory
-CPU_TOKENS = 512  # largest micro-batch on a CPU
 CUDA_BASE = 1.0e9  # bytes of a CUDA context, cuBLAS's workspace and the allocator's slack; NCCL takes as much again
 
 
@@ -50,7 +42,7 @@ def setting_of(config: TrainingConfig, model: GPT, kind: str, processes: int, pr
     """Setting of a training on GPUs that evaluates and saves in the foreground, for a micro-batch of 1. The model may
     be on the meta device."""
     groups = build_optimizer(model, config.optim).param_groups
-    state = sum(group.get(STATE_NUMBERS, 2) * parameter.numel() for group in groups for parameter in group["params"])
+    state = sum((2 - ("momentum" in group)) * parameter.numel() for group in groups for parameter in group["params"])
     return Setting(
         config,
         kind,
@@ -169,28 +161,3 @@ def estimate(setting: Setting) -> Memory:
     copied = setting.background and setting.kind != "cpu"
     host = 4.0 * copied * (setting.parameters + setting.state)
     return Memory(moment, {"program": setting.base} | moments[moment], host)
-
-
-def pick_micro_batch(setting: Setting, room: float) -> int:
-    """Estimate for `train.micro_batch_size: auto`: the largest that is expected to fit a GPU's memory, `room` bytes, or
-    a CPU's caches; at least 1. Where W divides G, a divisor."""
-    config = setting.config
-    size = config.global_batch_windows
-    while size > 1:
-        size = split_batch(config.global_batch_windows, setting.processes, size)
-        if setting.kind == "cuda":
-            fits = estimate(replace(setting, micro_batch=size)).peak <= ROOM * room
-        else:
-            fits = size * config.model.block_size <= CPU_TOKENS
-        if fits:
-            return size
-        size -= 1
-    return 1
-
-
-def estimated_micro_batch(config: TrainingConfig, model: GPT, accelerator: Accelerator) -> int:
-    """Windows per forward pass by the memory estimate and the GPUs' free memory, equal on all ranks. Collective."""
-    device = accelerator.device
-    setting = setting_of(config, model, device.type, accelerator.num_processes, accelerator.mixed_precision)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    return min(gather_object([pick_micro_batch(setting, free)]))
