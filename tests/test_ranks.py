@@ -1,8 +1,8 @@
 """What a rank draws, and what ranks agree on."""
 
-import threading
-import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from ranks import in_turn, run_ranks
@@ -63,18 +63,28 @@ def test_a_limit_of_open_files_is_raised(monkeypatch):
 
 
 def test_a_rank_that_ended_before_the_ranks_connected_is_noticed(monkeypatch, capfd):
-    """It was on this machine, and no process has its number any more."""
+    """It was on this machine, and no process has its number any more, while this rank still waits."""
 
     def end(code):
         raise SystemExit(code)
 
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    now, world = [0.0], {"MASTER_ADDR": "node-a", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    found = [SimpleNamespace(environ=lambda rank=rank: world | {"RANK": rank}) for rank in "10"]
+    found.append(SimpleNamespace(environ=lambda: world | {"MASTER_PORT": "2", "RANK": "7"}))
+    monkeypatch.setattr(psutil, "process_iter", lambda: found)
     monkeypatch.setattr(launch.os, "_exit", end)
-    monkeypatch.setattr(peers, "CONNECTED", threading.Event())
-    monkeypatch.setattr(peers, "LAST_SEEN", {"0": time.monotonic(), "1": time.monotonic() - peers.AFTERMATH})
+    monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
+
+    def wait(seconds):
+        now[0] += seconds
+        found[:] = found[-2:] if now[0] > 20 else found
+
     with pytest.raises(SystemExit, match="2"):
-        peers._watch_connecting(threading.Event(), 300)
+        peers._watch_connecting(SimpleNamespace(wait=wait), 300)
     assert capfd.readouterr().err == "error: processes = 2: rank 1 ended early; see its output\n"
+    assert 25 < now[0] < 30
 
 
 def compared(here):

@@ -200,7 +200,6 @@ def test_a_rank_ends_before_its_interpreter_shuts_down(monkeypatch, world, end, 
     """Or a thread of gloo that wants Python's lock then would abort it. All exit handlers are called before."""
     handlers, codes = [], []
     monkeypatch.setenv("WORLD_SIZE", world)
-    monkeypatch.setattr(signals, "see_ranks_of_this_machine", lambda: None)
     monkeypatch.setattr(signals.atexit, "register", lambda *call: handlers.insert(0, call))
     monkeypatch.setattr(signals.os, "_exit", codes.append)
     with suppress(SystemExit, ValueError), signals.exit_on_signal(lambda line: None):

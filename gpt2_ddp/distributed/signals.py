@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from gpt2_ddp.distributed.environment import has_other_ranks, see_ranks_of_this_machine, stop_code
+from gpt2_ddp.distributed.environment import stop_code, world_size
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 INTERRUPTED = 130  # exit code after a SIGINT that ends the process at once, as in a shell
@@ -68,8 +68,6 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
     _state.exit_code = 1
     threading.Thread(target=_listen, args=(reader, print_line), name="signals", daemon=True).start()
     restore = _set_handlers()
-    if has_other_ranks():
-        threading.Thread(target=see_ranks_of_this_machine, name="ranks here", daemon=True).start()
     try:
         try:
             yield
@@ -79,7 +77,7 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
             raise
         except RuntimeError:
             # a rank that stops first closes its connections; this rank's signal comes from the launcher a moment later
-            if has_other_ranks() and not _state.had_handler:
+            if world_size() > 1 and not _state.had_handler:
                 time.sleep(PATIENCE_SECONDS)
             raise
     except KeyboardInterrupt:
