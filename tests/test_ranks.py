@@ -1,5 +1,7 @@
 """What a rank draws, and what ranks agree on."""
 
+import sys
+from itertools import count
 from types import SimpleNamespace
 
 import psutil
@@ -64,27 +66,18 @@ def test_a_limit_of_open_files_is_raised(monkeypatch):
 
 def test_a_rank_that_ended_before_the_ranks_connected_is_noticed(monkeypatch, capfd):
     """It was on this machine, and no process has its number any more, while this rank still waits."""
-
-    def end(code):
-        raise SystemExit(code)
-
-    now, world = [0.0], {"MASTER_ADDR": "node-a", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
-    for name, value in world.items():
-        monkeypatch.setenv(name, value)
-    found = [SimpleNamespace(environ=lambda rank=rank: world | {"RANK": rank}) for rank in "10"]
-    found.append(SimpleNamespace(environ=lambda: world | {"MASTER_PORT": "2", "RANK": "7"}))
+    world, times = {"MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1"}, count()
+    monkeypatch.setattr(peers.os, "environ", world)
+    other = {"MASTER_PORT": "2", "RANK": "7"}
+    found = [SimpleNamespace(environ=lambda change=change: world | change) for change in (other, {})]
     monkeypatch.setattr(psutil, "process_iter", lambda: found)
-    monkeypatch.setattr(launch.os, "_exit", end)
-    monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
-
-    def wait(seconds):
-        now[0] += seconds
-        found[:] = found[-2:] if now[0] > 20 else found
-
+    monkeypatch.setattr(peers.os, "_exit", sys.exit)
+    monkeypatch.setattr(peers.time, "monotonic", times.__next__)
+    connected = SimpleNamespace(wait=lambda _: next(times) > 20 and found.clear())
     with pytest.raises(SystemExit, match="2"):
-        peers._watch_connecting(SimpleNamespace(wait=wait), 300)
+        peers._watch_connecting(connected, 300)
     assert capfd.readouterr().err == "error: processes = 2: rank 1 ended early; see its output\n"
-    assert 25 < now[0] < 30
+    assert 25 < next(times) < 30
 
 
 def compared(here):

@@ -118,8 +118,8 @@ def judge(seen: Sequence[Observed], patience: float, silence_only: bool = False)
             lines.append(f"{beat.name}: no heartbeat for {silent:.0f} s; {last}")
             stuck.append(beat.process)
     if not lines and not silence_only and "lost" not in ends and all(one.silent <= GRACE for one in running):
-        least = min((one.beat.progress for one in running), default=())
-        behind = [one.beat for one in running if one.beat.progress == least]
+        places = [[one.beat.step, *one.beat.progress] for one in running]
+        behind = [one.beat for one, place in zip(running, places, strict=True) if place == min(places)]
         if all(beat.idle > beat.limit for beat in behind):
             lines = [beat.stall for beat in behind]
     return Verdict("\n".join(lines), stuck) if lines else None

@@ -99,7 +99,8 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
 
 def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
     """Calls `handler` for every signal, until the returned function is called. Does nothing outside the main thread. If
-    `last`, signals are ignored afterwards, except a second SIGINT, which raises KeyboardInterrupt."""
+    `last`, signals are ignored afterwards. A SIGINT that follows another signal, and is no echo of it, raises
+    KeyboardInterrupt at any time."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     _state.first = ""
@@ -123,20 +124,16 @@ def has_signal() -> bool:
     return bool(_state.first)
 
 
-def is_second_interrupt(number: int) -> bool:
-    """Whether a signal is a SIGINT that follows another signal and is no echo of it."""
-    return number == signal.SIGINT and time.monotonic() > _state.first_at + ECHO_SECONDS
-
-
 def _on_signal(number: int, frame: FrameType | None) -> None:
     is_first = not _state.first
     if is_first:
         _state.first, _state.first_at = signal.Signals(number).name, time.monotonic()
     if _state.handler is not None:
         _state.handler(number, frame)
-    elif is_first and _state.ends_process():
+    elif is_first and not _state.saved:
         raise Stopped(_state.first)
-    elif number == signal.SIGINT if is_first else is_second_interrupt(number):
+    is_echo = time.monotonic() <= _state.first_at + ECHO_SECONDS
+    if number == signal.SIGINT and not (is_echo or is_first):
         raise KeyboardInterrupt
 
 

@@ -22,7 +22,7 @@ from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.store import SLOW_DISK
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.distributed.environment import elastic_nodes, launcher_option, spare_core
+from gpt2_ddp.distributed.environment import elastic_nodes, spare_core
 from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
@@ -187,7 +187,7 @@ def _resolve_compile(run: Opened, steps: int | None) -> str:
     if missing:
         accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
     if how != "off":
-        run.watchdog.compiles = True
+        run.watchdog.first_limit = FIRST_TIMEOUT
     return how
 
 
@@ -297,8 +297,7 @@ def describe_start(run: Training) -> list[str]:
     lines = [f"{run.config.run_name} {begins}: {what}"]
     if nodes := elastic_nodes():
         resumes = f"the run resumes on any {nodes} machines, from the newest checkpoint"
-        store = launcher_option("rdzv_endpoint")
-        lines.append(f"note: elastic: {resumes}; only the rendezvous machine, {store}, must stay up")
+        lines.append(f"note: elastic: {resumes}; only the machine of --rdzv_endpoint must stay up")
     return lines
 
 

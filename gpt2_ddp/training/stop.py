@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from gpt2_ddp.distributed.environment import elastic_nodes, machines
 from gpt2_ddp.distributed.ranks import has_others, late_sums
-from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second_interrupt
+from gpt2_ddp.distributed.signals import has_signal, install_handlers
 from gpt2_ddp.errors import is_main_process
 
 T = TypeVar("T")
@@ -28,8 +28,7 @@ class StopRequest:
     """A stop that all ranks agree on, requested by a signal to any rank or by the main process's clock.
 
     A single process stops after the current step. Several stop after it or the next one, since they agree one call
-    late (`late_sums`). A SIGINT more than a second after the first signal ends the process at once. `max_minutes` count
-    from `begun`, a `time.monotonic()`. `progress` is called before each poll.
+    late (`late_sums`). `max_minutes` count from `begun`, a `time.monotonic()`. `progress` is called before each poll.
 
     Attributes:
         reason: of the stop, on this rank; empty without a stop. is_agreed: whether all ranks have agreed to it.
@@ -50,8 +49,6 @@ class StopRequest:
         self.restore_handlers = install_handlers(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if is_second_interrupt(number):
-            raise KeyboardInterrupt
         self._is_by_signal = self._is_by_signal or not self.reason
         self.request(signal.Signals(number).name)
 
