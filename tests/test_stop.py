@@ -86,7 +86,7 @@ def agreed(reasons, elastic=True):
             stop.request(reason)
         stop.sync()
         result = stop.is_agreed, stop.is_of_other_machines()
-    signals._state.saved = False
+    signals._state.handler = None
     return result
 
 

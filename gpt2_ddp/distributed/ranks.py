@@ -75,9 +75,9 @@ def on_every_rank(function: Callable[[], T]) -> T:
     """This rank's result of `function`, once all ranks have succeeded. Raises, on every rank, any rank's first
     UserError."""
     group = control_group()  # before the work, since connecting has a shorter timeout
-    results: list[T] = []  # of this process, as it may be no object to send
-    gather(lambda: results.append(function()), group)
-    return results[0]
+    result, error = _attempt(function)  # the result may be no object to send
+    _raise_on_every_rank(gather(lambda: error, group))
+    return result  # pyright: ignore[reportReturnType]
 
 
 def gather(function: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:

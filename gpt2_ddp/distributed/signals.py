@@ -34,15 +34,10 @@ class SignalState:
     active = False  # inside `exit_on_signal`
     first = ""  # name of the first signal
     first_at = 0.0  # its time on the monotonic clock
-    handler: Handler | None = None  # installed handler
+    handler: Handler | None = None  # installed handler; None: a first signal ends the process
     had_handler = False  # whether a handler was ever installed
-    saved = False  # whether everything is saved
     exit_code = 1  # of a rank
     announce: Callable[[], object] = staticmethod(lambda: None)  # called before a forced end
-
-    def ends_process(self) -> bool:
-        """Whether a first signal ends the process."""
-        return self.handler is None and not self.saved
 
 
 _state = SignalState()
@@ -64,7 +59,7 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _state.first, _state.had_handler, _state.saved, _state.active = "", False, False, True
+    _state.first, _state.had_handler, _state.handler, _state.active = "", False, None, True
     _state.exit_code = 1
     threading.Thread(target=_listen, args=(reader, print_line), name="signals", daemon=True).start()
     restore = _set_handlers()
@@ -108,7 +103,7 @@ def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
     restore = _set_handlers()
 
     def uninstall() -> None:
-        _state.handler, _state.saved = handler_before, last
+        _state.handler = (lambda *_: None) if last else handler_before
         restore()
 
     return uninstall
@@ -130,7 +125,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         _state.first, _state.first_at = signal.Signals(number).name, time.monotonic()
     if _state.handler is not None:
         _state.handler(number, frame)
-    elif is_first and not _state.saved:
+    elif is_first:
         raise Stopped(_state.first)
     is_echo = time.monotonic() <= _state.first_at + ECHO_SECONDS
     if number == signal.SIGINT and not (is_echo or is_first):
@@ -154,12 +149,12 @@ def _listen(reader: int, print_line: Callable[[str], None]) -> None:
         while byte := pipe.read(1):
             if reported or byte[0] not in SIGNALS:
                 continue
-            reported, ends, name = True, _state.ends_process(), signal.Signals(byte[0]).name
+            reported, ends, name = True, _state.handler is None, signal.Signals(byte[0]).name
             time.sleep(QUICK_SECONDS if ends else 0)
             if _state.active:
                 print_line(f"{name} received: stopping")
             time.sleep(PATIENCE_SECONDS - QUICK_SECONDS if ends else 0)
-            if ends and _state.ends_process() and _state.active:
+            if ends and _state.handler is None and _state.active:
                 print_line(_stop_message(name))
                 _state.announce()
                 os._exit(stop_code())

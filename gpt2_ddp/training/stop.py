@@ -36,11 +36,11 @@ class StopRequest:
 
     def __init__(self, begun: float, max_minutes: float | None = None, progress: Callable[[], None] = lambda: None):
         self.reason, self.is_agreed = "", False
-        self._progress, self._is_main = progress, is_main_process()
+        self._progress = progress
         self._deadlines: list[tuple[float, str]] = []
-        if self._is_main and max_minutes:
+        if is_main_process() and max_minutes:
             self._deadlines.append((begun + 60 * max_minutes, f"train.max_minutes = {max_minutes}"))
-        if self._is_main and (end := os.environ.get("SLURM_JOB_END_TIME", "")):  # in seconds since 1970
+        if is_main_process() and (end := os.environ.get("SLURM_JOB_END_TIME", "")):  # in seconds since 1970
             self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
         self._is_by_signal, self._is_all_by_signals = False, True
         self._start_sum, self._done = late_sums(), 0.0
@@ -117,10 +117,10 @@ class StopRequest:
         """The result of `work`, which polls, on the main process; None on the others, which poll meanwhile. Raises:
         Interrupted, on all ranks."""
         result, self._done = None, 0.0
-        if self._is_main:
+        if is_main_process():
             result = work()
             self.poll(done=True)
             self.poll()  # the others see the sum of a call one call later
-        while not (self._is_main or self._done):
+        while not (is_main_process() or self._done):
             self.poll()
         return result
