@@ -189,9 +189,9 @@ LAUNCHES = """
 """Processes that commands ask for."""
 
 
-def launched_by(monkeypatch, command, environment=None):
-    """As if the parent process were this command, in this environment."""
-    parent = SimpleNamespace(cmdline=lambda: ["python", *command.split()], environ=lambda: environment or {})
+def launched_by(monkeypatch, command):
+    """As if the parent process were this command."""
+    parent = SimpleNamespace(cmdline=lambda: ["python", *command.split()])
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     if "accelerate" in command:
@@ -264,19 +264,17 @@ def validated(command):
     return _validate_launch_command(launch_command_parser().parse_args(command.split()[2:]))[0]
 
 
-@pytest.mark.parametrize(("flags", "parent", "run", "expected"), [
-    ("", {}, "", [usable_cores()]), ("", {}, "2", [max(usable_cores() // 2, 1)]),
-    ("", {"OMP_NUM_THREADS": "1"}, "", []), ("--num_cpu_threads_per_process 1 ", {}, "", []),
+@pytest.mark.parametrize(("variable", "threads", "is_replaced"), [
+    ("ACCELERATE_DYNAMO_MODE", "1", True), ("TORCHELASTIC_RUN_ID", "1", True), ("TORCHELASTIC_RUN_ID", "3", False),
+    ("USER", "1", False),
 ])  # fmt: skip
-def test_threads_that_a_user_chose_are_kept_and_those_of_a_launcher_are_not(monkeypatch, flags, parent, run, expected):
-    """Launchers set OMP_NUM_THREADS to 1; what the user chose, their own environment or flags have."""
-    launched_by(monkeypatch, f"accelerate launch {flags}train.py", parent)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    if run:  # torchrun, of two processes
-        monkeypatch.delenv("ACCELERATE_DYNAMO_MODE")
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+def test_threads_that_a_user_chose_are_kept_and_the_one_of_a_launcher_is_not(
+    monkeypatch, variable, threads, is_replaced
+):
+    """Launchers set OMP_NUM_THREADS to 1, unless the environment or their flags have another number."""
+    monkeypatch.setenv(variable, "x")
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     launching.set_cpu_threads()
-    assert chosen == expected
+    assert chosen == [usable_cores()] * is_replaced

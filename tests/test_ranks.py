@@ -1,8 +1,10 @@
 """What a rank draws, and what ranks agree on."""
 
-import threading
-import time
+import sys
+from itertools import count
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from ranks import in_turn, run_ranks
@@ -63,18 +65,19 @@ def test_a_limit_of_open_files_is_raised(monkeypatch):
 
 
 def test_a_rank_that_ended_before_the_ranks_connected_is_noticed(monkeypatch, capfd):
-    """It was on this machine, and no process has its number any more."""
-
-    def end(code):
-        raise SystemExit(code)
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(launch.os, "_exit", end)
-    monkeypatch.setattr(peers, "CONNECTED", threading.Event())
-    monkeypatch.setattr(peers, "LAST_SEEN", {"0": time.monotonic(), "1": time.monotonic() - peers.AFTERMATH})
+    """It was on this machine, and no process has its number any more, while this rank still waits."""
+    world, times = {"MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1"}, count()
+    monkeypatch.setattr(peers.os, "environ", world)
+    other = {"MASTER_PORT": "2", "RANK": "7"}
+    found = [SimpleNamespace(environ=lambda change=change: world | change) for change in (other, {})]
+    monkeypatch.setattr(psutil, "process_iter", lambda: found)
+    monkeypatch.setattr(peers.os, "_exit", sys.exit)
+    monkeypatch.setattr(peers.time, "monotonic", times.__next__)
+    connected = SimpleNamespace(wait=lambda _: next(times) > 20 and found.clear())
     with pytest.raises(SystemExit, match="2"):
-        peers._watch_connecting(threading.Event(), 300)
+        peers._watch_connecting(connected, 300)
     assert capfd.readouterr().err == "error: processes = 2: rank 1 ended early; see its output\n"
+    assert 25 < next(times) < 30
 
 
 def compared(here):

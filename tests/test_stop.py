@@ -11,12 +11,14 @@ from runs import state_of, train_with_faults, training_config
 
 from gpt2_ddp.distributed import signals
 from gpt2_ddp.distributed.launch import build_accelerator
+from gpt2_ddp.training import stop as stopping
 from gpt2_ddp.training.stop import Interrupted, StopRequest
 
 
 @contextmanager
 def stop_request(**options):
-    stop = StopRequest(build_accelerator("cpu", "no"), time.monotonic(), **options)
+    build_accelerator("cpu", "no")
+    stop = StopRequest(time.monotonic(), **options)
     try:
         yield stop
     finally:
@@ -75,7 +77,8 @@ def test_a_signal_that_comes_twice_is_one_request(corpus, tmp_path):
 
 def agreed(reasons, elastic=True):
     """Whether the ranks stop, and whether this one's launcher has to start it again; `SIGTERM` is a signal."""
-    with stop_request(by_machine=elastic) as stop:
+    stopping.machines, stopping.elastic_nodes = lambda: 2, lambda: "1:2" if elastic else ""
+    with stop_request() as stop:
         reason = reasons[int(os.environ["RANK"])]
         if reason == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
@@ -83,7 +86,7 @@ def agreed(reasons, elastic=True):
             stop.request(reason)
         stop.sync()
         result = stop.is_agreed, stop.is_of_other_machines()
-    signals._state.saved = False
+    signals._state.handler = None
     return result
 
 

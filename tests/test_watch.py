@@ -38,7 +38,7 @@ HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
 
 def seen(*signs, silent=None):
     """Ranks that wait in the backward pass of step 7, but for what `signs` says of the first ones."""
-    usual = {"stage": "forward/backward", "step": 7, "progress_count": 2, "collectives": 50, "limit": 120.0}
+    usual = {"stage": "forward/backward", "step": 7, "progress": [50, 2], "limit": 120.0}
     beats = [Heartbeat(HOSTS[rank], rank, **(usual | (signs[rank] if rank < len(signs) else {}))) for rank in range(4)]
     return [Observed(beat, (silent or {}).get(rank, 0.3)) for rank, beat in enumerate(beats)]
 
@@ -47,20 +47,20 @@ ACCUSED = r"""
 | |
 4*{idle: 119} | |
 3*{idle: 130}; {idle: 119} | |
-{idle: 1000, collectives: 51}; {idle: 3}; {idle: 999, collectives: 51} | |
+{idle: 1000, progress: [51, 2]}; {idle: 3}; {idle: 999, progress: [51, 2]} | |
 {stage: save, idle: 900, limit: 1000}; 3*{step: 8, idle: 899} | |
-{idle: 130}; 3*{idle: 130, collectives: 51} | {2: 100} |
+{idle: 130}; 3*{idle: 130, progress: [51, 2]} | {2: 100} |
 {end: left} | {0: 1000} |
 {end: lost, error: "RuntimeError: gloo", idle: 130}; 3*{idle: 130} | |
 {end: lost, error: "RuntimeError: gloo"} | {3: 4.9} |
 {end: lost, error: "RuntimeError: gloo"} | {3: 5.1} | rank 3 on host1: no heartbeat for
-2*{idle: 119, collectives: 51}; {stage: data, progress_count: 1, idle: 121, stack: "  File x"}; \
- {idle: 119, collectives: 51} | | rank 2 on host1: no progress for 121 s at data, step 7\n  File x
-{stage: sample, progress_count: 9, idle: 121}; 3*{step: 8, progress_count: 1, idle: 125} | \
+2*{idle: 119, progress: [51, 2]}; {stage: data, progress: [50, 1], idle: 121, stack: "  File x"}; \
+ {idle: 119, progress: [51, 2]} | | rank 2 on host1: no progress for 121 s at data, step 7\n  File x
+{stage: sample, progress: [50, 9], idle: 121}; 3*{step: 8, progress: [50, 1], idle: 125} | \
  | rank 0 on host0: no progress for 121 s at sample, step 7
-{idle: 125, collectives: 51}; {idle: 119, collectives: 51}; {idle: 124}; {idle: 119, collectives: 51} | \
+{idle: 125, progress: [51, 2]}; {idle: 119, progress: [51, 2]}; {idle: 124}; {idle: 119, progress: [51, 2]} | \
  | rank 2 on host1: no progress for 124 s at forward/backward, step 7
-3*{stage: evaluate, progress_count: 30, idle: 122}; {stage: evaluate, progress_count: 29, idle: 122} | \
+3*{stage: evaluate, progress: [50, 30], idle: 122}; {stage: evaluate, progress: [50, 29], idle: 122} | \
  | rank 3 on host1: no progress for 122 s at evaluate, step 7
 4*{stage: preparing data, idle: 5, limit: 600000} | {3: 119} |
 4*{stage: preparing data, idle: 5, limit: 600000} | {3: 121} \
@@ -170,7 +170,9 @@ def clock(monkeypatch):
         clock = Clock(watch)
         if other:
             watch.seen = {other.rank: (other, 0.0)}
-        clock.patch, clock.watch.compiles = monkeypatch, compiles
+        clock.patch = monkeypatch
+        if compiles:
+            clock.watch.first_limit = FIRST_TIMEOUT
         monkeypatch.setattr(watching.time, "monotonic", lambda: clock.now)
         return clock
 
@@ -216,11 +218,11 @@ def test_idleness_is_counted_from_the_last_progress_and_shows_the_stack(clock):
     time.watch.heartbeat("data", 3)
     time.pass_by(HEARTBEAT_INTERVAL)
     sign = time.pass_by(6)
-    assert (sign.stage, sign.step, sign.progress_count, sign.idle) == ("data", 3, 1, 6)
+    assert (sign.stage, sign.step, sign.progress, sign.idle) == ("data", 3, [0, 1], 6)
     assert "test_idleness_is_counted" in sign.stack
     time.watch.progress()
     sign = time.pass_by(HEARTBEAT_INTERVAL)
-    assert (sign.progress_count, sign.idle, sign.stack) == (2, 0, "")
+    assert (sign.progress, sign.idle, sign.stack) == ([0, 2], 0, "")
 
 
 def test_the_stack_of_a_thread_that_goes_on_meanwhile_is_of_one_moment():

@@ -3,9 +3,6 @@
 import math
 import os
 import re
-import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 
 from gpt2_ddp.errors import UserError
@@ -13,52 +10,30 @@ from gpt2_ddp.errors import UserError
 DIVERGED, STOPPED = 3, 75
 """Exit codes of a run: diverged, which the same command would repeat; stopped early with a checkpoint (EX_TEMPFAIL)."""
 EXIT_CODES = "GPT2_DDP_EXIT_CODES"  # environment variable: the file of exit codes that cloud/launch.sh reads
-LAST_SEEN: dict[str, float] = {}
-"""Time on the monotonic clock when a process of each rank was last on this machine, before the ranks connected."""
-CONNECTED = threading.Event()
 ROOT = Path("/")  # folder of Linux's `proc` and `sys`
 
-_COUNT, _NUMBER = r"[1-9][0-9]*", r"[0-9]+"
-_VARIABLES = {
-    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"), _COUNT),
-    **dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT"), _NUMBER),
-    "PET_NNODES": rf"{_COUNT}(:{_COUNT})?",
-    "PET_NPROC_PER_NODE": rf"{_COUNT}|auto|cpu|gpu|xpu",
-}
-"""Patterns of variables that launchers set."""
+
+def launcher_number(name: str) -> int:
+    """The number that a launcher's environment variable holds, of a range MIN:MAX the least; 1 if unset. Raises
+    UserError if it is not a number."""
+    value = os.environ.get(name, "1")
+    least = value.partition(":")[0]
+    if not least.isdecimal():
+        raise UserError(name, value, f"is not a launcher's number; `unset {name}`, or correct it")
+    return int(least)
 
 
 def world_size() -> int:
-    """Number of processes that the launcher started; 1 without a launcher. Raises UserError if a launcher's variable is
-    not a number."""
-    for name, pattern in _VARIABLES.items():
-        value = os.environ.get(name)
-        if value is not None and not re.fullmatch(pattern, value):
-            raise UserError(name, value, f"is not a launcher's number; `unset {name}`, or correct it")
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Number of processes that the launcher started; 1 without a launcher. They may not be connected yet. Raises
+    UserError as `launcher_number`, also for the numbers that torch reads."""
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        launcher_number(name)
+    return launcher_number("WORLD_SIZE")
 
 
 def processes_here() -> int:
     """Number of processes that the launcher started on this machine; 1 if it does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def has_other_ranks() -> bool:
-    """Whether the launcher started several processes; they may not be connected yet."""
-    return os.environ.get("WORLD_SIZE", "1") != "1"
-
-
-def see_ranks_of_this_machine() -> None:
-    """Updates `LAST_SEEN` every second, until the ranks have connected."""
-    import psutil
-
-    while not CONNECTED.is_set():
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                values, names = process.environ(), ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # a dead one has none
-                if "RANK" in values and all(values.get(name) == os.environ.get(name) for name in names):
-                    LAST_SEEN[values["RANK"]] = time.monotonic()
-        CONNECTED.wait(1.0)
+    return launcher_number("LOCAL_WORLD_SIZE")
 
 
 def under_launcher() -> bool:
@@ -68,7 +43,7 @@ def under_launcher() -> bool:
 
 def machines() -> int:
     """Number of machines, each with a launcher of its own; 1 without a launcher."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return launcher_number("GROUP_WORLD_SIZE")
 
 
 def elastic_nodes() -> str:
@@ -105,7 +80,7 @@ def record_exit(code: int) -> int:
 def stop_code() -> int:
     """Exit code of a process stopped by a signal; 75 for one of several ranks, so that the launcher ends the others."""
     code = exit_code("stopped")
-    return STOPPED if has_other_ranks() else code
+    return STOPPED if world_size() > 1 else code
 
 
 def usable_cores(*, hyperthreads: bool = False) -> int:

@@ -9,7 +9,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
@@ -17,7 +16,7 @@ from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwa
 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import (
-    CONNECTED,
+    launcher_number,
     launcher_option,
     processes_here,
     under_launcher,
@@ -97,7 +96,6 @@ def connect_processes(
     # without `cpu`, CPU ranks stay unconnected
     chosen = None if backend == "auto" else backend
     processes = PartialState(cpu=target.type == "cpu", timeout=timeout, backend=chosen)
-    CONNECTED.set()
     if processes.num_processes != started:
         hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)
         raise UserError("processes", started, hint)
@@ -147,9 +145,9 @@ def processes_asked_for() -> int:
     """Number of processes that the user requested from the launcher, as far as known; at least 1. Raises UserError: a
     launcher's variable is not a number."""
     env = os.environ
-    asked = [world_size(), *(int(env.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
-    per_node = env.get("PET_NPROC_PER_NODE", "1")  # Kubeflow; torchrun reads PET_*, accelerate does not
-    asked.append(int(env.get("PET_NNODES", "1").split(":")[0]) * (int(per_node) if per_node.isdigit() else 1))
+    asked = [*map(launcher_number, ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
+    per_node = env.get("PET_NPROC_PER_NODE", "")  # Kubeflow; torchrun reads PET_*, accelerate does not
+    asked.append(launcher_number("PET_NNODES") * (int(per_node) if per_node.isdecimal() else 1))
     if "WORLD_SIZE" not in env and under_launcher():  # Accelerate starts one with `--cpu --num_processes 2`
         asked.append(int(launcher_option("num.processes") or 1))
     return max(asked)
@@ -191,14 +189,10 @@ def multiplies_bf16(target: torch.device) -> bool:
 
 
 def set_cpu_threads() -> None:
-    """Divides the cores among this machine's processes, unless the user set a number of threads: a launcher's own
-    OMP_NUM_THREADS=1 counts as unset."""
-    parent = psutil.Process().parent()
-    try:
-        chosen = "OMP_NUM_THREADS" in (parent.environ() if under_launcher() and parent else os.environ)
-    except psutil.Error:
-        chosen = False
-    if not (chosen or launcher_option("num.cpu.threads.per.process")):
+    """Divides the cores among this machine's processes, unless OMP_NUM_THREADS is set. Launchers set it to 1: under a
+    launcher, 1 counts as unset."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    if not given or (given == "1" and under_launcher()):
         threads = max(usable_cores() // processes_here(), 1)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # or Accelerate would choose a number, too

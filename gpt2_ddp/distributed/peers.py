@@ -12,16 +12,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple
 
+import psutil
 import torch.distributed as dist
 from accelerate import PartialState
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpt2_ddp.distributed.environment import CONNECTED, LAST_SEEN, world_size
+from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.distributed.ranks import COLLECTIVE, WATCHED
 from gpt2_ddp.distributed.signals import Stopped, before_forced_end
@@ -53,17 +55,27 @@ def connect(start: Callable[..., PartialState], patience: float | None) -> Parti
 
 def _watch_connecting(connected: threading.Event, seconds: float) -> None:
     """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times, each time for its
-    whole timeout. At the first connection, ranks of this machine that have ended are noticed within seconds."""
-    begun = time.monotonic()
-    while not connected.wait(0.5):
+    whole timeout. Ranks of this machine that end meanwhile are noticed within seconds."""
+    begun, seen = time.monotonic(), dict[str, float]()
+    while not connected.wait(1.0):
         now = time.monotonic()
-        gone = [] if CONNECTED.is_set() else [rank for rank, seen in LAST_SEEN.items() if now > seen + AFTERMATH]
+        seen |= dict.fromkeys(_ranks_here(), now)
+        gone = [rank for rank, at in seen.items() if now > at + AFTERMATH]
         if gone or now > begun + seconds + AFTERMATH:
             error = _not_connected(f"one of them has not answered within {seconds:.0f} s")
             if gone:
                 error = UserError("processes", world_size(), f"rank {gone[0]} ended early; see its output")
             print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(2)
+
+
+def _ranks_here() -> Iterator[str]:
+    """The ranks of this world that run on this machine."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            values, names = process.environ(), ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # a dead one has none
+            if "RANK" in values and all(values.get(name) == os.environ.get(name) for name in names):
+                yield values["RANK"]
 
 
 def _not_connected(reason: str) -> UserError:
@@ -106,8 +118,8 @@ def judge(seen: Sequence[Observed], patience: float, silence_only: bool = False)
             lines.append(f"{beat.name}: no heartbeat for {silent:.0f} s; {last}")
             stuck.append(beat.process)
     if not lines and not silence_only and "lost" not in ends and all(one.silent <= GRACE for one in running):
-        least = min((one.beat.progress for one in running), default=())
-        behind = [one.beat for one in running if one.beat.progress == least]
+        places = [[one.beat.step, *one.beat.progress] for one in running]
+        behind = [one.beat for one, place in zip(running, places, strict=True) if place == min(places)]
         if all(beat.idle > beat.limit for beat in behind):
             lines = [beat.stall for beat in behind]
     return Verdict("\n".join(lines), stuck) if lines else None

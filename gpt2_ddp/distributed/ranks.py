@@ -10,7 +10,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from gpt2_ddp.errors import UserError, is_main_process, truncate
@@ -40,9 +39,8 @@ def has_others() -> bool:
 
 def on_main(function: Callable[[], T]) -> T:
     """The picklable result of `function` on the main process, on every rank. Raises its UserError on every rank."""
-    if not has_others():
-        return function()
-    return gather(function if is_main_process() else lambda: None, control_group())[0]  # pyright: ignore
+    group = control_group()
+    return gather(function if is_main_process() or not group else lambda: None, group)[0]  # pyright: ignore
 
 
 def runs_on_main(function: Callable[P, T]) -> Callable[P, T]:
@@ -60,11 +58,13 @@ def from_main(value: T) -> T:
     return on_main(lambda: value)
 
 
-def control_group() -> dist.ProcessGroup:
-    """The gloo group of all ranks, besides the default group, whose collectives may run on GPUs. Its first use makes
-    it. Each rank keeps a connection to all others in a group, so a training has no further one. All ranks start the
-    group's collectives in the same order; several may be under way, since gloo numbers them. They may wait for work of
-    unknown length, and end at once if a rank ends."""
+def control_group() -> dist.ProcessGroup | None:
+    """The gloo group of all ranks, besides the default group, whose collectives may run on GPUs; None for a process
+    alone. Its first use makes it. Each rank keeps a connection to all others in a group, so a training has no further
+    one. All ranks start the group's collectives in the same order; several may be under way, since gloo numbers them.
+    They may wait for work of unknown length, and end at once if a rank ends."""
+    if not has_others():
+        return None
     for group in WATCHED:
         if group.group_desc == CONTROL:
             return group
@@ -74,10 +74,10 @@ def control_group() -> dist.ProcessGroup:
 def on_every_rank(function: Callable[[], T]) -> T:
     """This rank's result of `function`, once all ranks have succeeded. Raises, on every rank, any rank's first
     UserError."""
-    group = control_group() if has_others() else None  # before the work, since connecting has a shorter timeout
-    results: list[T] = []  # of this process, as it may be no object to send
-    gather(lambda: results.append(function()), group)
-    return results[0]
+    group = control_group()  # before the work, since connecting has a shorter timeout
+    result, error = _attempt(function)  # the result may be no object to send
+    _raise_on_every_rank(gather(lambda: error, group))
+    return result  # pyright: ignore[reportReturnType]
 
 
 def gather(function: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
@@ -95,7 +95,7 @@ def gather(function: Callable[[], T], group: dist.ProcessGroup | None) -> list[T
 def check_ranks_agree(here: Mapping[str, Any], is_same: Callable[[Any, Any], bool] = operator.eq) -> None:
     """Checks that all ranks have the same values or hashes, by names for the user. Raises UserError: on every rank,
     with each name whose values differ, rank 0's value and the other."""
-    first, *others = gather_object([dict(here)])
+    first, *others = gather(lambda: dict(here), control_group())
     mistakes: dict[str, str] = {}
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
@@ -108,8 +108,7 @@ def check_ranks_agree(here: Mapping[str, Any], is_same: Callable[[Any, Any], boo
 
 def sum_over_ranks(accelerator: Accelerator, value: Tensor) -> Tensor:
     """The sum of a tensor over ranks, with its shape and dtype; collective."""
-    total = accelerator.reduce(value.clone(), reduction="sum")
-    assert isinstance(total, Tensor)
+    total: Any = accelerator.reduce(value.clone(), reduction="sum")
     return total
 
 
@@ -137,9 +136,8 @@ def late_sums() -> Callable[[Sequence[float]], Later]:
     Every rank calls that function equally often, in the same order as other work of the control group. Until the
     result is asked for, no rank waits for another, and no GPU either.
     """
-    if not has_others():
+    if not (group := control_group()):
         return lambda values: lambda: [*values]
-    group = control_group()
 
     def start(values: Sequence[float]) -> Later:
         total = torch.tensor(values, dtype=torch.float64)

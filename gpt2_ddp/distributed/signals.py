@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from gpt2_ddp.distributed.environment import has_other_ranks, see_ranks_of_this_machine, stop_code
+from gpt2_ddp.distributed.environment import stop_code, world_size
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 INTERRUPTED = 130  # exit code after a SIGINT that ends the process at once, as in a shell
@@ -34,15 +34,10 @@ class SignalState:
     active = False  # inside `exit_on_signal`
     first = ""  # name of the first signal
     first_at = 0.0  # its time on the monotonic clock
-    handler: Handler | None = None  # installed handler
+    handler: Handler | None = None  # installed handler; None: a first signal ends the process
     had_handler = False  # whether a handler was ever installed
-    saved = False  # whether everything is saved
     exit_code = 1  # of a rank
     announce: Callable[[], object] = staticmethod(lambda: None)  # called before a forced end
-
-    def ends_process(self) -> bool:
-        """Whether a first signal ends the process."""
-        return self.handler is None and not self.saved
 
 
 _state = SignalState()
@@ -64,12 +59,10 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _state.first, _state.had_handler, _state.saved, _state.active = "", False, False, True
+    _state.first, _state.had_handler, _state.handler, _state.active = "", False, None, True
     _state.exit_code = 1
     threading.Thread(target=_listen, args=(reader, print_line), name="signals", daemon=True).start()
     restore = _set_handlers()
-    if has_other_ranks():
-        threading.Thread(target=see_ranks_of_this_machine, name="ranks here", daemon=True).start()
     try:
         try:
             yield
@@ -79,7 +72,7 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
             raise
         except RuntimeError:
             # a rank that stops first closes its connections; this rank's signal comes from the launcher a moment later
-            if has_other_ranks() and not _state.had_handler:
+            if world_size() > 1 and not _state.had_handler:
                 time.sleep(PATIENCE_SECONDS)
             raise
     except KeyboardInterrupt:
@@ -101,7 +94,8 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
 
 def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
     """Calls `handler` for every signal, until the returned function is called. Does nothing outside the main thread. If
-    `last`, signals are ignored afterwards, except a second SIGINT, which raises KeyboardInterrupt."""
+    `last`, signals are ignored afterwards. A SIGINT that follows another signal, and is no echo of it, raises
+    KeyboardInterrupt at any time."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     _state.first = ""
@@ -109,7 +103,7 @@ def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
     restore = _set_handlers()
 
     def uninstall() -> None:
-        _state.handler, _state.saved = handler_before, last
+        _state.handler = (lambda *_: None) if last else handler_before
         restore()
 
     return uninstall
@@ -125,20 +119,16 @@ def has_signal() -> bool:
     return bool(_state.first)
 
 
-def is_second_interrupt(number: int) -> bool:
-    """Whether a signal is a SIGINT that follows another signal and is no echo of it."""
-    return number == signal.SIGINT and time.monotonic() > _state.first_at + ECHO_SECONDS
-
-
 def _on_signal(number: int, frame: FrameType | None) -> None:
     is_first = not _state.first
     if is_first:
         _state.first, _state.first_at = signal.Signals(number).name, time.monotonic()
     if _state.handler is not None:
         _state.handler(number, frame)
-    elif is_first and _state.ends_process():
+    elif is_first:
         raise Stopped(_state.first)
-    elif number == signal.SIGINT if is_first else is_second_interrupt(number):
+    is_echo = time.monotonic() <= _state.first_at + ECHO_SECONDS
+    if number == signal.SIGINT and not (is_echo or is_first):
         raise KeyboardInterrupt
 
 
@@ -159,12 +149,12 @@ def _listen(reader: int, print_line: Callable[[str], None]) -> None:
         while byte := pipe.read(1):
             if reported or byte[0] not in SIGNALS:
                 continue
-            reported, ends, name = True, _state.ends_process(), signal.Signals(byte[0]).name
+            reported, ends, name = True, _state.handler is None, signal.Signals(byte[0]).name
             time.sleep(QUICK_SECONDS if ends else 0)
             if _state.active:
                 print_line(f"{name} received: stopping")
             time.sleep(PATIENCE_SECONDS - QUICK_SECONDS if ends else 0)
-            if ends and _state.ends_process() and _state.active:
+            if ends and _state.handler is None and _state.active:
                 print_line(_stop_message(name))
                 _state.announce()
                 os._exit(stop_code())

@@ -29,8 +29,8 @@ class Heartbeat(NamedTuple):
     turn: int = 0  # number of the heartbeat
     stage: str = "starting"
     step: int = 0
-    progress_count: int = 0  # progress in this step
-    collectives: int = 0  # started so far; as `progress_count`, equal on ranks at the same place
+    progress: Sequence[int] = ()
+    """Collectives started so far, and progress in this step: equal on ranks at the same place."""
     idle: float = 0.0  # seconds without progress, while this process was awake
     limit: float = TIMEOUT  # allowed seconds of these
     stack: str = ""  # of an idle main thread
@@ -48,11 +48,6 @@ class Heartbeat(NamedTuple):
     def place(self) -> str:
         """Stage and step, for messages."""
         return self.stage + f", step {self.step}" * (self.step > 0)
-
-    @property
-    def progress(self) -> tuple[int, int, int]:
-        """Compares ranks: the least is of the rank that is furthest behind."""
-        return self.step, self.collectives, self.progress_count
 
     @property
     def stall(self) -> str:
@@ -93,13 +88,13 @@ class Watchdog:
         exit_code: of processes that a verdict ends.
 
     Attributes:
-        compiles: whether graphs are compiled: the first occurrence of any stage may then take FIRST_TIMEOUT.
+        first_limit: least timeout of a stage's first occurrence; FIRST_TIMEOUT if graphs are compiled.
     """
 
     def __init__(self, patience: float | None, exit_code: int = 1, rank: int = 0):
         self._patience, self._exit_code, self._rank = patience, exit_code, rank
         # what the main thread records; each call costs some attribute writes
-        self.compiles = False
+        self.first_limit = patience + SILENCE if patience else FIRST_TIMEOUT
         self.thread, self._begun = threading.get_ident(), dict[str, int]()
         self.stage, self.step, self.timeout, self.is_first = "starting", 0, FIRST_TIMEOUT, False
         self.count = self.count_before = 0  # progress in total, and before this step
@@ -171,8 +166,7 @@ class Watchdog:
             self._awake_since = self._clock
         limit = self._patience or max(TIMEOUT, 10 * self._slowest)
         if self.is_first:
-            is_long = self._patience is None or self.compiles
-            limit = max(limit, FIRST_TIMEOUT if is_long else limit + SILENCE)
+            limit = max(limit, self.first_limit)
         idle, stack = self._clock - max(self._progressed, self._awake_since), ""
         if self.count != self._seen_count:
             self._slowest = max(self._slowest, 0.0 if self._had_timeout else idle)
@@ -182,8 +176,9 @@ class Watchdog:
             stack = stack_of(self.thread)
             if 'bdb.py"' in stack or 'pydevd.py"' in stack:  # debugged
                 self._progressed, idle = self._clock, 0.0
-        place = self.stage, self.step, self.count - self.count_before, self._collectives()
-        self.beat = Heartbeat(*self.beat[:2], self.beat.turn + 1, *place, idle, limit + self.timeout, stack)
+        progress = [self._collectives(), self.count - self.count_before]
+        place = self.beat.turn + 1, self.stage, self.step, progress
+        self.beat = Heartbeat(*self.beat[:2], *place, idle, limit + self.timeout, stack)
 
     def _collectives(self) -> int:
         """Number of collectives that this rank has started; 0: unknown."""

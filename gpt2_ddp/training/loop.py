@@ -196,12 +196,11 @@ def next_step(run: Training) -> str:
     """Takes the next step, and says in `run.progress.pending` what follows it. After too many bad steps, goes back to a
     checkpoint, and takes the step after that. Returns why it cannot; else an empty text."""
     while True:
-        begun = time.perf_counter()
-        result = train_step(run)
-        poll_save(run)
-        run.stop.check()
-        verdict = run.guard.judge(run.progress.step)
-        run.stop.record_duration("step", time.perf_counter() - begun)
+        with run.stop.timed("step"):
+            result = train_step(run)
+            poll_save(run)
+            run.stop.check()
+            verdict = run.guard.judge(run.progress.step)
         if verdict is Verdict.OK:
             break
         if run.guard.bad_steps == 1:

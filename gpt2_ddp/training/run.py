@@ -22,7 +22,7 @@ from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.store import SLOW_DISK
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core
+from gpt2_ddp.distributed.environment import elastic_nodes, spare_core
 from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
@@ -179,7 +179,7 @@ def _resolve_compile(run: Opened) -> str:
     if how == "model" and run.config.get("launch.parallel") == "fsdp":
         how = "blocks"
     if how != "off":
-        run.watchdog.compiles = True
+        run.watchdog.first_limit = FIRST_TIMEOUT
     return how
 
 
@@ -238,8 +238,7 @@ def start(trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = 
     config, accelerator, log = trainer.config, trainer.accelerator, trainer.log
     throughput = Throughput(trainer.task, accelerator.device)
     metrics = Metrics(log, on_row)
-    by_machine = bool(elastic_nodes()) and machines() > 1
-    stop = StopRequest(accelerator, trainer.begun, config.train.max_minutes, trainer.watchdog.progress, by_machine)
+    stop = StopRequest(trainer.begun, config.train.max_minutes, trainer.watchdog.progress)
     run = Training(**vars(trainer), stop=stop, metrics=metrics, throughput=throughput)
     try:
         metrics.start_trackers(config, run.progress.run_id)

@@ -3,23 +3,21 @@
 import os
 import signal
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from accelerate import Accelerator
-
-from gpt2_ddp.distributed.ranks import late_sums
-from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second_interrupt
+from gpt2_ddp.distributed.environment import elastic_nodes, machines
+from gpt2_ddp.distributed.ranks import has_others, late_sums
+from gpt2_ddp.distributed.signals import has_signal, install_handlers
 from gpt2_ddp.errors import is_main_process
 
 T = TypeVar("T")
 
 SIGNAL_SECONDS = 3.0  # longest delay between machines for a signal that is sent to all of them
-RECENT = 9  # newest saves whose median duration is typical
-RECENT_STEPS = 32
+RECENT = 16  # newest durations of a kind, whose median is typical
 
 
 class Interrupted(BaseException):
@@ -30,40 +28,27 @@ class StopRequest:
     """A stop that all ranks agree on, requested by a signal to any rank or by the main process's clock.
 
     A single process stops after the current step. Several stop after it or the next one, since they agree one call
-    late (`late_sums`). A SIGINT more than a second after the first signal ends the process at once. `max_minutes` count
-    from `begun`, a `time.monotonic()`. `progress` is called before each poll. `by_machine`: signals stop only the
-    machines that received them; an elastic launcher starts the others again.
+    late (`late_sums`). `max_minutes` count from `begun`, a `time.monotonic()`. `progress` is called before each poll.
 
     Attributes:
         reason: of the stop, on this rank; empty without a stop. is_agreed: whether all ranks have agreed to it.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        begun: float,
-        max_minutes: float | None = None,
-        progress: Callable[[], None] = lambda: None,
-        by_machine: bool = False,
-    ):
-        self.reason, self.is_agreed, self._by_machine = "", False, by_machine
-        self._progress, self._is_main = progress, is_main_process()
-        self._alone = accelerator.num_processes == 1
+    def __init__(self, begun: float, max_minutes: float | None = None, progress: Callable[[], None] = lambda: None):
+        self.reason, self.is_agreed = "", False
+        self._progress = progress
         self._deadlines: list[tuple[float, str]] = []
-        if self._is_main and max_minutes:
+        if is_main_process() and max_minutes:
             self._deadlines.append((begun + 60 * max_minutes, f"train.max_minutes = {max_minutes}"))
-        if self._is_main and (end := os.environ.get("SLURM_JOB_END_TIME", "")):  # in seconds since 1970
+        if is_main_process() and (end := os.environ.get("SLURM_JOB_END_TIME", "")):  # in seconds since 1970
             self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
-        self._is_by_signal = False
-        self._start_sum, self._done, self._ends_all = late_sums(), 0.0, True
+        self._is_by_signal, self._is_all_by_signals = False, True
+        self._start_sum, self._done = late_sums(), 0.0
         self._sums = self._start_sum([0, 0, 0])
-        kept = {"first step": 1, "step": RECENT_STEPS, "save": RECENT, "write": 1, "evaluation": 1}
-        self._seconds = {name: deque[float](maxlen=most) for name, most in kept.items()}
+        self._seconds = defaultdict[str, deque[float]](lambda: deque(maxlen=RECENT))
         self.restore_handlers = install_handlers(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if is_second_interrupt(number):
-            raise KeyboardInterrupt
         self._is_by_signal = self._is_by_signal or not self.reason
         self.request(signal.Signals(number).name)
 
@@ -73,14 +58,14 @@ class StopRequest:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Records the duration of a `save` or an `evaluation`."""
+        """Records the duration of a `step`, `save` or `evaluation`."""
         begun = time.perf_counter()
         yield
         self.record_duration(what, time.perf_counter() - begun)
 
     def record_duration(self, what: str, seconds: float) -> None:
-        """Records how long a `step` or a `save` takes, or the newest background `write` so far, for `reserve`. A save
-        may wait for a write. The first step compiles graphs: it does not count."""
+        """Records how long work takes, or a background `write` so far, for `reserve`. A save may wait for a write. The
+        first step compiles graphs: it does not count."""
         is_first = what == "step" and not self._seconds["first step"]
         self._seconds["first step" if is_first else what].append(seconds)
 
@@ -103,18 +88,20 @@ class StopRequest:
         stops = bool(self.reason)  # read once: a signal may come at any time
         requested, signals, self._done = self._sums()
         self._sums = self._start_sum([stops, stops and self._is_by_signal, done])
-        if requested or (self._alone and self.reason):
-            self._ends_all = self._ends_all and (not self._by_machine or requested > signals)
+        self._is_all_by_signals = self._is_all_by_signals and requested == signals
+        if requested or (self.reason and not has_others()):
             self.reason = self.reason or "another rank"
             self.is_agreed = True
         return self.is_agreed
 
     def is_of_other_machines(self) -> bool:
         """Whether an elastic launcher must start this rank again, as only other machines had signals; waits for one."""
+        if not (self._is_all_by_signals and machines() > 1 and elastic_nodes()):
+            return False
         deadline = time.monotonic() + SIGNAL_SECONDS
-        while not self._ends_all and not has_signal() and time.monotonic() < deadline:
+        while not has_signal() and time.monotonic() < deadline:
             time.sleep(0.1)
-        return self.is_agreed and not self._ends_all and not has_signal()
+        return not has_signal()
 
     def sync(self) -> bool:
         """`check`, including every signal received so far; the ranks wait for each other."""
@@ -130,10 +117,10 @@ class StopRequest:
         """The result of `work`, which polls, on the main process; None on the others, which poll meanwhile. Raises:
         Interrupted, on all ranks."""
         result, self._done = None, 0.0
-        if self._is_main:
+        if is_main_process():
             result = work()
             self.poll(done=True)
             self.poll()  # the others see the sum of a call one call later
-        while not (self._is_main or self._done):
+        while not (is_main_process() or self._done):
             self.poll()
         return result
