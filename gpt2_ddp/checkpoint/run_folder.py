@@ -120,7 +120,8 @@ class RunFolder:
         if self._is_new and self._lock is not None and self.has_lock():
             with suppress(OSError):  # not empty
                 self.checkpoints.rmdir()
-                (self.path / ".lock").unlink()
+                for file in self.path.glob(".*"):  # locks
+                    file.unlink()
                 self.path.rmdir()
         self._unlock()
 
