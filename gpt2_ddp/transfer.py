@@ -14,7 +14,6 @@ from typing import Literal
 from gpt2_ddp.checkpoint.mirror import Mirror
 from gpt2_ddp.checkpoint.run_files import STATUS
 from gpt2_ddp.config.base import Command
-from gpt2_ddp.distributed.signals import SIGNALS
 from gpt2_ddp.files import read_json
 from gpt2_ddp.remote import Bucket, fetch_data, reading
 from gpt2_ddp.script import run_command
@@ -48,8 +47,6 @@ def transfer(config: TransferConfig) -> int:
         with reading(config.url, "checkpoint.mirror") as bucket:
             Mirror(bucket, folder).restore()
     else:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=see_end, daemon=True).start()
         return Mirror(Bucket(config.url), folder).copy(ended)
     return 0

@@ -1,7 +1,7 @@
 """The process that mirrors a run, as the trainer sees it: started, watched, and waited for in the end.
 
-The end of its standard input is the end of the run, also after `kill -9` of the trainer. Signals do not end it. Its
-status is in the file `.mirror` of the run folder.
+The end of its standard input is the end of the run, also after `kill -9` of the trainer. Signals do not end
+it: they are blocked. Its status is in the file `.mirror` of the run folder.
 """
 
 import os
@@ -16,6 +16,7 @@ from typing import Any
 
 from gpt2_ddp.distributed.process import run_module, start_module
 from gpt2_ddp.distributed.ranks import LONGEST, on_main
+from gpt2_ddp.distributed.signals import SIGNALS
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.files import read_json
@@ -33,7 +34,9 @@ class MirrorProcess:
 
     def _start(self) -> None:
         self._begun = time.monotonic()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # of the process, too
         self._process = start_module(*self._command, "--action=mirror", stdin=PIPE)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def status(self) -> dict[str, Any]:
         """The newest step that is there, and why the last attempt to copy failed, for status.json. Stops the run if
