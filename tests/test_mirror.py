@@ -215,11 +215,13 @@ def test_a_lost_machines_lease_ends(bucket, tmp_path, age):
 def test_a_machine_whose_lease_was_taken_stops(bucket, tmp_path, monkeypatch):
     """First the process that copies."""
     monkeypatch.setattr(os, "_exit", sys.exit)
+    threads = threading.active_count()
     run = restored(bucket, tmp_path / "here")
     hold_lease(bucket, "other:/runs/run")
     shutil.move(run / "checkpoints/step-00000008", run / "checkpoints/step-00000009")
     with pytest.raises(SystemExit, match="0"):
         mirror_at(bucket, run).copy(ENDED)
+    wait_until(lambda: threading.active_count() == threads)  # no renewal either
     assert {place.name for place in (bucket / "run").glob("step-*")} == {"step-00000008", "step-00000010"}
     assert read_json(bucket / "run" / LEASE)["owner"] == "other:/runs/run"
 
