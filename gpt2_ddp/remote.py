@@ -1,40 +1,29 @@
-"""Runs and data at a URL of fsspec, such as s3://BUCKET/runs/mine: their objects, and copies on this machine."""
+"""Runs and data at a URL of fsspec, such as s3://BUCKET/runs/mine: their objects."""
 
 import hashlib
-import os
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import fsspec
 
-from gpt2_ddp.config.base import Command
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import sha256_file
 
-Config = TypeVar("Config", bound=Command)
 MANIFEST = "manifest.json"
-RUN_FIELDS = {"checkpoint", "run", "runs"}
-"""Fields of commands that name runs."""
 BLOCK = 2**22
 """Bytes that are read at a time."""
 
 
 class Bucket:
-    """The objects below a URL of fsspec, by their names. `field`: of the URL, for messages."""
+    """The objects below a URL of fsspec, by their names."""
 
-    def __init__(self, url: str, field: str):
+    def __init__(self, url: str):
         self.url = url.rstrip("/")
         self._is_disk = url.startswith("file:")  # where a kill may leave half an object
         self._writing = threading.Lock()
         options = {"auto_mkdir": True} if self._is_disk else {}
-        try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
-        except (ImportError, ValueError) as error:  # the package of a protocol is missing; an unknown protocol
-            raise UserError(field, url, f"cannot be used ({error})") from error
+        self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
 
     def names(self, folder: str = "") -> list[str]:
         """Names of the objects and of what looks like folders; empty if there is nothing."""
@@ -104,49 +93,10 @@ class Bucket:
                 self._files.rmdir(f"{self._root}/{name}")
 
 
-def local_copy(url: str) -> str:
-    """The folder in the user's cache for a copy of what is at a URL."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
-    return str(cache / "gpt2_ddp" / digest / url.rstrip("/").rpartition("/")[2])
-
-
-def with_local_runs(config: Config) -> Config:
-    """The configuration, with copies in place of runs that are named by URLs. Raises: UserError."""
-    changes: dict[str, object] = {}
-    for field in RUN_FIELDS & type(config).model_fields.keys():
-        value = getattr(config, field)
-        if isinstance(value, str):
-            changes[field] = _local_run(value, field)
-        elif isinstance(value, tuple):
-            changes[field] = tuple(_local_run(one, field) for one in value)
-    return config.model_copy(update=changes)
-
-
-def _local_run(path: str, field: str) -> str:
-    """The path or, of a URL, the folder in the cache with a copy of the run: its records and, unless the command reads
-    only `runs`' rows, its whole checkpoints. Raises: UserError if there is no such run."""
-    if "://" not in path:
-        return path
-    bucket, folder = Bucket(path, field), Path(local_copy(path))
-    with reading(path, field):
-        bucket.get("", folder)
-        there = bucket.checkpoints() if field != "runs" else {}
-        for place in (folder / "checkpoints").glob("*"):
-            if place.name not in there:
-                shutil.rmtree(place)
-        for name, manifest in there.items():
-            place = folder / "checkpoints" / name
-            if not place.exists() or sha256_file(place / MANIFEST) != manifest:
-                bucket.get(name, place)
-    return str(folder)
-
-
 def fetch_data(folder: Path, url: str) -> None:
     """Copies the shards at a URL, and all else there, into a folder, unless its manifest is the same. A training
     compares their hashes. Raises: UserError if there is no manifest."""
-    bucket = Bucket(url, "data.path")
-    with reading(url, "data.path"):
+    with reading(url, "data.path") as bucket:
         manifest = bucket.read(MANIFEST)
         if manifest is None:
             raise FileNotFoundError(f"it has no {MANIFEST}")
@@ -155,10 +105,11 @@ def fetch_data(folder: Path, url: str) -> None:
 
 
 @contextmanager
-def reading(url: str, field: str) -> Iterator[None]:
-    """Raises: UserError for any error inside, since each kind of storage has its own."""
+def reading(url: str, field: str) -> Iterator[Bucket]:
+    """The bucket at the URL in a field. Raises: UserError for any error inside, since each kind of storage has its
+    own."""
     try:
-        yield
+        yield Bucket(url)
     except UserError:
         raise
     except Exception as error:

@@ -10,10 +10,7 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from gpt2_ddp.config.cli import C, Default, load
-from gpt2_ddp.distributed.environment import (
-    record_exit,
-    under_launcher,
-)
+from gpt2_ddp.distributed.environment import record_exit, under_launcher
 from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.errors import UserError, print_line
@@ -36,10 +33,6 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
             end_with_parent(signal.SIGTERM)
         try:
             config = load(command, sys.argv[1:], default)
-            if any("://" in word for word in sys.argv):
-                from gpt2_ddp.remote import with_local_runs
-
-                config = with_local_runs(config)
             code = (resolve_name(main) if isinstance(main, str) else main)(config)
             print(end="", flush=True)
         except BrokenPipeError:

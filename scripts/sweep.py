@@ -24,7 +24,7 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import SweepConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED, usable_cores, world_size
-from gpt2_ddp.distributed.process import CHILD, POLL_SECONDS, run_script
+from gpt2_ddp.distributed.process import CHILD, POLL_SECONDS, run_module
 from gpt2_ddp.distributed.signals import Stopped, install_handlers
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
@@ -140,7 +140,7 @@ def main(config: SweepConfig) -> int:
 
     for member in members:  # once, not by several runs at a time
         if recipe := missing_data(member.config):
-            run_script("prepare_data", "--config", recipe)
+            run_module("gpt2_ddp", "prepare_data", "--config", recipe)
     count, visible = device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible and count else [*map(str, range(count))]
     incomplete = train_all(members, config.at_once or len(gpus) or 1, gpus)

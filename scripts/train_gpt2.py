@@ -10,11 +10,11 @@ The same command again resumes the run from its newest checkpoint.
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import CalledProcessError
+from subprocess import DEVNULL, CalledProcessError
 
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import exit_code
-from gpt2_ddp.distributed.process import run_script
+from gpt2_ddp.distributed.process import run_module
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.script import run_command
 
@@ -39,7 +39,7 @@ def main(config: TrainingConfig) -> int:
             report = "none: matplotlib is not installed"
         else:
             try:
-                run_script("report", str(result.run), quiet=True)
+                run_module("gpt2_ddp", "report", str(result.run), stdout=DEVNULL)
             except (UserError, CalledProcessError) as error:
                 report = f"none: {error}"
         print(f"report: {report}")

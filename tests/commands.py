@@ -43,11 +43,11 @@ def launch(command, folder=ROOT, **env):
     return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=300, cwd=folder)
 
 
-def without_report(script, *arguments, start=process.run_script, **options):
-    """Replaces `process.run_script`, by which a training's script draws its report: a fresh process imports matplotlib
+def without_report(*words, start=process.run_module, **options):
+    """Replaces `process.run_module`, by which a training's script draws its report: a fresh process imports matplotlib
     for seconds. tests/test_start.py has a report."""
-    if script != "report":
-        start(script, *arguments, **options)
+    if "report" not in words:
+        start(*words, **options)
 
 
 def run_script(name, arguments):
@@ -55,7 +55,7 @@ def run_script(name, arguments):
     sys.argv = [f"{name}.py", *arguments]
     errors = io.StringIO()
     outputs = contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO())
-    with outputs[0], outputs[1], mock.patch.object(process, "run_script", without_report):
+    with outputs[0], outputs[1], mock.patch.object(process, "run_module", without_report):
         try:
             runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
             code = 0
@@ -99,7 +99,7 @@ def _as_command(words, folder, env, outputs):
     os.environ.update(env, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     keep_server()
-    spawn.start_ranks, process.run_script = forked_ranks, without_report
+    spawn.start_ranks, process.run_module = forked_ranks, without_report
     check.MODULES = 2  # of Python, that an export encodes
     os.chdir(folder)
     sys.argv = words[words[0] == "-m" :]

@@ -17,13 +17,14 @@ import pytest
 from commands import BIN, ROOT, forked
 from ranks import run_ranks, run_until_killed, wait_until
 from runs import assert_same, is_intact, train_with_faults, training_config
-from test_mirror import models, train_fast
+from test_mirror import copiers, models
 
-from gpt2_ddp.checkpoint import mirror
 from gpt2_ddp.checkpoint.mirror import LEASE
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.distributed.spawn import reserve_port
-from gpt2_ddp.remote import Bucket, with_local_runs
+from gpt2_ddp.files import read_json
+from gpt2_ddp.remote import Bucket
+from gpt2_ddp.run_urls import with_local_runs
 
 pytestmark = pytest.mark.slow
 BUCKET = f"gpt2-ddp-{os.getpid()}"
@@ -134,12 +135,12 @@ def there(corpus, tmp_path, **changes):
     """A run with its copy in a place of its own."""
     url = f"s3://{BUCKET}/{tmp_path.name}"
     changes = {"checkpoint.every": 2, "checkpoint.keep_last": 2, "checkpoint.mirror": url} | changes
-    return training_config(corpus, tmp_path / "here", changes), Bucket(f"{url}/run", "")
+    return training_config(corpus, tmp_path / "here", changes), Bucket(f"{url}/run")
 
 
 def train_there(variables, config, *arguments):
     os.environ.update(variables)
-    return train_fast(config, *arguments)
+    return train_with_faults(config, *arguments)
 
 
 def test_lost_machines(corpus, tmp_path, server, proxy, monkeypatch):
@@ -149,7 +150,8 @@ def test_lost_machines(corpus, tmp_path, server, proxy, monkeypatch):
     config, bucket = there(corpus, tmp_path, **{"train.steps": 10})
     whole = training_config(corpus, tmp_path / "whole", {"train.steps": 10, "checkpoint.every": 2})
     assert run_ranks(train_with_faults, 2, whole) == ["completed"] * 2
-    run_until_killed(train_there, 2, server.variables(), config, random.randrange(3, 6))
+    run_until_killed(train_there, 2, server.variables(), config, (0, 0), 0.0, random.randrange(3, 6))
+    wait_until(lambda: not copiers(tmp_path / "here/run"))
     shutil.rmtree(tmp_path / "here")
     assert run_ranks(train_there, 2, server.variables(), config) == ["completed"] * 2
     for run in (tmp_path / "here/run", Path(with_local_runs(VerifyConfig(run=bucket.url)).run)):
@@ -161,33 +163,29 @@ def test_lost_machines(corpus, tmp_path, server, proxy, monkeypatch):
 @pytest.mark.parametrize("trouble", ["reset", "503", "cut"])
 def test_a_server_in_trouble(corpus, tmp_path, server, proxy, monkeypatch, capfd, trouble):
     """Steps are taken meanwhile, with a warning. Then the copy catches up."""
-    import s3fs
-
     from gpt2_ddp.training import loop
 
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    step, problems = loop.train_step, []
-    monkeypatch.setattr(mirror, "warn", problems.append)
-    monkeypatch.setattr(mirror, "RETRIES", (0.1,))
+    step = loop.train_step
 
-    def train_step(run):
-        if run.step == 6:
+    def train_step(training):
+        if training.step == 6:
             wait_until(bucket.checkpoints)
             proxy.trouble = trouble
-        if run.step == 20:
-            wait_until(lambda: problems)
+        if training.step == 20:
+            wait_until(lambda: read_json(run / ".mirror")["mirror_problem"])
             proxy.trouble = ""
-        if run.step == 25:
+        if training.step == 25:
             wait_until(lambda: "step-00000024" in direct.checkpoints())
-        return step(run)
+        return step(training)
 
     monkeypatch.setattr(loop, "train_step", train_step)
     config, bucket = there(corpus, tmp_path, **{"train.steps": 30})
-    direct = Bucket(bucket.url, "")
-    assert train_fast(config) == "completed"
-    run = tmp_path / "here/run"
+    direct, run = Bucket(bucket.url), tmp_path / "here/run"
+    assert train_with_faults(config) == "completed"
     assert proxy.seen
+    output = "".join(capfd.readouterr())
+    problems = [line for line in output.splitlines() if line.startswith("warning:")]
     assert [problem for problem in problems if "the run goes on" not in problem] == []
     assert problems
     assert direct.checkpoints().keys() == models(run).keys()
@@ -195,7 +193,7 @@ def test_a_server_in_trouble(corpus, tmp_path, server, proxy, monkeypatch, capfd
         assert direct.read(f"{name}/model.safetensors") == model
     assert is_intact(run)
     texts = [file.read_text(errors="replace") for file in run.rglob("*.*") if file.is_file()]
-    assert server.secret not in "".join([*texts, *problems, *capfd.readouterr()])
+    assert server.secret not in "".join([*texts, output])
 
 
 @pytest.mark.parametrize("trouble", ["secret", "bucket"])

@@ -1,11 +1,12 @@
 """The copy of a run in a bucket: machines that are lost, damaged objects, leases, and storage that fails."""
 
+import io
 import json
-import math
 import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -13,26 +14,27 @@ from filecmp import dircmp
 from itertools import count
 from pathlib import Path
 
+import psutil
 import pytest
 from commands import expect_error
 from faults.mutations import flip
-from ranks import run_ranks, run_until_killed
+from ranks import run_ranks, run_until_killed, wait_until
 from runs import assert_same, complete, edit_manifest, is_intact, newest_checkpoint, train_with_faults, training_config
 
-from gpt2_ddp.checkpoint import mirror
+from gpt2_ddp.cache import local_copy
+from gpt2_ddp.checkpoint import mirror, mirror_process
 from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints
 from gpt2_ddp.checkpoint.intact import newest_intact
 from gpt2_ddp.checkpoint.mirror import LEASE, Mirror
+from gpt2_ddp.checkpoint.mirror_process import MirrorProcess
 from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json
-from gpt2_ddp.remote import Bucket, fetch_data, with_local_runs
+from gpt2_ddp.remote import Bucket, fetch_data, reading
+from gpt2_ddp.run_urls import with_local_runs
 
-
-def train_fast(config, *arguments):
-    """Trains with a mirror that looks often, on a machine of its own."""
-    mirror.LOOK, mirror.EXPIRES = 0.002, 0.2
-    return train_with_faults(config, (0, 0), math.nan, *arguments)
+ENDED = threading.Event()
+ENDED.set()
 
 
 def with_mirror(corpus, folder, bucket, **more):
@@ -44,21 +46,41 @@ def with_mirror(corpus, folder, bucket, **more):
 def copied(corpus, tmp_path_factory):
     """A folder with a run of ten steps and its copy in `bucket`."""
     folder = tmp_path_factory.mktemp("copied")
-    assert train_fast(with_mirror(corpus, folder, folder / "bucket")) == "completed"
+    assert train_with_faults(with_mirror(corpus, folder, folder, **{"checkpoint.mirror": None})) == "completed"
+    assert mirror_at(folder / "bucket", folder / "run").copy(ENDED) == 0
     return folder
+
+
+def mirror_at(bucket, run):
+    run.mkdir(parents=True, exist_ok=True)
+    return Mirror(Bucket(f"file://{bucket}/run"), run)
+
+
+def copiers(run):
+    """The processes that copy a run."""
+    words = (f"--folder={run}", "--action=mirror")
+    return [one for one in psutil.process_iter(["cmdline"]) if {*words} <= {*(one.info["cmdline"] or ())}]
 
 
 @pytest.mark.parametrize(("world", "machines"), [(1, 1), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_lost_machines(corpus, tmp_path, world, machines):
-    """Each is killed in some step, and its disk is lost. The run equals one that was left alone; no row is twice."""
+    """Each is killed in some step, and its disk is lost. The run equals one that was left alone; no row is twice. If
+    only the trainer is killed, all that it has saved is copied, and the lease is given back."""
     bucket, more = tmp_path / "bucket", {"train.steps": 4 * (1 + machines)}
     whole = with_mirror(corpus, tmp_path / "whole", bucket, **more, **{"checkpoint.mirror": None})
     complete(whole, world)
     rng, here = random.Random(machines), with_mirror(corpus, tmp_path / "here", bucket, **more)
     for _ in range(machines):
-        run_until_killed(train_fast, world, here, rng.randrange(3, 5))
+        run_until_killed(train_with_faults, world, here, (0, 0), 0.0, rng.randrange(3, 5))
+        is_lost = machines > 1 and rng.random() < 0.5
+        for copier in copiers(tmp_path / "here/run"):
+            copier.send_signal(signal.SIGKILL if is_lost else signal.SIGTERM)
+        wait_until(lambda: not copiers(tmp_path / "here/run"))
+        if not is_lost:
+            assert not (bucket / "run" / LEASE).exists()
+            assert models_at(bucket / "run") == models(tmp_path / "here/run")
         shutil.rmtree(tmp_path / "here")
-    assert run_ranks(train_fast, world, here) == ["completed"] * world
+    assert run_ranks(train_with_faults, world, here) == ["completed"] * world
     assert_same(tmp_path / "whole/run", tmp_path / "here/run")
     assert is_intact(tmp_path / "here/run")
 
@@ -67,9 +89,9 @@ def restored(bucket, folder):
     """The run on a machine, after a start that trains nothing."""
     run = folder / "run"
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    one = Mirror(f"file://{bucket}", run)
-    one.start()
-    one.close()
+    one = mirror_at(bucket, run)
+    one.restore()
+    one.copy(ENDED)
     return run
 
 
@@ -94,7 +116,11 @@ def test_damaged_objects(copied, tmp_path, capsys, count):
 
 def models(run):
     """The weights of each checkpoint."""
-    return {place.name: (place / MODEL).read_bytes() for place in list_checkpoints(run / "checkpoints")}
+    return models_at(run / "checkpoints")
+
+
+def models_at(folder):
+    return {place.name: (place / MODEL).read_bytes() for place in list_checkpoints(folder)}
 
 
 @pytest.fixture
@@ -109,12 +135,12 @@ def test_an_object_that_differs_is_written_again(bucket, tmp_path):
     """Written is what is read back."""
     (tmp_path / "file").write_bytes(b"content")
     with pytest.raises(OSError, match="is not what was written"):
-        Bucket(f"file://{bucket}", "").put(tmp_path / "file", "file", "0" * 64)
+        Bucket(f"file://{bucket}").put(tmp_path / "file", "file", "0" * 64)
 
 
 def test_threads_write_an_object_in_turn(bucket, monkeypatch):
     """The status is written with each copy and with each renewal of the lease."""
-    there, both = Bucket(f"file://{bucket}", ""), threading.Barrier(2)
+    there, both = Bucket(f"file://{bucket}"), threading.Barrier(2)
     put, problems = there._files.pipe_file, []
 
     def pipe_file(path, content):
@@ -139,22 +165,20 @@ def test_threads_write_an_object_in_turn(bucket, monkeypatch):
 
 def test_no_renewal_follows_the_end(bucket, tmp_path, monkeypatch):
     """One that is late: its status and lease are not the last."""
-    renew, renewing = Mirror._renew, threading.Event()
+    renew, renewing, ended = Mirror._renew, threading.Event(), threading.Event()
 
     def late(one):
-        if threading.current_thread() is one._threads[1]:
-            renewing.set()
-            time.sleep(0.2)
+        renewing.set()
+        time.sleep(0.2)
         renew(one)
 
     monkeypatch.setattr(Mirror, "_renew", late)
-    run = tmp_path / "here/run"
-    (run / "checkpoints").mkdir(parents=True)
-    one = Mirror(f"file://{bucket}", run)
-    one.start()
+    copying = threading.Thread(target=mirror_at(bucket, tmp_path / "here/run").copy, args=(ended,))
+    copying.start()
     assert renewing.wait(60)
-    one.close()
-    one._threads[1].join()
+    ended.set()
+    copying.join()
+    time.sleep(0.3)
     assert not (bucket / "run" / LEASE).exists()
 
 
@@ -189,18 +213,46 @@ def test_a_lost_machines_lease_ends(bucket, tmp_path, age):
 
 
 def test_a_machine_whose_lease_was_taken_stops(bucket, tmp_path, monkeypatch):
-    sent = threading.Event()
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.set() if number == signal.SIGTERM else None)
-    run = tmp_path / "here/run"
-    (run / "checkpoints").mkdir(parents=True)
-    one = Mirror(f"file://{bucket}", run)
-    one.start()
+    """First the process that copies."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    threads = threading.active_count()
+    run = restored(bucket, tmp_path / "here")
     hold_lease(bucket, "other:/runs/run")
-    assert sent.wait(60)
     shutil.move(run / "checkpoints/step-00000008", run / "checkpoints/step-00000009")
-    one.close()
+    with pytest.raises(SystemExit, match="0"):
+        mirror_at(bucket, run).copy(ENDED)
+    wait_until(lambda: threading.active_count() == threads)  # no renewal either
     assert {place.name for place in (bucket / "run").glob("step-*")} == {"step-00000008", "step-00000010"}
     assert read_json(bucket / "run" / LEASE)["owner"] == "other:/runs/run"
+
+
+class Ended:
+    """A process that has ended."""
+
+    stdin = io.StringIO()
+
+    def __init__(self, code):
+        self.poll = self.wait = lambda: code
+
+
+def test_the_process_that_copies_ends(tmp_path, monkeypatch, capsys):
+    """With 0, as it has lost the lease: the run stops. By a crash: it is started again, later."""
+    sent, started, codes = [], [], iter((0, -11, 1))
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(mirror_process, "start_module", lambda *words, **_: started.append(words) or Ended(next(codes)))
+    one = MirrorProcess(["module"], tmp_path)
+    assert one.status() == {}
+    assert sent == [signal.SIGTERM]
+    one._start()
+    one.status()
+    assert len(started) == 2
+    monkeypatch.setattr(mirror_process, "RESTART", 0.0)
+    (tmp_path / ".mirror").write_text('{"mirror_step": 8}  ')
+    assert one.status() == {"mirror_step": 8}
+    assert len(started) == 3
+    assert sent == [signal.SIGTERM]
+    one.close()
+    assert "lacks the end of the run" in capsys.readouterr().err
 
 
 def test_the_newer_state_wins_and_another_run_is_refused(corpus, copied, bucket, tmp_path):
@@ -210,20 +262,20 @@ def test_the_newer_state_wins_and_another_run_is_refused(corpus, copied, bucket,
     shutil.rmtree(bucket / "run/step-00000010")
     assert newest_checkpoint(restored(bucket, here)).name == "step-00000010"
     assert (bucket / "run/step-00000010/manifest.json").exists()
-    other = with_mirror(corpus, tmp_path / "other", tmp_path / "empty", **{"train.steps": 4})
-    assert train_fast(other) == "completed"
-    expect_error("has another run of this name", Mirror(f"file://{bucket}", tmp_path / "other/run").start)
+    other = training_config(corpus, tmp_path / "other", {"train.steps": 4})
+    assert train_with_faults(other) == "completed"
+    expect_error("has another run of this name", mirror_at(bucket, tmp_path / "other/run").restore)
     assert not (bucket / "run" / LEASE).exists()
 
 
 def test_a_folder_that_is_lost_is_not_deleted_there(copied, bucket, tmp_path):
     """Its trainer lives on for a while, as that of a disk that fails."""
     shutil.copytree(copied / "run", tmp_path / "run")
-    one = Mirror(f"file://{bucket}", tmp_path / "run")
-    one.start()
+    one = mirror_at(bucket, tmp_path / "run")
+    one.restore()
     shutil.move(tmp_path / "run", tmp_path / "aside")
-    one.close()
-    assert Bucket(f"file://{bucket}/run", "").checkpoints().keys() == models(copied / "run").keys()
+    one.copy(ENDED)
+    assert Bucket(f"file://{bucket}/run").checkpoints().keys() == models(copied / "run").keys()
 
 
 def test_old_copies_stay_until_the_newest_is_copied(copied, bucket, tmp_path, monkeypatch):
@@ -236,12 +288,12 @@ def test_old_copies_stay_until_the_newest_is_copied(copied, bucket, tmp_path, mo
         raise FileNotFoundError(file)
 
     monkeypatch.setattr(Bucket, "put", put)
-    one = Mirror(f"file://{bucket}", run)
-    one.start()
+    one = mirror_at(bucket, run)
+    one.restore()
     shutil.move(run / "checkpoints", tmp_path / "aside")
     shutil.move(tmp_path / "later", run / "checkpoints")
-    one.close()
-    assert Bucket(f"file://{bucket}/run", "").checkpoints().keys() == models(copied / "run").keys()
+    one.copy(ENDED)
+    assert Bucket(f"file://{bucket}/run").checkpoints().keys() == models(copied / "run").keys()
 
 
 def test_a_damaged_checkpoint_here_is_replaced(copied, bucket, tmp_path):
@@ -250,8 +302,8 @@ def test_a_damaged_checkpoint_here_is_replaced(copied, bucket, tmp_path):
     assert newest_intact(restored(bucket, tmp_path) / "checkpoints").step == 10
 
 
-def test_a_bucket_that_fails_is_a_warning(corpus, tmp_path, capfd, monkeypatch):
-    """One access of twenty fails. The run completes, and the copy, too."""
+def test_a_bucket_that_fails_is_a_warning(copied, bucket, tmp_path, capfd, monkeypatch):
+    """One access of twenty fails. Then the copy is complete."""
     calls = count(1)
 
     def sometimes(method):
@@ -264,13 +316,15 @@ def test_a_bucket_that_fails_is_a_warning(corpus, tmp_path, capfd, monkeypatch):
 
     for name in ("put", "write", "remove_all"):
         monkeypatch.setattr(Bucket, name, sometimes(getattr(Bucket, name)))
-    monkeypatch.setattr(mirror, "RETRIES", (0.01,) * 200)
-    assert train_fast(with_mirror(corpus, tmp_path, tmp_path / "bucket")) == "completed"
+    monkeypatch.setattr(mirror, "PAUSE", 0.01)
+    monkeypatch.setattr(mirror, "ATTEMPTS", 200)
+    assert mirror_at(tmp_path / "new", copied / "run").copy(ENDED) == 0
     assert "the run goes on" in capfd.readouterr().err
-    assert Bucket(f"file://{tmp_path}/bucket/run", "").checkpoints().keys() == models(tmp_path / "run").keys()
+    assert models_at(tmp_path / "new/run") == models(copied / "run")
+    assert read_json(copied / "run/.mirror") == {"mirror_step": 10, "mirror_problem": ""}
 
 
-def test_a_bucket_that_is_down_at_the_end(corpus, tmp_path, capfd, monkeypatch):
+def test_a_bucket_that_is_down_at_the_end(copied, bucket, capfd, monkeypatch):
     remove = Bucket.remove
 
     def fail(there, name):
@@ -279,15 +333,21 @@ def test_a_bucket_that_is_down_at_the_end(corpus, tmp_path, capfd, monkeypatch):
         remove(there, name)
 
     monkeypatch.setattr(Bucket, "remove", fail)
-    monkeypatch.setattr(mirror, "RETRIES", (0.01,))
-    assert train_fast(with_mirror(corpus, tmp_path, tmp_path / "bucket")) == "completed"
+    assert mirror_at(bucket, copied / "run").copy(ENDED) == 1
+    assert "ConnectionRefusedError" in read_json(copied / "run/.mirror")["mirror_problem"]
     assert "ConnectionRefusedError" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["s3://key:secret@bucket/runs", "nothing://bucket", "file:///proc/nothing"])
+def test_an_unknown_storage():
+    with pytest.raises(UserError, match=r"data.path = nothing://bucket: cannot be used \(ValueError"):  # noqa: SIM117
+        with reading("nothing://bucket", "data.path"):
+            pass
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/runs", "file:///proc/nothing"])
 def test_a_wrong_url_is_one_line_before_the_first_step(tiny_config, tmp_path, url):
     with pytest.raises(UserError) as error:
-        train_fast(tiny_config({"checkpoint.mirror": url}))
+        train_with_faults(tiny_config({"checkpoint.mirror": url}))
     (mistake,) = error.value.mistakes
     assert ("without credentials" in mistake) == ("secret" in url)
     assert not (tmp_path / "runs/run").exists()
@@ -314,12 +374,13 @@ def test_data_at_a_url(corpus, tmp_path, monkeypatch):
     """They are copied once. The run is that of the folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     url = f"file://{corpus}"
-    config = lambda name, path: training_config(corpus, tmp_path / name, {"data.path": str(path)})  # noqa: E731
-    for name, path in (("here", corpus), ("there", url), ("again", url)):
-        assert train_with_faults(config(name, path)) == "completed"
-        monkeypatch.setattr(Bucket, "get", None if name == "there" else Bucket.get)
-    assert_same(tmp_path / "here/run", tmp_path / "again/run")
-    expect_error(r"data.path = file.*cannot be used", train_with_faults, config("none", f"file://{tmp_path}/no"))
+    for name, path in (("here", corpus), ("there", url)):
+        assert train_with_faults(training_config(corpus, tmp_path / name, {"data.path": str(path)})) == "completed"
+    assert_same(tmp_path / "here/run", tmp_path / "there/run")
+    monkeypatch.setattr(Bucket, "get", None)
+    fetch_data(Path(local_copy(url)), url)
+    nothing = training_config(corpus, tmp_path / "none", {"data.path": f"file://{tmp_path}/no"})
+    expect_error(r"data.path = file.*cannot be used", train_with_faults, nothing)
 
 
 def test_data_at_a_url_whose_tokenizer_is_no_file(corpus, tmp_path):

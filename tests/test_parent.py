@@ -12,6 +12,7 @@ from itertools import product
 
 import psutil
 import pytest
+from commands import ROOT
 from ranks import results, run_ranks, start_ranks, wait_until
 
 from gpt2_ddp.distributed import process as parent
@@ -136,15 +137,14 @@ def test_a_pool_is_left_though_a_result_was_half_sent(tmp_path):
 
 def test_a_script_of_the_project_runs_without_a_rank_and_its_mistakes_are_ours(monkeypatch, tmp_path, capfd):
     """What it prints on stderr arrives, but for its `error:` lines; its exit codes are exceptions."""
-    file = tmp_path / "scripts/other.py"
-    file.parent.mkdir()
-    monkeypatch.setattr(parent, "PROJECT", tmp_path)
+    file = tmp_path / "other.py"
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def run(text):
         file.write_text(f"import os, sys\n{text}")
-        parent.run_script("other", "word")
+        parent.run_module("other", "word")
         return "".join(capfd.readouterr())
 
     assert run("print(sys.argv[1:], os.environ.get('RANK'), os.environ.get('WORLD_SIZE'))") == "['word'] None None\n"
@@ -170,11 +170,10 @@ run_command(Command, main)
 
 def prepare_for_long(folder):
     """Runs a script that writes its process id and sleeps."""
-    (folder / "scripts").mkdir()
-    (folder / "scripts/other.py").write_text(LASTS.replace("FILE", repr(str(folder / "pid"))))
-    parent.PROJECT = folder
+    (folder / "other.py").write_text(LASTS.replace("FILE", repr(str(folder / "pid"))))
+    os.environ["PYTHONPATH"] = f"{folder}:{ROOT}"
     with exit_on_signal(lambda line: None):
-        parent.run_script("other")
+        parent.run_module("other")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

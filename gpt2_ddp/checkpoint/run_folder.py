@@ -109,7 +109,8 @@ class RunFolder:
         if self._is_new and self.has_lock():
             with suppress(OSError):  # not empty
                 self.checkpoints.rmdir()
-                (self.path / ".lock").unlink()
+                for file in self.path.glob(".*"):  # locks
+                    file.unlink()
                 self.path.rmdir()
         os.close(self._lock)
         self._lock = None

@@ -6,17 +6,15 @@ from pathlib import Path
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import missing_folders, read_manifest
-from gpt2_ddp.distributed.process import run_script
+from gpt2_ddp.distributed.process import run_module
 
 
 def get_data(config: TrainingConfig) -> None:
     """Copies the shards of URLs, and prepares missing ones. Raises: UserError."""
     for url, folder in config.data.urls.items():
-        from gpt2_ddp.remote import fetch_data
-
-        fetch_data(Path(folder), url)
+        run_module("gpt2_ddp.transfer", "--action=data", f"--url={url}", f"--folder={folder}")
     if recipe := missing_data(config):
-        run_script("prepare_data", "--config", recipe)
+        run_module("gpt2_ddp", "prepare_data", "--config", recipe)
 
 
 def missing_data(config: TrainingConfig) -> str | None:

@@ -10,15 +10,14 @@ import threading
 import time
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpt2_ddp.distributed.environment import STOPPED, machines
 from gpt2_ddp.distributed.signals import Stopped, has_signal
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.project import PROJECT
 
 POLL_SECONDS = 0.5
-CHILD = "GPT2_DDP_CHILD"  # environment variable of a script that `run_script` started
+CHILD = "GPT2_DDP_CHILD"  # environment variable of what `start_module` started
 LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "PET_", "OMPI_")
 """Prefixes of the environment variables by which launchers describe a rank."""
 
@@ -89,21 +88,25 @@ def end_with_parent(number: int) -> None:
     threading.Thread(target=signal_at_end, name="end with parent", daemon=True).start()
 
 
-def run_script(script: str, *arguments: str, quiet: bool = False) -> None:
-    """Runs scripts/SCRIPT.py in a child process without a rank, which ends with this process. `quiet` drops its
-    standard output.
-
-    Raises:
-        UserError: the script's user errors (exit code 2).
-        Stopped: the script was stopped.
-        CalledProcessError: the script crashed, with a traceback on stderr.
-    """
+def start_module(module: str, *arguments: str, **pipes: Any) -> subprocess.Popen[str]:
+    """Starts `python -m MODULE` in a process group of its own and without a rank. `gpt2_ddp` runs a script, whose name
+    is the first argument. The working folder's modules are not imported."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     environment |= {CHILD: "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, str(PROJECT / "scripts" / f"{script}.py"), *arguments]
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    return subprocess.Popen(command, env=environment, process_group=0, text=True, **pipes)
+
+
+def run_module(module: str, *arguments: str, **pipes: Any) -> None:
+    """Runs `python -m MODULE`, as `start_module`. It ends with this process.
+
+    Raises:
+        UserError: the module's user errors (exit code 2).
+        Stopped: the module was stopped.
+        CalledProcessError: the module crashed, with a traceback on stderr.
+    """
     mistakes: list[str] = []
-    pipes = {"stdout": subprocess.DEVNULL if quiet else None, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, process_group=0, **pipes) as process:
+    with start_module(module, *arguments, stderr=subprocess.PIPE, **pipes) as process:
         try:
             assert process.stderr
             for line in process.stderr:
@@ -118,6 +121,6 @@ def run_script(script: str, *arguments: str, quiet: bool = False) -> None:
     if code == 2 and mistakes:
         raise UserError.join(mistakes)
     if code == STOPPED:
-        raise Stopped(f"a signal to {script}.py")
+        raise Stopped(f"a signal to {module} {arguments[0]}")
     if code:
-        raise subprocess.CalledProcessError(code, command)
+        raise subprocess.CalledProcessError(code, process.args)

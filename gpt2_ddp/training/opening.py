@@ -155,9 +155,9 @@ def _open_folder(
     if lock and elastic_nodes():
         folder.check_is_shared()
     if keep.mirror and lock:
-        from gpt2_ddp.checkpoint.mirror import open_mirror
+        from gpt2_ddp.checkpoint.mirror_process import open_mirror
 
-        mirror_status = open_mirror(keep, folder.path, watchdog, closing)
+        mirror_status = open_mirror(keep.mirror, folder.path, watchdog, closing)
     log = RunLog(folder, mirror_status)
     store = CheckpointStore(folder, log, keep.keep_last, keep.background, config.train.patience_seconds or TIMEOUT)
     closing.callback(store.background.join)

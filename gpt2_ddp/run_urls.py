@@ -1,0 +1,51 @@
+"""Commands that read runs: they take URLs of runs, too, and read copies on this machine."""
+
+import shutil
+from pathlib import Path
+from pkgutil import resolve_name
+
+from gpt2_ddp import script
+from gpt2_ddp.cache import local_copy
+from gpt2_ddp.config.cli import C
+from gpt2_ddp.files import sha256_file
+
+RUN_FIELDS = {"checkpoint", "run", "runs"}
+"""Fields of commands that name runs."""
+
+
+def run_command_on_runs(command: type[C], main: str) -> None:
+    """As `script.run_command`; `main` gets copies in place of runs that are named by URLs."""
+    script.run_command(command, lambda config: resolve_name(main)(with_local_runs(config)))
+
+
+def with_local_runs(config: C) -> C:
+    """The configuration, with copies in place of runs that are named by URLs. Raises: UserError."""
+    changes: dict[str, object] = {}
+    for field in RUN_FIELDS & vars(config).keys():
+        value = getattr(config, field)
+        if isinstance(value, str):
+            changes[field] = _local_run(value, field)
+        else:
+            changes[field] = tuple(_local_run(one, field) for one in value)
+    return config.model_copy(update=changes)
+
+
+def _local_run(path: str, field: str) -> str:
+    """The path or, of a URL, the folder in the cache with a copy of the run: its records and, unless the command reads
+    only `runs`' rows, its whole checkpoints. Raises: UserError if there is no such run."""
+    if "://" not in path:
+        return path
+    from gpt2_ddp.remote import MANIFEST, reading
+
+    folder = Path(local_copy(path))
+    with reading(path, field) as bucket:
+        bucket.get("", folder)
+        there = bucket.checkpoints() if field != "runs" else {}
+        for place in (folder / "checkpoints").glob("*"):
+            if place.name not in there:
+                shutil.rmtree(place)
+        for name, manifest in there.items():
+            place = folder / "checkpoints" / name
+            if not place.exists() or sha256_file(place / MANIFEST) != manifest:
+                bucket.get(name, place)
+    return str(folder)

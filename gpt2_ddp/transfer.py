@@ -1,0 +1,63 @@
+"""The process in which a training reads and writes what is at a URL: `python -m gpt2_ddp.transfer`.
+
+So the libraries of storages, their threads and their crashes are not in the trainer. No torch, unless a run is
+restored.
+"""
+
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from gpt2_ddp.checkpoint.mirror import Mirror
+from gpt2_ddp.checkpoint.run_files import STATUS
+from gpt2_ddp.config.base import Command
+from gpt2_ddp.files import read_json
+from gpt2_ddp.remote import Bucket, fetch_data, reading
+from gpt2_ddp.script import run_command
+
+PATIENCE = 20
+"""Most seconds in which the end of a stopped run is copied."""
+
+
+class TransferConfig(Command):
+    """What to copy"""
+
+    action: Literal["data", "restore", "mirror"] = "data"
+    """data: shards, into the folder; restore: a run, into the folder; mirror: a run, to the URL, until the standard
+    input ends"""
+    url: str = ""
+    folder: str = ""
+
+
+def transfer(config: TransferConfig) -> int:
+    folder, ended = Path(config.folder), threading.Event()
+
+    def see_end() -> None:
+        sys.stdin.read()
+        if not is_complete(folder):
+            signal.alarm(PATIENCE)  # ends this process
+        ended.set()
+
+    if config.action == "data":
+        fetch_data(folder, config.url)
+    elif config.action == "restore":
+        with reading(config.url, "checkpoint.mirror") as bucket:
+            Mirror(bucket, folder).restore()
+    else:
+        threading.Thread(target=see_end, daemon=True).start()
+        return Mirror(Bucket(config.url), folder).copy(ended)
+    return 0
+
+
+def is_complete(run: Path) -> bool:
+    """Whether a run is recorded as completed."""
+    with suppress(OSError, ValueError):
+        return read_json(run / STATUS).get("state") == "completed"
+    return False
+
+
+if __name__ == "__main__":
+    run_command(TransferConfig, transfer)
