@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, Contender, Done, time_contenders
 from gpt2_ddp.config.cli import resolve
-from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.launch import pick_device
@@ -103,7 +103,7 @@ def nanogpt(done: Done, config: TrainingConfig, device: torch.device, checkout: 
     """The model and the optimizer of a checkout of nanoGPT, in the loop of its train.py."""
     sys.path.insert(0, checkout)
     theirs, optim = import_module("model"), config.optim
-    names = {*theirs.GPTConfig.__dataclass_fields__} - {"vocab_size"}
+    names = {*theirs.GPTConfig.__dataclass_fields__} & {*ModelConfig.model_fields}
     padded = -(-read_shard(config)[0] // 64) * 64
     shape = theirs.GPTConfig(**{name: getattr(config.model, name) for name in names}, vocab_size=padded)
     model = theirs.GPT(shape).to(device)

@@ -63,16 +63,50 @@ def test_what_a_contender_resumes_is_what_it_saved(tmp_path):
     run_ranks(checkpoints, 1, tmp_path)
 
 
+NANOGPT = """
+from dataclasses import dataclass
+
+from torch import nn, optim
+
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool = True
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+
+    def configure_optimizers(self, weight_decay, lr, betas, kind):
+        return optim.AdamW(self.parameters(), lr, betas, weight_decay=weight_decay)
+
+    def forward(self, tokens, targets):
+        logits = self.wte(tokens) @ self.wte.weight.T
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+"""What a checkout's model.py has."""
+
+
 @pytest.mark.slow
 def test_a_tiny_step_of_every_contender(tmp_path, monkeypatch):
+    (tmp_path / "model.py").write_text(NANOGPT)
     monkeypatch.setattr(
         "gpt2_ddp.distributed.spawn.start_ranks", forked_ranks
     )  # fresh ones would import torch for seconds
     preset = tmp_path / "tiny.yaml"
     preset.write_text(TINY_PRESET)
     short = {"block_size": 32, "precision": ("no",), "repeats": 1, "steps": 3, "output": str(tmp_path / "out")}
+    short["nanogpt"] = str(tmp_path)
     (cases,) = run_benchmarks(BenchmarkConfig(only=("step",), device="cpu", preset=str(preset), **short))
     rate, memory = cases
-    assert rate.figures.keys() == {OURS, step.BARE, "transformers, Accelerate"}
+    assert rate.figures.keys() == {OURS, step.BARE, "transformers, Accelerate", "nanoGPT"}
     assert all(100 < mebibytes < 4000 for (mebibytes,) in memory.figures.values())
     assert read_json(tmp_path / "out/step.json")["cases"][0]["figures"] == rate.figures

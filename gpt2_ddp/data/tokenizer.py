@@ -9,11 +9,13 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
+import tiktoken.registry
 
 from gpt2_ddp.data.alphabet import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, to_bytes
 from gpt2_ddp.data.manifest import token_dtype
@@ -28,7 +30,8 @@ class Tokenizer:
     """Bidirectional map between text and ids 0 .. vocab_size - 1.
 
     Args:
-        name: the encoding's, or that of a tokenizer.json. sha256: hash of the definition; None: of the tokens.
+        name: the encoding's, or that of a tokenizer.json. definition: arguments of tiktoken's `Encoding`.
+        sha256: hash of the definition; None: of the tokens.
 
     Attributes:
         eot: id of the end-of-text token, which begins every document.
@@ -36,15 +39,11 @@ class Tokenizer:
         pattern: regular expression that divides a text before it is merged.
     """
 
-    def __init__(self, name: str, encoding: tiktoken.Encoding, sha256: str | None = None):
-        self.name, self.encoding = name, encoding
-        self.vocab_size, self.eot = encoding.n_vocab, encoding.eot_token
-        # tiktoken has no public name for its tables
-        self.tokens, self.specials, self.pattern = (
-            encoding._mergeable_ranks,
-            encoding._special_tokens,
-            encoding._pat_str,
-        )
+    def __init__(self, name: str, definition: Mapping[str, Any], sha256: str | None = None):
+        self.name, self.encoding = name, tiktoken.Encoding(**{"name": name, **definition})
+        self.vocab_size, self.eot = self.encoding.n_vocab, self.encoding.eot_token
+        self.tokens, self.specials = definition["mergeable_ranks"], definition["special_tokens"]
+        self.pattern = definition["pat_str"]
         self.sha256 = sha256 or self._hash()
 
     def encode(self, text: str) -> np.ndarray:
@@ -89,21 +88,21 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     """The tokenizer `bytes`, a tiktoken encoding (`gpt2` needs no network), or a tokenizer.json or its folder. Raises:
     UserError if the name is unknown, the file unusable, or the download fails."""
     if tokens := _own_tokens(name_or_path):
-        encoding = tiktoken.Encoding(
-            name_or_path,
-            pat_str=BYTES_PATTERN if name_or_path == BYTES else GPT2_PATTERN,
-            mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
-            special_tokens={END_OF_TEXT: len(tokens)},
-        )
-        return Tokenizer(name_or_path, encoding)
+        definition = {
+            "pat_str": BYTES_PATTERN if name_or_path == BYTES else GPT2_PATTERN,
+            "mergeable_ranks": {token: rank for rank, token in enumerate(tokens)},
+            "special_tokens": {END_OF_TEXT: len(tokens)},
+        }
+        return Tokenizer(name_or_path, definition)
     if name_or_path not in encoding_names():
-        from gpt2_ddp.data.tokenizer_file import read_encoding
+        from gpt2_ddp.data.tokenizer_file import read_definition
 
         path = Path(name_or_path)
         path = path / TOKENIZER_FILE if os.path.isdir(path) else path
-        return Tokenizer(path.name, *read_encoding(path, encoding_names()))
+        return Tokenizer(path.name, *read_definition(path, encoding_names()))
     try:
-        return Tokenizer(name_or_path, tiktoken.get_encoding(name_or_path))
+        constructors: Any = tiktoken.registry.ENCODING_CONSTRUCTORS  # which `encoding_names` has filled
+        return Tokenizer(name_or_path, constructors[name_or_path]())
     except OSError as error:  # base class of the errors of requests
         hint = "cannot be downloaded; gpt2, bytes, bpe or a tokenizer.json of your own need no network"
         raise UserError("tokenizer", name_or_path, hint) from error

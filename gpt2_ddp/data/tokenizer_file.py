@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tiktoken
-
 from gpt2_ddp.data.alphabet import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, to_bytes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
@@ -16,20 +14,19 @@ LARGEST = 2**28
 """Bytes that are read at most; a file of 250,000 ids has 3 % of them."""
 
 
-def read_encoding(path: Path, names: Sequence[str]) -> tuple[tiktoken.Encoding, str]:
-    """tiktoken's encoding of a `tokenizer.json`, and the file's SHA-256. `names`: of tokenizers without a file. Raises:
-    UserError if the file cannot be read, or tiktoken would encode differently."""
+def read_definition(path: Path, names: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Arguments of tiktoken's `Encoding` for a `tokenizer.json`, and the file's SHA-256. `names`: of tokenizers without
+    a file. Raises: UserError if the file cannot be read, or tiktoken would encode differently."""
     try:
         data = read_small(path, LARGEST)
     except OSError as error:
         known = f"name bpe, a tokenizer.json or an encoding ({', '.join(names)})"
         raise UserError("tokenizer", path, f"cannot be read ({error.strerror}); {known}") from error
     try:
-        encoding = tiktoken.Encoding(path.name, **_definition(json.loads(data)))
+        return _definition(json.loads(data)), hashlib.sha256(data).hexdigest()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         hint = f"is no byte-level BPE like GPT-2's ({error}); `bpe` trains one on the source"
         raise UserError("tokenizer", path, hint) from error
-    return encoding, hashlib.sha256(data).hexdigest()
 
 
 def _definition(definition: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +42,7 @@ def _definition(definition: dict[str, Any]) -> dict[str, Any]:
     ids = [*ranks.values(), *special_tokens.values()]
     if {*map(type, ids)} != {int} or sorted(ids) != [*range(len(ids))]:  # or tiktoken panics, or cannot decode
         raise ValueError(f"its ids are not 0 to {len(ids) - 1}, each of one token")
-    if not all(isinstance(token, str) and token for token in special_tokens):
+    if not all(token.encode() for token in special_tokens):
         raise ValueError("one of its added tokens has no text")
     return {"pat_str": GPT2_PATTERN, "mergeable_ranks": ranks, "special_tokens": special_tokens}
 
