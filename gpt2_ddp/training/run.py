@@ -22,7 +22,7 @@ from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
 from gpt2_ddp.checkpoint.store import SLOW_DISK
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.distributed.environment import elastic_nodes, spare_core
+from gpt2_ddp.distributed.environment import spare_core
 from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
