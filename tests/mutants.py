@@ -153,8 +153,8 @@ training/guard.py: not reached without a GPU
 - copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
 + copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 training/loop.py: a run has three rollbacks, or none
-- return Pending(row=_position(run) | digest, evaluate=True, save=run.config.rollbacks > 0)
-+ return Pending(row=_position(run) | digest, evaluate=True, save=run.config.rollbacks > 1)
+- progress.pending = Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 0)
++ progress.pending = Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 1)
 training/optimizer.py: the same step; the kernel would not have to wait
 - self._waits = not all(group.get("fused") for group in self.plain.param_groups)
 + self._waits = True

@@ -237,7 +237,7 @@ def too_large_id(data):
 DATA = {
     "id": (too_large_id, "shard"),
     "missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer"),
-    "other": (lambda data: edit_manifest(data, tokenizer="gpt2"), "tokenizer"),
+    "other": (lambda data: edit_manifest(data, tokenizer="gpt2"), "data.path"),
     "unknown": (lambda data: edit_manifest(data, tokenizer="gpt9"), "tokenizer"),
 }
 

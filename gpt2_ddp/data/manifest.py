@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_small(path, LARGEST_MANIFEST)
     except OSError as error:
-        hint = f"{MANIFEST} cannot be read ({error.strerror}); prepare_data.py creates the folder"
+        hint = f"{MANIFEST} cannot be read ({error.strerror}); create it with prepare_data.py"
         raise UserError("data", folder, hint) from error
     return parse_manifest(text, path)
 
