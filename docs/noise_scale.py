@@ -49,7 +49,7 @@ class NoiseScale(Pretraining):
 
     def _check_measurable(self) -> None:
         shares = self.feed.batch.share(self.feed.step_size)
-        if self.config.parallel == "fsdp":
+        if self.config.launch.parallel == "fsdp":
             raise UserError("launch.parallel", "fsdp", "the noise scale cannot be measured; use ddp")
         if len(shares) < 2:
             hint = "the noise scale needs two micro-batches per step on each process; choose a smaller one"

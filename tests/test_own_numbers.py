@@ -141,7 +141,7 @@ def measuring(shares=4, parallel="ddp"):
     """The noise scale's task in one process, on steps of 8 items of 3 tokens, in so many micro-batches."""
     task = object.__new__(NoiseScale)
     task.averages, task.units_per_item = (0.0, 0.0), 3
-    task.feed, task.config = MagicMock(step_size=8), MagicMock(parallel=parallel)
+    task.feed, task.config = MagicMock(step_size=8), MagicMock(**{"launch.parallel": parallel})
     task.feed.batch.share.return_value = [[range(8 // shares)]] * shares
     task.accelerator = MagicMock(num_processes=1, reduce=lambda value, reduction: value)
     task.accelerator.scaler.get_scale.return_value = 1024.0
