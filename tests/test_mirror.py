@@ -212,6 +212,7 @@ def test_a_lost_machines_lease_ends(bucket, tmp_path, age):
     assert not (bucket / "run" / LEASE).exists()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_machine_whose_lease_was_taken_stops(bucket, tmp_path, monkeypatch):
     """First the process that copies."""
     monkeypatch.setattr(os, "_exit", sys.exit)
