@@ -25,7 +25,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.launch import pick_device
-from gpt2_ddp.export.formats import CLASSES, transformers_config
+from gpt2_ddp.export.transformers_layout import CLASSES, transformers_config
 from gpt2_ddp.model.compiled import compiled
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer

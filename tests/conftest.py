@@ -16,6 +16,7 @@ from types import CodeType, FunctionType
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ["XDG_STATE_HOME"] = f"{tempfile.gettempdir()}/gpt2_ddp_tests_state"  # of trusted code
+os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/gpt2_ddp_tests_cache"  # of imports
 os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/gpt2_ddp_tests_datasets")
 
 import margins

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.export.formats import CLASSES, to_transformers, transformers_config
+from gpt2_ddp.export.transformers_layout import CLASSES, to_transformers, transformers_config
 from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.gpt import GPT
 
@@ -38,7 +38,7 @@ def in_transformers(model, eot=0):
     fields = transformers_config(model.config, model.vocab_size, eot)
     del fields["architectures"]
     theirs = kind(kind.config_class(**fields))
-    tensors = to_transformers(model.state_dict(), model.config, model.vocab_size)
+    tensors = to_transformers(model.state_dict(), model)
     missing, unexpected = theirs.load_state_dict(tensors, strict=False)
     assert (set(missing) - {"lm_head.weight"}, unexpected) == (set(), [])
     return theirs.eval()

@@ -7,7 +7,7 @@ from close import assert_close, float64
 from models import in_transformers, random_tokens
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.export.formats import to_transformers
+from gpt2_ddp.export.transformers_layout import to_transformers
 from gpt2_ddp.model import architecture
 from gpt2_ddp.model.architecture import causal_attention
 from gpt2_ddp.model.generate import empty_cache, next_logits
@@ -48,7 +48,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind, key_heads, shape, 
     assert_close(model(tokens), theirs(tokens).logits)
     model(tokens, targets).backward()
     F.cross_entropy(theirs(tokens).logits.mT, targets).backward()
-    assert_close(to_transformers(gradients(model), model.config, VOCABULARY), gradients(theirs))
+    assert_close(to_transformers(gradients(model), model), gradients(theirs))
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])

@@ -9,9 +9,8 @@ from close import assert_close
 
 from benchmarks import step
 from benchmarks.config import BenchmarkConfig
-from gpt2_ddp.export.formats import to_transformers
+from gpt2_ddp.export.transformers_layout import HEAD, to_transformers
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import HEAD
 
 TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}  # whose step is bookkeeping
 IDS, CPU = 257, torch.device("cpu")
@@ -58,7 +57,7 @@ def test_the_first_losses_are_equal(tmp_path, monkeypatch):
     weights = model.state_dict()
     tokens, ours = first_step(monkeypatch, GPT, weights, step.ours, run)
     bare_tokens, bare = first_step(monkeypatch, GPT, weights, step.bare, run, CPU)
-    theirs = to_transformers(weights, run.model, IDS)
+    theirs = to_transformers(weights, model)
     kind = transformers.GPT2LMHeadModel
     their_tokens, found = first_step(monkeypatch, kind, theirs, step.hugging_face, run, CPU)
     assert tokens.tolist() == bare_tokens.tolist() == their_tokens.tolist()

@@ -23,9 +23,9 @@ from gpt2_ddp.export import check, export
 from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.export import atomic_directory, export_hf
 from gpt2_ddp.export.formats import tokenizer_json
+from gpt2_ddp.export.transformers_layout import CLASSES
 from gpt2_ddp.files import read_json
 from gpt2_ddp.model.generate import Sampling, generate
-from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.state import FeedState, Progress
 from gpt2_ddp.tasks.trained_model import load_model
 

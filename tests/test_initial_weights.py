@@ -1,4 +1,4 @@
-"""`train.init_from`: a model of transformers is continued as it is, or refused by name; a run's weights likewise."""
+"""`train.init_from`: a model of transformers is imported as it is, or refused by name; a run's weights likewise."""
 
 import json
 import re
@@ -21,13 +21,16 @@ from safetensors.torch import load_file
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.hints import check_resumable
+from gpt2_ddp.config.tools import ImportConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.export.imports import import_hf
+from gpt2_ddp.export.transformers_layout import CLASSES, shape
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import CLASSES, resolved
 from gpt2_ddp.preparation.prepare import train_bpe
-from gpt2_ddp.training.initial_weights import find_model, load_initial_weights, settle_model
+from gpt2_ddp.training import initial_weights as module
+from gpt2_ddp.training.initial_weights import find_model, import_place, load_initial_weights
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/golden"
@@ -37,6 +40,21 @@ TOKENIZER = load_tokenizer(f"{GOLDEN}/corpus")  # 300 ids, of 384 rows
 
 SHAPES = {kind: models.SHAPES[kind] for kind in CLASSES} | {"gpt2": {}}
 """What a model has of each architecture, other than the defaults."""
+
+
+@pytest.fixture(autouse=True)
+def imports(monkeypatch):
+    """Trainings import in this process, which has transformers loaded; only ranks start another."""
+    monkeypatch.setattr(module, "run_script", lambda *words, quiet: imported(words[-1]))
+
+
+def imported(source):
+    import_hf(ImportConfig(source=str(source)))
+    return import_place(str(source))
+
+
+def settle_model(config, saved=None):
+    return module.settle_model(config, saved, MagicMock())
 
 
 def config(folder, **model):
@@ -80,8 +98,8 @@ def in_files(folder):
 
 
 def old_style(tensors):
-    """As the first releases saved it: no prefix, the causal mask, and the tied head written out."""
-    masks = {"h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.uint8), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    """As the first releases saved it: no prefix, a constant of the causal mask, and the tied head written out."""
+    masks = {"h.0.attn.masked_bias": torch.tensor(-1e4)}
     plain = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     return {**plain, **masks, "lm_head.weight": plain["wte.weight"]}
 
@@ -98,7 +116,6 @@ def zero_row(tensors):
 
 
 NOT_FETCHED = {"attn_implementation": "nobody/kernel"}
-INVERSE = "model.layers.0.self_attn.rotary_emb.inv_freq"
 NOT_IN_4 = fields("rope_parameters", "head_dim", "mlp_bias", "dtype", rope_theta=500.0, rope_scaling=None)
 PAD = both(edit_weights(zero_row), fields(pad_token_id=1))
 MORE = both(edit_weights(more_ids), fields(vocab_size=320))
@@ -109,7 +126,7 @@ LAYOUTS = [
     ("gpt2", lambda folder: None, {"block_size": 24}),
     ("gpt2", MORE),
     ("llama", MORE),
-    ("llama", both(edit_weights(lambda t: {**t, INVERSE: torch.ones(8)}), NOT_IN_4)),  # of transformers 4
+    ("llama", NOT_IN_4),  # of transformers 4
     ("llama", PAD),
     ("nanochat", PAD),  # the default of transformers' NanoChat
 ]
@@ -127,9 +144,6 @@ def test_it_computes_what_transformers_does(case, tmp_path):
     theirs = their_class.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     settings = config(tmp_path, **SHAPES[kind] | dict(*model))
     ours = start(settings)
-    torch.manual_seed(settings.seed)
-    fresh = GPT(settings.model, TOKENIZER.vocab_size)
-    assert torch.equal(ours.wte.weight[300:], fresh.wte.weight[300:])  # the padding rows are a new run's
     tokens = torch.randint(300, (3, 24)).index_fill_(1, torch.arange(0, 24, 3), 1)
     with float64():
         exact = type(theirs)(theirs.config).eval()  # with its tables of rotations
@@ -159,7 +173,7 @@ def drop(name):
 
 
 EARLY = r"""
-{"n_layer": 3} | {} | model.n_layer = 2: .* has 3; set it to 3
+{} | {"n_layer": 3} | model.n_layer = 3: .* has 2; set it to 2
 {} | {"n_head": 4, "n_embd": 64} | model.n_head = 4: .* has 2; set it to 2 & model.n_embd = 64: .* has 32; set it to 32
 {} | {"block_size": 64} | model.block_size = 64: .* has 32; set it to 32
 {"activation_function": "relu", "layer_norm_epsilon": 1e-6, "scale_attn_weights": false, \
@@ -168,12 +182,11 @@ EARLY = r"""
 {"scale_attn_by_inverse_layer_idx": true, "add_cross_attention": true, "tie_word_embeddings": false} \
  | {} | scale_attn_by_inverse_layer_idx: true & add_cross_attention: true & tie_word_embeddings: false
 {"model_type": "t5"} | {} | is a model of type t5; only gpt2, llama, qwen3
-{"n_positions": "many"} | {} | transformers cannot read it .*(n_positions|block_size)
-{"model_type": "new", "auto_map": {"AutoConfig": "code.New"}} | {} | is a model of type new; only gpt2
+{"n_positions": "many"} | {} | cannot be used .*n_positions
+{"model_type": "new", "auto_map": {"AutoConfig": "code.New"}} | {} | cannot be used .*custom code
 llama: {} | {"architecture": "gpt2", "n_kv_head": null} | model.architecture = gpt2 & model.n_kv_head = None: .* 1;
-llama: {"num_hidden_layers": 3, "intermediate_size": 64} | {"n_kv_head": null, "n_inner": null} \
- | model.n_layer = 2: .* has 3; & model.n_kv_head = None: .* has 1; & model.n_inner = None: .* has 64; set
-llama: {"num_key_value_heads": null} | {} | model.n_kv_head = 1: .* has 2; set it to
+llama: {} | {"n_layer": 3, "n_kv_head": null, "n_inner": null} \
+ | model.n_layer = 3: .* has 2; & model.n_kv_head = None: .* has 1; & model.n_inner = None: .* has 48; set
 llama: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}} | {} | model.rope_theta = 500.0: .* to 1000000.0
 llama: {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e2, "factor": 8, "low_freq_factor": 1.0, \
  "high_freq_factor": 4.0, "original_max_position_embeddings": 16}} | {} | rope_parameters: .*llama3.*; only .*"default"
@@ -201,16 +214,18 @@ def test_refused_by_its_small_files(tmp_path, case):
 HEAD = "lm_head.weight"
 LATE = [
     (lambda folder: (folder / "model.safetensors").rename(folder / "x.bin"), "no file named model.safetensors"),
-    (lambda folder: (folder / "model.safetensors").write_bytes(bytes(9)), "cannot read it .*SafetensorError"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(bytes(9)), "SafetensorError"),
     (drop("transformer.h.1.mlp.c_fc.weight"), "h.1.mlp.c_fc.weight is missing"),
     (drop(HEAD), f"{HEAD} is missing", SHAPES["llama"]),
     (edit_weights(lambda of: {**of, "score.weight": torch.ones(2)}), "score.weight is unknown"),
     (tensor("h.0.ln_1.weight", lambda t: t[:-1]), r"h.0.ln_1.weight has shape \[31\]"),
     (tensor("h.1.ln_2.bias", lambda t: t / 0), "h.1.ln_2.bias .* not finite"),
     (edit_weights(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), f"{HEAD} differs from the embedding"),
-    (both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])), "vocabulary of 299 ids, .* has 300"),
-    (another_tokenizer, "its tokenizer differs"),
-    (other_blanks, "its tokenizer.json cannot be read"),
+    (
+        both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])),
+        "cannot be used .*299",
+    ),
+    (other_blanks, "tokenizer.json: is no byte-level BPE"),
 ]
 """A change of the folder, the error, and fields of the model section, if any."""
 
@@ -220,10 +235,7 @@ def test_refused_by_its_weights_or_its_tokenizer(tmp_path, case):
     damage, line, *model = case
     own = dict(*model)
     damage(saved(tmp_path, own.get("architecture", "gpt2")))
-    settings = config(tmp_path, **own)
-    find_model(settings)
-    ours = GPT(settings.model, TOKENIZER.vocab_size)
-    expect_error(f"train.init_from = .*{line}", load_initial_weights, settings, ours, TOKENIZER)
+    expect_error(f"(source|tokenizer) = .*{line}", find_model, config(tmp_path, **own))
 
 
 def words(folder, flags=""):
@@ -235,18 +247,17 @@ def typed(folder, flags=""):
     return load(TrainingConfig, words(folder, flags), training_default)
 
 
-def test_a_shape_that_nobody_gives_is_the_models(tmp_path):
+def test_a_shape_that_nobody_gives_is_the_models(tmp_path, capsys):
     """Neither the default preset's nor the default, but its dropout is the preset's. Ranks may share the model."""
     weights, calls = [], []  # of a folder and of a run
     for kind in (*SHAPES, "a run"):
         folder, wanted = RUN, {"n_layer": 1, "n_embd": 16, "block_size": 16, "n_inner": 64}
         if kind != "a run":
-            folder, wanted = saved(tmp_path / kind, kind), resolved(config("", **SHAPES[kind]).model)
-        notes = []
-        settled = settle_model(typed(folder, "--model.n_head 2"), None, notes.append)
-        assert resolved(settled.model) == resolved(settled.model) | wanted | {"n_head": 2, "dropout": 0.1}
-        (note,) = notes
-        assert str(folder) in note
+            folder, wanted = saved(tmp_path / kind, kind), shape(config("", **SHAPES[kind]).model)
+        settled = settle_model(typed(folder, "--model.n_head 2"))
+        assert shape(settled.model) == wanted | {"n_head": 2}
+        assert settled.model.dropout == 0.1
+        assert f"note: model from {folder}: " in capsys.readouterr().err
         if kind in ("nanochat", "a run"):
             weights.append({name: value.tolist() for name, value in start(settled).state_dict().items()})
             runs = f"--output_dir {tmp_path} --train.device cpu --launch.parallel fsdp"
@@ -254,25 +265,25 @@ def test_a_shape_that_nobody_gives_is_the_models(tmp_path):
         (tmp_path / "settled.yaml").write_text(dump(settled))
         again = load(TrainingConfig, ["--config", f"{tmp_path}/settled.yaml"])
         assert again == settled
-        assert settle_model(again, None, pytest.fail) == settled  # one that gives all of it is not commented on
+        assert settle_model(again) == settled
+        assert "model from" not in capsys.readouterr().err  # one that gives all of it is not commented on
     assert run_ranks(in_turn, 2, *calls) == [weights] * 2
 
 
 def test_a_run_needs_no_transformers_and_may_have_a_shorter_context(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    settled = settle_model(typed(RUN, "--model.block_size 8"), None, print)
+    settled = settle_model(typed(RUN, "--model.block_size 8"))
     theirs = load_file(find_checkpoint(RUN).path / "model.safetensors")
     theirs["wpe.weight"] = theirs["wpe.weight"][:8]
     assert same(start(settled).state_dict(), theirs)
 
 
 @pytest.mark.parametrize(("flags", "error"), [
-    ("--model.n_head 3", "model.n_head = 3: .* has 2; set it to 2"),
     ("--train.global_batch_tokens 40", r"global_batch_tokens = 40: should be a multiple of model.block_size \(16\)"),
     ("--config configs/gpt2_small_corpus.yaml", "model.n_layer = 6: .* has 1"),
 ])  # fmt: skip
 def test_what_is_given_is_compared_and_the_rest_is_checked_once_settled(flags, error):
-    expect_error(error, settle_model, typed(RUN, flags), None, print)
+    expect_error(error, settle_model, typed(RUN, flags))
 
 
 def test_a_resume_has_the_shape_of_its_checkpoint(tmp_path):
@@ -281,7 +292,7 @@ def test_a_resume_has_the_shape_of_its_checkpoint(tmp_path):
     found.config["optim"] = typed(tmp_path).optim.model_dump(mode="json")
     found.config["train"]["global_batch_tokens"] = 4096
     check_resumable(typed(tmp_path), "gpt2", found.config, found.step)
-    assert settle_model(typed(tmp_path), found, pytest.fail).model.n_layer == 1
+    assert settle_model(typed(tmp_path), found).model.n_layer == 1
     other = typed(tmp_path, "--model.n_layer 3")
     expect_error("model.n_layer = 3: the run was started with 1", check_resumable, other, "gpt2", found.config, 5)
 
@@ -346,17 +357,12 @@ def test_what_the_page_converts_has_the_weights_of_its_source(file, setting, tmp
     (write_nanogpt if file == "ckpt.pt" else write_llm_c)(model, tmp_path / file, setting)
     converted = forked(["convert.py", file, f"{GOLDEN}/corpus/tokenizer.json", "converted"], tmp_path)
     assert converted.returncode == 0, converted
-    settled = settle_model(typed(tmp_path / "converted"), None, print)
-    assert resolved(settled.model) == resolved(model.config) | {"dropout": 0.1}
+    settled = settle_model(typed(tmp_path / "converted"))
+    assert shape(settled.model) == shape(model.config)
     found = start(settled).state_dict()
     for name, value in model.state_dict().items():
         wanted = value.bfloat16().float() if setting == 5 else value
         assert torch.equal(found[name][:IDS], wanted[:IDS]), name
-
-
-def test_without_transformers_a_line_names_the_package(theirs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    expect_field("train.init_from", "theirs", find_model, config(theirs))
 
 
 def test_from_the_hub(theirs, monkeypatch):
@@ -365,13 +371,24 @@ def test_from_the_hub(theirs, monkeypatch):
     start(config("hub:openai-community/gpt2@v1"))
     first, second = download.call_args_list
     assert first == call("openai-community/gpt2", revision="v1", allow_patterns=["config.json"])
-    assert {"model*.safetensors", "tokenizer.json"} < {*second.kwargs["allow_patterns"]}
+    assert {"model*.safetensors*", "tokenizer.json"} < {*second.kwargs["allow_patterns"]}
     monkeypatch.undo()
-    expect_field("train.init_from", "hub:nobody/none", find_model, config("hub:nobody/none"))
+    expect_field("source", "hub:nobody/none", imported, "hub:nobody/none")
+
+
+def test_an_import_is_kept_until_its_source_changes_or_it_is_damaged(theirs):
+    place = imported(theirs)
+    kept = place.stat()
+    assert imported(theirs).stat() == kept
+    weights = (place / "model.safetensors").read_bytes()
+    spoil(place / "model.safetensors")
+    assert (imported(theirs) / "model.safetensors").read_bytes() == weights
+    tensor("h.1.ln_2.bias", lambda t: t + 1)(theirs)
+    assert (imported(theirs) / "model.safetensors").read_bytes() != weights
 
 
 OTHER_SHAPE = """
-{"architecture": "llama", "n_layer": 3, "n_head": 4, "n_embd": 64, "n_inner": 48, "block_size": 64}
+{"architecture": "llama", "n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 64, "n_inner": 48}
 """
 
 
@@ -392,5 +409,5 @@ def test_a_wrong_folder_is_refused_before_the_corpus_is_hashed(theirs, tmp_path)
     another_tokenizer(theirs)
     shutil.copytree(GOLDEN / "corpus", tmp_path / "data", ignore=shutil.ignore_patterns(".*"))
     settings = training_config(tmp_path / "data", tmp_path / "runs", {"train.init_from": str(theirs)})
-    expect_error(f"train.init_from = {theirs}: its tokenizer differs", train, settings)
+    expect_error(f"train.init_from = {import_place(str(theirs))}: has another tokenizer", train, settings)
     assert not list((tmp_path / "data").glob(".verified*"))

@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.checkpoint import DTYPES, OPTIMIZER
+from gpt2_ddp.checkpoint.checkpoint import DTYPES, OPTIMIZER, Checkpoint
+from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.ranks import has_others, on_main
 from gpt2_ddp.errors import UserError
 
@@ -64,6 +65,16 @@ class Tensors(Mapping[str, Tensor]):
                     parts.append(opened.get_slice(name)[begin:end])
             first += rows
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def saved_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of a GPT's checkpoint. Raises: UserError if it cannot be loaded, or is another."""
+    data = checkpoint.state.record
+    file = checkpoint.path / data["tokenizer"]
+    tokenizer = load_tokenizer(str(file) if file.is_file() else data["tokenizer"])
+    if tokenizer.sha256 != data["tokenizer_sha256"]:
+        raise UserError("checkpoint", file, "is not the tokenizer of the run; name another checkpoint")
+    return tokenizer
 
 
 @torch.no_grad()

@@ -133,6 +133,15 @@ class ExportConfig(CheckpointCommand):
     """also write model.gguf for llama.cpp; llama.cpp's own converter accepts no tokenizer that was trained here"""
 
 
+class ImportConfig(Command):
+    """import_hf.py: a transformers model as a checkpoint in the user's cache"""
+
+    positional = "source"
+
+    source: str = "hub:openai-community/gpt2"
+    """folder with config.json, safetensors and tokenizer.json, or `hub:OWNER/NAME[@REVISION]`"""
+
+
 class ReportConfig(Command):
     """report.py: report.html and report.png of one or several runs; runs that differ only in their seed are a group"""
 

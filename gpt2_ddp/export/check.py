@@ -9,7 +9,7 @@ from torch import nn
 
 from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import Tokenizer
-from gpt2_ddp.export.formats import to_transformers
+from gpt2_ddp.export.transformers_layout import to_transformers
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.source_files import library_files
 
@@ -51,24 +51,20 @@ def check_export(folder: Path, model: GPT, tokenizer: Tokenizer, own: nn.Module)
 
 def _load(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
         theirs, info = loaded
         their_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # any exception for an unreadable folder
         raise ExportMismatch(f"transformers cannot load it: {type(error).__name__}: {error}") from error
-    finally:
-        logging.enable_progress_bar()
     if found := {what: sorted(map(str, keys)) for what, keys in info.items() if keys}:
         raise ExportMismatch(f"transformers finds {found}")
     return theirs.eval(), their_tokenizer
 
 
 def _compare_weights(theirs: Any, model: GPT) -> int:
-    loaded, wanted = theirs.state_dict(), to_transformers(model.state_dict(), model.config, model.vocab_size)
+    loaded, wanted = theirs.state_dict(), to_transformers(model.state_dict(), model)
     for name, weight in wanted.items():
         if not torch.equal(loaded[name].view(torch.int32), weight.view(torch.int32)):
             raise ExportMismatch(f"{name} differs from the checkpoint's after loading with transformers")

@@ -17,8 +17,8 @@ from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import ExportMismatch, check_export
 from gpt2_ddp.export.formats import LLAMA_CPP, write_gguf, write_model, write_tokenizer
+from gpt2_ddp.export.transformers_layout import CLASSES
 from gpt2_ddp.files import writing
-from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.trained_model import load_model, own_task, read_settings, still_there

@@ -6,22 +6,19 @@ makes smaller files of it.
 """
 
 import json
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import as_safetensors
-from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.export.transformers_layout import fixed_fields, shape, to_transformers, transformers_config
 from gpt2_ddp.files import write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import CLASSES, SHAPE, fixed_fields, shape, their_views
 from gpt2_ddp.output import write_json
 
 LLAMA_CPP = ("gpt2", "llama", "qwen3")
@@ -33,7 +30,7 @@ def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
     file = folder / "model.safetensors"
     with writing(file):
-        tensors = to_transformers(model.state_dict(), model.config, model.vocab_size)
+        tensors = to_transformers(model.state_dict(), model)
         write_hashed(file, as_safetensors(tensors, {"format": "pt"}))
 
 
@@ -164,7 +161,7 @@ def _tensors(model: GPT) -> dict[str, np.ndarray]:
     names = get_tensor_name_map(MODEL_ARCH[config.architecture.upper()], config.n_layer)
     heads = {"attn_q.weight": config.n_head, "attn_k.weight": config.key_heads}
     tensors = {}
-    for name, tensor in to_transformers(model.state_dict(), config, model.vocab_size).items():
+    for name, tensor in to_transformers(model.state_dict(), model).items():
         their_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert their_name, f"gguf has a name for {name}"
         if ".h." in name and tensor.dim() == 2:
@@ -174,31 +171,3 @@ def _tensors(model: GPT) -> dict[str, np.ndarray]:
             tensor = tensor.view(rotated, 2, -1, config.n_embd).transpose(1, 2).reshape(tensor.shape)
         tensors[their_name] = tensor.float().numpy(force=True)
     return tensors
-
-
-def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
-    """The config.json of transformers' class of this shape. `eot` is the token that begins and ends a document."""
-    values = shape(config)
-    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if config.architecture == "gpt2" else ("attention_dropout",)
-    return {
-        "architectures": [CLASSES[config.architecture]],
-        "model_type": config.architecture,
-        "vocab_size": vocab_size,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-        "pad_token_id": None,  # its embedding would have no gradient
-        "torch_dtype": "float32",
-        **{theirs: values[name] for name, theirs in SHAPE[config.architecture].items()},
-        **fixed_fields(config),
-        **dict.fromkeys(dropouts, config.dropout),
-    }
-
-
-def to_transformers(state: Mapping[str, Tensor], config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of an equal model of transformers' class.
-
-    Args:
-        state: weights by name (`GPT.state_dict()`, or a checkpoint's model.safetensors).
-        vocab_size: rows of the vocabulary; the padding above them is left out.
-    """
-    return {name: part.contiguous() for name, part in their_views(state, config, vocab_size).items()}

@@ -88,7 +88,7 @@ def _look_at(run: Opened, seen: Seen) -> None:
     seen.task = task
     if not run.is_complete:
         task.load_tasks()
-        with torch.device("cpu" if task.config.train.init_from else "meta"):  # a real training checks the weights
+        with torch.device("meta"):
             task.build_model()
         task.check_hashes(record=False)
 

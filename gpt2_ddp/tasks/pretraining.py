@@ -95,7 +95,7 @@ class Pretraining:
             return
         watchdog.heartbeat("reading tasks", timeout=FIRST_TIMEOUT)
         self.load_tasks()
-        watchdog.heartbeat("building", timeout=long if self._needs_weights else FIRST_TIMEOUT)
+        watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
         self.build_model()
         self.build_feed()
         watchdog.heartbeat("hashing", timeout=long)
@@ -169,7 +169,8 @@ class Pretraining:
             on_every_rank(partial(check_memory, config.model, self.manifest.vocab_size, parts))
         torch.manual_seed(config.seed)
         make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
-        begins = is_main_process() and not self._saved  # others receive their weights, or load a checkpoint's
+        loads = self._saved or self._needs_weights
+        begins = is_main_process() and not loads  # others receive their weights, or load a checkpoint's
         if config.parallel == "fsdp":
             from gpt2_ddp.training.sharded import make_model
 
@@ -185,7 +186,7 @@ class Pretraining:
     def _load_initial_weights(self) -> None:
         from gpt2_ddp.training.initial_weights import load_initial_weights
 
-        self.initial = load_initial_weights(self.config, self.model, self.tokenizer, self.initial)
+        self.initial = load_initial_weights(self.config, self.model, self.tokenizer)
 
     def build_feed(self) -> None:
         """Chooses the micro-batch, and makes `feed`."""

@@ -11,11 +11,11 @@ from torch import nn
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, Checkpoint
 from gpt2_ddp.checkpoint.intact import find_checkpoint
-from gpt2_ddp.checkpoint.loading import check_weights, fit_weights
+from gpt2_ddp.checkpoint.loading import check_weights, fit_weights, saved_tokenizer
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.generate import Sampling, generate
@@ -34,13 +34,10 @@ def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, T
     task = own_task(checkpoint, trust_code)
     with still_there(checkpoint):
         weights = checkpoint.tensors(MODEL)
-        vocab_size, name = checkpoint.state.record["vocab_size"], checkpoint.state.record["tokenizer"]
-    file = checkpoint.path / name
-    tokenizer = load_tokenizer(str(file) if file.is_file() else name)
-    if tokenizer.sha256 != checkpoint.state.record["tokenizer_sha256"]:
-        raise UserError("checkpoint", file, "is not the tokenizer of the run; name another checkpoint")
+        tokenizer = saved_tokenizer(checkpoint)
+    ids = tokenizer.vocab_size, tokenizer.eot
     with torch.device("meta"), without_init():  # a stranger's configuration may claim any size
-        model = task.make_model(vocab_size, tokenizer.eot) if task else GPT(config.model, vocab_size, tokenizer.eot)
+        model = task.make_model(*ids) if task else GPT(config.model, *ids)
     check_weights(weights, model, checkpoint.path)
     with still_there(checkpoint):
         model.load_state_dict({**weights}, assign=True)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -114,7 +114,7 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             checkpoint = find_start(config, store)
             if checkpoint:
                 progress.load_state_dict(checkpoint.state.progress)
-            config = _settle(config, checkpoint, device, processes.print)
+            config = _settle(config, checkpoint, device, watchdog)
             accelerator = make_accelerator(pick_precision(config.train.mixed_precision, device, "train."))
             strategy = _choose_strategy(config, accelerator, folder)
             task = make_task(config, accelerator, checkpoint)
@@ -177,12 +177,12 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     return branch_off(find_parent(config), config)
 
 
-def _settle(config: Any, checkpoint: Checkpoint | None, device: torch.device, note: Callable[[str], None]) -> Any:
+def _settle(config: Any, checkpoint: Checkpoint | None, device: torch.device, watchdog: Watchdog) -> Any:
     """The configuration with the model of `train.init_from`, and a precision in place of `fast`."""
     if config.init_from:
         from gpt2_ddp.training.initial_weights import settle_model
 
-        config = settle_model(config, checkpoint, note)
+        config = settle_model(config, checkpoint, watchdog)
     if config.train.mixed_precision == "fast":
         from gpt2_ddp.training.precision import settle_fast
 

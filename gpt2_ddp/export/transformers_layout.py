@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gpt2_ddp.config.training import ModelConfig
@@ -24,8 +23,6 @@ CLASSES = {
 }
 PREFIX = "transformer."  # of GPT-2
 HEAD = "lm_head.weight"
-TABLES = (PREFIX + "wte.weight", PREFIX + "wpe.weight", "model.embed_tokens.weight", HEAD)
-"""Tensors of transformers' classes whose first rows suffice: of the ids of a vocabulary, and of positions."""
 LLAMA_SHAPE = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -55,14 +52,9 @@ NAMES = {
 NANOCHAT = NAMES | {"mlp.c_fc": ["mlp.fc1"], "mlp.c_proj": ["mlp.fc2"]}
 
 
-def resolved(config: ModelConfig) -> dict[str, Any]:
-    """The fields of the model section, without null."""
-    return config.model_dump() | {"n_kv_head": config.key_heads, "n_inner": mlp_width(config)}
-
-
 def shape(config: ModelConfig) -> dict[str, Any]:
-    """The fields of the model section that stand in a config.json, too."""
-    values = resolved(config)
+    """The fields of the model section that stand in a config.json, too, without null."""
+    values = config.model_dump() | {"n_kv_head": config.key_heads, "n_inner": mlp_width(config)}
     return {name: values[name] for name in SHAPE[config.architecture]}
 
 
@@ -91,6 +83,24 @@ def fixed_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
+    """The config.json of transformers' class of this shape. `eot` is the token that begins and ends a document."""
+    values = shape(config)
+    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if config.architecture == "gpt2" else ("attention_dropout",)
+    return {
+        "architectures": [CLASSES[config.architecture]],
+        "model_type": config.architecture,
+        "vocab_size": vocab_size,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "pad_token_id": None,  # its embedding would have no gradient
+        "torch_dtype": "float32",
+        **{theirs: values[name] for name, theirs in SHAPE[config.architecture].items()},
+        **fixed_fields(config),
+        **dict.fromkeys(dropouts, config.dropout),
+    }
+
+
 def their_names(name: str, config: ModelConfig) -> list[str]:
     """Names in transformers' class of the tensors that stand one below the other in our tensor `name`."""
     if config.architecture == "gpt2":
@@ -100,35 +110,16 @@ def their_names(name: str, config: ModelConfig) -> list[str]:
     return [f"{block}{part}.{end}" for part in (NANOCHAT if config.architecture == "nanochat" else NAMES)[module]]
 
 
-def their_views(state: Mapping[str, Tensor], config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
-    """The weights of a GPT as views by the names and in the layout of transformers' class. The
-    vocabulary has `vocab_size` rows; the padding above them is left out."""
-    views = {}
+def to_transformers(state: Mapping[str, Tensor], model: GPT) -> dict[str, Tensor]:
+    """The tensors of an equal model of transformers' class, as views: of weights, or gradients, by name. The rows of
+    the vocabulary that are padding are left out."""
+    config, views = model.config, {}
     keys = config.n_embd // config.n_head * config.key_heads
     for name, weight in state.items():
         theirs = their_names(name, config)
-        rows = weight[:vocab_size] if name in ("wte.weight", HEAD) else weight
+        rows = weight[: model.vocab_size] if name in ("wte.weight", HEAD) else weight
         sizes = [config.n_embd, keys, keys] if len(theirs) == 3 else len(rows) // len(theirs)
         is_transposed = config.architecture == "gpt2" and name.startswith("h.") and weight.dim() == 2
         for their_name, part in zip(theirs, rows.split(sizes), strict=True):
             views[their_name] = part.T if is_transposed else part
     return views
-
-
-def load_transformers(tensors: Mapping[str, Tensor], model: GPT) -> None:
-    """Copies the tensors of transformers' class, by name, into a GPT: the ids of its vocabulary, and the positions of
-    its context.
-
-    Raises:
-        ValueError: a tensor of another shape, or an untied head.
-    """
-    others = dict(tensors)
-    if model.lm_head is None and not torch.equal(others.pop(HEAD), others[PREFIX + "wte.weight"]):
-        raise ValueError(f"{HEAD} differs from the embedding, but gpt2_ddp ties the two")
-    for name, place in their_views(model.state_dict(), model.config, model.vocab_size).items():
-        given = others.pop(name)
-        if name in TABLES:
-            given = given[: len(place)]
-        if given.shape != place.shape:
-            raise ValueError(f"{name} has shape {[*given.shape]} instead of {[*place.shape]}")
-        place.copy_(given)

@@ -1,0 +1,133 @@
+"""import_hf.py: a model that transformers reads, as a checkpoint in the user's cache. Trainings start from it
+(`train.init_from`), and the commands that take a checkpoint read it.
+
+`setup.versions` of its state has the SHA-256 of each file that it was made of. It is kept while they, and the release
+of this project, are the same.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, write_manifest, write_part
+from gpt2_ddp.checkpoint.intact import newest_intact
+from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.tools import ImportConfig
+from gpt2_ddp.config.training import ModelConfig, TrainConfig, TrainingConfig
+from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.export.transformers_layout import CLASSES, SHAPE, fixed_fields, to_transformers
+from gpt2_ddp.files import sha256_file
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.output import locked_output, publish
+from gpt2_ddp.project import VERSION
+from gpt2_ddp.remote import reading
+from gpt2_ddp.state import FeedState, GPTData, Progress, Setup, State
+from gpt2_ddp.training.initial_weights import HUB, TRANSFORMERS, import_place
+
+FIELD = "source"
+FILES = [TRANSFORMERS, "model*.safetensors*", TOKENIZER_FILE]  # that are fetched and hashed
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # names of the tanh-GELU, the only activation of `GPT`
+
+
+def import_hf(config: ImportConfig) -> None:
+    """The command. Raises: UserError for a missing file, a model that `GPT` does not support, or a failed write."""
+    source = config.source
+    place = import_place(source)
+    waiting = f"another process is writing {place}; waiting for it"
+    with locked_output(place, waiting) as aside, reading(source, FIELD):  # transformers and tokenizers raise any error
+        model = _read_config(source, _folder(source, [TRANSFORMERS]))
+        folder = _folder(source, FILES)
+        versions = {file.name: sha256_file(file) for pattern in FILES for file in folder.glob(pattern)}
+        versions["gpt2_ddp"] = VERSION
+        kept = newest_intact(place.parent, quiet=True)
+        if not kept or kept.state.setup.versions != versions:
+            train = TrainConfig(init_from=source, steps=1, global_batch_tokens=model.block_size)
+            settings = dump(TrainingConfig(model=model, train=train))
+            snapshot = _convert(folder, model, Setup(epoch_size=0, versions=versions), settings)
+            write_manifest(write_part(snapshot, aside), aside)
+            shutil.rmtree(place, ignore_errors=True)
+            publish(aside, place)
+    print(f"{place}: a checkpoint with the weights of {source}")
+
+
+def _convert(folder: Path, model: ModelConfig, setup: Setup, settings: str) -> Snapshot:
+    """A run before its first step, without optimizer state. Raises: UserError, which names what does not fit."""
+    theirs = _load(folder, CLASSES[model.architecture])
+    tensors = theirs.state_dict()
+    file = folder / TOKENIZER_FILE
+    tokenizer = load_tokenizer(str(file))
+    torch.manual_seed(0)  # of the padding rows of the vocabulary
+    ours = GPT(model, tokenizer.vocab_size)
+    for name, place in to_transformers(ours.state_dict(), ours).items():
+        place.copy_(tensors[name][: len(place)])  # raises for a vocabulary that is smaller than the tokenizer's
+    data = GPTData(
+        tokenizer=TOKENIZER_FILE,
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        data_manifest="",
+        micro_batch=1,
+    )
+    state = State.of("gpt2", progress=Progress(), feed=FeedState(), setup=setup, task=data)
+    return Snapshot(state, settings, ours.state_dict(), {}, {file.name: file.read_bytes()})
+
+
+def _folder(source: str, patterns: list[str]) -> Path:
+    """Local folder: `source`, or of these files of `hub:OWNER/NAME`, or of its branch, tag or commit `@…`."""
+    if not source.startswith(HUB):
+        return Path(source)
+    import huggingface_hub
+
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    return Path(huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+
+
+def _read_config(source: str, folder: Path) -> ModelConfig:
+    """The model section of a config.json. Raises: UserError, which names all that a `GPT` does not support.
+    (`reorder_and_upcast_attn` only changes the order.)"""
+    import transformers
+
+    theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+    kind = theirs["model_type"]
+    if kind not in CLASSES:
+        raise UserError(FIELD, source, f"is a model of type {kind}; only {', '.join(CLASSES)} are supported")
+    theirs |= theirs.get("rope_parameters") or {}
+    fitting = ModelConfig(architecture=kind, **{name: theirs[field] for name, field in SHAPE[kind].items()})
+    choices = [
+        str(UserError(FIELD, source, f"has {field}: {json.dumps(theirs[field])}; only {json.dumps(ours)} is supported"))
+        for field, ours in (fixed_fields(fitting) | {"quantization_config": None}).items()
+        if theirs.get(field, ours) not in (TANH_GELUS if field == "activation_function" else (ours,))
+    ]
+    if choices:
+        raise UserError.join(choices)
+    return fitting
+
+
+def _load(folder: Path, name: str) -> Any:
+    """The model of transformers' class `name` in fp32, with all tensors of the folder and no others."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    # eager: a config.json may name another implementation, even one of the Hub
+    theirs, found = getattr(transformers, name).from_pretrained(
+        folder,
+        local_files_only=True,
+        use_safetensors=True,
+        attn_implementation="eager",
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    unfit = [f"{name} is missing" for name in found["missing_keys"]]
+    # older releases of transformers saved constants, too
+    unfit += [f"{name} is unknown" for name in found["unexpected_keys"] if not name.endswith(".attn.masked_bias")]
+    unfit += [f"{name} has shape {[*has]} instead of {[*wants]}" for name, has, wants in found["mismatched_keys"]]
+    unfit += [f"{name} is not finite" for name, value in theirs.state_dict().items() if not value.isfinite().all()]
+    if theirs.config.tie_word_embeddings and not theirs.lm_head.weight.equal(theirs.get_input_embeddings().weight):
+        unfit.append("lm_head.weight differs from the embedding")
+    if unfit:
+        raise UserError(FIELD, folder, f"has other weights than its {TRANSFORMERS}: {'; '.join(sorted(unfit))}")
+    return theirs
