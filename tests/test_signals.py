@@ -105,10 +105,9 @@ def start(folder, body, *arguments, **env):
 
 def run(folder, code, *arguments, **env):
     """A process with this code."""
-    file = folder / "script.py"
-    file.write_text(textwrap.dedent(code))
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen([sys.executable, str(file), *arguments], env=environment(**env), text=True, **pipes)
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return subprocess.Popen(command, cwd=folder, env=environment(**env), text=True, **pipes)
 
 
 def signalled(process, number):

@@ -26,9 +26,8 @@ def launcher_number(name: str) -> int:
 def world_size() -> int:
     """Number of processes that the launcher started; 1 without a launcher. They may not be connected yet. Raises
     UserError as `launcher_number`, also for the numbers that torch reads."""
-    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
-        launcher_number(name)
-    return launcher_number("WORLD_SIZE")
+    size, *_ = map(launcher_number, ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"))
+    return size
 
 
 def processes_here() -> int:
