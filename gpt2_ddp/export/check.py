@@ -53,8 +53,8 @@ def _load(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        options: Any = {"output_loading_info": True, "local_files_only": True}
-        theirs, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+        theirs, info = loaded
         their_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # any exception for an unreadable folder
         raise ExportMismatch(f"transformers cannot load it: {type(error).__name__}: {error}") from error
