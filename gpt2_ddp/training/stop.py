@@ -67,7 +67,10 @@ class StopRequest:
         """Records how long work takes, or a background `write` so far, for `reserve`. A save may wait for a write. The
         first step compiles graphs: it does not count."""
         is_first = what == "step" and not self._seconds["first step"]
-        self._seconds["first step" if is_first else what].append(seconds)
+        durations = self._seconds["first step" if is_first else what]
+        if what == "write":  # the one before is of the same write
+            durations.clear()
+        durations.append(seconds)
 
     def typical(self, what: str) -> float:
         """The median of recent durations, in seconds, of two the larger one; 0 without any."""
