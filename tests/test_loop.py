@@ -33,6 +33,7 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.state import Pending, Progress
+from gpt2_ddp.training import loop
 from gpt2_ddp.training.loop import Result, finish_pending, train_step
 from gpt2_ddp.training.optimizer import lr_at
 
@@ -91,7 +92,6 @@ def counted(config):
     synchronisation and in all later ones."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    from gpt2_ddp.training import loop
     from gpt2_ddp.training.strategy import Replicated
 
     step, warm_up, syncs, reduced = loop.train_step, Replicated.warm_up, [], []
@@ -133,20 +133,14 @@ def test_processes_times_accumulation(corpus, tmp_path):
     assert_alike(*found)
 
 
-def train_on_a_full_gpu(config, message):
-    def run_out(run):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    before_each_step(run_out)
-    expect_error(message, train, config)
-
-
-def test_a_step_that_needs_too_much_memory(corpus, tmp_path):
+def test_a_step_that_needs_too_much_memory(corpus, tmp_path, monkeypatch):
     """One line says what to lower: the micro-batch of the steps, which may be smaller than the setting."""
+    monkeypatch.setattr(loop, "train_step", MagicMock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     gpt = training_config(corpus, tmp_path / "gpt", {"train.micro_batch_size": 8})
     job = job_config("regression", tmp_path / "job", {"train.micro_batch_size": 8})
     for config, cure in ((gpt, "add --train.activation_checkpointing true; plan.py"), (job, "lower eval.batch_size")):
-        run_ranks(train_on_a_full_gpu, 1, config, f"train.micro_batch_size = 6: .* memory; halve it, or {cure}")
+        expect_error(f"train.micro_batch_size = 6: .* memory; halve it, or {cure}", train, config)
+        assert status(tmp_path / config.output_dir / "run")["state"] == "failed"
 
 
 def assert_alike(rows, others):

@@ -228,7 +228,7 @@ def test_four_processes(corpus, tmp_path):
 
 
 def test_the_same_initial_weights(text, tmp_path):
-    """Drawn one after another, they are those of a model that is made whole."""
+    """The main process draws them as every process does with DDP."""
     (whole,) = run_ranks(initial_weights, 1, cell(text, tmp_path / "ddp", "gpt2", "adamw"))
     assert run_ranks(initial_weights, 2, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP)) == [whole] * 2
 
@@ -296,14 +296,16 @@ def rank_memory(config):
     [(2, "fsdp"), *(pytest.param(number, way, marks=pytest.mark.soak) for number in (1, 2, 4) for way in WAYS)],
 )
 def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
-    """No rank has the whole model, of 382 MiB. A start, a save and a load take a tensor, of 11 MiB, beside the part."""
+    """No rank but the first, at the start, has the whole model, of 382 MiB. A save and a load take a tensor, of 11 MiB,
+    beside the part."""
     more = {"model": {"n_layer": 12, "n_embd": 832, "n_head": 13, "block_size": 8}, "launch.parallel": way}
     more |= {"train.global_batch_tokens": 32, "train.micro_batch_size": 4 // processes}
     found = run_ranks(rank_memory, processes, cell(text, tmp_path, "gpt2", "adamw", **more))
     print(processes, way, *found, sep="\n")
     if way == "fsdp":
         assert found[0]["Total"] <= 1580 / processes + 150
-        assert all(rank["start"] - rank["before"] < 382 / processes + 150 for rank in found)  # glibc keeps some
+        for number, rank in enumerate(found):  # glibc keeps some
+            assert rank["start"] - rank["before"] < 382 * (not number) + 382 / processes + 150
     assert max(rank[what] for rank in found for what in ("save", "load")) < 11 + 30
 
 

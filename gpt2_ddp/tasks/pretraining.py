@@ -171,15 +171,14 @@ class Pretraining:
 
     def build_model(self) -> None:
         """Makes the model with its initial weights. Raises: UserError if memory or `train.init_from` does not fit."""
-        config = self.config
-        if torch.get_default_device().type != "meta":  # which plan.py makes it on
-            parts = self.accelerator.num_processes // config.launch.replicas if config.launch.parallel == "fsdp" else 1
-            on_every_rank(partial(check_memory, config.model, self.manifest.vocab_size, parts))
-        torch.manual_seed(config.seed)
-        make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
+        config, is_sharded = self.config, self.config.launch.parallel == "fsdp"
         loads = self._saved or self._needs_weights
         begins = is_main_process() and not loads  # others receive their weights, or load a checkpoint's
-        if config.launch.parallel == "fsdp":
+        is_whole = torch.get_default_device().type != "meta" and (begins or not is_sharded)  # plan.py's is on meta
+        on_every_rank(lambda: is_whole and check_memory(config.model, self.manifest.vocab_size))
+        torch.manual_seed(config.seed)
+        make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
+        if is_sharded:
             from gpt2_ddp.training.sharded import make_model
 
             self.model, initial = on_every_rank(partial(make_model, make))
@@ -296,10 +295,10 @@ def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Ch
     return Pretraining(config, accelerator, saved)
 
 
-def check_memory(model: ModelConfig, vocab_size: int, parts: int = 1) -> None:
-    """Raises: UserError if this machine has less free memory than one of so many parts of the weights takes."""
+def check_memory(model: ModelConfig, vocab_size: int) -> None:
+    """Raises: UserError if this machine has less free memory than the weights take."""
     count, free = count_parameters(model, vocab_size), free_memory()
-    size = 4 * count / parts
+    size = 4 * count
     if size > free:
         hint = f"their weights take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
         raise UserError("model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model")

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.checkpoint.checkpoint import Part
 from gpt2_ddp.checkpoint.metrics import Metrics
@@ -63,43 +62,20 @@ def blocks(model: Any) -> Sequence[Any]:
     return getattr(model, "h", ())
 
 
-FILLS = ("normal_.default", "uniform_.default", "zero_.default", "fill_.Scalar")
-"""Operations that change all of a tensor, and do not depend on what it was."""
-
-
 def make_model(make: Callable[[], Any]) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
-    """The model that `make` returns, on the meta device, and names and values of its weights, drawn as `make` draws
-    them from the seed. They come one tensor after another, or all at once if the model does more than to fill
-    whole tensors. Raises: UserError for a buffer whose values would be unknown."""
-    calls: list[Any] = []  # that fill the tensor with this id; 0: another operation
-
-    class Record(TorchDispatchMode):  # torch has no public way to see operations
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **kwargs or {})
-            if func.__name__ != "empty.memory_format" and getattr(result, "is_meta", True):
-                number = id(result) if func.__name__ in FILLS and not kwargs else 0
-                calls.append((number, lambda: func(torch.empty_like(result, device="cpu"), *args[1:])))
-            return result
+    """The model that `make` returns, on the meta device; and names and values of its weights, of another one that is
+    made from the same seed once they are asked for. Raises: UserError for a buffer whose values would be unknown."""
 
     def initial() -> Iterator[Any]:
         torch.manual_seed(torch.initial_seed())
-        last = dict(calls)
-        if {*last} != {*names}:
-            yield from make().state_dict().items()
-            return
-        for number, draw in calls:
-            if draw is last[number]:
-                yield names[number], draw()
-            else:
-                draw()
+        yield from make().state_dict().items()
 
-    with torch.device("meta"), Record():
+    with torch.device("meta"):
         model = make()
-    saved = model.state_dict(keep_vars=True)
+    saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in saved:
             raise UserError("task", name, 'no checkpoint has this buffer; make it with device="cpu", or persistent')
-    names = {id(tensor): name for name, tensor in saved.items()}
     return model, initial()
 
 
