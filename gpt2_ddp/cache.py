@@ -5,6 +5,6 @@ from pathlib import Path
 
 
 def local_copy(url: str) -> str:
-    """The folder for a copy of what is at a URL."""
+    """The folder for a copy of what is at a URL or path."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return str(cache / "gpt2_ddp" / url.replace("://", "/"))
+    return str(cache / "gpt2_ddp" / url.replace("://", "/").lstrip("/"))

@@ -111,9 +111,8 @@ def _hellaswag() -> list[Item]:
 
 
 def notes_on(sets: Iterable[ItemSet], saved: Mapping[str, str]) -> Iterator[str]:
-    """Notes of a training on its tasks; `saved`: hashes of the items before, by task."""
+    """Notes on tasks whose items have changed; `saved`: hashes of the items before, by task."""
     for items in sets:
-        yield f"{items.name} is scored on {len(items.items):,} items; guessing gets {items.chance:.1%} right"
         if saved.get(items.name, items.sha256) != items.sha256:
             yield f"the items of {items.name} have changed; scores are not comparable with earlier rows"
 

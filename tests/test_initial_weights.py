@@ -45,7 +45,7 @@ SHAPES = {kind: models.SHAPES[kind] for kind in CLASSES} | {"gpt2": {}}
 @pytest.fixture(autouse=True)
 def imports(monkeypatch):
     """Trainings import in this process, which has transformers loaded; only ranks start another."""
-    monkeypatch.setattr(module, "run_script", lambda *words, quiet: imported(words[-1]))
+    monkeypatch.setattr(module, "run_module", lambda *words, stdout: imported(words[-1]))
 
 
 def imported(source):

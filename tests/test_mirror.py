@@ -27,11 +27,14 @@ from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints
 from gpt2_ddp.checkpoint.intact import newest_intact
 from gpt2_ddp.checkpoint.mirror import LEASE, Mirror
 from gpt2_ddp.checkpoint.mirror_process import MirrorProcess
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
+from gpt2_ddp.data import missing
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json
 from gpt2_ddp.remote import Bucket, fetch_data, reading
 from gpt2_ddp.run_urls import with_local_runs
+from gpt2_ddp.transfer import TransferConfig, transfer
 
 ENDED = threading.Event()
 ENDED.set()
@@ -345,8 +348,19 @@ def test_an_unknown_storage():
             pass
 
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Data are copied, and runs are restored, without a process: slow tests start one."""
+
+    def run_module(module, *words):
+        transfer(load(TransferConfig, words))
+
+    for module in (missing, mirror_process):
+        monkeypatch.setattr(module, "run_module", run_module)
+
+
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/runs", "file:///proc/nothing"])
-def test_a_wrong_url_is_one_line_before_the_first_step(tiny_config, tmp_path, url):
+def test_a_wrong_url_is_one_line_before_the_first_step(tiny_config, tmp_path, url, in_this_process):
     with pytest.raises(UserError) as error:
         train_with_faults(tiny_config({"checkpoint.mirror": url}))
     (mistake,) = error.value.mistakes
@@ -371,7 +385,7 @@ def test_commands_read_a_run_at_a_url(bucket, tmp_path, monkeypatch):
     expect_error(r"run = file.*cannot be used", with_local_runs, VerifyConfig(run=f"file://{bucket}/nothing"))
 
 
-def test_data_at_a_url(corpus, tmp_path, monkeypatch):
+def test_data_at_a_url(corpus, tmp_path, monkeypatch, in_this_process):
     """They are copied once. The run is that of the folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     url = f"file://{corpus}"

@@ -163,7 +163,6 @@ def test_manifest_hash_is_of_the_data_alone(tmp_path):
 BROKEN = r"""
 version: 3
 eot: "0"
-eot: 50257
 vocab_size: 50257.0
 source: null
 splits: {}

@@ -86,11 +86,6 @@ def is_event(row: dict[str, Any]) -> bool:
     return "event" in row
 
 
-def sets_config(row: dict[str, Any]) -> bool:
-    """Whether a row records the configuration from now on: a start, or the steps of `train.minutes`."""
-    return "config" in row and is_event(row)
-
-
 def is_rollback(row: dict[str, Any]) -> bool:
     """Whether a row records a rollback to its step; later rows continue from that step."""
     return row.get("event") == "rollback"

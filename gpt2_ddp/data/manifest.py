@@ -98,9 +98,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
 
 
 def _check_consistent(manifest: Manifest) -> None:
-    """Raises: ValueError for contradicting fields, and for a shard that is in both splits."""
-    if manifest.eot >= manifest.vocab_size:
-        raise ValueError(f"eot: {manifest.eot} is outside the vocabulary of {manifest.vocab_size}")
+    """Raises: ValueError for a shard that is in both splits."""
     train, val = ({shard.sha256 for shard in manifest.splits.get(split, [])} for split in ("train", "val"))
     if train & val:
         raise ValueError(f"both splits have the shard of SHA-256 {min(train & val)}")

@@ -12,13 +12,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple
 
-import psutil
 import torch.distributed as dist
 from accelerate import PartialState
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -55,27 +53,10 @@ def connect(start: Callable[..., PartialState], patience: float | None) -> Parti
 
 def _watch_connecting(connected: threading.Event, seconds: float) -> None:
     """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times, each time for its
-    whole timeout. Ranks of this machine that end meanwhile are noticed within seconds."""
-    begun, seen = time.monotonic(), dict[str, float]()
-    while not connected.wait(1.0):
-        now = time.monotonic()
-        seen |= dict.fromkeys(_ranks_here(), now)
-        gone = [rank for rank, at in seen.items() if now > at + AFTERMATH]
-        if gone or now > begun + seconds + AFTERMATH:
-            error = _not_connected(f"one of them has not answered within {seconds:.0f} s")
-            if gone:
-                error = UserError("processes", world_size(), f"rank {gone[0]} ended early; see its output")
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(2)
-
-
-def _ranks_here() -> Iterator[str]:
-    """The ranks of this world that run on this machine."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            values, names = process.environ(), ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # a dead one has none
-            if "RANK" in values and all(values.get(name) == os.environ.get(name) for name in names):
-                yield values["RANK"]
+    whole timeout."""
+    if not connected.wait(seconds + AFTERMATH):
+        print(f"error: {_not_connected(f'one of them has not answered within {seconds:.0f} s')}", file=sys.stderr)
+        os._exit(2)
 
 
 def _not_connected(reason: str) -> UserError:

@@ -53,7 +53,7 @@ def _import(source: str) -> Path:
         folder = _folder(source, FILES)
         versions = {file.name: sha256_file(file) for pattern in FILES for file in folder.glob(pattern)}
         versions["gpt2_ddp"] = VERSION
-        kept = newest_intact(place.parent, weights=False)
+        kept = newest_intact(place.parent)
         if not kept or kept.state.setup.versions != versions:
             train = TrainConfig(init_from=source, steps=1, global_batch_tokens=model.block_size)
             settings = dump(TrainingConfig(model=model, train=train))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
-from gpt2_ddp.checkpoint.run_files import METRICS, sets_config
+from gpt2_ddp.checkpoint.run_files import METRICS
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -80,7 +80,7 @@ class Recomputed:
             self._advance(row.get("from", step))
             if not self._goes_back(row):
                 yield f"the rollback to step {step} does not match the skipped positions {row.get('skipped_range')}"
-        elif sets_config(row):
+        elif "config" in row:
             self._set_rates(row)
 
     def _begin(self, step: int, state: FeedState) -> None:

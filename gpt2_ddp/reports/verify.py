@@ -22,7 +22,6 @@ from gpt2_ddp.checkpoint.run_files import (
     is_event,
     is_rollback,
     parse_lines,
-    sets_config,
     split_chain,
 )
 from gpt2_ddp.config.base import flat
@@ -116,8 +115,8 @@ class Log:
 
     @property
     def config_row(self) -> Record:
-        """The newest row that records a configuration."""
-        return next(row for row in reversed(self.events) if sets_config(row))
+        """The newest row that records a configuration: a start, or the steps of `train.minutes`."""
+        return next(row for row in reversed(self.events) if "config" in row)
 
     def rows(self) -> Iterator[Record]:
         """The rows, in order."""
