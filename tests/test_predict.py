@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from cifar import png, write_images
 from close import assert_close
 from commands import expect_error, expect_field
+from golden_runs import GOLDEN
 from PIL import Image
 from ranks import in_turn, run_ranks
 from runs import job_config, train, weights
@@ -141,5 +142,7 @@ def test_test_images_that_have_changed_are_not_scored(runs):
         image.write_bytes(before)
 
 
-def test_generate_refuses(runs):
-    expect_field("checkpoint", "", generate_text, GenerateConfig(checkpoint=str(runs / "scaled/run"), device="cpu"))
+def test_generate_refuses():
+    expect_field(
+        "checkpoint", "", generate_text, GenerateConfig(checkpoint=str(GOLDEN / "regression_run"), device="cpu")
+    )
