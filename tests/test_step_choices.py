@@ -59,6 +59,16 @@ def test_a_loss_in_chunks_is_the_whole_one(monkeypatch, kind, reduction, half):
             assert_close((own, its), (loss, gradients), 0.3 if half else 1e-9)
 
 
+def test_the_residual_stream_is_in_bf16_if_the_training_is():
+    model, seen = gpt(), []
+    model.h[-1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    for dtype in (torch.bfloat16, torch.float16):  # whose largest number is 65,504
+        with torch.autocast("cpu", dtype):
+            model(*batch())
+    model(*batch())
+    assert seen == [torch.bfloat16, torch.float32, torch.float32]
+
+
 class Largest(TorchDispatchMode):
     """The bytes of the largest tensor that any operation makes."""
 

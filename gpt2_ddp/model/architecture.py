@@ -35,7 +35,18 @@ def relu2(x: Tensor) -> Tensor:
 
 
 RMS_EPSILON = 1e-6
-rms_norm = partial(nn.RMSNorm, eps=RMS_EPSILON)  # Zhang and Sennrich, 2019
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm (Zhang and Sennrich, 2019). Its weights have the dtype of its input, as torch's kernel needs it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., C] -> [..., C]."""
+        weight = None if self.weight is None else self.weight.type_as(x)
+        return F.rms_norm(x, x.shape[-1:], weight, self.eps)
+
+
+rms_norm = partial(RMSNorm, eps=RMS_EPSILON)
 plain_rms_norm = partial(rms_norm, elementwise_affine=False)
 
 

@@ -99,6 +99,9 @@ class GPT(nn.Module):
         if self.config.document_mask:
             positions, mask = self._within_documents(tokens)
         x = self.embed(tokens, F.pad(tokens[:, :-1], (1, 0)), positions)  # [B, T, C]
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16:
+            x = x.bfloat16()  # the residual stream, as with sharded weights: half the bytes
         x, context = F.dropout(x, self.config.dropout, self.training), self.context(tokens, positions, mask)
         for block in self.h:
             if self.activation_checkpointing and self.training:
