@@ -71,18 +71,6 @@ def make_folder(folder: Path) -> None:
         fsync_path(place.parent)
 
 
-def check_can_make(folder: Path) -> None:
-    """Raises the OSError that making this folder, or a file in it, would raise; makes nothing."""
-    try:
-        folder.lstat()
-    except FileNotFoundError:
-        check_can_make(folder.absolute().parent)
-        return
-    number = errno.EACCES if folder.is_dir() else errno.EEXIST  # or it is a dangling link
-    if number == errno.EEXIST or not os.access(folder, os.W_OK | os.X_OK):
-        raise OSError(number, os.strerror(number))
-
-
 def fsync_path(path: Path) -> None:
     """Waits until a file's data, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)

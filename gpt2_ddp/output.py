@@ -1,5 +1,6 @@
 """Output of commands: tables, JSON, and folders that are complete or absent."""
 
+import errno
 import fcntl
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_can_make, fsync_path, write_atomically, writing
+from gpt2_ddp.files import fsync_path, write_atomically, writing
 
 ATTEMPTS = 1000  # attempts to lock a folder while other processes end and remove their locks
 
@@ -43,6 +44,18 @@ def make_output_folder(output: str | Path) -> Path:
     except OSError as error:
         raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
     return folder
+
+
+def check_can_make(folder: Path) -> None:
+    """Raises the OSError that making this folder, or a file in it, would raise; makes nothing."""
+    try:
+        folder.lstat()
+    except FileNotFoundError:
+        check_can_make(folder.absolute().parent)
+        return
+    number = errno.EACCES if folder.is_dir() else errno.EEXIST  # or it is a dangling link
+    if number == errno.EEXIST or not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(number, os.strerror(number))
 
 
 @contextmanager

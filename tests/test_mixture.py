@@ -201,7 +201,7 @@ def test_the_loss_of_a_mixture_is_that_of_tokens_in_its_shares():
     assert_close(whole.loss, 0.25 * 3 + 0.75 * 2)
     assert_close(whole.bits_per_byte, (0.25 * 3 + 0.75 * 2) / math.log(2) / (0.25 * 4 + 0.75 * 2))
     assert whole.tokens == 110
-    assert mixed([(1.0, one), (0.0, idle)]) is one
+    assert mixed([(1.0, one), (0.0, idle)]) == one
 
 
 # Runs

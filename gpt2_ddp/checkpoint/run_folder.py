@@ -28,7 +28,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.distributed.ranks import on_every_rank, on_main, runs_on_main
 from gpt2_ddp.errors import UserError, is_main_process
-from gpt2_ddp.files import check_can_make, fsync_path, make_folder, size_of, write_atomically, writing
+from gpt2_ddp.files import fsync_path, make_folder, size_of, write_atomically, writing
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress, next_chain
 
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)  # the folder is gone, or another trainer has the lock
@@ -56,8 +56,6 @@ class RunFolder:
                 self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 # a lock of the process: the kernel releases it however the process ends, and forks do not inherit it
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            else:
-                check_can_make(self.checkpoints)
             if is_locked(self.path) if self._lock is None else not self.has_lock():
                 raise BlockingIOError  # its owner just removed the folder
         except BlockingIOError as error:

@@ -85,7 +85,6 @@ class JobConfig(RunConfig):
     """A small supervised job"""
 
     kept = ("seed", "data", "model", "optim", "train.global_batch_size", "train.epochs")
-    less_memory = ", or lower eval.batch_size"
 
     optim: JobOptimConfig = JobOptimConfig()
     train: JobTrainConfig = JobTrainConfig()

@@ -90,8 +90,6 @@ class RunConfig(Command):
     """Most rollbacks of a diverged run."""
     kept: ClassVar[tuple[str, ...]] = ("seed", "model", "optim")
     """Sections and fields that must not change when a run is resumed."""
-    less_memory: ClassVar[str] = ""
-    """What saves GPU memory besides smaller micro-batches: the end of an error's hint."""
 
     output_dir: str = "runs"
     """folder that contains the run folders"""

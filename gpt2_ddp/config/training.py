@@ -244,7 +244,6 @@ class TrainingConfig(RunConfig):
     rollbacks = 3
     kept = ("seed", "model", "optim", "train.global_batch_tokens")
     alternatives = ("train.steps", "train.epochs", "train.minutes")
-    less_memory = ", or add --train.activation_checkpointing true; plan.py shows the memory"
     first = (
         "run_name",
         "data.path",

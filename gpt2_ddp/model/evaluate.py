@@ -47,8 +47,6 @@ class Evaluation:
 def mixed(parts: Iterable[tuple[float, Evaluation]]) -> Evaluation:
     """Weighted mean of evaluations. Weights sum up to 1; a part of weight 0 is left out, with its tokens."""
     parts = [(weight, part) for weight, part in parts if weight]
-    if len(parts) == 1:
-        return parts[0][1]
     tokens = sum(part.tokens for _, part in parts)
     scaled = [(weight * tokens / part.tokens, part) for weight, part in parts]
     return Evaluation(sum(n * part.nll for n, part in scaled), tokens, sum(n * part.bytes for n, part in scaled))

@@ -70,7 +70,6 @@ class MuonAdamW(without_dynamo(AdamW)):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
         groups = self.param_groups
         self.param_groups = [group for group in groups if "momentum" not in group]
         super().step()

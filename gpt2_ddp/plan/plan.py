@@ -28,6 +28,7 @@ from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device, pick_precision
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import without_init
+from gpt2_ddp.output import check_can_make
 from gpt2_ddp.plan.memory import Memory, Setting, estimate, setting_of
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
@@ -70,6 +71,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
 
     with redirect_stdout(sys.stderr):
         try:
+            _check_folder(Path(config.output_dir, config.run_name))
             with open_run(config, make_task, lock=False) as run:
                 seen.model, seen.step = run.config.model, run.step
                 if not (file := missing_data(config)):
@@ -79,6 +81,15 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
         except UserError as error:
             seen.mistakes = error.mistakes
     return seen
+
+
+def _check_folder(run: Path) -> None:
+    try:
+        check_can_make(run / "checkpoints")
+    except OSError as error:
+        raise UserError(
+            "output_dir", run, f"cannot be written ({error.strerror}); choose another output_dir"
+        ) from error
 
 
 def _look_at(run: Opened, seen: Seen) -> None:

@@ -57,7 +57,7 @@ def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
                 try:
                     outcome, reason = train_loop(training)
                 except torch.OutOfMemoryError as error:
-                    hint = f"needs more than the GPU's memory; halve it{config.less_memory}"
+                    hint = "needs more than the GPU's memory; halve it, or see docs/faq.md for other ways"
                     raise UserError("train.micro_batch_size", training.task.feed.micro_batches[1], hint) from error
                 finish(training, outcome, reason)
         seconds = time.perf_counter() - begun
