@@ -210,7 +210,7 @@ def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[T
 
 def judge(items: ItemSet, log_likelihoods: np.ndarray) -> dict[str, float]:
     """The `METRICS` of the requests' log-likelihoods, fp64 [n]: the fraction of items whose right choice has the
-    highest log-likelihood, and the same per character; NaN for a log-likelihood that is not finite."""
+    highest log-likelihood, and the same per character. NaN if a log-likelihood is not finite."""
     hits = []
     for item, nats in zip(items.items, items.split(log_likelihoods), strict=True):
         per_character = nats / [len(choice) for choice in item.choices]

@@ -33,7 +33,7 @@ COPIED = "gpt2_ddp tests scripts configs docs README.md Makefile pyproject.toml"
 
 STEPS = "figure or skipped or left_alone or mean_loss or patience_ends or short_run or settings or twice or own_n"
 ENDS = "sign_of or without_scores or newest_checkpoint_of or agreed_on or drawn or flipped or all_the_same"
-BACK = "every_gradient or poisoned or start_is_there or job_that_diverges or to_go_back_to or beginning or looks_at"
+BACK = "every_gradient or poisoned or bad_steps or start_is_there or that_diverges or go_back or beginning or looks_at"
 STATISTICS = "optim and not (iteration or orthogonal) or running_statistics or spike or skipped"
 SUMS = "judge or knows_where or job or all_the_same or kept or mean or numbers or running_statistics"
 TABLE = f"""

@@ -203,7 +203,7 @@ def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     assert all(again.model[name] is tensor for name, tensor in copy.model.items())
 
 
-DAMAGE = """
+DAMAGE = r"""
 model.safetensors | gone | is missing
 model.safetensors | x | has 1 bytes instead of
 manifest.json | gone | is missing
