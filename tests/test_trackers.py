@@ -24,9 +24,9 @@ def train_and_die(config, home, kill_at=None):
     os.environ.update(HOME=str(home), TRACKIO_DIR=str(home / "trackio"))
     append = RunLog.append
 
-    def killing(self, row, name=METRICS):
-        append(self, row, name)
-        if name == METRICS and row["step"] == kill_at:
+    def killing(self, row):
+        append(self, row)
+        if row["step"] == kill_at:
             for child in psutil.Process().children(recursive=True):
                 child.kill()  # wandb writes its files in another process
             os.kill(os.getpid(), signal.SIGKILL)
