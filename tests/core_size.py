@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": 45_108, "reachable": 64_965, "product": 124_379, "tests": 165_717}
+CEILINGS = {"loaded": 45_114, "reachable": 64_988, "product": 124_402, "tests": 165_707}
 """Most tokens."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

@@ -46,12 +46,13 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._begun = self.timeout = 0.0  # `timeout`: allowed seconds of the current or last task
+        self.is_working = False
         self.error: BaseException | None = None  # of the task; `wait` has not yet raised it
 
     def start(self, task: Callable[[], object], timeout: float) -> None:
         """Waits for the previous task, and starts this one."""
         self.wait()
-        self._begun, self.timeout = time.monotonic(), timeout
+        self._begun, self.timeout, self.is_working = time.monotonic(), timeout, True
         self._thread = threading.Thread(target=self._run, args=(task,), name="background", daemon=True)
         self._thread.start()
 
@@ -60,11 +61,7 @@ class Background:
             task()
         except BaseException as error:  # `wait` raises it
             self.error = error
-
-    @property
-    def is_working(self) -> bool:
-        """Whether a task has not ended."""
-        return self._thread is not None and self._thread.is_alive()
+        self.is_working = False
 
     @property
     def seconds(self) -> float:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -55,7 +56,7 @@ class Manifest:
     splits: Annotated[dict[Split, Annotated[list[Shard], Field(min_length=1)]], Field(min_length=1)]
     recipe: dict[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """SHA-256 of the tokens and the tokenizer, without source and recipe. Checkpoints record it."""
         content = {key: value for key, value in asdict(self).items() if key not in ("source", "recipe")}

@@ -40,7 +40,7 @@ def has_others() -> bool:
 def on_main(function: Callable[[], T]) -> T:
     """The picklable result of `function` on the main process, on every rank. Raises its UserError on every rank."""
     group = control_group()
-    return gather(function if is_main_process() or not group else lambda: None, group)[0]  # pyright: ignore
+    return gather(function if not group or is_main_process() else lambda: None, group)[0]  # pyright: ignore
 
 
 def runs_on_main(function: Callable[P, T]) -> Callable[P, T]:

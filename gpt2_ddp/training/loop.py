@@ -122,7 +122,7 @@ def _evaluate_log_sample(run: Training) -> None:
                 scores = run.evaluate(stop.poll)
             has_row = bool(scores) or run.step > run.progress.first_step  # before the first step: scores only
             pending.row, pending.evaluate = (pending.row | scores if has_row else {}), False
-            pending.save = pending.save or (run.progress.is_best and run.config.get("eval.patience") is not None)
+            pending.save = pending.save or (run.progress.is_best and run.patience is not None)
         if pending.row:
             metrics.log(pending.row, run.steps)
             pending.row = {}

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.training.run import Training
@@ -44,7 +45,7 @@ def settle_length(run: Training, begun: float) -> Training:
     length = task.config.train.model_copy(update={"steps": found["steps"], "minutes": None})
     task.config = task.config.model_copy(update={"train": length})
     task.resolve()
-    run = replace(run, steps=found["steps"])
+    run = replace(run, steps=found["steps"], config_yaml=dump(run.config))
     event = {"event": "length", "step": run.step, **found}
     run.log.append(event | {"config": run.config.model_dump(mode="json")})
     run.log.write_config(run.config)

@@ -36,7 +36,7 @@ class Opened:
         checkpoint: to start from, hashed; None for a new run. A new branch has its parent's.
         progress: steps taken, scores, pending work.
         steps: of the whole run; None while that is unknown.
-        begun: `time.monotonic()` of the start.
+        begun: `time.monotonic()` of the start. patience: `eval.patience`, where there is one.
     """
 
     folder: RunFolder
@@ -50,6 +50,7 @@ class Opened:
     progress: Progress
     steps: int | None
     begun: float
+    patience: int | None
 
     @property
     def config(self) -> Any:
@@ -64,7 +65,7 @@ class Opened:
     @property
     def early_end(self) -> str:
         """Reason to end the run before its last step; empty without one."""
-        return self.progress.early_end(self.config.get("eval.patience"))
+        return self.progress.early_end(self.patience)
 
     @property
     def is_complete(self) -> bool:
@@ -130,6 +131,7 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
                 progress,
                 task.total_steps(checkpoint.state.setup.epoch_size if checkpoint else None),
                 begun,
+                config.get("eval.patience"),
             )
         except BaseException as error:
             watchdog.failed(error)  # ends this process if another rank is at fault

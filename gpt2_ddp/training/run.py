@@ -44,7 +44,7 @@ class Trainer(Opened):
 
     Attributes:
         model: prepared by Accelerate. `task.model` is the plain model.
-        setup: devices, software and size of the data.
+        setup: devices, software and size of the data. config_yaml: the resolved configuration, for checkpoints.
         has_core: whether training leaves a core idle, for background saves.
     """
 
@@ -53,6 +53,7 @@ class Trainer(Opened):
     optimizer: GuardedOptimizer
     guard: Guard
     setup: Setup
+    config_yaml: str
     has_core: bool
 
     def state(self) -> State:
@@ -77,7 +78,7 @@ class Trainer(Opened):
         strategy, model = self.strategy, self.task.model
         weights, moments = model.state_dict(), optimizer_state(model, self.optimizer.plain)
         held = strategy.held(weights), strategy.held(moments)
-        return Snapshot(self.state(), dump(self.config), *held, self.task.files, strategy.part)
+        return Snapshot(self.state(), self.config_yaml, *held, self.task.files, strategy.part)
 
     def load(self, start: Checkpoint) -> None:
         """Loads a checkpoint on all ranks, in place. Collective."""
@@ -159,6 +160,7 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
             compile=how,
             versions=versions(),
         ),
+        config_yaml=dump(run.config),
         has_core=spare_core(device.type, threads),
     )
     if run.checkpoint:
