@@ -86,11 +86,10 @@ lock: $(VENV)/.installed  ## pin the image's packages, for x86_64 and its Python
 	    --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate \
 	    --custom-compile-command "make lock" --output-file docker/requirements.lock $(ARGS)
 
-check: $(VENV)/.installed-dev  ## check formatting, lint, types and the core's size; edits nothing
+check: $(VENV)/.installed-dev  ## check formatting, lint and types; edits nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python tests/core_size.py
 	! grep -rnE --include=*.py '(all|is)close|approx\(|testing.assert_close|atol=' tests  # tests/close.py compares numbers
 
 format: $(VENV)/.installed-dev  ## apply the formatter and the safe lint fixes
