@@ -9,6 +9,7 @@ tree, and the tests import that copy's package. The exit code is 1 if a mutant s
 
 import argparse
 import ast
+import hashlib
 import os
 import re
 import resource
@@ -76,102 +77,254 @@ PARTS = {
     "checkpoint/run_folder.py": "append _chained end resume",
 }
 """The functions of a module that are changed; all of it where it is not named."""
-EQUIVALENT = set(
-    re.findall(
-        r"^(\S+): .*\n- (.*)\n\+ (.*)$",
-        """
-data/order.py: empty at first, so any position is outside
-- self._first, self._cached = 0, np.empty(0, np.uint64) # items at the positions from _first on
-+ self._first, self._cached = 1, np.empty(0, np.uint64) # items at the positions from _first on
-data/order.py: which lookups are cached; the items are the same
-- if not len(positions) or positions[-1] - positions[0] >= FEW:
-+ if not len(positions) or positions[-1] - positions[0] > FEW:
-data/order.py: which lookups are cached; the items are the same
-- if first < self._first or positions[-1] >= self._first + len(self._cached):
-+ if first <= self._first or positions[-1] >= self._first + len(self._cached):
-data/feed.py: a free position is no start of a skipped range
-- stop = min(position + wanted, end, *(start for start, _ in skipped if start > position))
-+ stop = min(position + wanted, end, *(start for start, _ in skipped if start >= position))
-data/feed.py: each step sets it, and nobody asks before the first
-- self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0
-+ self.ended_epoch, self.skipped_end, self.waited = False, True, 0.0
-data/mixture.py: the default of zip
-- for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
-+ for path, ours, theirs in zip(paths, now.manifests, known):
-data/mixture.py: a phase begins with a block of 1,000 windows
-- begun = [phase for phase in mixture.phases if phase[0] < max(position, 1)]
-+ begun = [phase for phase in mixture.phases if phase[0] < max(position, 2)]
-checkpoint/store.py: a guess
-- SLOW_DISK = 20e6 # bytes per second of the slowest disk for checkpoints, in timeouts
-+ SLOW_DISK = 20000001.0 # bytes per second of the slowest disk for checkpoints, in timeouts
-checkpoint/store.py: a training passes it
-- self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True
-+ self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = False
-checkpoint/run_files.py: no row has one byte
-- while size > 0 and (line := stream.readline(size)):
-+ while size > 1 and (line := stream.readline(size)):
-data/mixture.py: as many manifests as paths are read
-- for path, manifest in zip(paths, manifests, strict=True):
-+ for path, manifest in zip(paths, manifests):
-training/loop.py: a complete run has taken a step
-- nothing_changed = run.step > 0 and run.guard.losses.skipped == run.step
-+ nothing_changed = True and run.guard.losses.skipped == run.step
-training/loop.py: without a GPU, it seeds nothing
-- if torch.cuda.is_initialized():
-+ if True:
-training/optimizer.py: Accelerate's step is the same, and slower
-- (self._prepared if self._scaler else self.plain).step()
-+ (self._prepared if True else self.plain).step()
-data/feed.py: not reached without a GPU
-- pin_memory=accelerator.device.type == "cuda",
-+ pin_memory=False,
-data/feed.py: copies to the CPU wait anyway
-- loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, non_blocking=True
-+ loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, non_blocking=False
-data/feed.py: both are past every position
-- end = (position // self._epoch_size + 1) * self._epoch_size if self.batch.by_epoch else 2**63
-+ end = (position // self._epoch_size + 1) * self._epoch_size if self.batch.by_epoch else 2**64
-data/mixture.py: both have a value per source
-- epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]
-+ epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders)]
-model/muon.py: as many updates as matrices
-- found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)
-+ found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous())
-model/muon.py: two ways to the same matrix
-- if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
-+ if dtype == torch.float32 and x.size(2) >= 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
-training/limits.py: of no value, the variance is not used
-- self.load_state_dict((0, 0, 0))
-+ self.load_state_dict((0, 0, 1))
-training/guard.py: a loss that equals its limit
-- elif loss > limit:
-+ elif loss >= limit:
-training/guard.py: not reached without a GPU
-- if values.device.type != "cuda":
-+ if True:
-training/guard.py: not reached without a GPU
-- copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-+ copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
-training/loop.py: a run has three rollbacks, or none
-- progress.pending = Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 0)
-+ progress.pending = Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 1)
-training/optimizer.py: the same step; the kernel would not have to wait
-- self._waits = not all(group.get("fused") for group in self.plain.param_groups)
-+ self._waits = True
-model/muon.py: both have a value per parameter
-- for parameter, update in zip(parameters, updates, strict=True):
-+ for parameter, update in zip(parameters, updates):
-model/muon.py: the same matrix, by more arithmetic
-- if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
-+ if False: # nearer to a square, it takes more arithmetic
-model/muon.py: the same matrix, by more arithmetic
-- if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic
-+ if dtype == torch.float32 and x.size(2) > 1.5 * x.size(2): # nearer to a square, it takes more arithmetic
-""",
-        re.MULTILINE,
-    )
-)
-"""Mutants that change nothing observable: module, line before, line after; and above, the reason."""
+
+
+class Equivalent(NamedTuple):
+    """A mutant that changes nothing observable, as long as its function is as it was."""
+
+    module: str
+    function: str  # around the change, with its class; empty outside of functions
+    digest: str  # of its source, by `digest_of`
+    before: str  # the line of the change, as in `Mutant`
+    after: str
+    reason: str
+
+
+EQUIVALENT = [
+    Equivalent(
+        "data/order.py",
+        "Permutation.__init__",
+        "72a3e7ec",
+        "self._first, self._cached = 0, np.empty(0, np.uint64) # items at the positions from _first on",
+        "self._first, self._cached = 1, np.empty(0, np.uint64) # items at the positions from _first on",
+        "empty at first, so any position is outside",
+    ),
+    Equivalent(
+        "data/order.py",
+        "Permutation.items_at",
+        "a59f7daf",
+        "if not len(positions) or positions[-1] - positions[0] >= FEW:",
+        "if not len(positions) or positions[-1] - positions[0] > FEW:",
+        "which lookups are cached; the items are the same",
+    ),
+    Equivalent(
+        "data/order.py",
+        "Permutation.items_at",
+        "a59f7daf",
+        "if first < self._first or positions[-1] >= self._first + len(self._cached):",
+        "if first <= self._first or positions[-1] >= self._first + len(self._cached):",
+        "which lookups are cached; the items are the same",
+    ),
+    Equivalent(
+        "data/feed.py",
+        "Feed._steps",
+        "9495463b",
+        "stop = min(position + wanted, end, *(start for start, _ in skipped if start > position))",
+        "stop = min(position + wanted, end, *(start for start, _ in skipped if start >= position))",
+        "a free position is no start of a skipped range",
+    ),
+    Equivalent(
+        "data/feed.py",
+        "Feed.__init__",
+        "0112bb7e",
+        "self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0",
+        "self.ended_epoch, self.skipped_end, self.waited = False, True, 0.0",
+        "each step sets it, and nobody asks before the first",
+    ),
+    Equivalent(
+        "data/mixture.py",
+        "check_goes_on",
+        "08395efe",
+        "for path, ours, theirs in zip(paths, now.manifests, known, strict=False):",
+        "for path, ours, theirs in zip(paths, now.manifests, known):",
+        "the default of zip",
+    ),
+    Equivalent(
+        "data/mixture.py",
+        "past",
+        "93a12989",
+        "begun = [phase for phase in mixture.phases if phase[0] < max(position, 1)]",
+        "begun = [phase for phase in mixture.phases if phase[0] < max(position, 2)]",
+        "a phase begins with a block of 1,000 windows",
+    ),
+    Equivalent(
+        "checkpoint/store.py",
+        "",
+        "9cf556c5",
+        "SLOW_DISK = 20e6 # bytes per second of the slowest disk for checkpoints, in timeouts",
+        "SLOW_DISK = 20000001.0 # bytes per second of the slowest disk for checkpoints, in timeouts",
+        "a guess",
+    ),
+    Equivalent(
+        "checkpoint/store.py",
+        "CheckpointStore.save",
+        "c315980f",
+        "self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True",
+        "self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = False",
+        "a training passes it",
+    ),
+    Equivalent(
+        "checkpoint/run_files.py",
+        "head",
+        "03e52d8c",
+        "while size > 0 and (line := stream.readline(size)):",
+        "while size > 1 and (line := stream.readline(size)):",
+        "no row has one byte",
+    ),
+    Equivalent(
+        "data/mixture.py",
+        "check_distinct",
+        "995fedb5",
+        "for path, manifest in zip(paths, manifests, strict=True):",
+        "for path, manifest in zip(paths, manifests):",
+        "as many manifests as paths are read",
+    ),
+    Equivalent(
+        "training/loop.py",
+        "find_ruin",
+        "d613204c",
+        "nothing_changed = run.step > 0 and run.guard.losses.skipped == run.step",
+        "nothing_changed = True and run.guard.losses.skipped == run.step",
+        "a complete run has taken a step",
+    ),
+    Equivalent(
+        "training/loop.py",
+        "seed_micro_batch",
+        "666d928d",
+        "if torch.cuda.is_initialized():",
+        "if True:",
+        "without a GPU, it seeds nothing",
+    ),
+    Equivalent(
+        "training/optimizer.py",
+        "GuardedOptimizer.step",
+        "d995c7bc",
+        "(self._prepared if self._scaler else self.plain).step()",
+        "(self._prepared if True else self.plain).step()",
+        "Accelerate's step is the same, and slower",
+    ),
+    Equivalent(
+        "data/feed.py",
+        "prepare_loader",
+        "64e2fae6",
+        'pin_memory=accelerator.device.type == "cuda",',
+        "pin_memory=False,",
+        "not reached without a GPU",
+    ),
+    Equivalent(
+        "data/feed.py",
+        "prepare_loader",
+        "64e2fae6",
+        "loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, non_blocking=True",
+        "loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], dispatch_batches=False, "
+        "non_blocking=False",
+        "copies to the CPU wait anyway",
+    ),
+    Equivalent(
+        "data/feed.py",
+        "Feed._steps",
+        "9495463b",
+        "end = (position // self._epoch_size + 1) * self._epoch_size if self.batch.by_epoch else 2**63",
+        "end = (position // self._epoch_size + 1) * self._epoch_size if self.batch.by_epoch else 2**64",
+        "both are past every position",
+    ),
+    Equivalent(
+        "data/mixture.py",
+        "MixedOrder.by_source",
+        "a39c8444",
+        "epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]",
+        "epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders)]",
+        "both have a value per source",
+    ),
+    Equivalent(
+        "model/muon.py",
+        "orthogonal_updates",
+        "b0a8a4da",
+        "found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)",
+        "found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous())",
+        "as many updates as matrices",
+    ),
+    Equivalent(
+        "model/muon.py",
+        "orthogonal",
+        "2e1f92dd",
+        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
+        "if dtype == torch.float32 and x.size(2) >= 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
+        "two ways to the same matrix",
+    ),
+    Equivalent(
+        "training/limits.py",
+        "RunningStatistics.__init__",
+        "0a827ef4",
+        "self.load_state_dict((0, 0, 0))",
+        "self.load_state_dict((0, 0, 1))",
+        "of no value, the variance is not used",
+    ),
+    Equivalent(
+        "training/guard.py",
+        "Guard.judge",
+        "a88baf90",
+        "elif loss > limit:",
+        "elif loss >= limit:",
+        "a loss that equals its limit",
+    ),
+    Equivalent(
+        "training/guard.py",
+        "copy_to_host",
+        "d9aca4ab",
+        'if values.device.type != "cuda":',
+        "if True:",
+        "not reached without a GPU",
+    ),
+    Equivalent(
+        "training/guard.py",
+        "copy_to_host",
+        "d9aca4ab",
+        'copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)',
+        'copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)',
+        "not reached without a GPU",
+    ),
+    Equivalent(
+        "training/loop.py",
+        "train_loop",
+        "e081dc04",
+        "progress.pending = Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 0)",
+        "progress.pending = Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 1)",
+        "a run has three rollbacks, or none",
+    ),
+    Equivalent(
+        "training/optimizer.py",
+        "GuardedOptimizer.__init__",
+        "8252e248",
+        'self._waits = not all(group.get("fused") for group in self.plain.param_groups)',
+        "self._waits = True",
+        "the same step; the kernel would not have to wait",
+    ),
+    Equivalent(
+        "model/muon.py",
+        "muon_step",
+        "8e2ea0a2",
+        "for parameter, update in zip(parameters, updates, strict=True):",
+        "for parameter, update in zip(parameters, updates):",
+        "both have a value per parameter",
+    ),
+    Equivalent(
+        "model/muon.py",
+        "orthogonal",
+        "2e1f92dd",
+        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
+        "if False: # nearer to a square, it takes more arithmetic",
+        "the same matrix, by more arithmetic",
+    ),
+    Equivalent(
+        "model/muon.py",
+        "orthogonal",
+        "2e1f92dd",
+        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
+        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(2): # nearer to a square, it takes more arithmetic",
+        "the same matrix, by more arithmetic",
+    ),
+]
 
 SWAPS = "<<:>>, >>:<<, <=:<, <:<=, >=:>, >:>=, ==:!=, !=:==, is not:is, is:is not, not in:in, in:not in, "
 SWAPS += "and:or, or:and, +:-, -:+, **:*, *:+, //:*, /:*, %://, &:|, |:&, ^:&, min:max, max:min, any:all, all:any, "
@@ -186,12 +339,46 @@ class Mutant(NamedTuple):
     """A module's source with one change, and the line of the change (several are joined) before and after."""
 
     line: int
+    function: str  # around the change, as in `Equivalent`
+    digest: str
     before: str
     after: str
     source: bytes
 
     def __str__(self):
         return f"{self.line}: {self.before}  ->  {self.after}"
+
+
+def place_of(tree, line):
+    """The innermost function or class around a line of a module, or the statement there: its name, and its node."""
+    name = ""
+    node = tree
+    while True:
+        inner = [part for part in getattr(node, "body", []) if part.lineno <= line <= part.end_lineno]
+        named = [part for part in inner if isinstance(part, ast.FunctionDef | ast.ClassDef)]
+        if not named:
+            return (name, node) if name else ("", inner[0])
+        node = named[0]
+        name = f"{name}.{node.name}".lstrip(".")
+
+
+def digest_of(source, node):
+    """Eight hexadecimal digits of the SHA-256 of a node's source, without white space."""
+    text = "".join((ast.get_source_segment(source, node) or "").split())
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def find_equivalent(module, mutant):
+    """The entry of `EQUIVALENT` for a mutant, of any digest; None without one."""
+    for entry in EQUIVALENT:
+        if (entry.module, entry.function, entry.before, entry.after) == (
+            module,
+            mutant.function,
+            mutant.before,
+            mutant.after,
+        ):
+            return entry
+    return None
 
 
 @cache
@@ -265,7 +452,10 @@ def mutants_of(module):
         changed = source[:first] + text.encode() + source[last:]
         shown = source[begin:end], changed[begin : end + len(changed) - len(source)]
         before, after = (" ".join(part.decode().split()) for part in shown)
-        mutants.append(Mutant(source.count(b"\n", 0, first) + 1, before, after, changed))
+        line = source.count(b"\n", 0, first) + 1
+        function, node = place_of(tree, line)
+        digest = digest_of(source.decode(), node)
+        mutants.append(Mutant(line, function, digest, before, after, changed))
     return mutants
 
 
@@ -312,10 +502,14 @@ def run_mutants(module, free, jobs):
         copy = free.get()
         state, _ = run_tests(copy, module, mutant.source, 3 * usual + 30)
         free.put(copy)
-        if state == "survived" and (module, mutant.before, mutant.after) in EQUIVALENT:
+        entry = find_equivalent(module, mutant)
+        if state == "survived" and entry and entry.digest == mutant.digest:
             state = "equivalent"
         if state == "survived":
             print(f"survived: {module}:{mutant}", flush=True)
+            if entry:
+                print(f"  {mutant.function} has changed since it was equivalent ({entry.reason}); look again, then")
+                print(f"  record the digest {mutant.digest} in EQUIVALENT", flush=True)
         return state
 
     with ThreadPoolExecutor(jobs) as pool:
