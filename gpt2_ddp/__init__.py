@@ -3,6 +3,7 @@
 Importing the package is fast: the first use of a name imports its module.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from gpt2_ddp.config.training import TrainingConfig
     from gpt2_ddp.errors import UserError
     from gpt2_ddp.tasks.pretraining import Pretraining
+
+# GNU OpenMP, which runs torch's threads on Linux, reads this variable when torch is imported, so it is set here. Its
+# threads wait for each other in a busy loop, by default of 300,000 rounds. On a busy machine such a loop takes the core
+# that the other thread needs. docs/benchmarks.md has the speeds.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 _API = (
     "evaluate",

@@ -1,5 +1,6 @@
 """Usable cores and free memory, on machines made of files."""
 
+import importlib
 import os
 from types import SimpleNamespace
 
@@ -7,7 +8,9 @@ import psutil
 import pytest
 import torch
 import yaml
+from commands import ROOT
 
+import gpt2_ddp
 from gpt2_ddp.distributed import environment as cores
 from gpt2_ddp.distributed.environment import free_memory, usable_cores
 from gpt2_ddp.distributed.launch import set_cpu_threads
@@ -83,3 +86,32 @@ def test_threads_are_the_processes_shares(machine, monkeypatch, quota, processes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     set_cpu_threads()
     assert chosen == [threads]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_that_wait_leave_the_core_soon_unless_the_user_chose(monkeypatch, given, expected):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that what the package sets is undone
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    importlib.reload(gpt2_ddp)
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+def test_the_package_is_imported_before_torch():
+    """By every script: what the package sets for torch's threads is there when torch is loaded."""
+    for script in (ROOT / "scripts").glob("*.py"):
+        if script.name.startswith("hello"):
+            continue
+        imports = [
+            line.split()[1].partition(".")[0]
+            for line in script.read_text().splitlines()
+            if line.startswith(("import ", "from "))
+        ]
+        heavy = [name for name in imports if name in ("torch", "accelerate")]
+        assert "gpt2_ddp" in imports
+        assert not heavy or imports.index("gpt2_ddp") < imports.index(heavy[0]), script
