@@ -8,6 +8,7 @@ import torch
 from close import assert_close, distance
 from ranks import run_ranks
 from runs import (
+    all_rows,
     change,
     complete,
     events,
@@ -24,9 +25,9 @@ from runs import (
 )
 
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.state import GuardState
+from gpt2_ddp.state import Best, GuardState
 from gpt2_ddp.training.guard import LATE, Guard, Verdict
-from gpt2_ddp.training.limits import RunningStatistics
+from gpt2_ddp.training.limits import LONG, RunningStatistics
 
 POISON = (12 * 9, 12 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
@@ -136,6 +137,17 @@ def explode(config):
     return train(config)
 
 
+def test_a_learning_rate_times_a_thousand_at_once_is_no_completed_run(tiny_config, tmp_path):
+    """By default. An evaluation tells it, at the same step on all ranks; also the last one."""
+    config, run = tiny_config({"train.steps": 40, "eval.every": 10, "optim.grad_clip": 0.0}), tmp_path / "runs/run"
+    assert run_ranks(explode, 2, config) == ["diverged"] * 2
+    assert status(run)["state"] == "diverged"
+    assert "the validation loss of step" in status(run)["reason"]
+    assert [(step, begins) for step, begins, _ in returns(run)] == [(25, 30)] * 3
+    assert saved_steps(run)[-1] == 25
+    assert all(row["tokens_per_second"] > 0 for row in all_rows(run) if "tokens_per_second" in row)
+
+
 def test_the_checkpoint_to_go_back_to_is_kept(tiny_config, tmp_path):
     """keep_last 1 and a checkpoint in every step: what was saved in the bad stretch does not push it out."""
     config = tiny_config(GUARD | {"checkpoint.every": 1, "checkpoint.keep_last": 1})
@@ -227,3 +239,86 @@ def test_a_guard_without_a_bad_step_knows_where_the_run_began():
         guard = Guard(GuardConfig(), begins)
         guard.load_state_dict(GuardState(judged=11, first_bad=9))
         assert guard.last_good == good
+
+
+# Slow climbs
+
+
+def first_divergence(losses, config=None, cut=0, phases=()):
+    """The step after which a guard calls these losses a divergence; None if it does not. Another guard resumes from its
+    state after step `cut`."""
+    guard = Guard(config or GuardConfig())
+    for step, loss in enumerate(losses, 1):
+        guard.add(step, 1, numbers_of_a_step(loss))
+        if guard.judge(step, sum(begins <= step for begins in phases)) is Verdict.DIVERGED:
+            return step
+        if step == cut:
+            guard.flush()
+            state = GuardState.model_validate_json(guard.state_dict().model_dump_json())
+            guard = Guard(guard.config)
+            guard.load_state_dict(state)
+    return None
+
+
+def falling(steps, start=10.0, end=5.0, noise=0.05):
+    """Losses that fall from `start` to `end`, with some noise."""
+    generator = torch.Generator().manual_seed(steps)
+    noises = torch.randn(steps, generator=generator).tolist()
+    return [end + (start - end) * math.exp(-5 * k / steps) + noise * noises[k] for k in range(steps)]
+
+
+def climbing(rate, steps, start=5.0):
+    return [start * rate**k for k in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("sigmas", [None, 6.0])
+def test_a_climb_of_one_percent_a_step_is_noticed(sigmas):
+    """Statistics follow it: `sigmas` alone never calls a loss of it bad."""
+    losses = falling(300) + climbing(1.01, 300)
+    assert first_divergence(losses, GuardConfig(sigmas=sigmas)) == 342 + (LONG - 1) + LATE
+    assert first_divergence(losses, GuardConfig(sigmas=sigmas, climb=None)) is None
+
+
+@pytest.mark.parametrize("cut", [2, 4, 5, 24, 299, 342, 380, 441])
+def test_a_resumed_guard_notices_it_at_the_same_step(cut):
+    assert first_divergence(falling(300) + climbing(1.01, 300), cut=cut) == 342 + (LONG - 1) + LATE
+
+
+CLEAN = {
+    "falls": falling(1000),
+    "falls in noise": falling(1000, noise=2.0),
+    "is noise around zero": falling(1000, 0.1, 0.0, noise=1.0),
+    "starts with a bump": [10.8, 10.9, 11.5, *(12.5 for _ in range(150)), *falling(300)],
+    "has spikes": [loss * (1e4 if step % 90 == 50 else 1) for step, loss in enumerate(falling(1000))],
+    "recovers from a bump": falling(300) + [20.0] * 90 + falling(300, 7.0),
+    "fits all points": falling(500, 1.0, 1e-9, noise=0) + falling(500, 1e-7, 1e-7, noise=1e-8),
+    "is negative": falling(1000, -1.0, -9.0),
+}
+
+
+@pytest.mark.parametrize("losses", CLEAN.values(), ids=CLEAN)
+def test_a_clean_loss_is_no_climb(losses):
+    assert first_divergence(losses) is None
+
+
+def test_other_data_have_other_losses():
+    """A phase of a mixture that begins with a loss far above that of the phase before."""
+    losses = falling(300, end=1.0) + falling(200, 9.0, 7.0)
+    assert first_divergence(losses, phases=(301,)) is None
+    assert first_divergence(losses) is not None
+
+
+def judged_evaluation(losses, val_loss, best=5.0):
+    guard = Guard(GuardConfig())
+    for step, loss in enumerate(losses, 1):
+        guard.add(step, 1, numbers_of_a_step(loss))
+        guard.judge(step)
+    return guard.judge_evaluation(val_loss, Best(val_loss=best)) is Verdict.DIVERGED
+
+
+def test_a_validation_loss_far_above_the_best_is_a_divergence_unless_the_model_overfits():
+    assert judged_evaluation(falling(100) + [49.0], 49.0)
+    assert not judged_evaluation(falling(100) + [49.0], 6.0)
+    assert not judged_evaluation(falling(100, end=0.01), 49.0)
+    assert not judged_evaluation(falling(100) + [49.0], None)
+    assert not judged_evaluation([], 49.0)
