@@ -8,7 +8,8 @@ from torch import Tensor
 
 from gpt2_ddp.state import ClimbState, Sums
 
-WINDOW, WARM_UP = 100, 20  # values that running statistics average over; fewest values for a limit
+WINDOW = 100  # values that running statistics average over
+WARM_UP = WINDOW  # fewest values for a limit: the first steps of a training have other norms than those after them
 
 
 class RunningStatistics:
