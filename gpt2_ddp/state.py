@@ -146,10 +146,23 @@ class Unjudged(NamedTuple):
     bad: bool
 
 
+class ClimbState(Section):
+    """The lowest training loss so far, and how long the losses have been far above it. The guard judges by them."""
+
+    phase: Count = 0  # of the data; another one starts a new comparison
+    start: Finite = 0  # mean loss of the first block
+    best: Loss = math.inf  # lowest mean loss of a block; infinity before the first one has ended
+    noise: Finite = 0  # standard deviation of the losses in that block
+    block: Sums = (0, 0, 0)  # the block that has not ended: number of losses, sum, sum of squares
+    low: Count = 0  # the last step whose loss was near the best
+    above: Count | None = None  # first step of the losses above the limit in a row; None after one below
+
+
 class GuardState(Section):
     judged: Count = 0
     first_bad: Count | None = None
     losses: Sums = (0, 0, 0)  # running statistics of the good steps' losses
+    climb: ClimbState = ClimbState()
     unjudged: list[Unjudged] = []
 
 

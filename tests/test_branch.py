@@ -18,6 +18,7 @@ from runs import (
     gpt_state,
     is_intact,
     resolved,
+    said,
     same,
     train,
     train_with_faults,
@@ -198,3 +199,43 @@ def test_an_end_that_steps_depend_on_cannot_be_moved(tiny_config):
     config = tiny_config({"optim.decay_steps": 40})
     check_resumable(config, "gpt2", saved, 2)
     expect_error("optim.decay_steps = 40: ", check_resumable, config, "gpt2", saved, 3)
+
+
+# What follows a decay to 0
+
+DECAYED = {"optim.schedule": "wsd", "optim.min_lr": 0.0, "train.steps": 8, "optim.decay_fraction": 0.25}
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+def test_a_run_whose_learning_rate_is_0_is_branched_off(tmp_path, corpus, schedule):
+    """Its message names what trains on, and each other way is refused before any work."""
+    changes = DECAYED | {"optim.schedule": schedule, "checkpoint": {"every": 2, "keep_last": 9, "background": False}}
+    config = training_config(corpus, tmp_path, changes)
+    more = training_config(corpus, tmp_path, changes | {"train.steps": 12})
+    run = tmp_path / "run"
+    parent = run / f"checkpoints/step-{6 if schedule == 'wsd' else 2:08d}"
+    flags = f"--run_name NEW --train.branch_from {parent} --train.steps N --optim.decay_steps N"
+    (_, said_first, _), (_, said_then, _) = run_ranks(in_turn, 1, (said, train, config), (said, train, config))[0]
+    assert "0 from step" not in said_first
+    assert "is complete at step 8; its learning rate has decayed to 0; to train further, start a branch" in said_then
+    assert flags in said_then
+    before = untimed(run)
+    expect_error("train.steps = 12: the learning rate is 0 from step 8 on; to train further", train, more)
+    assert untimed(run) == before
+    branch = changes | {"run_name": "branch", "train.branch_from": str(run), "train.steps": 12}
+    over = training_config(corpus, tmp_path, branch | {"optim.decay_steps": 8, "optim.lr": 1e-3})
+    expect_error("optim.decay_steps = 8: the learning rate is 0 from step 8 on, where this branch begins", train, over)
+    assert not (tmp_path / "branch").exists()
+    train(training_config(corpus, tmp_path, branch | {"optim.decay_steps": 12}))
+    assert all(row["lr"] > 0 for row in untimed(tmp_path / "branch") if 8 < row["step"] < 12)
+
+
+def test_the_last_step_of_a_decay_to_0_is_taken_after_a_stop(tmp_path, corpus):
+    """So are steps after it, of a run that began with as many: the same command resumes it. A note says so."""
+    changes = DECAYED | {"checkpoint.every": 7, "optim.decay_steps": 8}
+    for steps in (8, 9):
+        config = training_config(corpus, tmp_path / str(steps), changes | {"train.steps": steps})
+        run_until_killed(train_with_faults, 1, config, (0, 0), math.nan, 8)
+        outcome, _, errors = said(train, config)
+        assert outcome == "completed"
+        assert ("note: the learning rate is 0 from step 8 on" in errors) == (steps == 9)

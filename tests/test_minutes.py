@@ -64,6 +64,19 @@ def test_a_run_of_minutes_is_the_run_of_as_many_steps(corpus, tmp_path, parallel
     assert len(group_runs(records)) == 1, "seeds of equal minutes are compared"
 
 
+def test_saves_of_the_best_count(corpus, tmp_path):
+    """With `eval.patience` each evaluation may save, too. At step 8, 25 s are left for steps. Each takes 2 s + 2 s / 6;
+    of 12 steps 3 save for 3 s, and with patience 4."""
+    changes = CHANGES | {"eval": {"every": 6, "tokens": 768}}
+    plain, patient = (
+        training_config(corpus, tmp_path / str(patience), changes | {"eval.patience": patience})
+        for patience in (None, 9)
+    )
+    assert run_ranks(by_the_clock, 1, [plain, patient]) == [["completed"] * 2]
+    found = [events(tmp_path / name / "run", "length")[0] for name in ("None", "9")]
+    assert [event["steps"] for event in found] == [8 + 8, 8 + 7]
+
+
 @pytest.mark.slow
 def test_steps_before_the_number_are_trained_again(corpus, tmp_path):
     """From one checkpoint without the number to another."""

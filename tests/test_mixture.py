@@ -317,3 +317,10 @@ def test_a_range_that_is_passed_over_counts_as_far_as_the_data_stand():
     row = order.by_source(FeedState(position=1500, skipped_ranges=[(1200, 1900), (4000, 4100)]), "tokens", 8)
     assert [row[f"tokens/s{i}"] for i in range(3)] == (order.uses(1200) * 8).tolist()
     assert row["epoch/s2"] == round(order.uses(1500)[2] / 50, 4)
+
+
+def test_the_phase_of_a_position_is_that_of_the_window_before_it():
+    phases = [Phase(0, normal([1, 0])), Phase(1000, normal([0, 1]))]
+    order = MixedOrder(0, [50, 50], phases, ["a", "b"])
+    assert [order.phase_at(position) for position in (0, 1000, 1001)] == [0, 0, 1]
+    assert Permutation(0, 50).phase_at(99) == 0

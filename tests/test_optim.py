@@ -288,12 +288,12 @@ def test_the_search_for_a_scale_is_not_bad():
     layer = nn.Linear(2, 2)
     optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), scaler)
     guard = Guard(GuardConfig(sigmas=3.0))
-    guard.norms.load_state_dict((50.0, 1.0, 0.01))
+    guard.norms.load_state_dict((150.0, 1.0, 0.01))
     for norm, scale, skipped, bad in ((math.inf, 9.0, 1, 0), (math.inf, 1.0, 1, 1), (9.0, 9.0, 1, 1), (1.0, 9.0, 0, 0)):
         optimizer.backward(layer(torch.ones(1, 2)).sum())
         scaler.update(scale)
         assert take_step(optimizer, torch.tensor(norm), guard) == (skipped, bad)
-    assert guard.norms.state_dict()[0] == 51
+    assert guard.norms.state_dict()[0] == 151
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

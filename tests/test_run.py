@@ -15,6 +15,7 @@ from runs import (
     complete,
     expect_defect,
     job_config,
+    open_folder,
     reseal,
     rows,
     said,
@@ -28,7 +29,7 @@ from runs import (
 )
 
 from gpt2_ddp.checkpoint.run_files import METRICS, STATUS, is_locked
-from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.encode import write_manifest
@@ -205,6 +206,38 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, 
     (run / METRICS).unlink()
     folder = RunFolder(config)
     folder.open()
+    folder.release()
+
+
+def test_a_resume_from_an_older_checkpoint_than_the_rows_record_says_so(corpus, tmp_path):
+    """In one line, once: the resumed run's rows record what is there. A run that has all says nothing."""
+    config = training_config(corpus, tmp_path)
+    train(config)
+    shutil.rmtree(checkpoint_at(tmp_path / "run", 10))
+    _, _, errors = said(train, config)
+    gone = "warning: the checkpoint of step 10, which metrics.jsonl records, is gone; the run resumes from step 5\n"
+    assert errors.count(gone) == 1
+    _, _, errors = said(train, config)
+    assert "gone" not in errors
+
+
+RECORDS = [
+    ([], 0),
+    ([("start", 0, []), ("checkpoint", 5, [0, 5])], 5),
+    ([("checkpoint", 5, [5]), ("checkpoint", 9, [5, 9]), ("rollback", 5, None)], 5),
+    ([("checkpoint", 9, [5, 9]), ("end", 12, [5])], 5),
+    ([("checkpoint", 9, [5, 9]), ("start", 5, [5])], 5),
+]
+"""Events with their steps and the checkpoints that were there; the newest one that should be there."""
+
+
+@pytest.mark.parametrize(("records", "newest"), RECORDS)
+def test_the_newest_checkpoint_by_the_rows(tmp_path, records, newest):
+    folder = open_folder(tmp_path / "run")
+    log = RunLog(folder)
+    for event, step, kept in records:
+        log.append({"event": event, "step": step} | ({} if kept is None else {"kept": kept}))
+    assert log.newest_checkpoint() == newest
     folder.release()
 
 

@@ -20,6 +20,7 @@ from gpt2_ddp.checkpoint.run_files import (
     chain_of,
     head,
     is_locked,
+    is_rollback,
     read_events,
     split_chain,
 )
@@ -224,6 +225,16 @@ class RunLog:
 
         write_atomically(self._rows, rows())
         self._size = size_of(self._rows)
+
+    def newest_checkpoint(self) -> int:
+        """The step of the newest checkpoint that the run has by its rows; 0 for none. Not collective."""
+        newest = 0
+        for event in read_events(self._rows)[0]:
+            if is_rollback(event):
+                newest = min(newest, event["step"])
+            elif isinstance(kept := event.get("kept"), list):
+                newest = max((step for step in kept if type(step) is int), default=0)
+        return newest
 
     def outcome(self) -> str | None:
         """How the run ended, by its last event; None if it has not."""

@@ -23,6 +23,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     write_manifest,
     write_part,
 )
+from gpt2_ddp.checkpoint.run_files import METRICS
 from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.distributed.environment import free_memory, processes_here
 from gpt2_ddp.distributed.ranks import from_main, gather, on_every_rank, runs_on_main
@@ -114,10 +115,20 @@ class CheckpointStore:
         found = newest_intact(self.folder, weights, weights and self._run_folder.wants_lock, until)
         if found and weights:
             self._known[found.path] = found.state, True
+            if until == math.inf and self._run_folder.wants_lock:
+                self._warn_of_missing(found.step)
         elif weights and until == math.inf:
             hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
             raise UserError("run folder", self.folder, hint)
         return found
+
+    def _warn_of_missing(self, step: int) -> None:
+        """Prints a warning if the rows record a newer checkpoint than that of `step`, and it is gone. (One that was set
+        aside has its own warning.)"""
+        newest = self._log.newest_checkpoint()
+        if newest > step and not any(self.folder.glob(f"step-{newest:08d}*")):
+            recorded = f"the checkpoint of step {newest}, which {METRICS} records, is gone"
+            print(f"warning: {recorded}; the run resumes from step {step}", file=sys.stderr)
 
     def save(
         self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True

@@ -46,6 +46,10 @@ class GuardConfig(Section):
     patience: PositiveInt = 20
     """number of bad steps in a row after which the run has diverged: a GPT returns to its newest good checkpoint, skips
     the data read since, and ends at its fourth divergence; a small job ends"""
+    climb: PositiveFloat | None = 0.5
+    """limit of a climb above the lowest loss so far, as a share of that loss, or of what training has gained if that is
+    more; a training loss above it for 100 steps, or an evaluation with both losses above it, is a divergence; null: no
+    limit"""
 
 
 class KeepConfig(Section):

@@ -161,6 +161,11 @@ class OptimConfig(ClipConfig):
         stable = round((self.decay_steps or 0) * (1 - self.decay_fraction)) if self.schedule == "wsd" else 0
         return max(self.warmup_steps, stable)
 
+    def is_over(self, step: int) -> bool:
+        """Whether all steps after this one have the learning rate 0."""
+        decays_to_zero = self.schedule != "constant" and self.min_lr == 0
+        return decays_to_zero and self.decay_steps is not None and step + 1 >= self.decay_steps
+
     def may_end_at(self, end: int | None, step: int) -> bool:
         """Whether `decay_steps` may become `end` at this step: no earlier learning rate would differ."""
         return step <= min(self.decay_begins, self.model_copy(update={"decay_steps": end}).decay_begins)

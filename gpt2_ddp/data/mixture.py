@@ -85,6 +85,9 @@ class MixedOrder(Order):
             row |= {f"{unit}/{name}": count, f"epoch/{name}": epoch}
         return row
 
+    def phase_at(self, position: int) -> int:
+        return sum(phase.begins < position for phase in self.phases[1:])
+
     def _uses_before(self, block: int) -> np.ndarray:
         ends = [min(phase.begins // BLOCK, block) for phase in self.phases[1:]] + [block]
         blocks = np.diff(ends, prepend=0).tolist()

@@ -32,6 +32,10 @@ class Order(ABC):
         """Row fields of each source at a feed's state; none, unless there are several sources."""
         return {}
 
+    def phase_at(self, position: int) -> int:
+        """Number of the data's phase at a position; 0 without phases."""
+        return 0
+
 
 class Permutation(Order):
     """The endless order of N items: a keyed bijection per epoch, in O(1) memory and with O(1) seek.

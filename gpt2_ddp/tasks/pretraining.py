@@ -57,7 +57,7 @@ class Pretraining:
         if config.train.minutes:
             from gpt2_ddp.training.minutes import settle_minutes
 
-            config = settle_minutes(config, saved, type(self).schedule is not Pretraining.schedule)
+            config = settle_minutes(config, saved, self._has_own_schedule)
         self.config = config
         self.accelerator: Any = accelerator
         self._saved = saved
@@ -67,6 +67,46 @@ class Pretraining:
         if accelerator:
             windows, processes = config.global_batch_windows, accelerator.num_processes
             self.micro_batch = split_batch(windows, processes, config.train.micro_batch_size)
+        if saved and not self._has_own_schedule:
+            self._check_learning_rate(saved)
+
+    @property
+    def _has_own_schedule(self) -> bool:
+        """Whether a subclass has replaced `schedule`."""
+        return type(self).schedule is not Pretraining.schedule
+
+    def _check_learning_rate(self, saved: Checkpoint) -> None:
+        """Raises: UserError if all remaining steps would have the learning rate 0, in a branch or in a run that was
+        made longer. (A run that began with as many steps goes on, with a note.)"""
+        config, epoch_size = self.config, saved.state.setup.epoch_size
+        steps, end = self.total_steps(epoch_size), self._end_of_decay(epoch_size)
+        optim = config.optim.model_copy(update={"decay_steps": end})
+        if not (steps and end and steps > max(end, saved.step) and optim.is_over(saved.step)):
+            return
+        is_branch = bool(config.train.branch_from) and saved.step == saved.state.progress.first_step
+        length = config.model_dump(mode="json")["train"]
+        if not is_branch and all(length[name] == saved.config["train"].get(name) for name in ("steps", "epochs")):
+            return
+        from gpt2_ddp.training.branch import advise_branch
+
+        zero = f"the learning rate is 0 from step {end:,} on"
+        if is_branch:
+            hint = f"{zero}, where this branch begins; give it a decay of its own, such as --optim.decay_steps {steps}"
+            raise UserError("optim.decay_steps", config.optim.decay_steps, hint)
+        field = "steps" if config.train.epochs is None else "epochs"
+        advice = advise_branch(Path(config.output_dir, config.run_name), optim)
+        raise UserError(f"train.{field}", getattr(config.train, field), f"{zero}; {advice}")
+
+    def _end_of_decay(self, epoch_size: int) -> int | None:
+        """`optim.decay_steps`; for null the last step, or the first after a longer warm-up. A resumed run's schedule
+        keeps its end, unless no step so far depends on it."""
+        optim, saved, steps = self.config.optim, self._saved, self.total_steps(epoch_size)
+        if optim.decay_steps is not None or not steps:
+            return optim.decay_steps
+        end, kept = max(steps, optim.warmup_steps + 1), saved and saved.config["optim"]["decay_steps"]
+        if saved and kept and not optim.model_copy(update={"decay_steps": kept}).may_end_at(end, saved.step):
+            return kept
+        return end
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         return self.config.total_steps(epoch_size)
@@ -74,8 +114,7 @@ class Pretraining:
     def resolve(self) -> None:
         """Replaces `eval.tokens: auto` and `optim.decay_steps: null` in the configuration, once the data are open.
 
-        null becomes the last step, or the first after a longer warm-up. A resumed run keeps its tokens; its schedule
-        keeps its end, unless no step so far depends on it."""
+        A resumed run keeps its tokens."""
         config, optim, saved = self.config, self.config.optim, self._saved
         known = saved.config if saved else config.model_dump()
         tokens = config.eval.tokens
@@ -83,13 +122,9 @@ class Pretraining:
             tokens = known["eval"]["tokens"]
         if tokens == "auto":
             tokens = config.auto_eval_tokens
-        end, kept, steps = optim.decay_steps, known["optim"]["decay_steps"], self.total_steps(self.epoch_size)
-        if end is None and steps:
-            end = max(steps, optim.warmup_steps + 1)
-            if saved and kept and not optim.model_copy(update={"decay_steps": kept}).may_end_at(end, saved.step):
-                end = kept
-            elif kept not in (None, end):
-                print_line(f"note: optim.decay_steps changes from {kept} to {end}; no step so far depends on it")
+        end, kept = self._end_of_decay(self.epoch_size), known["optim"]["decay_steps"]
+        if optim.decay_steps is None and end and kept not in (None, end):
+            print_line(f"note: optim.decay_steps changes from {kept} to {end}; no step so far depends on it")
         evals, optim = config.eval.model_copy(update={"tokens": tokens}), optim.model_copy(update={"decay_steps": end})
         self.config = config.model_copy(update={"eval": evals, "optim": optim})
 
@@ -131,6 +166,9 @@ class Pretraining:
         steps, warmup = self.total_steps(self.epoch_size), config.optim.warmup_steps
         if steps and steps <= warmup:
             print_line(f"note: the run ends at step {steps:,}, before the end of optim.warmup_steps = {warmup:,}")
+        end = self.config.optim.decay_steps
+        if steps and end and steps > end and self.config.optim.is_over(end) and not self._has_own_schedule:
+            print_line(f"note: the learning rate is 0 from step {end:,} on, the end of optim.decay_steps")
         file = Path(paths[0]) / self.manifest.tokenizer
         self.files: Mapping[str, bytes] = {file.name: file.read_bytes()} if file.is_file() else {}
         if self.code:

@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, list_checkpoints, step_of
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.hints import differences
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.distributed.ranks import runs_on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
@@ -36,6 +37,16 @@ def find_parent(config: Any) -> Checkpoint:
         hint = f"{parent.path} is at step {parent.step}, which counts; choose a larger value"
         raise UserError(f"train.{field}", getattr(config.train, field), hint)
     return parent
+
+
+def advise_branch(run: Path, optim: OptimConfig) -> str:
+    """How a run trains on whose learning rate stays 0, as a text: by a branch, from before the decay if such a
+    checkpoint is there."""
+    checkpoints = list_checkpoints(run / "checkpoints")
+    earlier = [checkpoint for checkpoint in checkpoints if 0 < step_of(checkpoint) <= optim.decay_begins]
+    begins, parent = ("from before the decay", earlier[-1]) if earlier else ("with a decay of its own", run)
+    flags = f"--run_name NEW --train.branch_from {parent} --train.steps N --optim.decay_steps N"
+    return f"to train further, start a branch {begins}: {flags}"
 
 
 def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.distributed.ranks import Later, late_sums
-from gpt2_ddp.state import GuardState, Losses, LossSum, Unjudged
+from gpt2_ddp.state import Best, GuardState, Losses, LossSum, Unjudged
+from gpt2_ddp.training.limits import LONG, Climb, RunningStatistics
 
 LATE = 2
 """Steps between a step and its verdict: as late as its numbers, so the verdict comes at the same step for any number of
 ranks, and none waits for it."""
 
 Verdict = Enum("Verdict", ["OK", "BAD", "DIVERGED"])
-"""The verdict on a step. `DIVERGED`: the last of `guard.patience` bad steps in a row."""
+"""The verdict on a step. `DIVERGED`: the last of `guard.patience` bad steps in a row, or of a long climb."""
 
 
 class StepNumbers(NamedTuple):
@@ -42,6 +43,7 @@ class Guard:
         losses: sums of the losses. newest: numbers of the newest step that has them.
         judged: the last step with a verdict. first_bad: first of the bad steps in a row; None after a good one.
         problem: reason of the last bad verdict. bad_steps: their number in this process.
+        divergence: why the run has diverged, as a text. climb: the lowest training loss, and the losses above it.
         norms: statistics of the norms of good gradients, on their device. ordinary: those of the good steps' losses.
     """
 
@@ -50,12 +52,11 @@ class Guard:
         self.norms: Any = None  # running statistics, with `sigmas`
         self.ordinary: Any = None  # of good losses
         if config.sigmas:
-            from gpt2_ddp.training.limits import RunningStatistics
-
             self.norms, self.ordinary = RunningStatistics(device), RunningStatistics()
         self.losses = Losses()
         self.newest: StepNumbers | None = None
-        self.problem, self.bad_steps = "", 0
+        self.problem, self.divergence, self.bad_steps = "", "", 0
+        self.climb = Climb(config.climb)
         self._copied: tuple[int, int, Later] | None = None  # step, units, numbers of this rank
         self._summed: Later | None = None
         self._start_sum = late_sums()
@@ -64,7 +65,14 @@ class Guard:
     @property
     def last_good(self) -> int:
         """The last step known to be good, or the run's first; rollbacks return to a checkpoint up to here."""
-        return max(self._first_step, self.judged if self.first_bad is None else self.first_bad - 1)
+        good = self.judged if self.first_bad is None else self.first_bad - 1
+        climb = self.climb.state
+        return max(self._first_step, good if climb.above is None else min(good, climb.low))
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the last step with a verdict was bad, or its loss above the limit of a climb."""
+        return self.first_bad is not None or self.climb.state.above is not None
 
     def judge_gradient(self, norm: Tensor) -> Tensor:
         """1 if the gradient with this norm, of all ranks, is bad, else 0: fp32 scalar on the device. Bad is a norm that
@@ -117,8 +125,8 @@ class Guard:
         mean, self.losses.epoch = self.losses.epoch.mean, LossSum()
         return mean
 
-    def judge(self, step: int) -> Verdict:
-        """The verdict on step `step - LATE`, after step `step`."""
+    def judge(self, step: int, phase: int = 0) -> Verdict:
+        """The verdict on step `step - LATE`, after step `step`, which ended in this phase of the data."""
         if not self._unjudged or self._unjudged[0].step > step - LATE:
             return Verdict.OK
         self.judged, loss, bad_gradient = self._unjudged.popleft()
@@ -133,10 +141,38 @@ class Guard:
             if self.ordinary:
                 self.ordinary.add(loss)
             self.first_bad = None
-            return Verdict.OK
+            return self._judge_climb(loss, phase)
         self.bad_steps += 1
         self.first_bad = self.first_bad or self.judged
-        return Verdict.DIVERGED if self.judged - self.first_bad + 1 >= self.config.patience else Verdict.BAD
+        if self.judged - self.first_bad + 1 < self.config.patience:
+            return Verdict.BAD
+        self.divergence = f"{self.config.patience} bad steps in a row up to step {self.judged}: {self.problem}"
+        return Verdict.DIVERGED
+
+    def _judge_climb(self, loss: float, phase: int) -> Verdict:
+        if not self.climb.add(self.judged, loss, phase):
+            return Verdict.OK
+        limit, best = self.climb.limit, self.climb.state.best
+        climbed = f"the loss has been above {limit:.4f} for {LONG} steps, up to step {self.judged}: {loss:.4f}"
+        self.divergence = f"{climbed}; its lowest mean was {best:.4f} (guard.climb)"
+        return Verdict.DIVERGED
+
+    def judge_evaluation(self, val_loss: float | None, best: Best) -> Verdict:
+        """The verdict on an evaluation: whether it and the newest step's loss are far above the best so far. (The
+        training loss of a model that overfits is low.) Collective where there is a `val_loss`."""
+        if val_loss is None:
+            return Verdict.OK
+        self.flush()
+        if not self._unjudged:
+            return Verdict.OK
+        step, loss, _ = self._unjudged[-1]
+        limit = best.val_loss + self.climb.margin(best.val_loss)
+        if not (val_loss > limit and loss > self.climb.limit):
+            return Verdict.OK
+        climbed = f"the validation loss of step {step}, {val_loss:.4f}, is above {limit:.4f}"
+        losses = f"and the training loss, {loss:.4f}, above {self.climb.limit:.4f}"
+        self.divergence = f"{climbed}, {losses}; the lowest validation loss was {best.val_loss:.4f} (guard.climb)"
+        return Verdict.DIVERGED
 
     def state_dict(self) -> GuardState:
         """State for checkpoints, so that a resumed run gives the same verdicts."""
@@ -144,12 +180,14 @@ class Guard:
             judged=self.judged,
             first_bad=self.first_bad,
             losses=self.ordinary.state_dict() if self.ordinary else (0, 0, 0),
+            climb=self.climb.state.model_copy(),
             unjudged=[*self._unjudged],
         )
 
     def load_state_dict(self, state: GuardState) -> None:
         """Loads what `state_dict` returned."""
         self.judged, self.first_bad, self._unjudged = state.judged, state.first_bad, deque(state.unjudged)
+        self.climb.state.load_state_dict(state.climb)
         if self.ordinary:
             self.ordinary.load_state_dict(state.losses)
 

@@ -102,6 +102,9 @@ def finish_pending(run: Training) -> Ending | None:
     the save, and the rest stays pending. Returns how the run ended; None if it goes on."""
     progress, stop = run.progress, run.stop
     _evaluate_log_sample(run)
+    if run.guard.judge_evaluation(progress.val_loss, progress.best) is Verdict.DIVERGED:
+        problem = _roll_back(run)
+        return ("diverged", problem) if problem else None
     if run.is_complete and (ruin := find_ruin(run)):
         return "diverged", ruin
     if progress.pending.save or run.is_complete or stop.is_agreed:
@@ -133,6 +136,12 @@ def _evaluate_log_sample(run: Training) -> None:
             pending.sample = False
     if is_long:
         stop.sync()
+
+
+def _roll_back(run: Training) -> str:
+    from gpt2_ddp.training.rollback import roll_back  # few runs need it
+
+    return roll_back(run)
 
 
 def find_ruin(run: Training) -> str:
@@ -200,17 +209,14 @@ def next_step(run: Training) -> str:
             result = train_step(run)
             poll_save(run)
             run.stop.check()
-            verdict = run.guard.judge(run.progress.step)
-        if verdict is Verdict.OK:
-            break
-        if run.guard.bad_steps == 1:
-            bad = f"warning: step {run.guard.judged} is bad: {run.guard.problem}"
+            feed, guard = run.task.feed, run.guard
+            verdict = guard.judge(run.progress.step, feed.order.phase_at(feed.state.position))
+        if guard.bad_steps == 1 and guard.judged == guard.first_bad:
+            bad = f"warning: step {guard.judged} is bad: {guard.problem}"
             run.metrics.print(f"{bad}; its update is skipped; no later one is printed")
-        if verdict is Verdict.BAD:
+        if verdict is not Verdict.DIVERGED:
             break
-        from gpt2_ddp.training.rollback import roll_back
-
-        if problem := roll_back(run):
+        if problem := _roll_back(run):
             return problem
     due = result.due
     row = finite(_row(run, result)) if due.log or due.evaluate else {}

@@ -52,9 +52,10 @@ class Throughput:
         """Excludes the time of the `with` block."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # steps still in the queue belong to the training
-        start = time.perf_counter()
+        start, measured_since = time.perf_counter(), self._start
         yield
-        self._start += time.perf_counter() - start
+        if self._start == measured_since:  # a rollback starts a new measurement
+            self._start += time.perf_counter() - start
 
 
 def device_name(device: torch.device) -> str:

@@ -3,6 +3,7 @@
 What counts is a clock on the wall, from the evaluation before the first step to the checkpoint after the last.
 """
 
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -55,6 +56,14 @@ def settle_length(run: Training, begun: float) -> Training:
     return run
 
 
+def _saves_per_step(config: Any) -> float:
+    """The most checkpoints a step. With `eval.patience`, each evaluation may be the best, which is saved."""
+    every, evaluations = config.checkpoint.every, config.eval.every
+    if config.eval.patience is None:
+        return 1 / every
+    return 1 / every + 1 / evaluations - 1 / math.lcm(every, evaluations)
+
+
 def passed_since(begun: float) -> float:
     """Seconds since then."""
     return time.monotonic() - begun
@@ -73,7 +82,7 @@ def _measure(run: Training, begun: float) -> dict[str, Any]:
     save = stop.typical("save")
     every = config.tracking.sample_every
     sample = SAMPLE * config.model.n_layer if every else 0.0
-    each = step_seconds + evaluation / config.eval.every + save / config.checkpoint.every + sample / max(every, 1)
+    each = step_seconds + evaluation / config.eval.every + save * _saves_per_step(config) + sample / max(every, 1)
     passed = passed_since(begun)
     steps = run.step + int((60 * config.train.minutes - passed - evaluation - save - sample) / each)
     if steps <= run.step:

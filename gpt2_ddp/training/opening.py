@@ -205,12 +205,29 @@ def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFol
     return strategy
 
 
+def _how_to_train_on(run: Opened) -> str:
+    """What trains a complete run further, as a text for people."""
+    config = run.config
+    optim: Any = config.optim
+    if run.early_end:
+        return f"{run.early_end}; raise it to train further"
+    if not hasattr(optim, "decay_steps"):  # of a small job, or of a task of one's own
+        if getattr(optim, "schedule", "") == "cosine":
+            return "its learning rate has decayed to 0; choose another run_name to train for more epochs"
+        return "raise its steps or epochs to train further"
+    if optim.is_over(run.step):
+        from gpt2_ddp.training.branch import advise_branch
+
+        return f"its learning rate has decayed to 0; {advise_branch(run.folder.path, optim)}"
+    rate = run.task.schedule(run.step + 1)["lr"]
+    return f"raise its steps or epochs to train further, at learning rate {rate:g}"
+
+
 def finish_complete(run: Opened) -> None:
     """Compares the data of a run that is already complete, and prints a note. Records the end if the last process did
     not. Collective."""
     run.task.load(run.watchdog, is_complete=True)
-    more = f"{run.early_end}; raise it" if run.early_end else "raise its steps or epochs"
-    run.accelerator.print(f"{run.config.run_name} is complete at step {run.step}; {more} to train further")
+    run.accelerator.print(f"{run.config.run_name} is complete at step {run.step}; {_how_to_train_on(run)}")
     assert run.checkpoint, "a complete run has a checkpoint"
     if from_main(run.log.outcome()) != "completed":
         run.log.resume(run.checkpoint.state.log, run.progress)

@@ -6,11 +6,11 @@ from gpt2_ddp.training.run import Training
 
 
 def roll_back(run: Training) -> str:
-    """Loads the newest checkpoint from before the bad steps, and skips the data read since. Collective. Returns why it
+    """Loads the newest checkpoint from before the divergence, and skips the data read since. Collective. Returns why it
     cannot, if no rollback or no good checkpoint is left; else an empty text."""
     guard, store, feed = run.guard, run.store, run.task.feed
     diverged_at, end, rollbacks = run.step, feed.state.position, run.progress.rollbacks
-    problem = f"{run.config.guard.patience} bad steps in a row up to step {guard.judged}: {guard.problem}"
+    problem = guard.divergence
     run.wait_for_save()
     run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)
     good = store.newest(guard.last_good)

@@ -217,7 +217,7 @@ class Training(Trainer):
         snapshot, is_complete = self.snapshot(), self.is_complete
         self.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK)
         # the last step gets no verdict
-        good = self.step if is_complete and not self.guard.first_bad else self.guard.last_good
+        good = self.step if is_complete and not self.guard.is_suspicious else self.guard.last_good
         self.store.save(snapshot, good, is_complete or self.stop.is_agreed, self.has_core)
 
     def wait_for_save(self) -> None:

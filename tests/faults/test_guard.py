@@ -8,6 +8,7 @@ import torch
 from close import assert_close, distance
 from ranks import run_ranks
 from runs import (
+    all_rows,
     change,
     complete,
     events,
@@ -24,9 +25,9 @@ from runs import (
 )
 
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.state import GuardState
+from gpt2_ddp.state import Best, GuardState
 from gpt2_ddp.training.guard import LATE, Guard, Verdict
-from gpt2_ddp.training.limits import RunningStatistics
+from gpt2_ddp.training.limits import LONG, WARM_UP, RunningStatistics
 
 POISON = (12 * 9, 12 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
@@ -110,30 +111,43 @@ def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
 
 def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path):
     """Its norm is more than ten standard deviations above the mean; the statistics are in the checkpoint."""
-    changes = GUARD | {"guard": {"sigmas": 10.0}, "train.steps": 29, "eval.every": 29}
-    config, spikes = tiny_config(changes), (12 * 25, 12 * 28)  # steps 26 to 28
-    assert run_ranks(train_with_faults, 2, config, spikes, 1e4, 26, signal.SIGTERM) == ["stopped"] * 2
+    last = {"train.steps": 109, "eval.every": 109, "checkpoint.every": 109, "model.n_layer": 1}
+    changes = GUARD | {"guard": {"sigmas": 10.0}} | last
+    config, spikes = tiny_config(changes), (12 * 105, 12 * 108)  # steps 106 to 108
+    assert run_ranks(train_with_faults, 2, config, spikes, 1e4, 106, signal.SIGTERM) == ["stopped"] * 2
     complete(config, 2, spikes, 1e4)
-    assert [row["skipped"] for row in untimed(tmp_path / "runs/run")[25:]] == [0, 1, 2, 3, 3]
+    assert [row["skipped"] for row in untimed(tmp_path / "runs/run")[105:]] == [0, 1, 2, 3, 3]
     assert state_of(tmp_path / "runs/run")["losses"]["skipped"] == 3
 
 
 @pytest.mark.slow
 def test_losses_out_of_the_ordinary_are_bad_on_any_number_of_processes(corpus, tmp_path):
-    """A learning rate that is too high from step 28 on: found at the same step by 1 and 3 ranks."""
-    changes = GUARD | {"guard": {"sigmas": 6.0, "patience": 3}, "train.steps": 40, "optim.grad_clip": 0.0}
+    """A learning rate that is too high from step 108 on: found at the same step by 1 and 3 ranks."""
+    changes = GUARD | {"guard": {"sigmas": 6.0, "patience": 3}, "train.steps": 120, "optim.grad_clip": 0.0}
     for world in (1, 3):
-        run_ranks(explode, world, training_config(corpus, tmp_path / str(world), changes))
+        run_ranks(explode, world, training_config(corpus, tmp_path / str(world), changes), 108)
     one, three = (returns(tmp_path / world / "run") for world in "13")
     assert one == three
-    assert one[0][0] == 25
+    assert one[0][0] == 105
 
 
-def explode(config):
+def explode(config, begins=28):
+    """Trains with a learning rate a thousand times as high from a step on."""
     from gpt2_ddp.tasks import pretraining
 
-    pretraining.lr_at = lambda step, optim: 3e-3 if step < 28 else 3.0
+    pretraining.lr_at = lambda step, optim: 3e-3 if step < begins else 3.0
     return train(config)
+
+
+def test_a_learning_rate_times_a_thousand_at_once_is_no_completed_run(tiny_config, tmp_path):
+    """By default. An evaluation tells it, at the same step on all ranks; also the last one."""
+    config, run = tiny_config({"train.steps": 40, "eval.every": 10, "optim.grad_clip": 0.0}), tmp_path / "runs/run"
+    assert run_ranks(explode, 2, config) == ["diverged"] * 2
+    assert status(run)["state"] == "diverged"
+    assert "the validation loss of step" in status(run)["reason"]
+    assert [(step, begins) for step, begins, _ in returns(run)] == [(25, 30)] * 3
+    assert saved_steps(run)[-1] == 25
+    assert all(row["tokens_per_second"] > 0 for row in all_rows(run) if "tokens_per_second" in row)
 
 
 def test_the_checkpoint_to_go_back_to_is_kept(tiny_config, tmp_path):
@@ -162,7 +176,7 @@ def test_running_statistics():
     statistics = RunningStatistics()
     for count in range(300):
         assert statistics.state_dict()[0] == count
-        assert math.isfinite(statistics.limit(3.0)) == (count >= 20)
+        assert math.isfinite(statistics.limit(3.0)) == (count >= WARM_UP)
         if count in (1, 50):
             exact = torch.arange(count).double()
             assert_close(statistics.state_dict()[1:], (exact.mean(), exact.var(correction=0)))
@@ -177,8 +191,21 @@ def test_running_statistics():
     assert_close(statistics.limit(2.0).item(), mean + 2 * math.sqrt(variance))
 
 
-LOSSES = [*(5.0 + i % 3 / 100 for i in range(30)), 9.0, math.nan, -1e9, 5.0, 5.01, 5.02, 9.5, 5.0, 5.0]
-"""Of steps 1 to 39; the gradient of step 33 is bad."""
+EARLY = [2.9, 2.8, 2.5, 2.3, 1.9, 1.6, 1.2, *([1.05, 0.94, 0.81, 0.7, 1.19] * 10), 27.55, 0.6, 0.7, 8.18]
+"""Gradient norms of the first steps of a clean training (docs/reliability.md)."""
+
+
+def test_no_limit_before_the_statistics_have_their_window():
+    guard = Guard(GuardConfig(sigmas=6.0))
+    skipped = [guard.judge_gradient(torch.tensor(norm)).item() for norm in EARLY]
+    assert not any(skipped)
+    usual = [guard.judge_gradient(torch.tensor(1 + k % 9 / 9)).item() for k in range(400)]
+    assert not any(usual)
+    assert guard.judge_gradient(torch.tensor(27.55)) == 1
+
+
+LOSSES = [*(5.0 + i % 3 / 100 for i in range(110)), 9.0, math.nan, -1e9, 5.0, 5.01, 5.02, 9.5, 5.0, 5.0]
+"""Of steps 1 to 119; the gradient of step 113 is bad."""
 
 
 def judgements(cut=0):
@@ -187,7 +214,7 @@ def judgements(cut=0):
     config = GuardConfig(sigmas=6.0, patience=3)
     guard, found = Guard(config), []
     for step, loss in enumerate(LOSSES, 1):
-        guard.add(step, 1, numbers_of_a_step(loss, step == 33))
+        guard.add(step, 1, numbers_of_a_step(loss, step == 113))
         verdict = guard.judge(step)
         found.append((guard.judged, verdict, guard.first_bad, guard.last_good, guard.ordinary.state_dict()[0]))
         if step == cut:
@@ -202,13 +229,13 @@ def judgements(cut=0):
 def test_each_step_is_judged_two_steps_late():
     found, ok = judgements(), Verdict.OK
     assert found[:3] == [(0, ok, None, 0, 0), (0, ok, None, 0, 0), (1, ok, None, 1, 1)]
-    assert found[31] == (30, ok, None, 30, 30)
-    bad = [(step, Verdict.BAD, 31, 30, 30) for step in (31, 32)]
-    assert found[32:36] == [*bad, (33, Verdict.DIVERGED, 31, 30, 30), (34, ok, None, 34, 31)]
-    assert [verdict for _, verdict, *_ in found[36:]] == [ok, ok, Verdict.BAD]
+    assert found[111] == (110, ok, None, 110, 110)
+    bad = [(step, Verdict.BAD, 111, 110, 110) for step in (111, 112)]
+    assert found[112:116] == [*bad, (113, Verdict.DIVERGED, 111, 110, 110), (114, ok, None, 114, 111)]
+    assert [verdict for _, verdict, *_ in found[116:]] == [ok, ok, Verdict.BAD]
 
 
-@pytest.mark.parametrize("cut", [1, 2, 29, 32, 33, 35, 36])
+@pytest.mark.parametrize("cut", [1, 2, 109, 112, 113, 115, 116])
 def test_a_resumed_guard_judges_alike(cut):
     assert judgements(cut) == judgements()
 
@@ -227,3 +254,86 @@ def test_a_guard_without_a_bad_step_knows_where_the_run_began():
         guard = Guard(GuardConfig(), begins)
         guard.load_state_dict(GuardState(judged=11, first_bad=9))
         assert guard.last_good == good
+
+
+# Slow climbs
+
+
+def first_divergence(losses, config=None, cut=0, phases=()):
+    """The step after which a guard calls these losses a divergence; None if it does not. Another guard resumes from its
+    state after step `cut`."""
+    guard = Guard(config or GuardConfig())
+    for step, loss in enumerate(losses, 1):
+        guard.add(step, 1, numbers_of_a_step(loss))
+        if guard.judge(step, sum(begins <= step for begins in phases)) is Verdict.DIVERGED:
+            return step
+        if step == cut:
+            guard.flush()
+            state = GuardState.model_validate_json(guard.state_dict().model_dump_json())
+            guard = Guard(guard.config)
+            guard.load_state_dict(state)
+    return None
+
+
+def falling(steps, start=10.0, end=5.0, noise=0.05):
+    """Losses that fall from `start` to `end`, with some noise."""
+    generator = torch.Generator().manual_seed(steps)
+    noises = torch.randn(steps, generator=generator).tolist()
+    return [end + (start - end) * math.exp(-5 * k / steps) + noise * noises[k] for k in range(steps)]
+
+
+def climbing(rate, steps, start=5.0):
+    return [start * rate**k for k in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("sigmas", [None, 6.0])
+def test_a_climb_of_one_percent_a_step_is_noticed(sigmas):
+    """Statistics follow it: `sigmas` alone never calls a loss of it bad."""
+    losses = falling(300) + climbing(1.01, 300)
+    assert first_divergence(losses, GuardConfig(sigmas=sigmas)) == 342 + (LONG - 1) + LATE
+    assert first_divergence(losses, GuardConfig(sigmas=sigmas, climb=None)) is None
+
+
+@pytest.mark.parametrize("cut", [2, 4, 5, 24, 299, 342, 380, 441])
+def test_a_resumed_guard_notices_it_at_the_same_step(cut):
+    assert first_divergence(falling(300) + climbing(1.01, 300), cut=cut) == 342 + (LONG - 1) + LATE
+
+
+CLEAN = {
+    "falls": falling(1000),
+    "falls in noise": falling(1000, noise=2.0),
+    "is noise around zero": falling(1000, 0.1, 0.0, noise=1.0),
+    "starts with a bump": [10.8, 10.9, 11.5, *(12.5 for _ in range(150)), *falling(300)],
+    "has spikes": [loss * (1e4 if step % 90 == 50 else 1) for step, loss in enumerate(falling(1000))],
+    "recovers from a bump": falling(300) + [20.0] * 90 + falling(300, 7.0),
+    "fits all points": falling(500, 1.0, 1e-9, noise=0) + falling(500, 1e-7, 1e-7, noise=1e-8),
+    "is negative": falling(1000, -1.0, -9.0),
+}
+
+
+@pytest.mark.parametrize("losses", CLEAN.values(), ids=CLEAN)
+def test_a_clean_loss_is_no_climb(losses):
+    assert first_divergence(losses) is None
+
+
+def test_other_data_have_other_losses():
+    """A phase of a mixture that begins with a loss far above that of the phase before."""
+    losses = falling(300, end=1.0) + falling(200, 9.0, 7.0)
+    assert first_divergence(losses, phases=(301,)) is None
+    assert first_divergence(losses) is not None
+
+
+def judged_evaluation(losses, val_loss, best=5.0):
+    guard = Guard(GuardConfig())
+    for step, loss in enumerate(losses, 1):
+        guard.add(step, 1, numbers_of_a_step(loss))
+        guard.judge(step)
+    return guard.judge_evaluation(val_loss, Best(val_loss=best)) is Verdict.DIVERGED
+
+
+def test_a_validation_loss_far_above_the_best_is_a_divergence_unless_the_model_overfits():
+    assert judged_evaluation([*falling(100), 49.0], 49.0)
+    assert not judged_evaluation([*falling(100), 49.0], 6.0)
+    assert not judged_evaluation(falling(100, end=0.01), 49.0)
+    assert not judged_evaluation([*falling(100), 49.0], None)
+    assert not judged_evaluation([], 49.0)
