@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
+from gpt2_ddp.files import below
+
 
 def local_copy(url: str) -> str:
-    """The folder for a copy of what is at a URL or path."""
+    """The folder for a copy of what is at a URL or path. Raises: ValueError if it leads out of the cache, by a `..`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return str(cache / "gpt2_ddp" / url.replace("://", "/").lstrip("/"))
+    return str(below(cache / "gpt2_ddp", url.replace("://", "/").lstrip("/")))

@@ -1,9 +1,12 @@
 """User errors, which the main process prints. All other errors are bugs and end with a traceback."""
 
 import os
+import re
 import sys
 
 FIELD, VALUE, HINT = 100, 160, 320  # maximum characters of the three parts of a message
+CREDENTIALS = re.compile(r"(?<=://)[^\s'\"]*@")
+"""User and password in a URL. A secret may have slashes."""
 
 
 class UserError(Exception):
@@ -37,9 +40,16 @@ class UserError(Exception):
         return UserError.join, (self.mistakes,)
 
 
+def without_credentials(text: str) -> str:
+    """The text without users and passwords of URLs."""
+    return CREDENTIALS.sub("***@", text)
+
+
 def truncate(what: object, most: int = VALUE) -> str:
-    """One line of at most `most` characters: escapes unprintable ones, and omits the middle of longer text."""
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(what))
+    """One line of at most `most` characters: escapes unprintable ones, omits the middle of longer text, and the
+    credentials of URLs."""
+    text = without_credentials(str(what))
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     half = (most - 5) // 2
     return line if len(line) <= most else f"{line[:half]} ... {line[-half:]}"
 

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,37 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, truncate
 
 PIECE = 2**20  # bytes hashed and written at a time, so that the second of the two reads the CPU's cache
 LARGEST_JSON = 2**24  # bytes of a file with one JSON object
 DEEPEST = 50  # levels of lists and objects in JSON and YAML
+NO_NAME = re.compile(r"[\\\x00-\x1f\x7f-\x9f]")  # characters that no name from outside may have
+
+
+def below(folder: Path, name: str) -> Path:
+    """The path of `name` below a folder. For each name from outside: in a URL, in a manifest, in a state, of an object.
+    Raises: ValueError for a name that leads out of the folder, and for the folder itself."""
+    parts = {*name.split("/")}
+    if name.startswith("/") or ".." in parts or parts <= {"", "."} or NO_NAME.search(name):
+        raise ValueError(f"{truncate(name, 100)} leads out of its folder, or is no name")
+    return folder / name
+
+
+def check_file_name(name: str) -> str:
+    """The name of a file, from outside. Raises: ValueError unless a folder can have a file of this name."""
+    below(Path(), name)
+    if "/" in name:
+        raise ValueError(f"{truncate(name, 100)} is in another folder")
+    return name
+
+
+def refuse_links(*paths: Path) -> None:
+    """Raises: UserError if a path is a link. Whoever made its folder chose what a write through it would change."""
+    for path in paths:
+        if path.is_symlink():
+            hint = "is a link, and nothing is written through links in a run folder; put what it links to in its place"
+            raise UserError("run folder", path, hint)
 
 
 @contextmanager

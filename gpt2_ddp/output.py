@@ -87,7 +87,8 @@ def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
 def _lock(output: Path, path: Path, waiting: str) -> IO[str]:
     """The open, locked file `path`."""
     for _ in range(ATTEMPTS):
-        lock = open(path, "w")  # noqa: SIM115 (the caller closes it)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # no link of somebody else
+        lock = open(descriptor, "w")  # noqa: SIM115 (the caller closes it)
         with suppress(OSError):  # the process that had the lock has removed the file, which is ESTALE on NFS
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

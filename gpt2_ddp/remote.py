@@ -1,24 +1,35 @@
 """Runs and data at a URL of fsspec, such as s3://BUCKET/runs/mine: their objects."""
 
 import hashlib
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import fsspec
+from fsspec.callbacks import Callback
 
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.data.manifest import parse_manifest
+from gpt2_ddp.errors import UserError, without_credentials
+from gpt2_ddp.files import below, check_file_name, parse_json, regular, write_atomically
 
 MANIFEST = "manifest.json"
+CHECKPOINT = re.compile(r"step-\d{8,18}")
+"""Names of checkpoints."""
 BLOCK = 2**22
 """Bytes that are read at a time."""
 
 
 class Bucket:
-    """The objects below a URL of fsspec, by their names."""
+    """The objects below a URL of fsspec, by their names.
+
+    Attributes:
+        on_progress: called whenever a part of an object was sent or read.
+    """
 
     def __init__(self, url: str):
+        self.on_progress: Callable[[], object] = lambda: None
         self.url = url.rstrip("/")
         self._is_disk = url.startswith("file:")  # where a kill may leave half an object
         self._writing = threading.Lock()
@@ -34,14 +45,19 @@ class Bucket:
 
     def checkpoints(self) -> dict[str, str]:
         """The SHA-256 of the manifest of each whole checkpoint, by name, the newest first."""
-        steps = sorted((name for name in self.names() if name.startswith("step-")), reverse=True)
+        steps = sorted(filter(CHECKPOINT.fullmatch, self.names()), key=lambda name: int(name[5:]), reverse=True)
         manifests = {name: self.read(f"{name}/{MANIFEST}") for name in steps}
         return {name: hashlib.sha256(found).hexdigest() for name, found in manifests.items() if found}
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object; None without it."""
+        path = f"{self._root}/{name}"
         with suppress(FileNotFoundError):
-            return self._files.cat_file(f"{self._root}/{name}")
+            if self._is_disk:
+                regular(Path(path))
+            content = self._files.cat_file(path)
+            self.on_progress()
+            return content
         return None
 
     def write(self, name: str, content: bytes) -> None:
@@ -63,21 +79,36 @@ class Bucket:
     def put(self, file: Path, name: str, sha256: str) -> None:
         """Copies a file there, and compares its hash. Raises: OSError if it differs."""
         with self._whole(name) as target:
-            self._files.put_file(str(file), target)
+            self._files.put_file(str(file), target, callback=_Progress(self.on_progress))
+        digest = hashlib.sha256()
         with self._files.open(f"{self._root}/{name}", "rb", block_size=BLOCK) as stream:
-            digest = hashlib.file_digest(stream, "sha256")
+            while block := stream.read(BLOCK):
+                digest.update(block)
+                self.on_progress()
         if digest.hexdigest() != sha256:
             raise OSError(f"{name} is not what was written")
 
-    def get(self, name: str, folder: Path) -> None:
-        """Copies all objects below a name into a folder, a manifest last. Names of objects have a dot, unlike those of
-        folders. Raises: FileNotFoundError if there are none."""
-        files = [file for file in self.names(name) if "." in file]
-        if not files:
-            raise FileNotFoundError("there is nothing")
+    def get(self, name: str, folder: Path, files: Iterable[str]) -> None:
+        """Copies these objects below a name into a folder; leaves out what is not there. Raises: ValueError for a name
+        that is no file of the folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(files, key=MANIFEST.__eq__):
-            self._files.get_file("/".join(filter(None, (self._root, name, file))), str(folder / file))
+        for file in files:
+            target = below(folder, check_file_name(file))
+            with suppress(FileNotFoundError):
+                self._files.get_file("/".join(filter(None, (self._root, name, file))), str(target))
+
+    def get_checkpoint(self, name: str, folder: Path) -> None:
+        """Copies the files that a checkpoint's manifest lists into a folder, and the manifest last. Of a manifest that
+        cannot be read, only itself: whoever verifies the copy names the damage. Raises: FileNotFoundError without
+        one."""
+        manifest = self.read(f"{name}/{MANIFEST}" if name else MANIFEST)
+        if manifest is None:
+            raise FileNotFoundError("there is nothing")
+        files: Iterable[str] = ()
+        with suppress(ValueError):
+            files = listed_files(manifest)
+        self.get(name, folder, files)
+        write_atomically(folder / MANIFEST, [manifest], durable=False)
 
     def remove(self, name: str) -> None:
         """Deletes an object, if it is there."""
@@ -93,15 +124,44 @@ class Bucket:
                 self._files.rmdir(f"{self._root}/{name}")
 
 
+class _Progress(Callback):
+    """Passes on that a part was sent."""
+
+    def __init__(self, on_progress: Callable[[], object]):
+        super().__init__()
+        self._on_progress = on_progress
+
+    def call(self, *_: object, **__: object) -> None:
+        self._on_progress()
+
+
+def listed_files(manifest: bytes) -> dict[str, str]:
+    """The SHA-256 of each file that a checkpoint's manifest lists, by its name. Raises: ValueError if the manifest
+    cannot be read, or lists a file outside of its folder."""
+    try:
+        return {check_file_name(name): entry["sha256"] for name, entry in parse_json(manifest)["files"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} lists no files ({error})") from error
+
+
 def fetch_data(folder: Path, url: str) -> None:
-    """Copies the shards at a URL, and all else there, into a folder, unless its manifest is the same. A training
-    compares their hashes. Raises: UserError if there is no manifest."""
+    """Copies the files that the manifest at a URL lists into a folder, unless its manifest is the same. A training
+    compares their hashes. Raises: UserError if the manifest or one of its shards is missing, or it is damaged."""
     with reading(url, "data.path") as bucket:
-        manifest = bucket.read(MANIFEST)
-        if manifest is None:
+        content = bucket.read(MANIFEST)
+        if content is None:
             raise FileNotFoundError(f"it has no {MANIFEST}")
-        if not (folder / MANIFEST).exists() or (folder / MANIFEST).read_bytes() != manifest:
-            bucket.get("", folder)
+        copied = folder / MANIFEST
+        if copied.exists() and copied.read_bytes() == content:
+            return
+        manifest = parse_manifest(content, f"{url}/{MANIFEST}")
+        shards = [shard.file for split in manifest.splits.values() for shard in split]
+        copied.unlink(missing_ok=True)  # the shards may be others
+        bucket.get("", folder, [*shards, manifest.tokenizer])  # which may be an encoding's name instead of a file's
+        if missing := [shard for shard in shards if not (folder / shard).exists()]:
+            hint = f"has no {missing[0]}, which its {MANIFEST} lists; copy the data there again"
+            raise UserError("data.path", url, hint)
+        write_atomically(copied, [content])
 
 
 @contextmanager
@@ -119,4 +179,4 @@ def reading(url: str, field: str) -> Iterator[Bucket]:
 
 def describe(error: Exception) -> str:
     """The kind and text of an error of the storage, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return without_credentials(" ".join(f"{type(error).__name__}: {error}".split()))[:200]

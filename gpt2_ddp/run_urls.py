@@ -6,7 +6,10 @@ from pkgutil import resolve_name
 
 from gpt2_ddp import script
 from gpt2_ddp.cache import local_copy
+from gpt2_ddp.checkpoint.run_files import RECORDS
+from gpt2_ddp.config.base import check_url
 from gpt2_ddp.config.cli import C
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 
 RUN_FIELDS = {"checkpoint", "run", "runs"}
@@ -35,11 +38,18 @@ def _local_run(path: str, field: str) -> str:
     only `runs`' rows, its whole checkpoints. Raises: UserError if there is no such run."""
     if "://" not in path:
         return path
+    try:
+        folder = Path(local_copy(check_url(path)))
+    except ValueError as error:
+        raise UserError(field, path, str(error)) from error
     from gpt2_ddp.remote import MANIFEST, reading
 
-    folder = Path(local_copy(path))
     with reading(path, field) as bucket:
-        bucket.get("", folder)
+        for record in RECORDS:
+            (folder / record).unlink(missing_ok=True)
+        bucket.get("", folder, RECORDS)
+        if not any((folder / record).exists() for record in RECORDS):
+            bucket.get_checkpoint("", folder)
         there = bucket.checkpoints() if field != "runs" else {}
         for place in (folder / "checkpoints").glob("*"):
             if place.name not in there:
@@ -47,5 +57,5 @@ def _local_run(path: str, field: str) -> str:
         for name, manifest in there.items():
             place = folder / "checkpoints" / name
             if not place.exists() or sha256_file(place / MANIFEST) != manifest:
-                bucket.get(name, place)
+                bucket.get_checkpoint(name, place)
     return str(folder)

@@ -8,7 +8,9 @@ import hashlib
 import math
 from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SerializeAsAny
+
+from gpt2_ddp.files import check_file_name
 
 MOST = 2**62  # far above all numbers of training; their sums fit 64 bits
 Count = Annotated[int, Field(ge=0, lt=MOST)]
@@ -18,6 +20,8 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Loss = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]  # JSON lacks infinity
 Units = Annotated[Finite, Field(ge=0, lt=MOST)]
 Sums = tuple[Finite, Finite, Finite]
+RunId = Annotated[str, Field(pattern=r"^[\w-]*$")]
+"""Trackers make names of files of it."""
 FIRST_DIGEST = FIRST_CHAIN = "0" * 64
 """The order digest before the first step, and the chain before the first row."""
 
@@ -74,7 +78,7 @@ class Parent(Section):
     """The checkpoint that a branch started from (`train.branch_from`)."""
 
     parent: str  # path of the checkpoint
-    run_id: str
+    run_id: RunId
     step: Count
     checkpoint_sha256: str  # of its manifest
 
@@ -84,7 +88,7 @@ class Progress(Section):
 
     `scores`: the newest value of each name. `scored_at`: step of the newest evaluation. `best`: the best evaluation."""
 
-    run_id: str = ""
+    run_id: RunId = ""
     step: Count = 0
     rollbacks: Count = 0
     pending: Pending = Pending()
@@ -237,7 +241,7 @@ class OwnCode(Section):
 class GPTData(TaskState):
     """Identity of a GPT's data, and the micro-batch."""
 
-    tokenizer: Annotated[str, Field(pattern="^[^/]*$")]
+    tokenizer: Annotated[str, AfterValidator(check_file_name)]
     tokenizer_sha256: str
     vocab_size: Count
     data_manifest: str

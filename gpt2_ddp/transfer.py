@@ -7,19 +7,14 @@ restored.
 import signal
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from gpt2_ddp.checkpoint.mirror import Mirror
-from gpt2_ddp.checkpoint.run_files import STATUS
+from gpt2_ddp.checkpoint.mirror import Lease, Mirror
+from gpt2_ddp.checkpoint.run_files import PATIENCE, is_complete
 from gpt2_ddp.config.base import Command
-from gpt2_ddp.files import read_json
 from gpt2_ddp.remote import Bucket, fetch_data, reading
 from gpt2_ddp.script import run_command
-
-PATIENCE = 20
-"""Most seconds in which the end of a stopped run is copied."""
 
 
 class TransferConfig(Command):
@@ -30,6 +25,8 @@ class TransferConfig(Command):
     input ends"""
     url: str = ""
     folder: str = ""
+    lease: str = "{}"
+    """of the process that trains, as JSON; for data none"""
 
 
 def transfer(config: TransferConfig) -> int:
@@ -45,18 +42,11 @@ def transfer(config: TransferConfig) -> int:
         fetch_data(folder, config.url)
     elif config.action == "restore":
         with reading(config.url, "checkpoint.mirror") as bucket:
-            Mirror(bucket, folder).restore()
+            Mirror(bucket, folder, Lease.model_validate_json(config.lease)).restore()
     else:
         threading.Thread(target=see_end, daemon=True).start()
-        return Mirror(Bucket(config.url), folder).copy(ended)
+        return Mirror(Bucket(config.url), folder, Lease.model_validate_json(config.lease)).copy(ended)
     return 0
-
-
-def is_complete(run: Path) -> bool:
-    """Whether a run is recorded as completed."""
-    with suppress(OSError, ValueError):
-        return read_json(run / STATUS).get("state") == "completed"
-    return False
 
 
 if __name__ == "__main__":

@@ -10,17 +10,20 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from commands import BIN, ROOT, forked
-from ranks import run_ranks, run_until_killed, wait_until
+from ranks import RankError, results, run_ranks, run_until_killed, start_ranks, wait_until
 from runs import assert_same, is_intact, train_with_faults, training_config
 from test_mirror import copiers, models
 
-from gpt2_ddp.checkpoint.mirror import LEASE
+from gpt2_ddp.checkpoint import mirror
+from gpt2_ddp.checkpoint.mirror import FIELD, LEASE, Lease, parse_lease
+from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.remote import Bucket
@@ -143,6 +146,26 @@ def train_there(variables, config, *arguments):
     return train_with_faults(config, *arguments)
 
 
+def train_on(machine, variables, config, *arguments):
+    """Trains on a machine of this name. Containers of one image have equal host names, and other PID namespaces."""
+    from gpt2_ddp.checkpoint import mirror_process
+    from gpt2_ddp.distributed import process
+
+    here = process.this_process()
+    mirror_process.this_process = lambda: here._replace(host="box", machine=machine)
+    return train_there(variables, config, *arguments)
+
+
+def on_machine(config, folder):
+    """The configuration on a machine with another disk."""
+    return config.model_copy(update={"output_dir": str(folder)})
+
+
+def copy_here(bucket):
+    """The run at its URL, as a command reads it."""
+    return Path(with_local_runs(VerifyConfig(run=bucket.url)).run)
+
+
 def test_lost_machines(corpus, tmp_path, server, proxy, monkeypatch):
     """Killed, with the loss of the disk; test_mirror.py has several kills. The run equals one that was left alone,
     also at its URL."""
@@ -157,6 +180,77 @@ def test_lost_machines(corpus, tmp_path, server, proxy, monkeypatch):
     for run in (tmp_path / "here/run", Path(with_local_runs(VerifyConfig(run=bucket.url)).run)):
         assert_same(tmp_path / "whole/run", run)
         assert is_intact(run)
+    assert LEASE not in bucket.names()
+
+
+def test_a_machine_that_returns(corpus, tmp_path, server, proxy, monkeypatch):
+    """It was lost with a checkpoint that the bucket lacks, and another one went on. The run is intact on both, and at
+    its URL."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    config, bucket = there(corpus, tmp_path, **{"train.steps": 4, "optim.decay_steps": 20, "checkpoint.keep_last": 9})
+    variables = server.variables()
+    assert run_ranks(train_on, 1, "first", variables, config) == ["completed"]
+    alone = training_config(corpus, tmp_path / "here", flat(config.model_dump()) | {"train.steps": 6, FIELD: None})
+    assert run_ranks(train_there, 1, variables, alone) == ["completed"]
+    longer = training_config(corpus, tmp_path / "second", flat(config.model_dump()) | {"train.steps": 10})
+    second = on_machine(longer, tmp_path / "second")
+    assert run_ranks(train_on, 1, "second", variables, second) == ["completed"]
+    assert run_ranks(train_on, 1, "first", variables, on_machine(longer, tmp_path / "here")) == ["completed"]
+    assert (tmp_path / "here/run/checkpoints/step-00000006.overtaken").is_dir()
+    for run in (tmp_path / "here/run", tmp_path / "second/run", copy_here(bucket)):
+        assert is_intact(run)
+        assert_same(tmp_path / "second/run", run)
+
+
+def test_two_machines_of_one_image(corpus, tmp_path, server, proxy, monkeypatch):
+    """They start at the same time. One trains; the other one ends with an error, or stops."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    config, bucket = there(corpus, tmp_path, **{"train.steps": 400, "checkpoint.every": 100})
+    machines = {name: on_machine(config, tmp_path / name) for name in ("a", "b")}
+    started = {name: start_ranks(train_on, 1, name, server.variables(), machine) for name, machine in machines.items()}
+    ends = {}
+    for name, ranks in started.items():
+        try:
+            ends[name] = results(ranks)[0]
+        except RankError as error:
+            ends[name] = "refused" if "trains this run now" in str(error) else str(error)
+    assert sorted(ends.values()) in (["completed", "refused"], ["completed", "stopped"])
+    assert is_intact(copy_here(bucket))
+    assert LEASE not in bucket.names()
+
+
+@pytest.mark.parametrize("damage", ["weights", "manifests"])
+def test_a_damaged_bucket(corpus, tmp_path, server, proxy, damage):
+    """Nothing can be restored on an empty disk: nothing is trained, and nothing is changed there."""
+    config, bucket = there(corpus, tmp_path, **{"train.steps": 4})
+    assert run_ranks(train_there, 1, server.variables(), config) == ["completed"]
+    for name in bucket.checkpoints():
+        if damage == "weights":
+            bucket.write(f"{name}/model.safetensors", b"damaged")
+        else:
+            bucket.remove(f"{name}/manifest.json")
+    before = content(bucket)
+    with pytest.raises(RankError, match="of which no checkpoint is intact; nothing is changed there"):
+        run_ranks(train_there, 1, server.variables(), on_machine(config, tmp_path / "empty"))
+    assert content(bucket) == before
+
+
+def content(bucket):
+    """All objects."""
+    names = bucket._files.find(bucket._root)
+    return {name: bucket._files.cat_file(name) for name in names}
+
+
+def test_a_lease_in_the_future(corpus, tmp_path, server, proxy, monkeypatch):
+    """Of a lost machine whose clock was a year ahead: it is waited for as any other one."""
+    monkeypatch.setattr(mirror, "EXPIRES", 3.0)
+    _, bucket = there(corpus, tmp_path)
+    bucket.write(LEASE, Lease(owner="lost", id="lost", time=time.time() + 3e7).model_dump_json().encode())
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    one = mirror.Mirror(bucket, tmp_path / "run", Lease(owner="here", id="here"))
+    one.restore()
+    assert parse_lease(bucket.read(LEASE)).id == "here"
+    one._give_back()
     assert LEASE not in bucket.names()
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from filecmp import dircmp
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -23,20 +24,22 @@ from runs import assert_same, complete, edit_manifest, is_intact, newest_checkpo
 
 from gpt2_ddp.cache import local_copy
 from gpt2_ddp.checkpoint import mirror, mirror_process
-from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints
+from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, seal
 from gpt2_ddp.checkpoint.intact import newest_intact
-from gpt2_ddp.checkpoint.mirror import LEASE, Mirror
+from gpt2_ddp.checkpoint.mirror import FIELD, LEASE, Lease, Mirror
 from gpt2_ddp.checkpoint.mirror_process import MirrorProcess
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.data import missing
+from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json
-from gpt2_ddp.remote import Bucket, fetch_data, reading
+from gpt2_ddp.remote import Bucket, describe, fetch_data, reading
 from gpt2_ddp.run_urls import with_local_runs
+from gpt2_ddp.training.initial_weights import import_place
 from gpt2_ddp.transfer import TransferConfig, transfer
 
-ENDED = threading.Event()
+NUMBERS, ENDED = count(), threading.Event()
 ENDED.set()
 
 
@@ -56,7 +59,7 @@ def copied(corpus, tmp_path_factory):
 
 def mirror_at(bucket, run):
     run.mkdir(parents=True, exist_ok=True)
-    return Mirror(Bucket(f"file://{bucket}/run"), run)
+    return Mirror(Bucket(f"file://{bucket}/run"), run, Lease(owner=f"here:{run}", id=f"{next(NUMBERS)}"))
 
 
 def copiers(run):
@@ -185,6 +188,90 @@ def test_no_renewal_follows_the_end(bucket, tmp_path, monkeypatch):
     assert not (bucket / "run" / LEASE).exists()
 
 
+def rows_of(run):
+    return (run / "metrics.jsonl").read_text().splitlines()
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def forked_run(corpus, tmp_path_factory, request):
+    """A machine that was lost after it had saved step 6, while the bucket had step 4. Another one went on from there
+    to step 10, with a checkpoint of step 6 or without: folders `first` and `second`, and the bucket `after`."""
+    folder = tmp_path_factory.mktemp("forked")
+    changes = {"checkpoint.every": 2, "checkpoint.keep_last": 9, "optim.decay_steps": 30}
+    config = partial(training_config, corpus)
+    assert train_with_faults(config(folder / "first", {**changes, "train.steps": 4})) == "completed"
+    assert mirror_at(folder / "before", folder / "first/run").copy(ENDED) == 0
+    shutil.copytree(folder / "first", folder / "second")
+    assert train_with_faults(config(folder / "first", {**changes, "train.steps": 6})) == "completed"
+    assert (
+        train_with_faults(config(folder / "second", {**changes, "train.steps": 10, "checkpoint.every": request.param}))
+        == "completed"
+    )
+    shutil.copytree(folder / "before", folder / "after")
+    assert mirror_at(folder / "after", folder / "second/run").copy(ENDED) == 0
+    return folder
+
+
+def test_a_machine_that_returns(forked_run, tmp_path, capsys, monkeypatch):
+    """It has saved a step that was never copied, and another machine has trained that step. The run is that of the
+    bucket, here and there."""
+    monkeypatch.setattr(mirror, "LOOK", 0.002)
+    for name in ("first", "after"):
+        shutil.copytree(forked_run / name, tmp_path / name)
+    run = restored(tmp_path / "after", tmp_path / "first")
+    assert (run / "checkpoints/step-00000006.overtaken").is_dir()
+    assert "moved to step-00000006.overtaken" in capsys.readouterr().err
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    copy = Path(with_local_runs(VerifyConfig(run=f"file://{tmp_path}/after/run")).run)
+    for one in (run, copy):
+        assert rows_of(one) == rows_of(forked_run / "second/run")
+        assert models(one) == models(forked_run / "second/run")
+        assert is_intact(one)
+
+
+def content(folder):
+    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("damage", ["weights", "manifests", "checkpoints"])
+@pytest.mark.parametrize("has_older", [False, True])
+def test_a_damaged_bucket_is_no_empty_one(forked_run, tmp_path, capsys, monkeypatch, damage, has_older):
+    """Nothing there can be restored: nothing is trained, and nothing is changed there. The same on a machine that has
+    an earlier state."""
+    monkeypatch.setattr(mirror, "LOOK", 0.002)
+    bucket = tmp_path / "after"
+    shutil.copytree(forked_run / "after", bucket)
+    for place in (bucket / "run").glob("step-*"):
+        if damage == "weights":
+            (place / MODEL).write_bytes(b"")
+        elif damage == "manifests":
+            (place / "manifest.json").unlink()
+        else:
+            shutil.rmtree(place)
+    if has_older:
+        shutil.copytree(forked_run / "first", tmp_path / "here")
+    before = content(bucket)
+    rows = rows_of(tmp_path / "here/run") if has_older else None
+    expect_error(
+        "has a run up to step 10 or later, of which no checkpoint is intact", restored, bucket, tmp_path / "here"
+    )
+    assert content(bucket) == before
+    assert rows is None or rows_of(tmp_path / "here/run") == rows
+
+
+def test_a_machine_lost_during_its_first_copy(copied, bucket, tmp_path, capsys):
+    """The bucket has no whole checkpoint, and never had one."""
+    for place in (bucket / "run").iterdir():
+        shutil.rmtree(place) if place.is_dir() else None
+    part = bucket / "run/step-00000000"
+    part.mkdir()
+    (part / MODEL).write_bytes(b"a part")
+    (bucket / "run/metrics.jsonl").write_text('{"event": "checkpoint", "step": 0, "sha256": "0"}\n')
+    run = restored(bucket, tmp_path / "here")
+    assert not list_checkpoints(run / "checkpoints")
+    assert "only a part of that of step 0; the run starts anew" in capsys.readouterr().err
+
+
 def hold_lease(bucket, owner, age=0.0):
     (bucket / "aside").write_text(json.dumps({"owner": owner, "time": time.time() - age}))
     (bucket / "aside").replace(bucket / "run" / LEASE)
@@ -208,11 +295,93 @@ def test_a_machine_that_trains_keeps_others_out(bucket, tmp_path):
     assert not any((tmp_path / "here/run/checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("age", [0.0, 100.0])
+@pytest.mark.parametrize("age", [0.0, 100.0, -1e9])
 def test_a_lost_machines_lease_ends(bucket, tmp_path, age):
+    """Also if its clock was years ahead."""
     hold_lease(bucket, "lost:/runs/run", age)
     assert list_checkpoints(restored(bucket, tmp_path / "here") / "checkpoints")
     assert not (bucket / "run" / LEASE).exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"owner": "a", "time": NaN}', '{"owner": 1, "time": "x"}'])
+def test_a_lease_that_cannot_be_read_is_waited_for(bucket, tmp_path, capsys, content):
+    """Nobody renews it. Its owner would."""
+    (bucket / "run" / LEASE).write_text(content)
+    one = mirror_at(bucket, tmp_path / "here/run")
+    one.restore()
+    assert "a machine whose lease cannot be read" in capsys.readouterr().err
+    assert read_json(bucket / "run" / LEASE)["owner"] == f"here:{tmp_path}/here/run"
+    (bucket / "run" / LEASE).write_text(content)
+    one._renew_loop(Once())
+    assert read_json(bucket / "run" / LEASE)["owner"] == f"here:{tmp_path}/here/run"
+
+
+class Once:
+    """An event that is waited for twice."""
+
+    def __init__(self):
+        self.ends = iter((False, True))
+
+    def wait(self, seconds):
+        return next(self.ends)
+
+
+def test_two_machines_of_one_image(bucket, tmp_path, monkeypatch):
+    """Equal hosts and folders. Of two that start at the same time, one trains. The other one leaves its lease."""
+    first, second = (mirror_at(bucket, tmp_path / name / "run") for name in ("a", "b"))
+    first._own, second._own = Lease(owner="box:/runs/run", id="1"), Lease(owner="box:/runs/run", id="2")
+    write, over = Mirror._write_lease, threading.Event()
+
+    def write_at_the_same_time(one):
+        monkeypatch.setattr(Mirror, "_write_lease", write)
+        write(one)
+        second.restore()
+        renewing.start()
+
+    def renew():
+        while not over.wait(0.02):
+            second._renew()
+
+    renewing = threading.Thread(target=renew)
+    monkeypatch.setattr(Mirror, "_write_lease", write_at_the_same_time)
+    try:
+        expect_error("box:/runs/run trains this run now", first.restore)
+    finally:
+        over.set()
+        renewing.join()
+    first._give_back()
+    assert read_json(bucket / "run" / LEASE)["id"] == "2"
+    second._give_back()
+    assert not (bucket / "run" / LEASE).exists()
+
+
+def test_the_lease_of_a_process_that_has_ended_here_is_over(bucket, tmp_path, monkeypatch):
+    """At once, by its PID on this machine. Not on another one."""
+    monkeypatch.setattr(mirror, "EXPIRES", 1000.0)
+    here = this_process()
+    ended = {"owner": "box", "time": time.time(), "machine": here.machine, "pid": here.pid, "started": here.started - 1}
+    (bucket / "run" / LEASE).write_text(json.dumps(ended))
+    assert list_checkpoints(restored(bucket, tmp_path / "here") / "checkpoints")
+    assert not Lease.model_validate(ended | {"machine": "another"}).is_gone
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_machine_that_slept_while_another_one_trained_stops(forked_run, bucket, tmp_path, monkeypatch):
+    """The other one has ended, with its lease. What it has left is not overwritten."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    run = tmp_path / "here/run"
+    shutil.copytree(forked_run / "first/run", run)
+    shutil.rmtree(bucket / "run")
+    shutil.copytree(forked_run / "first/run/checkpoints/step-00000004", bucket / "run/step-00000004")
+    one = mirror_at(bucket, run)
+    one.restore()
+    assert one._whole.keys() == {"step-00000004"}
+    shutil.rmtree(bucket / "run")
+    shutil.copytree(forked_run / "after/run", bucket / "run")
+    before = content(bucket / "run")
+    with pytest.raises(SystemExit, match="1"):
+        one.copy(ENDED)
+    assert content(bucket / "run") == before
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -224,26 +393,48 @@ def test_a_machine_whose_lease_was_taken_stops(bucket, tmp_path, monkeypatch):
     hold_lease(bucket, "other:/runs/run")
     shutil.move(run / "checkpoints/step-00000008", run / "checkpoints/step-00000009")
     with pytest.raises(SystemExit, match="0"):
-        mirror_at(bucket, run).copy(ENDED)
+        mirror_at(bucket, run).copy(threading.Event())
     wait_until(lambda: threading.active_count() == threads)  # no renewal either
     assert {place.name for place in (bucket / "run").glob("step-*")} == {"step-00000008", "step-00000010"}
     assert read_json(bucket / "run" / LEASE)["owner"] == "other:/runs/run"
 
 
 class Ended:
-    """A process that has ended."""
+    """A process that has ended, or ends once it is killed."""
 
     stdin = io.StringIO()
 
-    def __init__(self, code):
-        self.poll = self.wait = lambda: code
+    def __init__(self, code=None):
+        self.code = code
+
+    def poll(self):
+        return self.code
+
+    def wait(self, seconds):
+        pass
+
+    def kill(self):
+        self.code = -signal.SIGKILL
 
 
-def test_the_process_that_copies_ends(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def start_copiers(monkeypatch):
+    """Processes that end with these codes, None: not at all, are what is started. Returns how many were."""
+    started = []
+
+    def start(*codes):
+        ends = iter(codes)
+        new = lambda *words, **_: started.append(words) or Ended(next(ends))  # noqa: E731
+        monkeypatch.setattr(mirror_process, "start_module", new)
+        return started
+
+    return start
+
+
+def test_the_process_that_copies_ends(tmp_path, monkeypatch, start_copiers):
     """With 0, as it has lost the lease: the run stops. By a crash: it is started again, later."""
-    sent, started, codes = [], [], iter((0, -11, 1))
+    sent, started = [], start_copiers(0, -11, 1)
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
-    monkeypatch.setattr(mirror_process, "start_module", lambda *words, **_: started.append(words) or Ended(next(codes)))
     one = MirrorProcess(["module"], tmp_path)
     assert one.status() == {}
     assert sent == [signal.SIGTERM]
@@ -255,8 +446,60 @@ def test_the_process_that_copies_ends(tmp_path, monkeypatch, capsys):
     assert one.status() == {"mirror_step": 8}
     assert len(started) == 3
     assert sent == [signal.SIGTERM]
-    one.close()
-    assert "lacks the end of the run" in capsys.readouterr().err
+
+
+ENDS = {
+    "copied": ((0,), True, 1),
+    "killed, then copied": ((-9, 0), True, 2),
+    "killed twice": ((-9, -9), False, 2),
+    "stopped, then copied": ((None, 0), True, 2),
+    "never answers": ((None, None), False, 2),
+    "the storage fails": ((1,), False, 1),
+    "too late at a stop": ((-signal.SIGALRM,), False, 1),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_of_a_run_is_copied_or_the_exit_says_so(tmp_path, monkeypatch, capsys, start_copiers, end):
+    """The process that copies is started again. What is waited for is printed."""
+    codes, is_copied, starts = ENDS[end]
+    started = start_copiers(*codes)
+    for name in ("SILENCE", "FIRST_NOTE"):
+        monkeypatch.setattr(mirror_process, name, 0.05)
+    (tmp_path / "status.json").write_text('{"state": "completed"}')
+    (tmp_path / ".mirror").write_text('{"mirror_step": 8, "mirror_problem": ""}')
+    one = MirrorProcess(["module", "--url=s3://bucket/run"], tmp_path)
+    one._process.code = None if codes[0] == 0 else codes[0]  # 0 before the end: another machine has the lease
+    one._process.stdin = EndsWith(one._process, codes[0])
+    if is_copied:
+        one.end(None, None, None)
+    else:
+        with pytest.raises(SystemExit, match="75"):
+            one.end(None, None, None)
+    assert len(started) == starts
+    said = capsys.readouterr().err
+    assert ("started again" in said) == (starts == 2)
+    assert ("warning: checkpoint.mirror lacks the end of the run" in said) == (not is_copied)
+    assert ("waiting for the copy of the run's end: s3://bucket/run has the checkpoint of step 8" in said) == (
+        None in codes
+    )
+
+
+class EndsWith:
+    """The standard input of a process, which ends when it is closed."""
+
+    def __init__(self, process, code):
+        self.close = lambda: setattr(process, "code", code)
+
+
+def test_an_error_of_the_run_counts_more_than_its_copy(tmp_path, start_copiers, capsys):
+    """And a stopped run has its exit code already."""
+    start_copiers(1, 1)
+    (tmp_path / "status.json").write_text('{"state": "completed"}')
+    MirrorProcess(["module"], tmp_path).end(OSError, OSError(), None)
+    (tmp_path / "status.json").write_text('{"state": "stopped"}')
+    MirrorProcess(["module"], tmp_path).end(None, None, None)
+    assert capsys.readouterr().err.count("lacks the end of the run") == 2
 
 
 def test_the_newer_state_wins_and_another_run_is_refused(corpus, copied, bucket, tmp_path):
@@ -342,6 +585,45 @@ def test_a_bucket_that_is_down_at_the_end(copied, bucket, capfd, monkeypatch):
     assert "ConnectionRefusedError" in capfd.readouterr().err
 
 
+LINKS = [".mirror", "metrics.jsonl", "config.yaml", "status.json", ".lock", "checkpoints", "checkpoints/step-00000008"]
+LINKS += ["checkpoints/.step-00000012.tmp", "wandb", "evaluations"]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_received_run_with_a_link_is_refused(copied, corpus, tmp_path, name):
+    """Nothing is written through it."""
+    here, diary = tmp_path / "here/run", tmp_path / "diary"
+    shutil.copytree(copied / "run", here)
+    (diary.mkdir if here.joinpath(name).is_dir() else diary.touch)()
+    if here.joinpath(name).exists():
+        here.joinpath(name).rename(tmp_path / "aside")
+    here.joinpath(name).symlink_to(diary)
+    config = with_mirror(corpus, tmp_path / "here", tmp_path / "new", **{"train.steps": 12})
+    expect_error(f"{name}: is a link", train_with_faults, config)
+    assert diary.is_dir() or not diary.stat().st_size
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_restore_writes_through_no_link(copied, bucket, tmp_path):
+    """Also of a process that only restores."""
+    run, diary = tmp_path / "here/run", tmp_path / "diary"
+    (run / "checkpoints").mkdir(parents=True)
+    diary.mkdir()
+    (run / "checkpoints/.step-00000010.tmp").symlink_to(diary)
+    for name in ("metrics.jsonl", "config.yaml", "status.json"):
+        (diary / name).write_text("mine")
+        (run / name).symlink_to(diary / name)
+    restored(bucket, tmp_path / "here")
+    assert {file.name: file.read_text() for file in diary.iterdir()} == dict.fromkeys(
+        ("metrics.jsonl", "config.yaml", "status.json"), "mine"
+    )
+    assert rows_of(run) == rows_of(copied / "run")
+    (run / ".mirror").unlink()
+    (run / ".mirror").symlink_to(diary / "status.json")
+    with pytest.raises(OSError, match="symbolic links"):
+        mirror_at(bucket, run)
+
+
 def test_an_unknown_storage():
     with pytest.raises(UserError, match=r"data.path = nothing://bucket: cannot be used \(ValueError"):  # noqa: SIM117
         with reading("nothing://bucket", "data.path"):
@@ -398,8 +680,65 @@ def test_data_at_a_url(corpus, tmp_path, monkeypatch, in_this_process):
     expect_error(r"data.path = file.*cannot be used", train_with_faults, nothing)
 
 
-def test_data_at_a_url_whose_tokenizer_is_no_file(corpus, tmp_path):
-    shutil.copytree(corpus, tmp_path / "data", ignore=shutil.ignore_patterns("tokenizer.json"))
-    edit_manifest(tmp_path / "data", tokenizer="gpt2")
-    fetch_data(tmp_path / "copy", f"file://{tmp_path}/data")
-    assert not dircmp(tmp_path / "data", tmp_path / "copy").left_only
+def test_only_what_a_manifest_lists_is_fetched(corpus, tmp_path):
+    """A tokenizer's name may be that of an encoding."""
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data, ignore=shutil.ignore_patterns("tokenizer.json", ".*"))
+    edit_manifest(data, tokenizer="gpt2")
+    (data / ".bashrc").write_text("a stranger's")
+    (data / "more.bin").write_bytes(b"more")
+    fetch_data(tmp_path / "copy", f"file://{data}")
+    assert {*dircmp(data, tmp_path / "copy", ignore=[]).left_only} == {".bashrc", "more.bin"}
+    next(data.glob("train_*.bin")).unlink()
+    expect_error(r"data.path = file.*has no train_", fetch_data, tmp_path / "other", f"file://{data}")
+    assert not (tmp_path / "other/manifest.json").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "..", "/outside", "a/b", ".", ""])
+def test_a_manifest_names_no_file_outside_of_its_folder(corpus, copied, tmp_path, monkeypatch, name):
+    """Of data and of a checkpoint, fetched and sent; where the file is there, too."""
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket/outside").write_text("a stranger's")
+    shutil.copytree(corpus, tmp_path / "bucket/data")
+    edit_manifest(tmp_path / "bucket/data", tokenizer=name)
+    expect_error("is not a manifest", fetch_data, tmp_path / "copy/data", f"file://{tmp_path}/bucket/data")
+    shutil.copytree(copied / "bucket/run", tmp_path / "bucket/run")
+    stranger = tmp_path / "bucket/run/step-00000010"
+    manifest = read_json(stranger / "manifest.json")
+    manifest["files"][name] = manifest["files"]["state.json"]
+    (stranger / "manifest.json").write_text(json.dumps(manifest | {"sha256": seal(manifest)}))
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    copy = Path(with_local_runs(VerifyConfig(run=f"file://{tmp_path}/bucket/run")).run)
+    assert [file.name for file in (copy / "checkpoints/step-00000010").iterdir()] == ["manifest.json"]
+    restored(tmp_path / "bucket", tmp_path / "here")
+    assert not [file for file in tmp_path.rglob("outside") if file.parent.name != "bucket"]
+    run = tmp_path / "run"
+    shutil.copytree(copied / "run", run)
+    (run / "checkpoints/outside").write_text("mine")
+    shutil.copy(copy / "checkpoints/step-00000010/manifest.json", run / "checkpoints/step-00000010")
+    monkeypatch.setattr(mirror, "LOOK", 0.002)
+    mirror_at(tmp_path / "sent", run).copy(ENDED)
+    assert not [*(tmp_path / "sent").rglob("outside")]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/../../../..", "file:///../../home", "s3://..", "memory://a/../../b"])
+def test_a_url_leads_to_no_folder_outside_of_the_cache(corpus, tmp_path, url):
+    expect_error(r"data.path = .*leads out of its folder", training_config, corpus, tmp_path, {"data.path": url})
+    expect_error(r"run = .*leads out of its folder", with_local_runs, VerifyConfig(run=url))
+    expect_error("is no name of a model", import_place, f"hub:x/{url.partition('//')[2]}/../..")
+
+
+def test_credentials_in_a_url_are_refused_and_not_printed(corpus, tmp_path):
+    """The secret of a cloud may have slashes."""
+    url = "s3://key:sec/ret@bucket/runs"
+    makers = {name: partial(training_config, corpus, tmp_path, {name: url}) for name in ("data.path", FIELD, "x")}
+    makers |= {
+        "run": partial(with_local_runs, VerifyConfig(run=url)),
+        "seed": partial(UserError, "seed", 1, f"see {url}"),
+    }
+    for field, make in makers.items():
+        with pytest.raises(UserError) as error:
+            raise make()
+        assert f"{field} = " in str(error.value)
+        assert "ret" not in str(error.value).replace("secret", "")
+    assert "ret@" not in describe(OSError(f"no answer from {url}"))

@@ -35,7 +35,7 @@ from gpt2_ddp.checkpoint.run_files import METRICS, read_events, read_lines
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import fsync_path, read_small, regular, sha256_file, writing
+from gpt2_ddp.files import check_file_name, fsync_path, read_small, regular, sha256_file, writing
 from gpt2_ddp.project import command_for
 from gpt2_ddp.state import KINDS, State
 
@@ -207,8 +207,11 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
     for name in (CONFIG, MODEL, OPTIMIZER, STATE):
         if not part_names(name, files):
             raise CorruptCheckpoint(file, f"does not list {name}")
-    if outside := [name for name in files if os.path.basename(name) != name]:
-        raise CorruptCheckpoint(file, f"lists {truncate(outside[0], 40)}, outside of the folder")
+    for name in files:
+        try:
+            check_file_name(name)
+        except ValueError as error:
+            raise CorruptCheckpoint(file, f"lists {truncate(name, 40)}, outside of the folder") from error
     return files
 
 

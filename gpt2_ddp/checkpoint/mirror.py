@@ -7,27 +7,37 @@ processes of one machine. It is code of a process of its own: the trainer does n
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, STATUS
-from gpt2_ddp.errors import UserError
-from gpt2_ddp.remote import MANIFEST, Bucket, describe
+from pydantic import BaseModel, Field
+
+from gpt2_ddp.checkpoint.run_files import METRICS, RECORDS, STATUS, is_event, parse_lines, read_events
+from gpt2_ddp.distributed.process import Process
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import below, write_atomically
+from gpt2_ddp.remote import CHECKPOINT, MANIFEST, Bucket, describe, listed_files
+from gpt2_ddp.state import FIRST_CHAIN
+
+if TYPE_CHECKING:
+    from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 
 FIELD = "checkpoint.mirror"
-RECORDS = (METRICS, CONFIG, STATUS)
 LEASE = "lease.json"
+OVERTAKEN = "overtaken"
+"""End of the name of a checkpoint whose steps another machine has trained, too. It is no defect of the run."""
 EXPIRES = 60.0
-"""Seconds after which a lease that its owner has not renewed is over. The machines' clocks may differ by less."""
+"""Seconds after which a lease that its owner has not renewed is over."""
 LOOK = 1.0
 """Seconds between two looks for new checkpoints."""
 PAUSE = 30.0
@@ -36,14 +46,31 @@ ATTEMPTS = 4
 """Attempts to copy the end of the run, failures just before it included."""
 
 
-class Mirror:
-    """The copy of a run. The process of a killed trainer copies the rest first."""
+class Lease(BaseModel):
+    """The process that trains a run, and the time when it said so last, by its own clock. `mirror_process` makes it."""
 
-    def __init__(self, bucket: Bucket, run: Path):
-        self._run, self._bucket, self._url = run, bucket, bucket.url
-        self._owner = f"{socket.gethostname()}:{run.absolute()}"
-        self._status = os.open(run / ".mirror", os.O_RDWR | os.O_CREAT)
+    owner: str  # machine and folder, for people: containers of one image may share both
+    time: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    id: str = ""  # random
+    machine: str = ""
+    pid: int = 0
+    started: int = 0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended; False on other machines."""
+        return Process(self.owner, self.machine, self.pid, self.started).is_gone
+
+
+class Mirror:
+    """The copy of a run. The process of a killed trainer copies the rest first. `lease`: of the trainer."""
+
+    def __init__(self, bucket: Bucket, run: Path, lease: Lease):
+        self._run, self._bucket, self._url, self._own = run, bucket, bucket.url, lease
+        self._ended = threading.Event()
+        self._status = os.open(run / ".mirror", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         fcntl.lockf(self._status, fcntl.LOCK_EX)
+        bucket.on_progress = lambda: os.utime(self._status)  # the trainer sees it
 
     @cached_property
     def _whole(self) -> dict[str, str]:
@@ -52,47 +79,124 @@ class Mirror:
 
     def restore(self) -> None:
         """Takes the lease, and the whole checkpoints that are newer than those here, with the records. Raises:
-        UserError if the URL has another run, or another machine trains this one; any error of the storage."""
+        UserError if the URL has another run, if another machine trains this one, or if there is a newer state of which
+        nothing is intact; any error of the storage."""
         self._take_lease()
         try:
-            if self._whole:
+            if any(name == METRICS or CHECKPOINT.fullmatch(name) for name in self._bucket.names()):
                 self._restore()
         except BaseException:
-            self._bucket.remove(LEASE)
+            with suppress(Exception):  # of the storage: the first error counts
+                self._give_back()
             raise
 
     def _restore(self) -> None:
-        from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, newest_intact, parse_state, verify  # with torch
+        from gpt2_ddp.checkpoint.intact import newest_intact  # with torch
 
         folder = self._run / "checkpoints"
         here = newest_intact(folder, weights=False)
-        for name in self._whole:
-            if here:
-                with suppress(ValueError):
-                    there = parse_state(self._bucket.read(f"{name}/state.json") or b"")
-                    if there.progress.run_id != here.state.progress.run_id:
-                        hint = f"has another run of this name than {self._run}; choose another run_name"
-                        raise UserError(FIELD, self._url, hint)
-                if here.step >= int(name[5:]):
+        if here:
+            self._check_is_same_run(here)
+        step, is_taken, damaged = here.step if here else -1, False, 0
+        for name, sha256 in self._whole.items():
+            if not is_taken and int(name[5:]) <= step:
+                if not damaged or self._fetch(name):
                     break
-            aside = folder / f".{name}.tmp"
-            shutil.rmtree(aside, ignore_errors=True)
-            self._bucket.get(name, aside)
-            try:
-                verify(aside)
-            except CorruptCheckpoint as damage:
-                shutil.rmtree(aside)
-                warn(f"{self._url}/{name}: {damage.file.name} {damage.reason}; it is left out")
+                damaged += 1
                 continue
-            for record in RECORDS:
-                if (content := self._bucket.read(record)) is not None:
-                    (self._run / record).write_bytes(content)
+            if is_taken and content_sha256(folder / name / MANIFEST) == sha256:
+                continue
+            if not (aside := self._fetch(name)):
+                damaged += 1
+                continue
+            if not is_taken:
+                self._take_records()
+                self._set_aside_unrecorded()  # those here
+                is_taken = True
             shutil.rmtree(folder / name, ignore_errors=True)  # a damaged one
             aside.rename(folder / name)
             print(f"note: restored {name} from {self._url}", file=sys.stderr)
+        if is_taken:
+            self._set_aside_unrecorded()  # those of another machine that the bucket still had
+        elif damaged == len(self._whole):
+            self._refuse_damage(step)
+
+    def _check_is_same_run(self, here: "Checkpoint") -> None:
+        """Raises: UserError if the bucket has another run than the one of a checkpoint here."""
+        from gpt2_ddp.checkpoint.intact import parse_state
+
+        for name in self._whole:
+            with suppress(ValueError):
+                there = parse_state(self._bucket.read(f"{name}/state.json") or b"")
+                if there.progress.run_id != here.state.progress.run_id:
+                    hint = f"has another run of this name than {self._run}; choose another run_name"
+                    raise UserError(FIELD, self._url, hint)
+                return
+
+    def _fetch(self, name: str) -> Path | None:
+        """A hidden folder with the copy of a checkpoint; None, with a warning, if it is damaged."""
+        from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, verify
+
+        aside = self._run / "checkpoints" / f".{name}.tmp"
+        if aside.is_symlink():
+            aside.unlink()
+        shutil.rmtree(aside, ignore_errors=True)
+        self._bucket.get_checkpoint(name, aside)
+        try:
+            verify(aside)
+        except CorruptCheckpoint as damage:
+            shutil.rmtree(aside)
+            warn(f"{self._url}/{name}: {damage.file.name} {damage.reason}; it is left out")
+            return None
+        return aside
+
+    def _take_records(self) -> None:
+        for record in RECORDS:
+            if (content := self._bucket.read(record)) is not None:
+                write_atomically(self._run / record, [content])
+
+    def _set_aside_unrecorded(self) -> None:
+        """Sets the checkpoints aside that the restored rows do not record: a machine went on for a while after its last
+        copy, and another one trained the same steps."""
+        from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
+        from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, free_name, record_defect, verify
+
+        for place in list_checkpoints(self._run / "checkpoints"):
+            try:
+                checkpoint = verify(place, weights=False)
+            except CorruptCheckpoint:  # the start of the run sets it aside
+                continue
+            chain = checkpoint.state.log.chain
+            events, before = read_events(self._run / METRICS, chain)
+            defect = record_defect(checkpoint, events, before)
+            if not before and chain != FIRST_CHAIN:
+                defect = defect or f"its chain is not in {METRICS}"
+            if defect:
+                aside = place.rename(free_name(place.with_name(f"{place.name}.{OVERTAKEN}")))
+                warn(f"{place}: {defect}, which is from {self._url}; moved to {aside.name}")
+
+    def _refuse_damage(self, step: int) -> None:
+        """Raises: UserError if the bucket has, or had, checkpoints after a step, of which none is whole. But a machine
+        may have been lost while it copied the first one."""
+        from gpt2_ddp.checkpoint.intact import recorded_checkpoint
+
+        rows = parse_lines(io.BytesIO(self._bucket.read(METRICS) or b""))
+        recorded = [found for line in rows if is_event(line.row) and (found := recorded_checkpoint(line.row))]
+        steps = {found[0] for found in recorded}
+        steps |= {int(name[5:]) for name in self._bucket.names() if CHECKPOINT.fullmatch(name)}
+        newest = max(steps, default=-1)
+        if newest <= step:
+            return
+        if step < 0 and not self._whole and len(steps) == 1:
+            warn(f"{self._url} has no whole checkpoint yet, only a part of that of step {newest}; the run starts anew")
+            return
+        problem = f"has a run up to step {newest} or later, of which no checkpoint is intact; nothing is changed there"
+        hint = "restore them from a copy, remove the run there, or choose another run_name"
+        raise UserError(FIELD, self._url, f"{problem}; {hint}")
 
     def copy(self, ended: threading.Event) -> int:
         """Copies until the run has ended; then the rest, and gives the lease back. Returns 1 if that fails."""
+        self._ended = ended
         over = threading.Event()
         renewing = threading.Thread(target=self._renew_loop, args=(over,), daemon=True)
         renewing.start()
@@ -127,7 +231,7 @@ class Mirror:
         new = hashes.items() - self._whole.items()
         gone = self._whole.keys() - here.keys()
         if new or gone or is_last:
-            self._check_lease()
+            self._check_lease(hashes)
             for record in RECORDS:
                 if (content := content_of(self._run / record)) is not None:
                     self._bucket.write(record, content)
@@ -136,9 +240,9 @@ class Mirror:
             self._whole.pop(name, None)
             self._bucket.remove_all(name)  # a step that was saved again; a part of an earlier attempt
             with suppress(FileNotFoundError):  # deleted by the run meanwhile
-                for file, entry in json.loads(manifest)["files"].items():
-                    place = self._run / "checkpoints" / name / file
-                    self._bucket.put(place, f"{name}/{file}", entry["sha256"])
+                for file, file_sha256 in listed_files(manifest).items():
+                    place = below(self._run / "checkpoints" / name, file)
+                    self._bucket.put(place, f"{name}/{file}", file_sha256)
                 self._bucket.write(f"{name}/{MANIFEST}", manifest)
                 self._whole[name] = sha256
         has_newest = max(here, default=None) in self._whole  # not if it was deleted meanwhile, or if the folder is lost
@@ -146,42 +250,87 @@ class Mirror:
             self._bucket.remove_all(name)
             del self._whole[name]
         if is_last:
-            self._bucket.remove(LEASE)
+            self._give_back()
 
     def _take_lease(self) -> None:
-        seen = None
-        while (lease := self._foreign_lease()) and time.time() - lease["time"] < EXPIRES:
-            if seen not in (None, lease["time"]):
-                hint = f"{lease['owner']} trains this run now; stop it, or choose another run_name"
+        """Takes the lease once nobody renews another one. Clocks of machines may differ: what counts is whether the
+        lease changes while this process looks. Raises: UserError if it does."""
+        first: bytes | None = None
+        until = 0.0
+        while (content := self._bucket.read(LEASE)) is not None:
+            lease = parse_lease(content) or Lease(owner="a machine whose lease cannot be read", time=time.time())
+            if lease.id == self._own.id or lease.is_gone:
+                break
+            if first is None:
+                remaining = EXPIRES - max(time.time() - lease.time, 0)
+                first, until = content, time.monotonic() + max(remaining, EXPIRES / 3)  # two renewals at least
+                warn(f"waiting for {truncate(lease.owner)}, which trained this run until now", "note")
+            if content != first:
+                hint = f"{lease.owner} trains this run now; stop it, or choose another run_name"
                 raise UserError(FIELD, self._url, hint)
-            if not seen:
-                print(f"note: waiting for {lease['owner']}, which trained this run until now", file=sys.stderr)
-            seen = lease["time"]
+            if time.monotonic() > until:
+                break
             time.sleep(LOOK)
-        self._renew()
+        self._write_lease()
+        time.sleep(LOOK)
+        if self._foreign_lease():  # of two machines that looked at the same time, the last one has it
+            self._take_lease()
 
-    def _foreign_lease(self) -> dict[str, Any] | None:
-        """The lease of another machine."""
-        lease = json.loads(self._bucket.read(LEASE) or b"null")
-        return lease if lease and lease["owner"] != self._owner else None
+    def _foreign_lease(self) -> Lease | None:
+        """The lease of another process."""
+        lease = parse_lease(self._bucket.read(LEASE))
+        return lease if lease and lease.id != self._own.id else None
 
-    def _check_lease(self) -> None:
-        """Ends this process with exit code 0, which stops the run, if another machine has the lease."""
-        if lease := self._foreign_lease():
-            warn(f"{lease['owner']} has begun to train this run; stopping here")
-            os._exit(0)
+    def _check_lease(self, hashes: Mapping[str, str]) -> None:
+        """Ends this process, which stops the run, if another machine has the lease, or has had it meanwhile: then this
+        one's is missing, and the bucket has checkpoints besides those with `hashes` of manifests here. With exit code
+        0, once the run has ended with 1."""
+        lease = self._foreign_lease()
+        if not lease and self._bucket.read(LEASE) is None:
+            if self._bucket.checkpoints().items() - self._whole.items() - hashes.items():
+                lease = Lease(owner="another machine")
+            else:
+                self._renew()
+        if lease:
+            warn(f"{lease.owner} has begun to train this run; stopping here")
+            os._exit(int(self._ended.is_set()))
 
     def _renew(self) -> None:
         """Renews the lease. And shows the state of the run meanwhile."""
         if (content := content_of(self._run / STATUS)) is not None:
             self._bucket.write(STATUS, content)
-        self._bucket.write(LEASE, json.dumps({"owner": self._owner, "time": time.time()}).encode())
+        self._write_lease()
+
+    def _write_lease(self) -> None:
+        lease = self._own.model_copy(update={"time": time.time()})
+        self._bucket.write(LEASE, lease.model_dump_json().encode())
+
+    def _give_back(self) -> None:
+        """Removes this process's own lease."""
+        lease = parse_lease(self._bucket.read(LEASE))
+        if lease and lease.id == self._own.id:
+            self._bucket.remove(LEASE)
 
     def _renew_loop(self, over: threading.Event) -> None:
         while not over.wait(EXPIRES / 4):
             with suppress(Exception):  # the next one may succeed
-                self._check_lease()
-                self._renew()
+                if self._foreign_lease():
+                    self._check_lease({})
+                if self._bucket.read(LEASE) is not None:  # otherwise the next copy asks who removed it
+                    self._renew()
+
+
+def parse_lease(content: bytes | None) -> Lease | None:
+    """The lease in an object; None for none, and for one that cannot be read."""
+    with suppress(ValueError):
+        return Lease.model_validate_json(content or b"")
+    return None
+
+
+def content_sha256(file: Path) -> str:
+    """The SHA-256 of a small file; empty for no file."""
+    content = content_of(file)
+    return "" if content is None else hashlib.sha256(content).hexdigest()
 
 
 def content_of(file: Path) -> bytes | None:
@@ -191,6 +340,6 @@ def content_of(file: Path) -> bytes | None:
     return None
 
 
-def warn(text: str) -> None:
+def warn(text: str, kind: str = "warning") -> None:
     with suppress(BrokenPipeError):  # after the end of a killed trainer, nobody may read
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(f"{kind}: {text}", file=sys.stderr, flush=True)

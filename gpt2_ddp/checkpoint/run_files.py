@@ -13,10 +13,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from gpt2_ddp.files import parse_json, regular
+from gpt2_ddp.files import parse_json, read_json, regular
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
 METRICS, STATUS, CONFIG = "metrics.jsonl", "status.json", "config.yaml"
+RECORDS = (METRICS, CONFIG, STATUS)
+PATIENCE = 20
+"""Most seconds in which the end of a stopped run is copied to its mirror."""
 Outcome = Literal["completed", "stopped", "diverged"]
 """How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or useless weights."""
 
@@ -67,6 +70,13 @@ def is_locked(folder: Path) -> bool:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
+    return False
+
+
+def is_complete(run: Path) -> bool:
+    """Whether a run is recorded as completed."""
+    with suppress(OSError, ValueError):
+        return read_json(run / STATUS).get("state") == "completed"
     return False
 
 

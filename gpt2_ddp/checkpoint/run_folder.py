@@ -29,7 +29,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.distributed.ranks import on_every_rank, on_main, runs_on_main
 from gpt2_ddp.errors import UserError, is_main_process
-from gpt2_ddp.files import fsync_path, make_folder, size_of, write_atomically, writing
+from gpt2_ddp.files import fsync_path, make_folder, refuse_links, size_of, write_atomically, writing
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress, next_chain
 
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)  # the folder is gone, or another trainer has the lock
@@ -53,6 +53,7 @@ class RunFolder:
         """Makes and locks the folder, until `release`. Raises: UserError, on every rank, for an unusable folder."""
         try:
             if self.wants_lock:
+                refuse_links(*self.path.glob("*"), *self.path.glob("checkpoints/*"))  # of a run of somebody else
                 make_folder(self.checkpoints)
                 self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 # a lock of the process: the kernel releases it however the process ends, and forks do not inherit it

@@ -10,7 +10,8 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.cache import local_copy
+from gpt2_ddp.errors import CREDENTIALS, UserError
 from gpt2_ddp.files import check_limits
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -94,6 +95,16 @@ class Command(Section):
         if found:
             raise UserError.join(found)
         return config
+
+
+def check_url(path: str) -> str:
+    """A path or a URL to read from. Raises: ValueError for a URL with credentials, and for one whose copy would not be
+    in the cache."""
+    if CREDENTIALS.search(path):
+        raise ValueError("should be a URL without credentials, which come from the environment")
+    if "://" in path:
+        local_copy(path)
+    return path
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

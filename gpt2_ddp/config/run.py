@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from gpt2_ddp.config.base import Command, Section, flat
+from gpt2_ddp.config.base import Command, Section, check_url, flat
 
 MOST_ITEMS = 2**22
 """Most items of an optimizer step. Each process lists its micro-batches."""
@@ -67,9 +67,7 @@ class KeepConfig(Section):
     @field_validator("mirror")
     @classmethod
     def _has_no_credentials(cls, value: str | None) -> str | None:
-        if "@" in (value or ""):
-            raise ValueError("should be a URL without credentials, which come from the environment")
-        return value
+        return value and check_url(value)
 
 
 class TrackingConfig(Section):

@@ -11,10 +11,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
-from gpt2_ddp.config.base import Count, Fraction, Section, Size
+from gpt2_ddp.config.base import Count, Fraction, Section, Size, check_url
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -63,6 +64,11 @@ class DataConfig(Section):
     the command line; a phase may change until the run reaches it"""
     prepare: str | None = None
     """configuration of prepare_data.py to run first if shards are missing; its output is path, or a folder of path"""
+
+    @field_validator("path")
+    @classmethod
+    def _check_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check_url, value))
 
     @property
     def paths(self) -> tuple[str, ...]:

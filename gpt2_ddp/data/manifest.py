@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_small
+from gpt2_ddp.files import check_file_name, read_small
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 2**26
@@ -25,7 +25,7 @@ HEADER_BYTES = 1024
 """Size of a shard's header."""
 AGAIN = "copy it again from an intact copy, or delete the folder and prepare the data again"
 
-Name = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f\x7f-\x9f]+$", max_length=255)]
+Name = Annotated[str, Field(max_length=255), AfterValidator(check_file_name)]
 Number = Annotated[int, Field(ge=0, lt=2**32)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -84,8 +84,8 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(text, path)
 
 
-def parse_manifest(text: bytes, path: Path) -> Manifest:
-    """The manifest in the file `path`. Raises: UserError."""
+def parse_manifest(text: bytes, path: Path | str) -> Manifest:
+    """The manifest in the file or at the URL `path`. Raises: UserError."""
     try:
         manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
         content = json.loads(text)

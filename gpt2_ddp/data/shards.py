@@ -118,6 +118,7 @@ def verify_shards(folder: Path, manifest: Manifest, part: int = 0, parts: int = 
             raise UserError("shard", path, f"its SHA-256 differs from the manifest's; {AGAIN}")
         if record:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # opening a pipe fails at once
+            flags |= os.O_NOFOLLOW  # a folder from somebody else may have a link
             with suppress(OSError), open(os.open(folder / RECORD, flags, 0o666), "a") as file:
                 file.write(f"{line}\n")
 

@@ -24,7 +24,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import write_atomically
+from gpt2_ddp.files import refuse_links, write_atomically
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.output import make_output_folder, text_table, write_json
 from gpt2_ddp.scoring import METRICS, ItemSet, answer, judge, load_sets
@@ -150,10 +150,12 @@ def task_table(results: Iterable[tuple[ItemSet, Mapping[str, float]]]) -> str:
 
 
 def _evaluations(checkpoint: Checkpoint) -> Path:
-    """The folder for evaluations of a checkpoint."""
+    """The folder for evaluations of a checkpoint. Raises: UserError if it is a link."""
     path = checkpoint.path
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    return run / "evaluations" / path.name
+    folder = run / "evaluations" / path.name
+    refuse_links(folder.parent, folder)
+    return folder
 
 
 def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:

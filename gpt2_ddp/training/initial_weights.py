@@ -83,9 +83,12 @@ def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenize
 
 
 def import_place(source: str) -> Path:
-    """The checkpoint in the user's cache that import_hf.py makes of a transformers model."""
+    """The checkpoint in the user's cache that import_hf.py makes of a transformers model. Raises: UserError."""
     name = source if source.startswith(HUB) else os.path.realpath(source)
-    return Path(local_copy(name), "checkpoints/step-00000000")
+    try:
+        return Path(local_copy(name), "checkpoints/step-00000000")
+    except ValueError as error:
+        raise UserError(FIELD, source, f"is no name of a model on the Hub ({error})") from error
 
 
 def _place(config: TrainingConfig) -> Path:
