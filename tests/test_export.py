@@ -57,7 +57,7 @@ def checkpoint(corpus, tmp_path):
 
 @pytest.fixture
 def little_text(monkeypatch):
-    monkeypatch.setattr(check, "library_files", lambda: [Path(heapq.__file__)])
+    monkeypatch.setattr(tokenizer_check, "library_files", lambda: [Path(heapq.__file__)])
 
 
 def exported(checkpoint, output, *flags):

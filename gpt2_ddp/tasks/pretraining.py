@@ -16,7 +16,7 @@ from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
-from gpt2_ddp.data.manifest import missing_folders
+from gpt2_ddp.data.manifest import missing_folders, tokenizer_note
 from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.distributed.environment import free_memory, processes_here
@@ -131,6 +131,8 @@ class Pretraining:
         steps, warmup = self.total_steps(self.epoch_size), config.optim.warmup_steps
         if steps and steps <= warmup:
             print_line(f"note: the run ends at step {steps:,}, before the end of optim.warmup_steps = {warmup:,}")
+        if note := tokenizer_note(dict(zip(paths, self.manifests, strict=True))):
+            print_line(f"note: {note}")
         file = Path(paths[0]) / self.manifest.tokenizer
         self.files: Mapping[str, bytes] = {file.name: file.read_bytes()} if file.is_file() else {}
         if self.code:
