@@ -22,18 +22,15 @@ SCRIPTS = (
 """Text that is rare in modules: other scripts, combining characters, all kinds of blanks, end-of-text as text."""
 MODULES = 10  # of Python, 200,000 characters, to compare token ids on in a third of a second
 USUAL: dict[str, tuple[Any, ...]] = {
-    "truncation": (None,),
-    "padding": (None,),
     "post_processor": (None, "ByteLevel"),
     "decoder": ("ByteLevel",),
     "model.dropout": (None, 0),
-    "model.unk_token": (None, ""),
     "model.continuing_subword_prefix": (None, ""),
     "model.end_of_word_suffix": (None, ""),
-    "model.fuse_unk": (False,),
-    "model.byte_fallback": (False,),
 }
-"""Values of a tokenizer.json with which `tokenizers` does what tiktoken does; of an object, its type."""
+"""Values of a tokenizer.json with which `tokenizers` does what tiktoken does; of an object, its type. Errors name
+others."""
+AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 def check_tokenizer(file: Path) -> None:
@@ -47,20 +44,31 @@ def check_tokenizer(file: Path) -> None:
 
 def export_fault(file: Path, tokenizer: Tokenizer) -> str:
     """Why an export refuses a tokenizer.json, which `tokenizer` was read from; empty if it does not."""
+    definition = json.loads(read_small(file, LARGEST))
+    unusual = _unusual(definition)
+    if any(definition["model"].get(affix) for affix in AFFIXES):  # with which the library may panic
+        return unusual
+    plain = [token["content"] for token in definition["added_tokens"] if token.get("special") is False]
+    if plain:
+        return f"its added token {plain[0]!r} is not special, so it would be one within a text, too"
+    try:
+        differing = _library_difference(file, tokenizer)
+    except BaseException as error:  # a panic of Rust's is no Exception, and its class cannot be imported
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        return f"the library tokenizers cannot read it ({error})"
+    return ", ".join(filter(None, (differing, unusual))) if differing else ""
+
+
+def _library_difference(file: Path, tokenizer: Tokenizer) -> str:
+    """`difference` of the library `tokenizers`, as an export sets it up."""
     import tokenizers
 
-    try:
-        theirs = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more special
-        return f"the library tokenizers cannot read it ({error})"
-    plain = [token["content"] for token in _definition(file)["added_tokens"] if not token["special"]]
-    if plain:
-        return f"added tokens that are not special, such as {plain[0]!r}, would be tokens in a text"
+    theirs = tokenizers.Tokenizer.from_file(str(file))
     theirs.no_truncation()
     theirs.no_padding()
     theirs.encode_special_tokens = True
-    differing = difference(tokenizer, lambda text: theirs.encode(text).ids, theirs.decode, sample_text(MODULES))
-    return f"{differing}{_unusual(_definition(file))}" if differing else ""
+    return difference(tokenizer, lambda text: theirs.encode(text).ids, theirs.decode, sample_text(MODULES))
 
 
 def difference(
@@ -78,15 +86,13 @@ def sample_text(modules: int) -> str:
     return SCRIPTS + "".join(file.read_text("utf-8", "replace") for file in library_files()[:modules])
 
 
-def _definition(file: Path) -> dict[str, Any]:
-    return json.loads(read_small(file, LARGEST))
-
-
 def _unusual(definition: dict[str, Any]) -> str:
     """The values of a definition that are not `USUAL`, in words."""
     values = definition | {f"model.{name}": value for name, value in definition["model"].items()}
-    named = {
-        name: value["type"] if isinstance(value, dict) and "type" in value else value for name, value in values.items()
-    }
-    unusual = [f"{name} {named[name]}" for name, usual in USUAL.items() if named.get(name, usual[0]) not in usual]
-    return f" (it has {', '.join(unusual)})" if unusual else ""
+    unusual = []
+    for name, usual in USUAL.items():
+        value = values.get(name, usual[0])
+        value = value.get("type") if isinstance(value, dict) else value
+        if value not in usual:
+            unusual.append(f"it has {name} {value}")
+    return ", ".join(unusual)
