@@ -23,7 +23,7 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.output import make_output_folder, text_table, write_json
@@ -92,7 +92,7 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
 
     model, tokenizer, streams, weights, note = on_every_rank(load)
     if note:
-        accelerator.print(f"note: {note}")
+        print_line(f"note: {note}")
     size, lengths = settings.model.block_size, tokenizer.token_bytes()
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     found = {
