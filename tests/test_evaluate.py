@@ -1,22 +1,29 @@
 """Evaluation: every target once, whatever the ranks and the batch."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from close import assert_close, float64, in_float64
 from ranks import run_ranks
 from runs import gpt_state, resolved, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.evaluate import EvalSet, evaluate
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.preparation.encode import write_manifest
+from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
+from gpt2_ddp.tasks.pretraining import Pretraining
 
 SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=48)
 
@@ -113,3 +120,25 @@ def test_a_run_keeps_the_number_that_it_was_started_with(corpus, tmp_path):
     assert settled(auto, None) is None
     assert settled(all_, 777) is None
     assert settled(some, None) == 900
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_tokenizer_that_has_seen_the_validation_text(trained, tmp_path, capsys, version):
+    """Evaluations and trainings say so once, of all folders together. Nothing else changes."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        shutil.copytree(trained.parent / "data", folder)
+        manifest = replace(read_manifest(folder), version=version, recipe={"tokenizer": "bpe"})
+        write_manifest(folder, manifest)
+    names = f"prepared {folders[0]} {folders[1]}, and trained the tokenizer on the validation text"
+    for split in ("val", "train"):
+        asked = {"checkpoint": str(trained), "data": (*map(str, folders),), "device": "cpu", "split": split}
+        assert evaluate_checkpoint(EvaluateConfig(tokens=480, **asked)) == 0
+        notes = [line for line in capsys.readouterr().err.splitlines() if "earlier release" in line]
+        assert len(notes) == (version == 2 and split == "val")
+        assert all(line.startswith("note: ") and names in line for line in notes)
+    config = training_config(folders[0], tmp_path)
+    Pretraining(config, Accelerator(cpu=True), None).open_data()
+    notes = [line for line in capsys.readouterr().err.splitlines() if "earlier release" in line]
+    assert len(notes) == (version == 2)
+    assert read_manifest(folders[0]).hash == read_manifest(trained.parent / "data").hash

@@ -2,6 +2,7 @@
 
 import heapq
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,16 +17,17 @@ from runs import gpt_state, training_config
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, write_manifest, write_part
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.tools import ExportConfig
+from gpt2_ddp.config.tools import ExportConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.export import check, export
+from gpt2_ddp.export import check, export, formats
 from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.export import atomic_directory, export_hf
 from gpt2_ddp.export.formats import tokenizer_json
 from gpt2_ddp.export.transformers_layout import CLASSES
 from gpt2_ddp.files import read_json
 from gpt2_ddp.model.generate import Sampling
+from gpt2_ddp.preparation import prepare, tokenizer_check
 from gpt2_ddp.state import FeedState, Progress
 from gpt2_ddp.tasks.trained_model import load_model
 
@@ -57,7 +59,7 @@ def checkpoint(corpus, tmp_path):
 
 @pytest.fixture
 def little_text(monkeypatch):
-    monkeypatch.setattr(check, "library_files", lambda: [Path(heapq.__file__)])
+    monkeypatch.setattr(tokenizer_check, "library_files", lambda: [Path(heapq.__file__)])
 
 
 def exported(checkpoint, output, *flags):
@@ -100,6 +102,73 @@ def test_transformers_does_with_it_what_the_model_does(name, kind, corpus, tmp_p
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     ours = continued(model, ids, tokenizer.eot, Sampling(10, temperature=0))
     assert [one[0]["generated_text"] for one in said] == [*map(tokenizer.decode, ours)]
+
+
+BOS = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {"<|endoftext|>": BOS},
+}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+ADDED = {"content": "<|user|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+TRUNCATION = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+FIXED = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+DEFINITIONS = {
+    "post_processor TemplateProcessing": {"post_processor": TEMPLATE},
+    "model.dropout 0.1": {"model.dropout": 0.1},
+    "model.end_of_word_suffix </w>": {"model.end_of_word_suffix": "</w>"},
+    "model.continuing_subword_prefix ##": {"model.continuing_subword_prefix": "##"},
+    "decoder Fuse": {"decoder": {"type": "Fuse"}},
+    "cannot read it": {"version": "2.0"},
+    "'<|user|>'": {"added_tokens.1": {**ADDED, "id": 512, "special": False}},
+    "plain": {},
+    "as GPT-2's": {"post_processor": BYTE_LEVEL, "model.continuing_subword_prefix": "", "model.dropout": 0.0},
+    "special": {"added_tokens.1": {**ADDED, "id": 512, "special": True}},
+    "lengths": {"truncation": TRUNCATION, "padding": {**FIXED, "pad_token": "<|endoftext|>"}},
+    "unknown": {"model.fuse_unk": True, "model.byte_fallback": True, "model.ignore_merges": True},
+    "byte order mark": {},
+}
+"""Changes of a tokenizer.json, and what the error of those names that an export refuses."""
+TAKEN = {"plain", "as GPT-2's", "special", "lengths", "unknown"}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_preparation_asks_what_an_export_requires(name, corpus, tmp_path, monkeypatch):
+    """Of a tokenizer.json, before the source is read. An added token that is not special would be one within a text, of
+    which the export's own text has none. Folders that have such a file stay readable."""
+    from transformers import AutoTokenizer
+
+    definition = read_json(corpus / "tokenizer.json")
+    for key, value in DEFINITIONS[name].items():
+        outer, _, inner = key.rpartition(".")
+        if inner == "1":
+            definition[outer].append(value)
+        else:
+            (definition[outer] if outer else definition)[inner] = value
+    (tmp_path / "new").mkdir()
+    encoding = "utf-8-sig" if name == "byte order mark" else "utf-8"
+    (tmp_path / "new/tokenizer.json").write_text(json.dumps(definition), encoding=encoding)
+    tokenizer = load_tokenizer(str(tmp_path / "new"))
+    formats.write_tokenizer(tokenizer, (tmp_path / "new/tokenizer.json").read_bytes(), 48, tmp_path)
+    monkeypatch.setattr(check, "MODULES", 1)
+    monkeypatch.setattr(tokenizer_check, "MODULES", 1)
+    try:
+        check._compare_tokens(AutoTokenizer.from_pretrained(tmp_path, local_files_only=True), tokenizer)
+        is_exported = True
+    except BaseException:  # transformers raises any, and tokenizers panics
+        is_exported = False
+    assert is_exported == (name in TAKEN or "user" in name)
+    monkeypatch.setattr(prepare, "scan", None if name not in TAKEN else prepare.scan)
+    (tmp_path / "text.txt").write_text("a few words\n" * 100)
+    asked = {"source": str(tmp_path / "text.txt"), "output": str(tmp_path / "out"), "workers": 1}
+    asked = PrepareConfig(tokenizer=str(tmp_path / "new"), **asked)
+    if name in TAKEN:
+        assert prepare.prepare(asked).tokenizer_sha256 == tokenizer.sha256
+    else:
+        words = "cannot read it" if name == "byte order mark" else name
+        expect_error(f"^tokenizer = .*export_hf.py would refuse.*{re.escape(words)}", prepare.prepare, asked)
 
 
 def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):

@@ -387,6 +387,12 @@ def test_an_import_is_kept_until_its_source_changes_or_it_is_damaged(theirs):
     assert (imported(theirs) / "model.safetensors").read_bytes() != weights
 
 
+def test_an_import_says_what_an_export_will_refuse(theirs, capsys):
+    change(theirs / "tokenizer.json", '"dropout": null', '"dropout": 0.5')
+    assert imported(theirs).is_dir()
+    assert re.search("note: .*export_hf.py would refuse it: .*dropout 0.5", capsys.readouterr().err)
+
+
 OTHER_SHAPE = """
 {"architecture": "llama", "n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 64, "n_inner": 48}
 """

@@ -1,12 +1,15 @@
 """Preparing data: what ends up in the shards, restarts, the user's mistakes, the account, and shards of others."""
 
 import csv
+import dataclasses
 import gzip
 import hashlib
 import json
 import os
 import random
 import re
+import shutil
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +24,11 @@ from ranks import run_ranks
 from runs import said
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.manifest import read_manifest, tokenizer_note
 from gpt2_ddp.data.shards import TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.output import locked_output
-from gpt2_ddp.preparation import encode, source_files, sources
+from gpt2_ddp.preparation import encode, source_files, sources, split
 from gpt2_ddp.preparation import prepare as prepare_module
 from gpt2_ddp.preparation.prepare import prepare, suitable_vocab_size
 
@@ -171,7 +174,16 @@ def test_a_bpe_is_trained_and_another_folder_s_is_copied(texts, tmp_path, monkey
     assert [suitable_vocab_size(size) for size in (1, 10**6, 10**12)] == [512, 4096, 2**15]
 
 
-def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
+def text_of(folder, split):
+    """The text of a split, without its documents' beginnings."""
+    manifest, tokens = read_manifest(folder), tokens_of(folder, split)
+    own = folder / manifest.tokenizer
+    tokenizer = load_tokenizer(str(own) if own.exists() else manifest.tokenizer)
+    return tokenizer.decode(tokens[tokens != tokenizer.eot])
+
+
+def test_few_documents_are_divided_by_bytes(tmp_path, library, monkeypatch):
+    """At a line break; the end of a document is none of another."""
     monkeypatch.setattr(encode, "BLOCK", 1000)
     text = "".join(library[:40])
     (tmp_path / "few").mkdir()
@@ -179,12 +191,109 @@ def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
     (tmp_path / "few" / "two.txt").touch()
     changes = {"tokenizer": "gpt2", "val_fraction": 0.1, "shard_tokens": 20_000}
     manifest = prepare(config(tmp_path / "few", tmp_path / "out", **changes))
-    total = manifest.tokens("train") + manifest.tokens("val")
-    assert manifest.tokens("val") == round(0.1 * total)
-    joined = [*tokens_of(tmp_path / "out", "train"), *tokens_of(tmp_path / "out", "val")]
+    training, validation = (text_of(tmp_path / "out", split) for split in ("train", "val"))
+    assert training + validation == text
+    assert training.endswith("\n")
+    size = len(text.encode())
+    assert 0 <= len(validation.encode()) - round(0.1 * size) < 200, "the last lines of a tenth"
     tokenizer = load_tokenizer("gpt2")
-    assert joined == [tokenizer.eot, *tokenizer.encode(text)]
+    assert [*tokens_of(tmp_path / "out", "train")] == [tokenizer.eot, *tokenizer.encode(training)]
+    assert [*tokens_of(tmp_path / "out", "val")] == [*tokenizer.encode(validation)]
+    assert prepare(config(tmp_path / "few", tmp_path / "two", **changes, workers=2)).hash == manifest.hash
     expect_error("source = .*few", prepare, config(tmp_path / "few", tmp_path / "less", val_fraction=1e-9))
+
+
+CUTS = [
+    (["one\ntwo\nthree"], 10, "one\ntwo\n"),
+    (["one two three"], 10, "one two"),
+    (["onetwothree"], 10, "onetwothre"),
+    (["ooé€eee"], 6, "ooé"),  # € has the bytes 4 to 7
+    (["one\ntwo", "thr", "ee"], 8, "one\ntwo"),  # the piece `thr` begins in the searched part
+    (["one\ntwo", " thr", "ee"], 7, "one\ntwo"),
+    (["a\n" + "b" * 40], 40, "a\n" + "b" * 38),  # that line break is too early
+]
+"""Pieces of a text, the last byte of the training text, and that text."""
+
+
+@pytest.mark.parametrize(("pieces", "latest", "training"), CUTS)
+def test_the_training_text_ends_at_a_break(pieces, latest, training):
+    """What follows `latest` does not matter."""
+    given = [sources.DocumentChunk(text, number == 0, "train") for number, text in enumerate(pieces)]
+    cut = split.Cut(latest // 2, latest)
+    for after in ("", "\n \n", "é"):
+        *before, last = [piece.text for piece in given]
+        room = latest - sum(len(text.encode()) for text in before)
+        end = len(last.encode()[:room].decode(errors="ignore"))
+        changed = [*given[:-1], given[-1]._replace(text=last[: end + 1] + after + last[end + 1 :])]
+        made = [*split.divide_pieces(changed, cut)]
+        assert "".join(piece.text for piece in made if piece.split == "train") == training
+        assert "".join(piece.text for piece in made) == "".join(piece.text for piece in changed)
+        assert [piece.first for piece in made] == [True] + [False] * (len(made) - 1)
+        assert [piece.split for piece in made] == sorted(piece.split for piece in made)
+
+
+def test_a_second_preparation_in_one_process_has_its_own_tokenizer(tmp_path, library, monkeypatch):
+    """Although the files of both tokenizers have one name."""
+    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))
+    for text in ("one two three\n" * 100, library[3]):
+        (tmp_path / "text.txt").write_text(text)
+        prepare(config(tmp_path / "text.txt", tmp_path / "out", tokenizer="bpe", vocab_size=300))
+        assert "".join(text_of(tmp_path / "out", name) for name in ("train", "val")) == text
+        shutil.rmtree(tmp_path / "out")
+
+
+def is_validation(text):
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48 < 0.05
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_another_validation_text_gives_the_same_tokenizer(tmp_path, library, monkeypatch, is_whole):
+    """And the same training shards: neither the merges nor the number of them depend on it. In one file it has as many
+    bytes; in documents it is much longer than all of the training text."""
+    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))
+    texts = [text[:2000] for text in library]
+    training = [text for text in texts if not is_validation(text)]
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        if is_whole:
+            text = "".join(texts[:150]).encode()
+            ending = b"\n" + b"zq xj\n" * (len(text) // 120 - 10) if name == "second" else b""
+            (tmp_path / name / "all.txt").write_bytes(text[: len(text) - len(ending)] + ending)
+        else:
+            numbers = range(5000)
+            other = [text for text in (f"{number} zq xj " * 500 for number in numbers) if is_validation(text)]
+            validation = other if name == "second" else [text for text in texts if is_validation(text)]
+            rows = [json.dumps({"text": text}) for text in [*validation[:3], *training, *validation[3:]]]
+            (tmp_path / name / "all.jsonl").write_text("\n".join(rows))
+        prepare(config(tmp_path / name, tmp_path / f"{name}-out", tokenizer="bpe"))
+    first, second = (tmp_path / f"{name}-out" for name in ("first", "second"))
+    assert (first / "tokenizer.json").read_bytes() == (second / "tokenizer.json").read_bytes()
+    assert np.array_equal(tokens_of(first, "train"), tokens_of(second, "train"))
+    assert "zq xj" in text_of(second, "val")
+    assert "zq xj" not in text_of(first, "val")
+
+
+def test_a_bpe_of_the_first_rows_counts_training_text_alone():
+    chunks = [sources.DocumentChunk("é" * 10, True, name) for name in ("val", "train", "val", "train", "train")]
+    counts = Counter()
+    assert [*prepare_module._training_texts(chunks, 30, counts)] == ["é" * 10] * 2
+    assert counts == {"bytes": 40}
+
+
+def test_a_folder_of_an_earlier_release_stays(texts, tmp_path, capsys):
+    """With a note, if its BPE has seen the validation text."""
+    asked = config(texts, tmp_path / "out", tokenizer="bpe", vocab_size=300)
+    made = prepare(asked)
+    capsys.readouterr()
+    assert made.version == 3
+    assert not tokenizer_note({"out": made})
+    encode.write_manifest(tmp_path / "out", old := dataclasses.replace(made, version=2))
+    assert prepare(asked) == old
+    assert f"note: an earlier release prepared {tmp_path / 'out'}" in capsys.readouterr().out
+    assert old.hash == made.hash
+    for recipe in ({"tokenizer": "gpt2"}, {}):
+        assert not tokenizer_note({"out": dataclasses.replace(old, recipe=recipe)})
+    assert not tokenizer_note({"out": dataclasses.replace(old, splits={"train": old.splits["train"]})})
 
 
 def test_another_recipe_or_other_files_are_left_alone(texts, tmp_path):

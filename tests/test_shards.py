@@ -161,7 +161,7 @@ def test_manifest_hash_is_of_the_data_alone(tmp_path):
 
 
 BROKEN = r"""
-version: 3
+version: 4
 eot: "0"
 vocab_size: 50257.0
 source: null

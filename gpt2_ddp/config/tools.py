@@ -41,7 +41,7 @@ class PrepareConfig(Command):
     output: str | None = None
     """folder for the shards and their manifest.json; null: data/ and the source's name"""
     tokenizer: str = "bpe"
-    """`bpe` (trains a byte-level BPE on the source), `bytes` (256 ids and end-of-text), the
+    """`bpe` (trains a byte-level BPE on the training split), `bytes` (256 ids and end-of-text), the
     name of a tiktoken encoding (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
     vocab_size: int | None = Field(default=None, ge=257, le=2**31 - 1)
     """bpe: tokens of the vocabulary, end-of-text included; null: 4,096 for 1 MB of text, 8,192 for 10 MB, 32,768 for
@@ -49,8 +49,8 @@ class PrepareConfig(Command):
     workers: NonNegativeInt = 0
     """encoding processes; 0: one per core; the result does not depend on their number"""
     val_fraction: Fraction = 0.05
-    """fraction of the documents for the validation split, chosen by the hash of their text; of the tokens, the last
-    ones, if that would be fewer than about ten documents"""
+    """fraction of the documents for the validation split, chosen by the hash of their text; of the text's bytes, the
+    last ones, if that would be fewer than about ten documents; a BPE is trained on the rest alone"""
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
     """most tokens per shard"""
     column: str = "text"

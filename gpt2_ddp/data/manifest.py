@@ -6,6 +6,7 @@ Its key `sha256` is the SHA-256 of `json.dumps(others, sort_keys=True)`, where `
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,8 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_file_name, read_small
 
 MANIFEST = "manifest.json"
+VERSION = 3
+"""Version of new manifests. Up to version 2, the BPE of a folder was trained on its validation text, too."""
 LARGEST_MANIFEST = 2**26
 """Largest manifest in bytes, for 400,000 shards."""
 HEADER_BYTES = 1024
@@ -47,7 +50,7 @@ Split = Annotated[str, Field(pattern=r"^(train|val)$")]
 class Manifest:
     """Contents of a shard folder. `recipe` is the configuration that made them; it is not part of the hash."""
 
-    version: Literal[2]
+    version: Literal[2, 3]
     tokenizer: Name
     tokenizer_sha256: str
     vocab_size: Number
@@ -65,6 +68,22 @@ class Manifest:
     def tokens(self, split: str) -> int:
         """Number of tokens of a split; 0 for a missing split."""
         return sum(shard.tokens for shard in self.splits.get(split, []))
+
+    @property
+    def tokenizer_knows_validation(self) -> bool:
+        """Whether the folder's tokenizer was trained on its validation text, too."""
+        return self.version < 3 and self.recipe.get("tokenizer") == "bpe" and self.tokens("val") > 0
+
+
+def tokenizer_note(manifests: Mapping[str, Manifest]) -> str:
+    """Note on evaluations in these folders, whose tokenizer has seen the validation text; empty if there are none."""
+    folders = [folder for folder, manifest in manifests.items() if manifest.tokenizer_knows_validation]
+    if not folders:
+        return ""
+    return (
+        f"an earlier release prepared {' '.join(folders)}, and trained the tokenizer on the validation text, too: "
+        "bits per byte of this text are up to some percent too low; prepare the text again for figures to compare"
+    )
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

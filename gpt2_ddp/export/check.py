@@ -7,19 +7,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.export.transformers_layout import to_transformers
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.preparation.source_files import library_files
+from gpt2_ddp.preparation.tokenizer_check import difference, sample_text
 
 MODULES = 50  # of Python, about a million characters to compare token ids on
-SCRIPTS = (
-    f"{END_OF_TEXT} a{END_OF_TEXT}b  \n\n\t x\r\n\r\n   I'LL don't 1234567 １２３ café cafe\u0301 Größe "
-    "Ελληνικά Русский 日本語 中文 한국어 العربية עברית ไทย हिन्दी தமிழ் 👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽 ½ ﬁ ∑∫ "
-    "\u200b\u2028\u3000\ufeff\x00\x7f end   "
-)
-"""Text that is rare in modules: other scripts, combining characters, all kinds of blanks, end-of-text as text."""
 WINDOWS = 2
 """Windows of the model's whole context, to compare logits on."""
 TOLERANCE, RELATIVE = 1e-4, 1e-5
@@ -73,15 +66,7 @@ def _compare_weights(theirs: Any, model: GPT) -> int:
 
 def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
     """The text, and its ids by both."""
-    text = _text()
-    ids, others = tokenizer.encode(text), theirs(text, verbose=False)["input_ids"]
-    if ids.tolist() != others:
-        raise ExportMismatch("token ids differ")
-    if theirs.decode(ids) != tokenizer.decode(ids):
-        raise ExportMismatch("the text of the token ids differs")
-    return text, ids
-
-
-def _text() -> str:
-    """A sample of all scripts and of Python's modules."""
-    return SCRIPTS + "".join(file.read_text("utf-8", "replace") for file in library_files()[:MODULES])
+    text = sample_text(MODULES)
+    if differing := difference(tokenizer, lambda text: theirs(text, verbose=False)["input_ids"], theirs.decode, text):
+        raise ExportMismatch(differing)
+    return text, tokenizer.encode(text)

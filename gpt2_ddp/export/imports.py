@@ -18,11 +18,12 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ImportConfig
 from gpt2_ddp.config.training import ModelConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.export.transformers_layout import CLASSES, SHAPE, fixed_fields, to_transformers
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import locked_output, publish
+from gpt2_ddp.preparation.tokenizer_check import export_fault
 from gpt2_ddp.project import VERSION
 from gpt2_ddp.remote import describe
 from gpt2_ddp.state import FeedState, GPTData, Progress, Setup, State
@@ -70,6 +71,8 @@ def _convert(folder: Path, model: ModelConfig, setup: Setup, settings: str) -> S
     tensors = theirs.state_dict()
     file = folder / TOKENIZER_FILE
     tokenizer = load_tokenizer(str(file))
+    if fault := export_fault(file, tokenizer):
+        print_line(f"note: a run with this tokenizer trains, but export_hf.py would refuse it: {fault}")
     torch.manual_seed(0)  # of the padding rows of the vocabulary
     ours = GPT(model, tokenizer.vocab_size)
     for name, place in to_transformers(ours.state_dict(), ours).items():

@@ -10,12 +10,11 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from itertools import islice
-from math import ceil, inf
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,9 @@ from gpt2_ddp.distributed.workers import Pool, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import sha256_file, write_atomically
 from gpt2_ddp.preparation.source_files import BLOCK, LARGEST, Part
-from gpt2_ddp.preparation.sources import DocumentChunk, Source, read_documents, read_pieces
+from gpt2_ddp.preparation.sources import DocumentChunk, Source, read_pieces
+from gpt2_ddp.preparation.split import Cut, read_split
 
-EXPECTED_DOCUMENTS = 10
-"""Least expected documents of the smaller split, for splits by hash; with fewer, it could be empty."""
 SAMPLE, EVERY = 512, 2**18  # tiktoken also encodes 0.2 % of the characters, in 3 % of the time (estimate)
 WITHOUT = "without it (pip uninstall gigatoken), tiktoken encodes the text"
 WORD_END = re.compile(r"(?<=\S)(?=[ \n])")
@@ -64,37 +62,22 @@ def encode_item(tokenizer_name: str, config: PrepareConfig, item: Item) -> Encod
 
 
 def write_splits(
-    folder: Path, source: Source, tokenizer: str, pool: Pool
+    folder: Path, source: Source, tokenizer: str, cut: Cut | None, pool: Pool
 ) -> tuple[dict[str, list[Shard]], Counter[str]]:
-    """Encodes the source into shards: each document is the end-of-text token, then its own tokens. Returns the shards
-    of each split, and the counts of `read_pieces`.
-
-    A hash of a document's text decides its split, so that it keeps it when documents are added. In a source of few
-    documents, the last `val_fraction` of the tokens is the validation split.
+    """Encodes the source into shards: each document is the end-of-text token, then its own tokens. `cut`: the result
+    of `find_cut`. Returns the shards of each split, and the counts of `read_pieces`.
     Raises: UserError if the source cannot be read, or gives no tokens for a split."""
+    for cached in (_cached_tokenizer, _cached_fast_encoder):
+        cached.cache_clear()  # an earlier preparation of this process may have had another file of this name
     config, vocab_size = source.config, _cached_tokenizer(tokenizer).vocab_size
-    fraction = config.val_fraction
-    names = ("train", "val") if fraction else ("train",)
-    least = ceil(EXPECTED_DOCUMENTS / min(fraction, 1 - fraction)) if fraction else 0
-    by_hash = sum(1 for _ in islice(read_documents(config, source.parts), least)) == least
-    config = config if by_hash else config.model_copy(update={"val_fraction": 0.0})
+    names = ("train", "val") if config.val_fraction else ("train",)
     counts: Counter[str] = Counter()
     writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size) for split in names}
-    items = make_items(config, source.parts, counts)
-    encoded = in_order(partial(encode_item, tokenizer, config), items, pool)
-    with tempfile.TemporaryFile(dir=folder) as undivided:
-        for tokens, found in tqdm(encoded, "encoding", unit=" MB", disable=None):
-            counts += found
-            for split, ids in tokens.items():
-                if by_hash:
-                    writers[split].add(ids)
-                else:
-                    undivided.write(ids.data)
-        if undivided.tell():
-            whole = np.memmap(undivided, writers["val"].dtype, "r")
-            end = len(whole) - round(len(whole) * fraction)
-            writers["train"].add(whole[:end])
-            writers["val"].add(whole[end:])
+    encoded = in_order(partial(encode_item, tokenizer, config), make_items(source, counts, cut), pool)
+    for tokens, found in tqdm(encoded, "encoding", unit=" MB", disable=None):
+        counts += found
+        for split, ids in tokens.items():
+            writers[split].add(ids)
     splits = {split: writer.close() for split, writer in writers.items()}
     for split, shards in splits.items():
         if not shards:
@@ -103,13 +86,15 @@ def write_splits(
     return splits, counts
 
 
-def make_items(config: PrepareConfig, parts: Iterable[Part], counts: Counter[str]) -> Iterator[Item]:
-    """The items of parts, in order. Those above `LARGEST`, and all with `max_documents`, are read and counted here."""
-    for batch in batches(parts, lambda part: part.bytes, inf if config.max_documents else BLOCK):
-        if batch[-1].bytes <= LARGEST and not config.max_documents:
+def make_items(source: Source, counts: Counter[str], cut: Cut | None) -> Iterator[Item]:
+    """The items of the source, in order. Parts above `LARGEST` are read and counted here; with a cut, or with
+    `max_documents`, all are."""
+    in_main_process = cut is not None or source.config.max_documents is not None
+    for batch in batches(source.parts, lambda part: part.bytes, inf if in_main_process else BLOCK):
+        if batch[-1].bytes <= LARGEST and not in_main_process:
             yield batch, []
         else:
-            read = read_pieces(config, batch, counts)
+            read = read_split(source, batch, counts, cut)
             yield from (([], pieces) for pieces in batches(read, lambda piece: len(piece.text), BLOCK))
 
 

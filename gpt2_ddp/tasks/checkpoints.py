@@ -17,13 +17,13 @@ from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import EvaluateConfig
-from gpt2_ddp.data.manifest import Manifest, read_manifest
+from gpt2_ddp.data.manifest import Manifest, read_manifest, tokenizer_note
 from gpt2_ddp.data.mixture import source_weights
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import refuse_links, write_atomically
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.output import make_output_folder, text_table, write_json
@@ -86,9 +86,13 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     def load():
         model, tokenizer = load_model(checkpoint, config.trust_run_code)
         manifests, streams = open_splits(folders, config.split, tokenizer)
-        return model, tokenizer, streams, source_weights(settings, manifests, config.split) if has_weights else {}
+        weights = source_weights(settings, manifests, config.split) if has_weights else {}
+        note = tokenizer_note(dict(zip(folders, manifests, strict=True))) if config.split == "val" else ""
+        return model, tokenizer, streams, weights, note
 
-    model, tokenizer, streams, weights = on_every_rank(load)
+    model, tokenizer, streams, weights, note = on_every_rank(load)
+    if note:
+        print_line(f"note: {note}")
     size, lengths = settings.model.block_size, tokenizer.token_bytes()
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     found = {

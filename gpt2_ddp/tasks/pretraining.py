@@ -16,7 +16,7 @@ from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
-from gpt2_ddp.data.manifest import missing_folders
+from gpt2_ddp.data.manifest import missing_folders, tokenizer_note
 from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.distributed.environment import free_memory, processes_here
@@ -169,6 +169,8 @@ class Pretraining:
         end = self.config.optim.decay_steps
         if steps and end and steps > end and self.config.optim.is_over(end) and not self._has_own_schedule:
             print_line(f"note: the learning rate is 0 from step {end:,} on, the end of optim.decay_steps")
+        if note := tokenizer_note(dict(zip(paths, self.manifests, strict=True))):
+            print_line(f"note: {note}")
         file = Path(paths[0]) / self.manifest.tokenizer
         self.files: Mapping[str, bytes] = {file.name: file.read_bytes()} if file.is_file() else {}
         if self.code:
