@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 
 FIELD, VALUE, HINT = 100, 160, 320  # maximum characters of the three parts of a message
 
@@ -16,9 +17,11 @@ class UserError(Exception):
 
     Attributes:
         on_every_rank: whether all ranks raise it, so the main process alone prints it.
+        is_printed: whether this rank has printed it, as one that alone has it does.
     """
 
     on_every_rank = False
+    is_printed = False
 
     def __init__(self, field: str, value: object, hint: str):
         text = truncate(" ".join(hint.split()), HINT)
@@ -37,6 +40,14 @@ class UserError(Exception):
         return UserError.join, (self.mistakes,)
 
 
+def print_own(error: UserError) -> None:
+    """Prints a user error of this rank, which others may not have. Once."""
+    if not error.is_printed:
+        error.is_printed = True
+        for mistake in error.mistakes:
+            print(f"error: rank {os.environ.get('RANK')}: {mistake}", file=sys.stderr, flush=True)
+
+
 def truncate(what: object, most: int = VALUE) -> str:
     """One line of at most `most` characters: escapes unprintable ones, and omits the middle of longer text."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(what))
@@ -45,12 +56,14 @@ def truncate(what: object, most: int = VALUE) -> str:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0 or has no valid RANK."""
-    rank = os.environ.get("RANK", "")
-    return not rank.isdigit() or int(rank) == 0
+    """Whether this is rank 0, or no rank: variables that a launcher would set are missing or wrong."""
+    rank, world, *address = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    is_rank = rank.isdecimal() and world.isdecimal() and all(address)
+    return not is_rank or not 0 < int(rank) < int(world)
 
 
 def print_line(line: str) -> None:
-    """Prints an error or a note to stderr, on the main process."""
+    """Prints an error or a note to stderr, on the main process. Does nothing if stderr is closed."""
     if is_main_process():
-        print(line, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
