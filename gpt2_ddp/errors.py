@@ -1,6 +1,8 @@
 """User errors, which the main process prints. All other errors are bugs and end with a traceback."""
 
+import errno
 import os
+import re
 import sys
 from contextlib import suppress
 
@@ -38,6 +40,19 @@ class UserError(Exception):
 
     def __reduce__(self):  # ranks send errors to each other
         return UserError.join, (self.mistakes,)
+
+
+def user_error_of(error: BaseException) -> BaseException:
+    """The UserError of an exception for too little memory of this machine, which torch, numpy, Python and Linux raise
+    by different classes; else the exception itself."""
+    is_of_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    is_of_linux = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not (is_of_torch or is_of_linux or isinstance(error, MemoryError)):
+        return error
+    found = re.search(r"tried to allocate (\d+) bytes", str(error))
+    asked = f"{int(found[1]) / 1e9:,.1f} GB more" if found else "more"
+    hint = "does not fit into this machine's memory; end other programs, or choose a smaller model, fewer processes or"
+    return UserError("memory", asked, f"{hint} a smaller --train.micro_batch_size")
 
 
 def print_own(error: UserError) -> None:

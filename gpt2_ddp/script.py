@@ -13,7 +13,7 @@ from gpt2_ddp.distributed.environment import DIVERGED, check_launcher, record_ex
 from gpt2_ddp.distributed.process import CHILD, end_with_parent, main_process_here, wait_for_end
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.distributed.streams import standard_streams
-from gpt2_ddp.errors import UserError, is_main_process, print_line, print_own
+from gpt2_ddp.errors import UserError, is_main_process, print_line, print_own, user_error_of
 
 REPORT_SECONDS = 10.0
 """How long a rank with a user error waits for the main process, which reports the same one."""
@@ -40,8 +40,11 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
             config = load(command, sys.argv[1:], default)
             check_launcher()
             code = (resolve_name(main) if isinstance(main, str) else main)(config)
-        except UserError as error:
-            report(error)
+        except (UserError, MemoryError, RuntimeError, OSError) as error:
+            mistake = user_error_of(error)
+            if not isinstance(mistake, UserError):
+                raise
+            report(mistake)
             code = record_exit(2)
         if code == DIVERGED and (main_process := main_process_here()):
             wait_for_end(main_process, RECORD_SECONDS)

@@ -107,11 +107,11 @@ def judge(seen: Sequence[Observed], patience: float, silence_only: bool = False)
 def _judge_errors(seen: Sequence[Observed]) -> Verdict | None:
     """The verdict on ranks that ended with an error; None for a moment, in which this rank may raise the same one."""
     for beat, silent in seen:
-        if beat.end == "refused" and (silent > GRACE or beat.idle > GRACE):
-            return Verdict(f"{beat.name}: {beat.error}", by=beat.rank, exit_code=2)
-    for beat, silent in seen:
         if beat.end == "failed" and (silent > GRACE or beat.idle > AFTERMATH):
             return Verdict(f"{beat.name}: {beat.error} (at {beat.place})")
+    for beat, silent in seen:
+        if beat.end == "refused" and (silent > GRACE or beat.idle > AFTERMATH):
+            return Verdict(f"{beat.name}: {beat.error}", by=beat.rank, exit_code=2)
     return None
 
 
