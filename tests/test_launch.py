@@ -1,5 +1,7 @@
 """Launches as people type them: they train together, or end with one line that says what to type instead."""
 
+import contextlib
+import io
 import os
 import re
 import shutil
@@ -14,12 +16,13 @@ import psutil
 import pytest
 import torch
 from commands import ACCELERATE, NO_REPORT, ROOT, environment, expect_error, run_script
-from ranks import RankError, run_ranks
+from ranks import RankError, rank_environment, run_ranks, wait_until
 from runs import complete, events, state_of, train, training_config
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import launch as launching
+from gpt2_ddp.distributed import peers
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.launch import pick_precision, start_run
 from gpt2_ddp.distributed.spawn import reserve_port
@@ -131,6 +134,26 @@ def test_settings_of_accelerate_that_would_change_nothing_are_refused(monkeypatc
         with monkeypatch.context() as patch:
             patch.setenv(f"ACCELERATE_{name}", "8")
             expect_error(f"^ACCELERATE_{name} = 8: ", check)
+
+
+def test_a_device_of_accelerate_that_is_not_the_one_of_the_command(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    state = SimpleNamespace(num_processes=1, device=torch.device("meta"))
+    monkeypatch.setattr(launching, "PartialState", lambda **_: state)
+    expect_error("^device = meta: by ACCELERATE_TORCH_DEVICE", launching.connect_processes, "cpu", "no")
+
+
+def test_a_rank_that_waits_says_which_variables_it_has(monkeypatch):
+    """Others may never come: the variables may be left over in a shell."""
+    monkeypatch.setattr(peers, "PATIENT", 0.01)
+    for name, value in rank_environment(1, 3, 29500).items():
+        monkeypatch.setenv(name, value)
+
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        peers.connect(lambda timeout: wait_until(lambda: told.getvalue().endswith("\n")), None)
+    variables = "RANK 1, WORLD_SIZE 3, MASTER_ADDR 127.0.0.1, MASTER_PORT 29500"
+    assert told.getvalue() == f"note: this rank waits for all others to connect ({variables})\n"
 
 
 @pytest.mark.parametrize(("words", "file", "default", "asked"), [

@@ -72,8 +72,17 @@ def start_run(config: RunConfig) -> PartialState:
 def build_accelerator(
     device: str = "auto", mixed_precision: str = "auto", timeout: timedelta = COLLECTIVE
 ) -> Accelerator:
-    """The Accelerator of every script but trainings. Raises UserError as `connect_processes`."""
-    connect_processes(device, mixed_precision, timeout=timeout)
+    """The Accelerator of every script but trainings. Raises UserError as `connect_processes`; also for ranks that
+    cannot connect, unless the script has a `timeout` of its own."""
+    start = partial(connect_processes, device, mixed_precision)
+    if world_size() == 1 or timeout != COLLECTIVE:
+        start(timeout=timeout)
+    else:
+        from gpt2_ddp.distributed.peers import connect
+
+        connect(start, None)
+        everyone: Any = dist.group.WORLD
+        everyone.set_timeout(timeout)
     return make_accelerator(pick_precision(mixed_precision, pick_device(device)))
 
 
@@ -114,6 +123,11 @@ def connect_processes(
     if processes.num_processes != started:
         hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)
         raise UserError("processes", started, hint)
+    if processes.device.type != target.type:
+        hint = (
+            f"by ACCELERATE_TORCH_DEVICE, but this command uses {target.type}; unset the variable, or choose its device"
+        )
+        raise UserError(f"{section}device", processes.device, hint)
     return processes
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpt2_ddp.distributed.environment import world_size
+from gpt2_ddp.distributed.environment import RANK_NAMES, world_size
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.distributed.ranks import COLLECTIVE, WATCHED
 from gpt2_ddp.distributed.signals import Stopped, before_forced_end
@@ -29,6 +29,7 @@ from gpt2_ddp.distributed.watchdog import AFTERMATH, HEARTBEAT_INTERVAL, SILENCE
 from gpt2_ddp.errors import UserError, is_main_process, print_own
 
 CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
+PATIENT = 20.0  # seconds of connecting after which a rank says what it waits for
 LEAST_CONNECTING = 30.0  # one rank may load libraries for longer than another
 GRACE = 2.0  # seconds to wait for an expected heartbeat, error message or exit
 
@@ -55,7 +56,10 @@ def connect(start: Callable[..., PartialState], patience: float | None) -> Parti
 def _watch_connecting(connected: threading.Event, seconds: float) -> None:
     """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times, each time for its
     whole timeout."""
-    if not connected.wait(seconds + AFTERMATH):
+    if not connected.wait(PATIENT):
+        variables = ", ".join(f"{name} {os.environ.get(name)}" for name in RANK_NAMES)
+        print(f"note: this rank waits for all others to connect ({variables})", file=sys.stderr, flush=True)
+    if not connected.wait(seconds + AFTERMATH - PATIENT):
         print(f"error: {_not_connected(f'one of them has not answered within {seconds:.0f} s')}", file=sys.stderr)
         os._exit(2)
 

@@ -106,7 +106,8 @@ LAUNCHERS = {
     "processes": [sys.executable],
     "nohup": ["nohup", *TORCHRUN, "--standalone", "--nproc_per_node", "2"],
 }
-"""`nohup` ignores a hangup for torchrun, which heeds it nevertheless. `processes` is `--launch.processes 2`, which only the small jobs have; torchrun and it have two ranks."""
+"""`nohup` ignores a hangup for torchrun, which heeds it nevertheless. `processes` is `--launch.processes 2`, which only
+the small jobs have; these two and torchrun have two ranks."""
 
 
 class Cell(NamedTuple):
