@@ -123,11 +123,12 @@ def connect_processes(
     if processes.num_processes != started:
         hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)
         raise UserError("processes", started, hint)
-    if processes.device.type != target.type:
+    device_of_accelerate: Any = processes.device
+    if device_of_accelerate.type != target.type:
         hint = (
             f"by ACCELERATE_TORCH_DEVICE, but this command uses {target.type}; unset the variable, or choose its device"
         )
-        raise UserError(f"{section}device", processes.device, hint)
+        raise UserError(f"{section}device", device_of_accelerate, hint)
     return processes
 
 
