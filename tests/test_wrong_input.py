@@ -109,7 +109,7 @@ train_gpt2 --train.branch_from PLACE --train.init_from runs/x | train.branch_fro
 train_gpt2 --train.branch_from /no/such/run | train.branch_from
 PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=0 train_gpt2 | processes | torchrun --nproc_per_node 2
 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0 train_gpt2 | processes | torchrun --nproc_per_node 2
-OMPI_COMM_WORLD_SIZE=2 train_gpt2 | processes | torchrun --nproc_per_node 2
+OMPI_COMM_WORLD_SIZE=2 train_gpt2 | OMPI_COMM_WORLD_SIZE | use torchrun
 ACCELERATE_USE_DEEPSPEED=true train_gpt2 | ACCELERATE_USE_DEEPSPEED
 ACCELERATE_DYNAMO_BACKEND=INDUCTOR train_gpt2 | ACCELERATE_DYNAMO_BACKEND
 ACCELERATE_MIXED_PRECISION=fp16 train_gpt2 | train.mixed_precision
