@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.distributed.streams import standard_streams
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
 
 
+@standard_streams()
 def main() -> None:
     """Runs the script named by the first word of the command line. The other words are its arguments."""
     scripts = {file.stem: file for file in sorted((PROJECT / "scripts").glob("*.py"))}

@@ -53,6 +53,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
     except UserError as error:
         if rank and not error.on_every_rank:  # run_command prints on rank 0 only, which may be the missing one
             print(f"error: {error}", file=sys.stderr)
+            error.is_printed = True
         raise
     except dist.DistError as error:  # the store has ended with rank 0, which has printed why
         raise UserError("rank", 0, "ended early; see its output") from error

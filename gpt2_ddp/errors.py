@@ -1,8 +1,10 @@
 """User errors, which the main process prints. All other errors are bugs and end with a traceback."""
 
+import errno
 import os
 import re
 import sys
+from contextlib import suppress
 
 FIELD, VALUE, HINT = 100, 160, 320  # maximum characters of the three parts of a message
 CREDENTIALS = re.compile(r"(?<=://)[^\s'\"]*@")
@@ -19,9 +21,11 @@ class UserError(Exception):
 
     Attributes:
         on_every_rank: whether all ranks raise it, so the main process alone prints it.
+        is_printed: whether this rank has printed it, as one that alone has it does.
     """
 
     on_every_rank = False
+    is_printed = False
 
     def __init__(self, field: str, value: object, hint: str):
         text = truncate(" ".join(hint.split()), HINT)
@@ -45,6 +49,27 @@ def without_credentials(text: str) -> str:
     return CREDENTIALS.sub("***@", text)
 
 
+def user_error_of(error: BaseException) -> BaseException:
+    """The UserError of an exception for too little memory of this machine, which torch, numpy, Python and Linux raise
+    by different classes; else the exception itself."""
+    is_of_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    is_of_linux = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not (is_of_torch or is_of_linux or isinstance(error, MemoryError)):
+        return error
+    found = re.search(r"tried to allocate (\d+) bytes", str(error))
+    asked = f"{int(found[1]) / 1e9:,.1f} GB more" if found else "more"
+    hint = "does not fit into this machine's memory; end other programs, or choose a smaller model, fewer processes or"
+    return UserError("memory", asked, f"{hint} a smaller --train.micro_batch_size")
+
+
+def print_own(error: UserError) -> None:
+    """Prints a user error of this rank, which others may not have. Once."""
+    if not error.is_printed:
+        error.is_printed = True
+        for mistake in error.mistakes:
+            print(f"error: rank {os.environ.get('RANK')}: {mistake}", file=sys.stderr, flush=True)
+
+
 def truncate(what: object, most: int = VALUE) -> str:
     """One line of at most `most` characters: escapes unprintable ones, omits the middle of longer text, and the
     credentials of URLs."""
@@ -55,12 +80,14 @@ def truncate(what: object, most: int = VALUE) -> str:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0 or has no valid RANK."""
-    rank = os.environ.get("RANK", "")
-    return not rank.isdigit() or int(rank) == 0
+    """Whether this is rank 0, or no rank: variables that a launcher would set are missing or wrong."""
+    rank, world, *address = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    is_rank = rank.isdecimal() and world.isdecimal() and all(address)
+    return not is_rank or not 0 < int(rank) < int(world)
 
 
 def print_line(line: str) -> None:
-    """Prints an error or a note to stderr, on the main process."""
+    """Prints an error or a note to stderr, on the main process. Does nothing if stderr is closed."""
     if is_main_process():
-        print(line, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 import faulthandler
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable
@@ -10,10 +9,16 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from gpt2_ddp.config.cli import C, Default, load
-from gpt2_ddp.distributed.environment import record_exit, under_launcher
-from gpt2_ddp.distributed.process import CHILD, end_with_parent
+from gpt2_ddp.distributed.environment import DIVERGED, check_launcher, record_exit, under_launcher
+from gpt2_ddp.distributed.process import CHILD, end_with_parent, main_process_here, wait_for_end
 from gpt2_ddp.distributed.signals import exit_on_signal
-from gpt2_ddp.errors import UserError, print_line
+from gpt2_ddp.distributed.streams import standard_streams
+from gpt2_ddp.errors import UserError, is_main_process, print_line, print_own, user_error_of
+
+REPORT_SECONDS = 10.0
+"""How long a rank with a user error waits for the main process, which reports the same one."""
+RECORD_SECONDS = 600.0
+"""How long the ranks of a run that diverged wait for the main process, which records it and copies the run."""
 
 
 def run_command(command: type[C], main: Callable[[C], object] | str, default: Default = None) -> NoReturn:
@@ -28,23 +33,35 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
         default: preset without `--config`.
     """
     faulthandler.enable(2)  # a library that crashes is found by the calls on stderr
-    with exit_on_signal(print_line):
+    with exit_on_signal(print_line), standard_streams():
         if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on
             end_with_parent(signal.SIGTERM)
         try:
             config = load(command, sys.argv[1:], default)
+            check_launcher()
             code = (resolve_name(main) if isinstance(main, str) else main)(config)
-            print(end="", flush=True)
-        except BrokenPipeError:
-            stdout = sys.stdout.fileno()
-            poll = select.poll()
-            poll.register(stdout, 0)
-            if not poll.poll(0):  # another pipe is broken
+        except (UserError, MemoryError, RuntimeError, OSError) as error:
+            mistake = user_error_of(error)
+            if not isinstance(mistake, UserError):
                 raise
-            code = 128 + signal.SIGPIPE
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # for buffered output
-        except UserError as error:
-            for mistake in error.mistakes:
-                print_line(f"error: {mistake}")
+            report(mistake)
             code = record_exit(2)
+        if code == DIVERGED and (main_process := main_process_here()):
+            wait_for_end(main_process, RECORD_SECONDS)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def report(error: UserError) -> None:
+    """Prints the `error:` lines of a user error, once for all ranks of this machine, before this process may end: a
+    launcher ends all ranks as soon as one has ended. The main process prints them. Other ranks wait for its end. If it
+    continues, the first of them prints."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if is_main_process():
+        for mistake in [] if error.is_printed else error.mistakes:
+            print_line(f"error: {mistake}")
+    elif main_process := main_process_here():
+        # each rank waits longer than the rank below it, so that only one prints
+        if not wait_for_end(main_process, REPORT_SECONDS + 2 * rank):
+            print_own(error)
+    elif rank == 0 and not error.on_every_rank:  # the main process is on another machine
+        print_own(error)

@@ -69,8 +69,7 @@ several machines; test_several_machines.py has two
 --machine_rank 0
 --node_rank 0
 --rdzv_backend c10d
-export MASTER_ADDR
-RANK=0 python
+MASTER_ADDR=ADDRESS_OF_RANK_0
 accelerate launch scripts/train_gpt2.py --data.path data/mine
 
 a bucket, and texts for it; test_bucket.py

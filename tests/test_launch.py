@@ -1,11 +1,14 @@
 """Launches as people type them: they train together, or end with one line that says what to type instead."""
 
+import contextlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +16,13 @@ import psutil
 import pytest
 import torch
 from commands import ACCELERATE, NO_REPORT, ROOT, environment, expect_error, run_script
-from ranks import RankError, run_ranks
-from runs import assert_same, complete, events, state_of, train, training_config
+from ranks import RankError, rank_environment, run_ranks, wait_until
+from runs import complete, events, state_of, train, training_config
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import launch as launching
+from gpt2_ddp.distributed import peers
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.launch import pick_precision, start_run
 from gpt2_ddp.distributed.spawn import reserve_port
@@ -116,12 +120,62 @@ def train_in(env, config):
     return train(config)
 
 
-def test_accumulation_in_the_environment_changes_nothing(corpus, tmp_path):
-    variables = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}
-    for name, env in (("usual", {}), ("odd", variables)):
-        config = training_config(corpus, tmp_path, SHORT | {"run_name": name})
-        assert run_ranks(train_in, 1, env, config) == ["completed"]
-    assert_same(tmp_path / "usual", tmp_path / "odd")
+def test_settings_of_accelerate_that_would_change_nothing_are_refused(monkeypatch):
+    """The other variables of Accelerate are heeded (USE_CPU, MIXED_PRECISION, DEBUG_MODE, CPU_AFFINITY, TORCH_DEVICE),
+    belong to plugins that are refused, or change no training (LOG_LEVEL)."""
+    check = partial(launching._check_environment, torch.device("cpu"), "auto")
+    launched_by(monkeypatch, "accelerate launch --gradient_accumulation_steps 8 train.py")
+    expect_error("^--gradient_accumulation_steps = 8: .*--train.global_batch_tokens", check)
+    launched_by(monkeypatch, "accelerate launch --gradient-clipping=1.0 train.py")
+    expect_error("^--gradient_clipping = 1.0: .*--optim.grad_clip", check)
+    launched_by(monkeypatch, "accelerate launch --gradient_accumulation_steps 1 train.py")
+    check()
+    for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "USE_PARALLELISM_CONFIG"):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"ACCELERATE_{name}", "8")
+            expect_error(f"^ACCELERATE_{name} = 8: ", check)
+
+
+def test_a_device_of_accelerate_that_is_not_the_one_of_the_command(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    state = SimpleNamespace(num_processes=1, device=torch.device("meta"))
+    monkeypatch.setattr(launching, "PartialState", lambda **_: state)
+    expect_error("^device = meta: by ACCELERATE_TORCH_DEVICE", launching.connect_processes, "cpu", "no")
+
+
+def test_a_rank_that_waits_says_which_variables_it_has(monkeypatch):
+    """Others may never come: the variables may be left over in a shell."""
+    monkeypatch.setattr(peers, "PATIENT", 0.01)
+    for name, value in rank_environment(1, 3, 29500).items():
+        monkeypatch.setenv(name, value)
+
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        peers.connect(lambda timeout: wait_until(lambda: told.getvalue().endswith("\n")), None)
+    variables = "RANK 1, WORLD_SIZE 3, MASTER_ADDR 127.0.0.1, MASTER_PORT 29500"
+    assert told.getvalue() == f"note: this rank waits for all others to connect ({variables})\n"
+
+
+@pytest.mark.parametrize(("words", "file", "default", "asked"), [
+    ("--config_file FILE", "MULTI_CPU 2", "", 2), ("--config-file=FILE", "MULTI_CPU 2", "NO 1", 2),
+    ("", "", "MULTI_CPU 3", 3), ("--cpu", "", "MULTI_CPU 3", 1), ("--config_file FILE", "NO 1", "MULTI_CPU 3", 1),
+    ("--num_processes 1 --config_file FILE", "MULTI_CPU 2", "", 1), ("", "", "", 1),
+])  # fmt: skip
+def test_processes_that_accelerate_s_configuration_asks_for(monkeypatch, tmp_path, words, file, default, asked):
+    """Accelerate starts one for MULTI_CPU; it is refused, as it would train alone."""
+    paths = tmp_path / "given file.yaml", tmp_path / "default.yaml"
+    for path, answers in zip(paths, (file, default), strict=True):
+        if answers:
+            kind, number = answers.split()
+            path.write_text(f"distributed_type: '{kind}'\nnum_processes: {number}\n")
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(paths[1]))
+    command = ["python", "/bin/accelerate", "launch", *words.split(), "train.py"]
+    parent = SimpleNamespace(cmdline=lambda: [word.replace("FILE", str(paths[0])) for word in command])
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
+    assert launching.processes_asked_for() == asked
+    if asked > 1:
+        expect_error(f"^processes = {asked}: only 1 started", launching.connect_processes, "cpu", "no")
 
 
 def settled(device="cpu", before=""):
@@ -193,6 +247,7 @@ def launched_by(monkeypatch, command):
     """As if the parent process were this command."""
     parent = SimpleNamespace(cmdline=lambda: ["python", *command.split()])
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "none.yaml")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     if "accelerate" in command:
         monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
@@ -240,7 +295,6 @@ def test_auto_precision_depends_on_the_device_and_on_what_accelerate_was_configu
     assert len(PRECISIONS) == 9 + 4 + 1
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "none.yaml")
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     for name in ("no", "bf16"):  # as `accelerate config` writes them
         Path(f"{name}.yaml").write_text(f"distributed_type: 'NO'\nmixed_precision: '{name}'\nnum_processes: 1\n")

@@ -1,5 +1,6 @@
 """Requests to stop, from the first moment to the last: one line and the documented code, wherever Python stands."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -135,6 +136,57 @@ def test_it_ends_with_75_and_one_line(tmp_path, number):
     assert signalled(start(tmp_path, WAITS_IN_PYTHON), number) == (75, "cleared\n", last_words(number.name))
 
 
+def test_a_hangup_that_is_ignored_as_under_nohup_stays_ignored(tmp_path):
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + textwrap.dedent(SCRIPT)
+    process = run(tmp_path, code.replace("{body}", TRAINS))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    for name in ("SIGTERM", "SIGUSR1"):
+        process.send_signal(signal.Signals[name])
+    assert sorted(process.stdout.readline().split()) == ["SIGTERM", "SIGUSR1"]
+    assert process.communicate("\n", timeout=60)[0] == "done\n"
+    assert process.returncode == 0
+
+
+CLOSED_TERMINAL = """
+    import os, sys, time
+    from gpt2_ddp.distributed.signals import install_handlers
+    from gpt2_ddp.script import run_command
+    from gpt2_ddp.config.tools import ReportConfig
+
+    def main(config):
+        heard = []
+        install_handlers(lambda number, frame: heard.append(number))
+        print("ready", flush=True)
+        while not heard:
+            time.sleep(0.01)
+        for _ in range(3):
+            print("a step", flush=True)
+            print("a warning", file=sys.stderr, flush=True)
+        open("saved", "w").close()
+
+    run_command(ReportConfig, main)
+"""
+
+
+def test_a_terminal_that_closes_stops_a_training_which_saves(tmp_path):
+    """It cannot print any more, either."""
+    terminal, end = os.openpty()
+    command = [sys.executable, "-c", textwrap.dedent(CLOSED_TERMINAL)]
+    login = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", login, *command], cwd=tmp_path, env=environment(), start_new_session=True, **streams
+    )
+    os.close(end)
+    shown = b""
+    while b"ready" not in shown:
+        shown += os.read(terminal, 1000)
+    os.close(terminal)
+    assert process.wait(60) == 0
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("body", [WAITS_OUTSIDE, DOES_NOT_LISTEN], ids=["in C", "swallowed"])
 def test_it_ends_though_python_does_not_come_to_run(tmp_path, body):
     said = "SIGTERM received: stopping\n" + last_words("SIGTERM")
@@ -232,7 +284,8 @@ COMMAND = """
 
 def test_a_script_that_is_interrupted(tmp_path):
     """Of all scripts alike: the library is imported inside, after signals are taken."""
-    main, other, crashes = (run(tmp_path, COMMAND, RANK=rank, WORLD_SIZE="2") for rank in "011")
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    main, other, crashes = (run(tmp_path, COMMAND, RANK=rank, **world) for rank in "011")
     assert signalled(main, signal.SIGINT) == (75, "", last_words("SIGINT"))
     assert signalled(other, signal.SIGINT) == (75, "", "")  # the main process says it
     code, _, calls = signalled(crashes, signal.SIGSEGV)

@@ -8,13 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import ROOT, environment
-from ranks import wait_until
+from ranks import rank_environment, wait_until
 
 from gpt2_ddp.distributed.signals import Stopped
 from gpt2_ddp.distributed.spawn import reserve_port, run_processes, start_processes
@@ -95,6 +96,50 @@ def test_the_end_of_one_ends_all(monkeypatch, capfd, tmp_path, rank, how, error,
     assert ("a bug" in errors) == (how == "crash")
     assert ("saved" in errors) == (how == "stop")
     assert all("rank" not in str(child.cmdline()) for child in psutil.Process().children())
+
+
+LAUNCHED = """
+    import os, sys, time
+    from gpt2_ddp import script
+    from gpt2_ddp.config.tools import StatusConfig
+    from gpt2_ddp.errors import UserError
+
+    def main(config):
+        rank = int(os.environ["RANK"])
+        time.sleep(DELAYS[rank])
+        if rank in FAILING:
+            raise UserError("field", "value", "hint")
+        time.sleep(600)
+
+    script.REPORT_SECONDS = 1.0
+    script.run_command(StatusConfig, main)
+"""
+"""A rank, which imports no torch."""
+
+
+@pytest.mark.parametrize(("delays", "failing", "told"), [
+    ((0.6, 0, 0), {0, 1, 2}, "error: field = value: hint\n"), ((0, 0.6, 0), {0, 1, 2}, "error: field = value: hint\n"),
+    ((0, 0, 0.6), {1, 2}, "error: rank 1: field = value: hint\n"),
+], ids=["late main process", "late other", "only others fail"])  # fmt: skip
+def test_a_launcher_that_ends_all_ranks_at_the_first_exit_loses_no_error(tmp_path, delays, failing, told):
+    """As torchrun and Accelerate do."""
+    code = textwrap.dedent(LAUNCHED).replace("DELAYS", repr(delays)).replace("FAILING", repr(failing))
+    port, errors = reserve_port(), tmp_path / "errors"
+    with errors.open("w") as file:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", code], stderr=file, env=environment(**rank_environment(rank, len(delays), port))
+            )
+            for rank in range(len(delays))
+        ]
+    wait_until(lambda: any(rank.poll() is not None for rank in started))
+    ended = [rank.returncode for rank in started if rank.returncode is not None]
+    for rank in started:
+        rank.terminate()
+    for rank in started:
+        rank.wait(60)
+    assert ended[0] == 2
+    assert [line for line in errors.read_text().splitlines(True) if "error" in line] == [told]
 
 
 def wait_to_be_stopped(folder):

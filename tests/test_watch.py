@@ -71,6 +71,10 @@ ACCUSED = r"""
  | {1: 2.1, 3: 60} | rank 1 on host0: ValueError: a bad sector (at data, step 7)
 {}; {end: failed, error: "ValueError: a bad sector", stage: data, idle: 5.1} | \
  | rank 1 on host0: ValueError: a bad sector (at data, step 7)
+{}; {end: refused, error: "UserError: a: b", idle: 4.9} | {1: 1.9} |
+{end: lost, error: "RuntimeError: gloo"}; {end: refused, error: "UserError: a: b"} \
+ | {1: 2.1} | rank 1 on host0: UserError: a: b
+{}; {end: refused, error: "UserError: a: b", idle: 5.1} | | rank 1 on host0: UserError: a: b
 """
 """What the first ranks say (`N*`: so many of them), seconds that a rank is silent, and the beginning of the verdict.
 None: they make progress, are within their limits, or announced a save; a silent rank is heard before one that seems

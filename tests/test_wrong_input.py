@@ -8,10 +8,12 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from commands import expect_error, run_script, snapshot
 from faults.mutations import check_told
 from ranks import run_ranks
@@ -20,13 +22,17 @@ from runs import built, edit_manifest, spoil, training_config
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import ReportConfig, StatusConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.missing import missing_data
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.report import report
 from gpt2_ddp.reports.status import show_status
+from gpt2_ddp.script import run_command
 from gpt2_ddp.tasks import pretraining
+from gpt2_ddp.tasks.pretraining import make_pretraining
+from gpt2_ddp.training import loop
 
 COMMANDS = """
 train_gpt2 --optim.lr nan | optim.lr
@@ -103,7 +109,7 @@ train_gpt2 --train.branch_from PLACE --train.init_from runs/x | train.branch_fro
 train_gpt2 --train.branch_from /no/such/run | train.branch_from
 PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=0 train_gpt2 | processes | torchrun --nproc_per_node 2
 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0 train_gpt2 | processes | torchrun --nproc_per_node 2
-OMPI_COMM_WORLD_SIZE=2 train_gpt2 | processes | torchrun --nproc_per_node 2
+OMPI_COMM_WORLD_SIZE=2 train_gpt2 | OMPI_COMM_WORLD_SIZE | use torchrun
 ACCELERATE_USE_DEEPSPEED=true train_gpt2 | ACCELERATE_USE_DEEPSPEED
 ACCELERATE_DYNAMO_BACKEND=INDUCTOR train_gpt2 | ACCELERATE_DYNAMO_BACKEND
 ACCELERATE_MIXED_PRECISION=fp16 train_gpt2 | train.mixed_precision
@@ -246,6 +252,38 @@ def test_a_model_larger_than_the_free_memory(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(pretraining, "free_memory", lambda: 10**5)
     config = training_config(corpus, tmp_path)
     expect_error("model = 42,880 parameters: ", built(config).__enter__)
+
+
+def test_a_training_whose_optimizer_does_not_fit(monkeypatch):
+    """On CPUs, each process has weights, gradients and the optimizer's values in this machine's memory."""
+    model, vocab_size = TrainingConfig.model_validate({"train": {"steps": 1}}).model, 512
+    size = 4 * pretraining.count_parameters(model, vocab_size)
+    monkeypatch.setattr(pretraining, "free_memory", lambda: 6 * size - 1)
+    for processes in (0, 1):
+        pretraining.check_memory(model, vocab_size, processes)
+    expect_error("weights, gradients and optimizer take at least", pretraining.check_memory, model, vocab_size, 2)
+
+
+TOO_LITTLE = {
+    "torch": lambda: torch.empty(10**15), "numpy": lambda: np.empty(10**15), "python": lambda: bytes(10**15),
+    "linux": lambda: os.read(os.open("/dev/zero", os.O_RDONLY), 10**15),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("library", TOO_LITTLE)
+def test_too_little_memory_is_one_line(library, monkeypatch, capsys):
+    """A class each: RuntimeError, two of MemoryError, and what Linux says to a read."""
+    monkeypatch.setattr(sys, "argv", ["status.py"])
+    with pytest.raises(SystemExit, match="2"):
+        run_command(StatusConfig, lambda config: TOO_LITTLE[library]())
+    assert re.fullmatch("error: memory = .*more: does not fit .*\n", capsys.readouterr().err)
+
+
+def test_too_little_memory_while_training_is_recorded_as_such(tiny_config, monkeypatch):
+    monkeypatch.setattr(loop, "train_step", lambda run: torch.empty(10**15))
+    config = tiny_config()
+    expect_error("^memory = 4,000,000.0 GB more: does not fit", loop.train, config, make_pretraining)
+    assert read_json(Path(config.output_dir, "run/status.json"))["reason"].startswith("UserError: memory = ")
 
 
 def test_data(place):

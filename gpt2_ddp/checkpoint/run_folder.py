@@ -164,7 +164,22 @@ class RunLog:
         """Records that the run failed, unless its end is recorded already. For any thread."""
         with self._writing, suppress(UserError):  # the reason is printed as well
             if self._state in ("", "running"):
-                self.write_status("failed", step, reason)
+                try:
+                    self.write_status("failed", step, reason)
+                except UserError:
+                    self._folder.check_lock()
+                    self._overwrite_status({"state": "failed", "step": step, "reason": reason})
+
+    def _overwrite_status(self, status: Row) -> None:
+        """Replaces the content of status.json where it is: a full disk has room for no second file."""
+        content = (json.dumps(status) + "\n").encode()
+        with suppress(OSError):
+            file = os.open(self.path / STATUS, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                os.pwrite(file, content, 0)
+                os.ftruncate(file, len(content))
+            finally:
+                os.close(file)
 
     def _put_status(self, status: Row, durable: bool = True) -> None:
         file, content = self.path / STATUS, json.dumps(status) + "\n"

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from gpt2_ddp.errors import UserError
@@ -11,13 +12,23 @@ DIVERGED, STOPPED = 3, 75
 """Exit codes of a run: diverged, which the same command would repeat; stopped early with a checkpoint (EX_TEMPFAIL)."""
 EXIT_CODES = "GPT2_DDP_EXIT_CODES"  # environment variable: the file of exit codes that cloud/launch.sh reads
 ROOT = Path("/")  # folder of Linux's `proc` and `sys`
+RANK_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables without which no ranks can connect
+OTHER_RANK_NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # processes that mpirun started
+NUMBERS = (
+    *("WORLD_SIZE", "RANK", *OTHER_RANK_NAMES, *MPI_SIZES),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK"),
+    *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+"""Variables that Accelerate reads as numbers, before ranks connect."""
 
 
 def launcher_number(name: str) -> int:
-    """The number that a launcher's environment variable holds, of a range MIN:MAX the least; 1 if unset. Raises
-    UserError if it is not a number."""
+    """The number that a launcher's environment variable holds, of PET_NNODES' range MIN:MAX the least; 1 if unset.
+    Raises UserError if it is not a number."""
     value = os.environ.get(name, "1")
-    least = value.partition(":")[0]
+    least = value.partition(":")[0] if name == "PET_NNODES" else value
     if not least.isdecimal():
         raise UserError(name, value, f"is not a launcher's number; `unset {name}`, or correct it")
     return int(least)
@@ -28,6 +39,42 @@ def world_size() -> int:
     UserError as `launcher_number`, also for the numbers that torch reads."""
     size, *_ = map(launcher_number, ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"))
     return size
+
+
+def check_launcher() -> None:
+    """Checks the variables that describe this process as a rank, all together. They may be left over in a shell.
+
+    Raises:
+        UserError: a number is none; some variables are missing, so the rank could not connect or would wait for ever;
+            no such rank; or mpirun started several processes, which would not connect.
+    """
+    for name in NUMBERS:
+        launcher_number(name)
+    sizes = [launcher_number(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")]
+    if max(sizes) > 1 or {"RANK", "LOCAL_RANK"} & os.environ.keys():
+        _check_rank(sizes[0])
+        return
+    for name in MPI_SIZES:
+        if (size := launcher_number(name)) > 1:
+            hint = f"left over in this shell: `unset {name}`; started by mpirun: use torchrun or `accelerate launch`"
+            raise UserError(name, size, f"starts no ranks here. If {hint} instead")
+
+
+def _check_rank(world: int) -> None:
+    """Raises: UserError unless the variables describe one of `world` ranks, which can connect."""
+    alone = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    if alone == {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": None}:
+        return  # a platform describes its only process, which connects to nobody
+    missing = [name for name in RANK_NAMES if not os.environ.get(name, "").strip()]
+    if missing:
+        given = [name for name in (*RANK_NAMES, *OTHER_RANK_NAMES) if os.environ.get(name)]
+        values = ", ".join(os.environ[name] for name in given)
+        hint = f"describe a rank without {', '.join(missing)}, which launchers set, too. If they are left over in this"
+        raise UserError(", ".join(given), values, f"{hint} shell: `unset {' '.join(given)}`")
+    if not 0 < (port := launcher_number("MASTER_PORT")) < 2**16:
+        raise UserError("MASTER_PORT", port, f"is not a port; use 1 to {2**16 - 1}")
+    if (rank := launcher_number("RANK")) >= world:
+        raise UserError("RANK", rank, f"WORLD_SIZE is {world}: ranks are 0 to {world - 1}; correct or unset both")
 
 
 def processes_here() -> int:
@@ -55,11 +102,20 @@ def elastic_nodes() -> str:
 def launcher_option(name: str) -> str:
     """An option of the launcher that is this process's parent, from its command line or torchrun's PET_NAME; empty if
     unset. A `.` in the name is any character: Accelerate accepts `-` and `_`."""
+    words = launcher_command()
+    for word, following in pairwise([*words, ""]):
+        flag, is_joined, value = word.partition("=")
+        if re.fullmatch(f"--{name}", flag):
+            return value if is_joined else following
+    return os.environ.get(f"PET_{name.upper()}", "")
+
+
+def launcher_command() -> list[str]:
+    """The command line of this process's parent, in words; empty without one."""
     import psutil  # here, as `--help` does not need it
 
     parent = psutil.Process().parent()
-    given = re.search(rf"--{name}[= ](\S+)", " ".join(parent.cmdline() if parent else []))
-    return given[1] if given else os.environ.get(f"PET_{name.upper()}", "")
+    return parent.cmdline() if parent else []
 
 
 def exit_code(outcome: str) -> int:

@@ -8,14 +8,19 @@ from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from accelerate import Accelerator, PartialState
+from accelerate.commands.config import config_args
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import (
+    check_launcher,
+    launcher_command,
     launcher_number,
     launcher_option,
     processes_here,
@@ -29,6 +34,15 @@ from gpt2_ddp.errors import UserError
 USE_TORCHRUN = (
     "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
 )
+
+UNUSED_OPTIONS = {
+    "gradient_accumulation_steps": (
+        ("1", "auto"),
+        "set --train.global_batch_tokens and --train.micro_batch_size, from which the accumulation follows",
+    ),
+    "gradient_clipping": (("auto", "none"), "set --optim.grad_clip"),
+}
+"""Options of Accelerate's launcher that only its plugins read: values that ask for nothing, and what to set instead."""
 
 
 def start_run(config: RunConfig) -> PartialState:
@@ -58,8 +72,17 @@ def start_run(config: RunConfig) -> PartialState:
 def build_accelerator(
     device: str = "auto", mixed_precision: str = "auto", timeout: timedelta = COLLECTIVE
 ) -> Accelerator:
-    """The Accelerator of every script but trainings. Raises UserError as `connect_processes`."""
-    connect_processes(device, mixed_precision, timeout=timeout)
+    """The Accelerator of every script but trainings. Raises UserError as `connect_processes`; also for ranks that
+    cannot connect, unless the script has a `timeout` of its own."""
+    start = partial(connect_processes, device, mixed_precision)
+    if world_size() == 1 or timeout != COLLECTIVE:
+        start(timeout=timeout)
+    else:
+        from gpt2_ddp.distributed.peers import connect
+
+        connect(start, None)
+        everyone: Any = dist.group.WORLD
+        everyone.set_timeout(timeout)
     return make_accelerator(pick_precision(mixed_precision, pick_device(device)))
 
 
@@ -83,6 +106,7 @@ def connect_processes(
         UserError: fewer processes than requested; an unavailable device, precision or plugin; a launcher's variable
             that is not a number.
     """
+    check_launcher()
     started, asked = world_size(), processes_asked_for()
     allow_open_files()
     if started < asked:
@@ -99,6 +123,12 @@ def connect_processes(
     if processes.num_processes != started:
         hint = f"only {processes.num_processes} connected; " + USE_TORCHRUN.format(n=started)
         raise UserError("processes", started, hint)
+    device_of_accelerate: Any = processes.device
+    if device_of_accelerate.type != target.type:
+        hint = (
+            f"by ACCELERATE_TORCH_DEVICE, but this command uses {target.type}; unset the variable, or choose its device"
+        )
+        raise UserError(f"{section}device", device_of_accelerate, hint)
     return processes
 
 
@@ -149,22 +179,47 @@ def processes_asked_for() -> int:
     per_node = env.get("PET_NPROC_PER_NODE", "")  # Kubeflow; torchrun reads PET_*, accelerate does not
     asked.append(launcher_number("PET_NNODES") * (int(per_node) if per_node.isdecimal() else 1))
     if "WORLD_SIZE" not in env and under_launcher():  # Accelerate starts one with `--cpu --num_processes 2`
-        asked.append(int(launcher_option("num.processes") or 1))
+        given = launcher_option("num.processes") or str(_accelerate_file().get("num_processes", 1))
+        asked.append(int(given) if given.isdecimal() else 1)
     return max(asked)
 
 
+def _accelerate_file() -> dict[str, Any]:
+    """The answers of `accelerate config` that the `accelerate launch` above this process read: those in its
+    --config_file or, unless it has --cpu, in Accelerate's default file. Empty without."""
+    words = launcher_command()
+    if not any(Path(word).name.startswith("accelerate") for word in words):
+        return {}
+    file = launcher_option("config.file")
+    if not file and "--cpu" not in words:
+        file = config_args.default_config_file
+    if not file or not Path(file).is_file():
+        return {}
+    answers = yaml.safe_load(Path(file).read_text(encoding="utf-8"))  # JSON is YAML
+    return answers if isinstance(answers, dict) else {}
+
+
 def _check_environment(target: torch.device, backend: str) -> None:
-    """Raises UserError for too many processes per GPU, nccl without GPUs, or plugins of `accelerate config`."""
+    """Raises UserError for too many processes per GPU, nccl without GPUs, or settings of Accelerate that would change
+    nothing here."""
     if target.type == "cuda" and processes_here() > torch.cuda.device_count():
         hint = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
         raise UserError("processes", processes_here(), hint)
     if backend == "nccl" and target.type != "cuda":
         raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
-    for plugin in ("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "DYNAMO_BACKEND"):
+    for plugin in ("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "DYNAMO_BACKEND", "USE_PARALLELISM_CONFIG"):
         value = os.environ.get(f"ACCELERATE_{plugin}", "").lower()
         if value not in ("", "no", "false"):
             hint = "this training does not use it; answer no in `accelerate config`"
             raise UserError(f"ACCELERATE_{plugin}", value, hint)
+    for option, (nothing, hint) in UNUSED_OPTIONS.items():
+        variable = f"ACCELERATE_{option.upper()}"
+        if variable in os.environ:
+            name, value = variable, os.environ[variable]
+        else:
+            name, value = f"--{option}", launcher_option(option.replace("_", ".")) if under_launcher() else ""
+        if value not in ("", *nothing):
+            raise UserError(name, value, f"of `accelerate launch` changes nothing here; {hint}")
 
 
 def pick_precision(name: str, target: torch.device, section: str = "") -> str:

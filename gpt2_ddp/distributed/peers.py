@@ -21,14 +21,15 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpt2_ddp.distributed.environment import world_size
+from gpt2_ddp.distributed.environment import RANK_NAMES, world_size
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.distributed.ranks import COLLECTIVE, WATCHED
 from gpt2_ddp.distributed.signals import Stopped, before_forced_end
 from gpt2_ddp.distributed.watchdog import AFTERMATH, HEARTBEAT_INTERVAL, SILENCE, TIMEOUT, Heartbeat, Verdict, Watchdog
-from gpt2_ddp.errors import UserError, is_main_process
+from gpt2_ddp.errors import UserError, is_main_process, print_own
 
 CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
+PATIENT = 20.0  # seconds of connecting after which a rank says what it waits for
 LEAST_CONNECTING = 30.0  # one rank may load libraries for longer than another
 GRACE = 2.0  # seconds to wait for an expected heartbeat, error message or exit
 
@@ -46,6 +47,7 @@ def connect(start: Callable[..., PartialState], patience: float | None) -> Parti
         mistake = _not_connected(str(error).splitlines()[0].rpartition("] ")[2])
         if not is_main_process():  # `run_command` prints the main process's error only; here every rank has its own
             print(f"error: {mistake}", file=sys.stderr)
+            mistake.is_printed = True
         raise mistake from error
     finally:
         connected.set()
@@ -54,7 +56,10 @@ def connect(start: Callable[..., PartialState], patience: float | None) -> Parti
 def _watch_connecting(connected: threading.Event, seconds: float) -> None:
     """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times, each time for its
     whole timeout."""
-    if not connected.wait(seconds + AFTERMATH):
+    if not connected.wait(PATIENT):
+        variables = ", ".join(f"{name} {os.environ.get(name)}" for name in RANK_NAMES)
+        print(f"note: this rank waits for all others to connect ({variables})", file=sys.stderr, flush=True)
+    if not connected.wait(seconds + AFTERMATH - PATIENT):
         print(f"error: {_not_connected(f'one of them has not answered within {seconds:.0f} s')}", file=sys.stderr)
         os._exit(2)
 
@@ -84,11 +89,8 @@ def judge(seen: Sequence[Observed], patience: float, silence_only: bool = False)
     """
     running = [one for one in seen if one.beat.end not in ("left", "stopped")]
     ends = {one.beat.end for one in running}
-    for beat, silent in running:  # other ranks lost their collective because of it
-        if beat.end == "failed" and (silent > GRACE or beat.idle > AFTERMATH):
-            return Verdict(f"{beat.name}: {beat.error} (at {beat.place})")
-    if "failed" in ends:
-        return None
+    if ends & {"failed", "refused"}:  # other ranks lost their collective because of it
+        return _judge_errors(running)
     limit = min(max(patience, SILENCE), AFTERMATH if "lost" in ends else math.inf)
     lines, stuck = [], []
     for beat, silent in running:
@@ -104,6 +106,17 @@ def judge(seen: Sequence[Observed], patience: float, silence_only: bool = False)
         if all(beat.idle > beat.limit for beat in behind):
             lines = [beat.stall for beat in behind]
     return Verdict("\n".join(lines), stuck) if lines else None
+
+
+def _judge_errors(seen: Sequence[Observed]) -> Verdict | None:
+    """The verdict on ranks that ended with an error; None for a moment, in which this rank may raise the same one."""
+    for beat, silent in seen:
+        if beat.end == "failed" and (silent > GRACE or beat.idle > AFTERMATH):
+            return Verdict(f"{beat.name}: {beat.error} (at {beat.place})")
+    for beat, silent in seen:
+        if beat.end == "refused" and (silent > GRACE or beat.idle > AFTERMATH):
+            return Verdict(f"{beat.name}: {beat.error}", by=beat.rank, exit_code=2)
+    return None
 
 
 class PeerWatchdog(Watchdog):
@@ -124,7 +137,7 @@ class PeerWatchdog(Watchdog):
         self.how_ended = self.error = ""
         self.verdict: Verdict | None = None
         self._proposal: Verdict | None = None
-        self.is_cut_off = self._is_done = False
+        self.is_cut_off = self._is_done = self._has_refused = False
         self._sent, self._wake = Heartbeat(unknown, rank), threading.Event()
         # the process that serves the store; 0 for a store of rank 0
         self._launcher = os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
@@ -139,14 +152,30 @@ class PeerWatchdog(Watchdog):
     def failed(self, error: BaseException) -> None:
         """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank.
         Then this waits for the verdict on that rank, which ends the process. Returns if no other is at fault."""
-        if self.how_ended == "failed" or self.ended.is_set():
+        if self.how_ended == "failed" or self._has_refused or self.ended.is_set():
             return
         self.progress()
         message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+        if isinstance(error, UserError) and not error.on_every_rank:
+            self._refuse(error, message)
+            return
         if _is_of_collective(error):
             self.end("lost", message)
             self.ended.wait(AFTERMATH + 3 * GRACE)
         self.end("stopped" if isinstance(error, Stopped) else "failed", message)
+
+    def _refuse(self, error: UserError, message: str) -> None:
+        """Sends a user error that other ranks may not have, which end with 2. The main process records it before, as
+        its launcher may end it. Another rank prints it, unless the main process has the same one."""
+        self._has_refused = True
+        self._record(message)
+        self.end("refused", message)
+        if self._rank:
+            self._wait(lambda: self.verdict or self.seen[0][0].end not in ("", "lost"), 2 * AFTERMATH)
+            main = self.seen[0][0]
+            if (main.end, main.error) != ("refused", message):
+                print_own(error)
+            self.end("left")
 
     def end(self, how: str, error: str = "") -> None:
         """Sends the end of this rank, and its error, to the other ranks. For any thread."""
@@ -199,8 +228,8 @@ class PeerWatchdog(Watchdog):
             if rest and (beat := Heartbeat(Process(*process), *rest)) != self.seen[rank][0]:
                 self.seen[rank] = beat, self._clock
         if verdict:
-            reason, stuck, by = json.loads(verdict)
-            self.verdict = Verdict(reason, [Process(*process) for process in stuck], by)
+            reason, stuck, *rest = json.loads(verdict)
+            self.verdict = Verdict(reason, [Process(*process) for process in stuck], *rest)
         self._store.set(f"signs/{self._rank}", json.dumps(outgoing))
 
     def outgoing(self) -> Heartbeat:
@@ -223,6 +252,8 @@ class PeerWatchdog(Watchdog):
             return 0
 
     def _judge(self) -> Verdict | None:
+        if self._has_refused:  # the main thread ends this process
+            return None
         if self.how_ended in ("", "lost") and any(beat.end == "stopped" for beat, _ in self.seen.values()):
             self.end("stopped")  # of rank 0, to the others
             os.kill(os.getpid(), signal.SIGTERM)
@@ -235,8 +266,23 @@ class PeerWatchdog(Watchdog):
         return self.verdict or judge(seen, patience, silence_only=rank > 0)
 
     def _end(self, verdict: Verdict) -> None:
-        self._proposal = verdict._replace(by=self._rank)
+        self._proposal = verdict._replace(by=self._rank) if verdict.exit_code is None else verdict
         self._wait(lambda: self.verdict)
         # without the store of rank 0, the first rank of this machine reports
         first = max(self._rank - int(os.environ.get("LOCAL_RANK", "0")), 1)
-        super()._end(self.verdict or verdict._replace(by=first))
+        final = self.verdict or (verdict if verdict.exit_code else verdict._replace(by=first))
+        if final.exit_code is not None:
+            self._await_report(final)
+        super()._end(final)
+
+    def _await_report(self, verdict: Verdict) -> None:
+        """Waits until the rank with a user error has printed it, and rank 0 has recorded it: a launcher ends all ranks
+        as soon as one has ended."""
+        self._record(verdict.reason)
+        self.end("left")
+        if self._rank == 0:
+            self._wait(lambda: self.seen[verdict.by][0].end == "left", 2 * AFTERMATH)
+            return
+        main, deadline = self.seen[0][0].process, time.monotonic() + 2 * AFTERMATH
+        while main.is_here and not main.is_gone and time.monotonic() < deadline:
+            time.sleep(0.05)

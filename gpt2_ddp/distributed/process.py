@@ -8,17 +8,20 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_ddp.distributed.environment import STOPPED, machines
 from gpt2_ddp.distributed.signals import Stopped, has_signal
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.distributed.streams import CLOSED, OutputLost
+from gpt2_ddp.errors import UserError, is_main_process
 
 POLL_SECONDS = 0.5
 CHILD = "GPT2_DDP_CHILD"  # environment variable of what `start_module` started
-LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "PET_", "OMPI_")
+LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "PET_")
+LAUNCHERS += ("OMPI_", "PMI_", "MPI_LOCAL", "MV2_")
 """Prefixes of the environment variables by which launchers describe a rank."""
 
 
@@ -67,6 +70,38 @@ def _started(pid: int) -> int:
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
+def main_process_here() -> Any:
+    """The main process (rank 0) of this rank's world, as a psutil.Process; None if it has ended, was started on another
+    machine or by another launcher, or is this process."""
+    if is_main_process():
+        return None
+    import psutil  # here, as `--help` does not need it
+
+    mine = {name: os.environ.get(name) for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    with suppress(psutil.Error):
+        for process in psutil.Process(os.getppid()).children():
+            with suppress(psutil.Error):  # it has ended
+                theirs = process.environ()
+                if theirs.get("RANK") == "0" and mine == {name: theirs.get(name) for name in mine}:
+                    return process
+    return None
+
+
+def wait_for_end(process: Any, seconds: float) -> bool:
+    """Waits for the end of a psutil.Process, which is no child, for so many seconds at most. Returns whether it has
+    ended."""
+    import psutil  # here, as `--help` does not need it
+
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.05)
+                continue
+        return True
+    return False
+
+
 def end_with_parent(number: int) -> None:
     """Sends this process signal `number` when its parent process ends, even by `kill -9`. One of several machines that
     lost its launcher without a signal is lost: its ranks are killed, and the other machines' launchers continue or end.
@@ -94,7 +129,9 @@ def start_module(module: str, *arguments: str, **pipes: Any) -> subprocess.Popen
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     environment |= {CHILD: "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-P", "-m", module, *arguments]
-    return subprocess.Popen(command, env=environment, process_group=0, text=True, **pipes)
+    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0] or None  # that of the child's streams
+    text = {"encoding": encoding, "errors": "replace"}
+    return subprocess.Popen(command, env=environment, process_group=0, text=True, **text, **pipes)
 
 
 def run_module(module: str, *arguments: str, **pipes: Any) -> None:
@@ -103,6 +140,7 @@ def run_module(module: str, *arguments: str, **pipes: Any) -> None:
     Raises:
         UserError: the module's user errors (exit code 2).
         Stopped: the module was stopped.
+        OutputLost: the module's standard output, which may be this process's, is closed.
         CalledProcessError: the module crashed, with a traceback on stderr.
     """
     mistakes: list[str] = []
@@ -122,5 +160,7 @@ def run_module(module: str, *arguments: str, **pipes: Any) -> None:
         raise UserError.join(mistakes)
     if code == STOPPED:
         raise Stopped(f"a signal to {module} {arguments[0]}")
+    if code == CLOSED:
+        raise OutputLost("Broken pipe") from BrokenPipeError()
     if code:
         raise subprocess.CalledProcessError(code, process.args)

@@ -1,4 +1,6 @@
-"""SIGTERM, SIGINT and SIGUSR1: handlers of stop requests, from a script's start to its end. No torch.
+"""SIGTERM, SIGINT, SIGUSR1 and SIGHUP: handlers of stop requests, from a script's start to its end. No torch.
+
+SIGHUP, of a terminal that closes, stays ignored where it is ignored at the start, as under nohup.
 
 A training installs its own handler (`install_handlers`). At any other time there is nothing to save, so the signal ends
 the process: by an exception, or by force if the main thread runs no Python, as in a collective that waits for a rank.
@@ -17,7 +19,7 @@ from typing import Any
 
 from gpt2_ddp.distributed.environment import stop_code, world_size
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 130  # exit code after a SIGINT that ends the process at once, as in a shell
 PATIENCE_SECONDS = 2.0  # until a process with nothing to save is ended by force
 QUICK_SECONDS = 0.2  # after which a process that still runs reports the signal
@@ -133,8 +135,10 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _set_handlers(handler: Any = _on_signal) -> Callable[[], None]:
-    """Sets the handler of the three signals; returns the function that restores the handlers before."""
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    """Sets the handler of the signals; returns the function that restores the handlers before."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handled = [number for number in SIGNALS if not (number == signal.SIGHUP and is_ignored)]
+    before = {number: signal.signal(number, handler) for number in handled}
 
     def restore() -> None:
         for number, previous in before.items():

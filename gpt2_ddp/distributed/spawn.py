@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from gpt2_ddp.distributed.environment import STOPPED, usable_cores, world_size
 from gpt2_ddp.distributed.process import POLL_SECONDS, end_with_parent
 from gpt2_ddp.distributed.signals import SIGNALS, Stopped, exit_on_signal, install_handlers
+from gpt2_ddp.distributed.streams import CLOSED, OutputLost, standard_streams
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
 from gpt2_ddp.errors import UserError, is_main_process
 
@@ -62,6 +63,8 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
         uninstall()
     if any(rank.exitcode == STOPPED for rank in ranks):
         raise Stopped("a signal to a rank")
+    if any(rank.exitcode == CLOSED for rank in ranks):
+        raise OutputLost("Broken pipe") from BrokenPipeError()
     if error is not None:
         raise error
     if any(rank.exitcode for rank in ranks):
@@ -106,7 +109,7 @@ _HELD: list[socket.socket] = []
 
 def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
     os.setpgrp()  # the parent passes a Ctrl-C on: once, not twice
-    with exit_on_signal(lambda line: None):  # the parent reports it
+    with exit_on_signal(lambda line: None), standard_streams():  # the parent reports a signal
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # pending ones are delivered
         end_with_parent(signal.SIGTERM)
         function(*arguments)

@@ -35,8 +35,9 @@ class Heartbeat(NamedTuple):
     limit: float = TIMEOUT  # allowed seconds of these
     stack: str = ""  # of an idle main thread
     end: str = ""
-    """How the rank has ended, if it has: `lost`: a collective failed, maybe because another rank ended; `failed`: by an
-    error of its own; `stopped`: by a signal, with nothing to save; `left`: it has closed its watchdog."""
+    """How the rank has ended, if it has: `lost`: a collective failed, maybe because another rank ended; `refused`: by a
+    user error of its own, which it prints; `failed`: by another error; `stopped`: by a signal, with nothing to save;
+    `left`: it has closed its watchdog."""
     error: str = ""  # that this rank raised
 
     @property
@@ -61,6 +62,7 @@ class Verdict(NamedTuple):
     reason: str  # for the user
     stuck: Sequence[Process] = ()  # to be killed, as they may not end by themselves
     by: int = 0  # rank that prints the reason
+    exit_code: int | None = None  # of the processes that it ends; None: the watchdog's
 
 
 def stack_of(thread: int) -> str:
@@ -193,11 +195,14 @@ class Watchdog:
         """Prints, records and carries out a verdict: ends this process and the stuck ones."""
         if verdict.by == self._rank:
             lines = ("error: " * (line[:1] != " ") + line for line in verdict.reason.splitlines())
-            os.write(2, ("\n" + "\n".join(lines) + "\n").encode())  # the main thread may hold the lock of sys.stderr
+            with suppress(OSError):  # closed
+                # the main thread may hold the lock of sys.stderr
+                os.write(2, ("\n" + "\n".join(lines) + "\n").encode())
         for process in verdict.stuck:
             process.kill()
         last = threading.Thread(target=lambda: (self._record(verdict.reason), sys.stdout.flush()), daemon=True)
         last.start()
         last.join(AFTERMATH)  # the disk may block
         time.sleep(3 * HEARTBEAT_INTERVAL)  # until other ranks have read the verdict
-        os._exit(self._exit_code)  # the main thread may be inside a collective that never returns
+        # the main thread may be inside a collective that never returns
+        os._exit(self._exit_code if verdict.exit_code is None else verdict.exit_code)

@@ -45,7 +45,7 @@ class _Worker(SpawnProcess):
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Blocks the three signals in processes that are started inside, until they unblock them."""
+    """Blocks the signals of stops in processes that are started inside, until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

@@ -215,7 +215,8 @@ class Pretraining:
         loads = self._saved or self._needs_weights
         begins = is_main_process() and not loads  # others receive their weights, or load a checkpoint's
         is_whole = torch.get_default_device().type != "meta" and (begins or not is_sharded)  # plan.py's is on meta
-        on_every_rank(lambda: is_whole and check_memory(config.model, self.manifest.vocab_size))
+        trains_here = processes_here() if self.accelerator.device.type == "cpu" and not is_sharded else 0
+        on_every_rank(lambda: is_whole and check_memory(config.model, self.manifest.vocab_size, trains_here))
         torch.manual_seed(config.seed)
         make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
         if is_sharded:
@@ -335,10 +336,13 @@ def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Ch
     return Pretraining(config, accelerator, saved)
 
 
-def check_memory(model: ModelConfig, vocab_size: int) -> None:
-    """Raises: UserError if this machine has less free memory than the weights take."""
+def check_memory(model: ModelConfig, vocab_size: int, processes: int = 0) -> None:
+    """Raises: UserError if this machine has less free memory than the weights take or, with training `processes` in it,
+    their weights, gradients and one value of the optimizer for each."""
     count, free = count_parameters(model, vocab_size), free_memory()
-    size = 4 * count
+    size, what = 4 * count, "their weights take"
+    if processes:
+        size, what = 12 * count * processes, "weights, gradients and optimizer take at least"
     if size > free:
-        hint = f"their weights take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
+        hint = f"{what} {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
         raise UserError("model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model")

@@ -21,6 +21,7 @@ from gpt2_ddp.distributed.environment import elastic_nodes, machines
 from gpt2_ddp.distributed.launch import make_accelerator, pick_precision, start_run
 from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
+from gpt2_ddp.errors import user_error_of
 from gpt2_ddp.model.compiled import check_compiler
 from gpt2_ddp.state import Progress
 from gpt2_ddp.training.strategy import Replicated
@@ -133,9 +134,12 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
                 begun,
                 config.get("eval.patience"),
             )
-        except BaseException as error:
+        except BaseException as caught:
+            error = user_error_of(caught)
             watchdog.failed(error)  # ends this process if another rank is at fault
-            raise
+            if error is caught:
+                raise
+            raise error from caught
 
 
 def _start_watchdog(processes: PartialState, patience: float | None) -> Watchdog:

@@ -26,7 +26,7 @@ from gpt2_ddp.distributed.environment import spare_core
 from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import user_error_of
 from gpt2_ddp.model.compiled import compiled, resolve_compile
 from gpt2_ddp.project import git_commit
 from gpt2_ddp.state import LogEnd, OptimizerState, Scores, Setup, State
@@ -247,9 +247,12 @@ def start(trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = 
         log.write_status("running", run.step)
         metrics.print(describe_start(run))
         yield run
-    except BaseException as error:
+    except BaseException as caught:
+        error = user_error_of(caught)
         _record_failure(run, error)
-        raise
+        if error is caught:
+            raise
+        raise error from caught
     finally:
         stop.restore_handlers()
     metrics.close()
@@ -261,8 +264,6 @@ def _record_failure(run: Opened, error: BaseException) -> None:
     run.watchdog.failed(error)  # ends this process if another rank is at fault
     if run.log.is_main:
         run.log.write_failure(run.step, f"{type(error).__name__}: {error}")
-    elif isinstance(error, UserError) and not error.on_every_rank:  # only this rank has it
-        print(f"error: rank {run.accelerator.process_index}: {error}", file=sys.stderr)
 
 
 def finish(run: Training, outcome: Outcome, reason: str = "") -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from commands import run_script
 from disk import interpose, refuse
-from ranks import in_turn, run_ranks
-from runs import checkpoint_at, newest_checkpoint, saved_steps, status, train, training_config, untimed
+from ranks import in_turn, run_ranks, start_ranks
+from runs import checkpoint_at, newest_checkpoint, open_folder, saved_steps, status, train, training_config, untimed
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL
 from gpt2_ddp.checkpoint.intact import verify
+from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.errors import UserError
 
 SLOW = pytest.mark.slow
 
@@ -92,7 +94,10 @@ def test_a_full_disk_at_every_place_that_is_written(corpus, tmp_path, halfway, w
     print(len(places), *places, sep="\n")
 
 
-def script_on_a_bad_disk(arguments, run, number):
+OPTIMIZER = "checkpoints/.step-00000006.tmp/optimizer"
+
+
+def script_on_a_bad_disk(arguments, run, number, refused=OPTIMIZER):
     """Runs the training script; exit code and stderr. EDQUOT: the main process's disk refuses one file. EROFS: from the
     first save on, nothing can be changed any more, as when Linux mounts a broken disk read-only."""
     dead = False
@@ -100,7 +105,7 @@ def script_on_a_bad_disk(arguments, run, number):
     def tell(operation, name):
         nonlocal dead
         dead = dead or (operation == "open" and name.endswith(".safetensors"))
-        one = operation == "write" and name.startswith("checkpoints/.step-00000006.tmp/optimizer")
+        one = operation == "write" and name.startswith(refused)
         if dead if number == errno.EROFS else one:
             refuse(number)
 
@@ -127,6 +132,39 @@ def test_all_ranks_end(corpus, tmp_path, halfway, parallel):
     assert ".step-00000006.tmp/optimizer" in told(said)
     assert (code, *other) == (2, 2, "")
     assert saved_steps(tmp_path / "runs/run") == [5]
+
+
+def test_a_row_that_cannot_be_written_ends_all_ranks_alike(corpus, tmp_path, halfway, capfd):
+    """The main process alone has that error: it says so, and records it."""
+    shutil.copytree(halfway, tmp_path / "runs")
+    arguments = write_config(tmp_path, training_config(corpus, tmp_path / "runs", FURTHER))
+    main, other = start_ranks(script_on_a_bad_disk, 2, arguments, tmp_path / "runs/run", errno.EDQUOT, "metrics")
+    (code, said), _ = main[1].recv()
+    other[0].join(60)
+    assert (code, other[0].exitcode) == (2, 2)
+    assert told(said).startswith("error: file = ")
+    assert "error" not in capfd.readouterr().err
+    assert status(tmp_path / "runs/run")["state"] == "failed"
+
+
+def test_a_failure_is_recorded_where_a_full_disk_has_room_for_no_second_file(monkeypatch, tmp_path):
+    folder = open_folder(tmp_path / "run")
+    log = RunLog(folder)
+    log.write_status("running", 3)
+
+    def refuse_file(path, *_):
+        raise UserError("file", path, "cannot be written (No space left on device)")
+
+    monkeypatch.setattr("gpt2_ddp.checkpoint.run_folder.write_atomically", refuse_file)
+    log.write_failure(4, "the disk is full")
+    assert status(folder.path) == {"state": "failed", "step": 4, "reason": "the disk is full"}
+    other = tmp_path / "other.txt"
+    other.write_text("of somebody else")
+    (folder.path / "status.json").unlink()
+    (folder.path / "status.json").symlink_to(other)
+    RunLog(folder).write_failure(5, "the disk is full")
+    folder.release()
+    assert other.read_text() == "of somebody else"
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=SLOW)])

@@ -104,8 +104,10 @@ LAUNCHERS = {
     "accelerate": ACCELERATE,
     "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node", "2"],
     "processes": [sys.executable],
+    "nohup": ["nohup", *TORCHRUN, "--standalone", "--nproc_per_node", "2"],
 }
-"""`processes` is `--launch.processes 2`, which only the small jobs have; torchrun and it have two ranks."""
+"""`nohup` ignores a hangup for torchrun, which heeds it nevertheless. `processes` is `--launch.processes 2`, which only
+the small jobs have; these two and torchrun have two ranks."""
 
 
 class Cell(NamedTuple):
@@ -189,7 +191,7 @@ def expected_code(cell):
 
 
 def await_stage(cell, folder, process, mark):
-    metrics, world = folder / "run/metrics.jsonl", 2 if cell.launcher in ("torchrun", "processes") else 1
+    metrics, world = folder / "run/metrics.jsonl", 1 if cell.launcher in ("python", "accelerate") else 2
 
     def trains():
         is_whole = metrics.exists() and metrics.read_text().endswith("\n")
@@ -235,6 +237,8 @@ def ranks(mark):
         Cell("accelerate", "launcher", "TERM", "training"),
         Cell("torchrun", "group", "TERM", "training"),
         Cell("processes", "launcher", "TERM", "training"),
+        Cell("python", "launcher", "HUP", "training"),
+        Cell("nohup", "group", "HUP", "training"),
     ],
     ids=str,
 )
@@ -245,7 +249,7 @@ def test_a_few_stops(cell, corpus, tmp_path):
 MATRIX = [
     Cell(launcher, *cell)
     for launcher, cell in product(
-        LAUNCHERS, product(("launcher", "rank", "group"), ("TERM", "INT", "USR1"), ("imports", "training"))
+        LAUNCHERS, product(("launcher", "rank", "group"), ("TERM", "INT", "USR1", "HUP"), ("imports", "training"))
     )
     if (launcher, cell[0]) != ("python", "rank")  # its launcher is its rank
 ]

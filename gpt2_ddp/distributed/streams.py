@@ -1,0 +1,95 @@
+"""The standard streams of commands and of the processes that they start. No torch."""
+
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from gpt2_ddp.distributed.environment import record_exit
+from gpt2_ddp.errors import UserError, print_line
+
+CLOSED = 128 + signal.SIGPIPE
+"""Exit code of a command whose standard output was closed, as after SIGPIPE."""
+
+
+class OutputLost(BaseException):
+    """The standard output cannot be written: its pipe is closed, or the disk of its file is full. The cause is its
+    OSError. A BaseException: it is no failure of the files that a command reads or writes."""
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Replaces the standard streams meanwhile. Characters that the terminal's encoding lacks become `?`. Errors of
+    stderr are ignored, and those of a closed terminal. Raises SystemExit if stdout cannot be written otherwise: 141 for
+    a closed pipe; else 2, with an `error:` line."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _replaced(sys.stdout, is_output=True), _replaced(sys.stderr)
+    try:
+        try:
+            yield
+        except SystemExit as end:
+            if end.code in (None, 0):
+                sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+    except OutputLost as lost:
+        raise SystemExit(_exit_code(lost)) from None
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OutputLost as lost:
+                _exit_code(lost)
+            except (AttributeError, ValueError):  # none; closed
+                pass
+        sys.stdout, sys.stderr = before
+
+
+def _exit_code(lost: OutputLost) -> int:
+    """The exit code of a command that lost its output. What is still buffered goes nowhere."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    if isinstance(lost.__cause__, BrokenPipeError):
+        return CLOSED
+    print_line(f"error: {UserError('standard output', 'this one', f'cannot be written ({lost}); send it elsewhere')}")
+    return record_exit(2)
+
+
+def _replaced(stream: Any, is_output: bool = False) -> TextIO:
+    """A stream of the same descriptor and encoding. A stream without a descriptor stays, as in notebooks."""
+    try:
+        number = stream.fileno()
+        stream.flush()
+    except (AttributeError, OSError, ValueError):  # no stream; one in memory; a closed one
+        return stream
+    is_unbuffered = getattr(stream, "write_through", False)
+    raw: Any = _Descriptor(number, is_output)
+    return io.TextIOWrapper(
+        raw if is_unbuffered else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors="replace" if is_output else "backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=is_unbuffered,
+    )
+
+
+class _Descriptor(io.FileIO):
+    """The open file of a standard stream."""
+
+    def __init__(self, number: int, is_output: bool):
+        super().__init__(number, "w", closefd=False)
+        self._is_output = is_output
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self._is_output and error.errno != errno.EIO:  # EIO: the terminal is gone, and SIGHUP follows
+                raise OutputLost(error.strerror) from error
+            return len(data)
