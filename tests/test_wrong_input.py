@@ -185,14 +185,21 @@ seed: true | seed
 """Text of a configuration, and the field of its error."""
 
 
+def pairs(words):
+    """Pairs of words."""
+    return [*zip(words[::2], words[1::2], strict=True)]
+
+
 def run_commands(commands, flags):
-    """What each command answers, with its variables, in turn in this process; `flags` come first."""
+    """What each command answers, with its variables, in turn in this process; `flags` come first, and are pairs, of
+    which a command replaces those that it has."""
     found, before = [], dict(os.environ)
     for words in map(shlex.split, commands):
         count = next(number for number, word in enumerate(words) if "=" not in word)
         os.environ.update(word.split("=", 1) for word in words[:count])
         script, *own = words[count:]
-        found.append(run_script(script, (flags if script == "train_gpt2" else []) + own))
+        shared = [word for pair in pairs(flags) if pair[0] == "--config" or pair[0] not in own for word in pair]
+        found.append(run_script(script, (shared if script == "train_gpt2" else []) + own))
         os.environ.clear()
         os.environ.update(before)
     return found
