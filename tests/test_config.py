@@ -332,11 +332,14 @@ def test_every_wrong_value_is_refused_in_plain_words(command):
 
 YAML = {
     "a: [": "line 1, column 5: ",
-    "seed: 1\ntrain: {a: *b}": r"line 2, column 12: an alias; quote a text that begins with \*; the line is train: {a: \*b}",
+    "seed: 1\ntrain: {a: *b}": r"line 2, column 12: an alias; quote a text that begins with \*; .* train: {a: \*b}",
     "seed: 1\nseed: 2": "line 2, column 1: the key seed is there twice; the line is seed: 2",
     "seed: '\x01'": "has a character that YAML forbids, at position 7",
     "[" * 1000: "is nested more than 50 levels deep",
-    "optim:\n\tlr: 1": r"line 2, column 1: found character '\\t' that cannot start any token; the line is lr: 1",
+    "optim:\n\tlr: 1": "line 2, column 1: a tab, @, ` or % begins this; indent by blanks, quote texts; .* lr: 1",
+    "optim:\n  lr: 1\n name: x": "line 3, column 2: the indentation differs from that of the lines above; .* name: x",
+    "optim: {lr: 1\nseed: 3": "line 2, column 5: a comma or a closing bracket is missing; the line is seed: 3",
+    "run_name: a: b": "line 1, column 12: a second colon; quote a text that has one",
 }
 
 

@@ -66,7 +66,7 @@ def check_name(value: object) -> None:
     if not value.strip():
         raise ValueError("is empty, like a variable that is not set; give a value, or leave this out")
     if "://" in value and (
-        not re.match(r"[A-Za-z][\w+.-]*://", value) or "::" in value or value.startswith("reference:")
+        not re.match(r"[A-Za-z][\w+.-]*://.*[^/]", value) or "::" in value or value.startswith("reference:")
     ):
         raise ValueError("should be a folder, or the URL of one storage, like s3://BUCKET/FOLDER")
 
@@ -94,7 +94,7 @@ class Section(BaseModel):
         if str(value).lower() in ("none", "null") and (takes_list or type(None) in kinds):
             value = () if takes_list else None
         if takes_list and isinstance(value, str):
-            value = [value] if str in kinds else re.findall(r"[^\s,]+", value.strip("[]"))
+            value = [value] if str in kinds else re.findall(r"[^\s,]+", value.strip("[]()"))
         items = value if isinstance(value, list | tuple) else [value]
         if (int in kinds or float in kinds) and any(isinstance(item, bool) for item in items):
             raise ValueError("should be a number, not true or false")

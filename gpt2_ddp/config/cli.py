@@ -3,6 +3,7 @@
 A flag is a key of a section, and its value is that of the same key in YAML. pydantic validates both.
 """
 
+import difflib
 import json
 import os
 import re
@@ -120,6 +121,8 @@ def _hint_for_others(word: str, flag: str, fields: Mapping[str, FieldInfo]) -> s
     """The hint for words that no flag takes, of which the first is `word`, after the value of `flag` (empty: none)."""
     if word.partition("=")[0] in fields:
         return f"flags begin with --, like --{word}"
+    if word[0] in "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}":
+        return "flags begin with two hyphens, --; this is a longer dash"
     if flag == CONFIG:
         return "--config takes one file; repeat it for others: --config FIRST --config SECOND"
     if _is_list(fields.get(flag)):
@@ -164,6 +167,17 @@ def dump(config: Command) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
+YAML_PROBLEMS = {
+    "expected <block end>": "the indentation differs from that of the lines above",
+    "expected '<document start>'": "this is no YAML",
+    "expected ',' or": "a comma or a closing bracket is missing",
+    "could not find expected ':'": "a key without a colon",
+    "mapping values are not allowed": "a second colon; quote a text that has one",
+    "found character": "a tab, @, ` or % begins this; indent by blanks, quote texts",
+}
+"""PyYAML's problems of common mistakes, by their beginnings, in plain words."""
+
+
 class _Loader(yaml.BaseLoader):
     """Texts, lists and mappings, and the values of `VALUE`; refuses aliases and repeated keys, ignores tags. So a word
     such as `no`, `010`, `1:30` or `2026-01-02` has its meaning on the command line, not that of YAML 1.1."""
@@ -193,13 +207,27 @@ def parse_yaml(text: str) -> Any:
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         lines = text.splitlines()
         shown = f"; the line is {truncate(lines[mark.line].strip(), 60)}" if mark and mark.line < len(lines) else ""
-        raise ValueError(f"{where}{error.problem or error.context}{shown}") from error
+        problem = str(error.problem or error.context)
+        plain = next((words for beginning, words in YAML_PROBLEMS.items() if problem.startswith(beginning)), problem)
+        raise ValueError(f"{where}{plain}{shown}") from error
     except ReaderError as error:
         raise ValueError(f"has a character that YAML forbids, at position {error.position}") from error
     except yaml.YAMLError as error:
         raise ValueError(error) from error
     except RecursionError as error:
         raise ValueError(f"is nested more than {DEEPEST} levels deep") from error
+
+
+def _hint_for_file(file: str, error: OSError) -> str:
+    """The hint for a file that cannot be read."""
+    if os.path.isdir(file):
+        inside = os.path.join(file, "config.yaml")
+        return f"is a folder; name a file{f' in it, {inside}' if os.path.isfile(inside) else ''}"
+    if isinstance(error, FileNotFoundError):
+        shipped = {preset.stem: preset.relative_to(PROJECT) for preset in (PROJECT / "configs").rglob("*.yaml")}
+        near = difflib.get_close_matches(Path(file).stem, shipped, n=1)
+        return "there is no such file" + "".join(f"; did you mean {shipped[name]}?" for name in near)
+    return f"cannot be read ({error.strerror or error})"
 
 
 def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
@@ -216,7 +244,7 @@ def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(field, file, "is no YAML file: its text is not UTF-8") from error
     except OSError as error:
-        raise UserError(field, file, f"cannot be read ({error.strerror or error})") from error
+        raise UserError(field, file, _hint_for_file(file, error)) from error
     except ValueError as error:
         raise UserError(field, file, f"cannot be read as YAML ({error})") from error
     if not isinstance(values, dict | None):

@@ -74,6 +74,10 @@ def _problem(command: type[Command], name: str, field: FieldInfo, details: Any) 
         wanted = details["msg"].removeprefix("Value error, ")
     elif kind == "extra_forbidden":
         wanted = f"has the unknown key {details['loc'][-1]}; {wanted}"
+    elif kind.endswith("_parsing") and re.match(r"[-+]?\d", str(value)) and bool not in kinds_of(field.annotation):
+        wanted += ", in digits, like 1000000" if int in kinds_of(field.annotation) else ", like 1000 or 1e-3"
+    elif kind == "finite_number":
+        wanted = wanted.replace("a number", "a finite number")
     elif kind == "int_parsing_size":
         wanted = "has an integer of more than 64 bits"
     return wanted if field.default in (None, ()) else f"{wanted}; the default is {shown(field.default)}"

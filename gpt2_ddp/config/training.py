@@ -234,7 +234,7 @@ class ParallelConfig(Section):
     """fsdp: groups of processes; each group has the model once, in parts; a divisor of the number of processes"""
 
 
-TaskName = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$", title="FILE.py:CLASS or MODULE:CLASS")]
+TaskName = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$", title="FILE.py:CLASS, MODULE:CLASS")]
 
 
 class TrainingConfig(RunConfig):

@@ -43,7 +43,7 @@ def import_hf(config: ImportConfig) -> None:
     except UserError:
         raise
     except Exception as error:  # transformers and tokenizers raise any
-        hint = "check its name, its files and the network"
+        hint = "check its name and the network" if config.source.startswith(HUB) else "check the files in it"
         raise UserError(FIELD, config.source, f"cannot be used ({describe(error)}); {hint}") from error
     print(f"{place}: a checkpoint with the weights of {config.source}")
 

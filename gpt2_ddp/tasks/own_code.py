@@ -73,7 +73,8 @@ def find(name: str) -> Code:
     try:
         return Code(name, read_small(Path(place) if place.endswith(".py") else _file_of_module(place), LARGEST))
     except (OSError, ImportError, ValueError) as error:
-        hint = "cannot be read; name FILE.py:CLASS, or MODULE:CLASS of an installed module"
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        hint = f"cannot be read ({reason}); name FILE.py:CLASS, or MODULE:CLASS of an installed module"
         raise UserError("task", name, hint) from error
 
 
