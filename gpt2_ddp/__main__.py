@@ -6,8 +6,13 @@ accelerate launch -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.yaml
 torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.yaml
 """
 
-import runpy
+import os
 import sys
+
+if __name__ == "__main__" and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+    del sys.path[0]  # `python -m` imports from the working folder first, which may hold a stranger's yaml.py
+
+import runpy
 from pathlib import Path
 
 from gpt2_ddp.config.jobs import JobConfig

@@ -4,6 +4,7 @@ Items are the lines of a jsonl file, or HellaSwag from the Hub; docs/evaluation.
 """
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +15,13 @@ from typing import Annotated, Any, NamedTuple, Self
 import numpy as np
 import torch
 from accelerate import Accelerator
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.ranks import sum_over_ranks
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import parse_json, read_small
 from gpt2_ddp.model.evaluate import IGNORED, rounds
 
@@ -99,7 +100,9 @@ def load_sets(
             items = _hellaswag() if task == "hellaswag" else read_items(Path(task))
             sets[name] = make_set(name, items, most, tokenizer, block_size)
         except (OSError, ValueError) as error:
-            hint = f"{error}; a task is hellaswag or a jsonl file of items (docs/evaluation.md)"
+            problem = f"cannot be read ({error.strerror or error})" if isinstance(error, OSError) else error
+            problem = "is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else problem
+            hint = f"{problem}; a task is hellaswag or a jsonl file of items (docs/evaluation.md)"
             raise UserError(field, task, hint) from error
     return [*sets.values()]
 
@@ -124,9 +127,23 @@ def read_items(path: Path) -> list[Item]:
         if line.strip():
             try:
                 items.append(_item(parse_json(line)))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number}: is no JSON: {truncate(line, 60)}") from error
+            except ValidationError as error:
+                raise ValueError(f"line {number}: {first_problem(error)}: {truncate(line, 60)}") from error
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
     return items
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem of an item or a row, in plain words."""
+    details = error.errors()[0]
+    if not details["loc"]:
+        own_words = details["msg"].removeprefix("Value error, ")
+        return own_words if details["type"] == "value_error" else "is no JSON object"
+    field = ".".join(map(str, details["loc"]))
+    return f"has no {field}" if details["type"] == "missing" else f"{field} is not as it should be"
 
 
 def _item(row: Any) -> Item:

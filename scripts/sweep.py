@@ -40,8 +40,9 @@ class Member(NamedTuple):
 def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
     """All runs of a command line, variant by variant. Raises: UserError, also for values that train_gpt2.py refuses."""
     shared, is_own, fields, found = [], False, [], list[Member]()
+    own = {*SweepConfig.first, "run_name", "seed", *(text.partition("=")[0] for text in config.vary)}
     for word in argv:
-        is_own = word[2:].partition("=")[0] in SweepConfig.first if word.startswith("--") else is_own
+        is_own = word[2:].partition("=")[0] in own if word.startswith("--") else is_own
         shared += [] if is_own else [word]
     for text in config.vary:
         name, _, values = text.partition("=")

@@ -64,6 +64,18 @@ def run_script(name, arguments):
     return code, errors.getvalue()
 
 
+def last_of_each(words):
+    """A command line without the flags that come again later: a command takes each flag but `--config` once."""
+    groups = [[]]
+    for word in words:
+        if word.startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    names = [group[0].partition("=")[0] if group else "" for group in groups]
+    kept = (group for at, group in enumerate(groups) if names[at] == "--config" or names[at] not in names[at + 1 :])
+    return [word for group in kept for word in group]
+
+
 def forked(words, folder, world=1, **env):
     """Runs `python words` in a folder, on each rank of a world; exit code, outputs and errors of them all.
 

@@ -117,7 +117,7 @@ SMALLER = {
     "ddp_lab.py": "--only set_epoch",
     "generate.py": "--max_new_tokens 8",
 }
-"""Script -> flags that stand before those of the page, which win; none where a run's own configuration is given."""
+"""Script -> flags that are added unless the page gives them; none where a run's own configuration is given."""
 
 
 class PageCommand(NamedTuple):
@@ -143,8 +143,10 @@ class PageCommand(NamedTuple):
         found = re.search(r"scripts/(\w+\.py)", self.text)
         if not found or found[1] not in SMALLER or "--config runs/" in self.text:
             return self.text
-        flags = SMALLER[found[1]].format(steps=4 + 2 * number)
-        return f"{self.text[: found.end()]} {flags}{self.text[found.end() :]}"
+        given = re.findall(r"--[\w.]+", self.text)
+        flags = re.findall(r"(--\S+) (\S+)", SMALLER[found[1]].format(steps=4 + 2 * number))
+        more = "".join(f" {name} {value}" for name, value in flags if name not in given)
+        return f"{self.text[: found.end()]}{more}{self.text[found.end() :]}"
 
 
 PROGRAMS = re.findall(r"\S+", """

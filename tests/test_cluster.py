@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from commands import ROOT, forked
+from commands import ROOT, forked, last_of_each
 from ranks import CONTEXT, rank_environment, write_to
 
 from gpt2_ddp import cluster
@@ -25,7 +25,7 @@ HOST = os.uname().nodename
 def _command(output, env, flags, before):
     write_to([str(output)] * 2)
     os.environ.update(env, OMP_NUM_THREADS="1")
-    sys.argv = [SCRIPT, "--device", "cpu", *flags]
+    sys.argv = last_of_each([SCRIPT, "--device", "cpu", *flags])
     if before:
         before()
     runpy.run_path(SCRIPT, run_name="__main__")
@@ -41,7 +41,7 @@ def check(tmp_path):
         port = reserve_port()
         for number, rank in enumerate(ranks):
             own = rank_environment(rank, world, port) | env
-            words = ["--timeout_seconds", str(BOUND), *flags]
+            words = last_of_each(["--timeout_seconds", str(BOUND), *flags])
             first = before if number == len(ranks) - 1 else None
             args = (tmp_path / str(number), own, words, first)
             processes.append(CONTEXT.Process(target=_command, args=args, daemon=True))

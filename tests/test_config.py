@@ -13,11 +13,11 @@ import yaml
 from close import assert_close, distance
 from commands import ROOT, WITH_FLAGS, expect_error, launch
 
-from gpt2_ddp.config.base import flat
+from gpt2_ddp.config.base import Command, flat, kinds_of, leaves
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.hints import check_resumable, complete
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
-from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.config.tools import GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import BUILT_IN, OWN_TEXT, TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
 
@@ -194,11 +194,159 @@ def test_complete_fills_in_what_has_come_since_and_leaves_out_what_is_there_no_m
     today = yaml.safe_load(dump(train("--optim.lr", "1e-3")))
     del saved["optim"]["betas"], saved["tracking"], saved["seed"]
     assert complete(TrainingConfig, saved) == complete(TrainingConfig, today) == today
+    empty = {"train": {"init_from": "", "branch_from": ""}, "output_dir": "", "data": {"prepare": ""}}
+    assert complete(TrainingConfig, empty) == complete(TrainingConfig, {}), "older releases took it for null"
     for given in ({"tracking": {"log_with": ["wandb"]}}, {}):
         assert complete(ClassifierConfig, given)["tracking"]["log_every"] == 50
     old = {**today, "optim": {**today["optim"], "nesterov": True}, "legacy": {"a": 1}, "debug": 0, "eval": None}
     assert complete(TrainingConfig, {**old, "seed": {"data": 1}}) == today
     assert complete(TrainingConfig, {"optim": {"betas": "x"}})["optim"]["betas"] == "x"
+
+
+REPEATED = [["--data.path", "a", "--data.path", "b"], ["--seed", "1", "--seed=1"], ["--nothing", "--nothing"]]
+BELOW_A_VALUE = [
+    ["--task", "mine.py:Mine", "--task.weight", "3"],
+    ["--seed", "3", "--seed.foo", "4"],
+    ["--seed.foo", "4", "--seed", "3"],
+    ["--optim.lr", "3", "--optim.lr.foo", "4"],
+]
+
+
+@pytest.mark.parametrize("flags", REPEATED)
+def test_a_flag_is_given_once(flags):
+    (found,) = [line for line in mistakes(*STEPS, *flags) if "give it once" in line]
+    assert found.startswith(f"{flags[0]} = given 2 times: ")
+
+
+@pytest.mark.parametrize("flags", BELOW_A_VALUE)
+def test_a_value_has_no_keys_in_flags_and_files(flags, write):
+    name = next(word for word in flags if word.endswith((".weight", ".foo")))[2:]
+    above = name.rpartition(".")[0]
+    lines = [f"{name[2:]}: {value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
+    first, second = (["--config", write(line)] for line in lines)
+    for argv in (flags, ["--config", write("\n".join(lines))], [*first, *second], [*first, *flags[2:]]):
+        (found,) = mistakes(*STEPS, *argv)
+        assert re.match(rf"{name} = \d: unknown key; {above} takes a value and has no keys$", found)
+
+
+def test_a_section_that_is_given_a_value_and_keys():
+    (found,) = mistakes(*STEPS, "--optim", "3", "--optim.lr", "1")
+    assert found == "optim = 3: is a section; set its keys, like optim.grad_clip"
+
+
+def test_values_that_begin_with_a_dash():
+    prompts = ["- item", "---", "--", "-1", "-- x", "-->"]
+    assert load(GenerateConfig, ["runs/x", "--prompts", *prompts]).prompts == (*prompts,)
+    for word in ("---", "-", "- item", "--"):
+        assert load(PrepareConfig, ["--document_separator", word]).document_separator == word
+    for word in ("--END--", "-x", "---"):
+        assert load(PrepareConfig, [f"--document_separator={word}"]).document_separator == word
+    for word in ("--END--", "-x"):
+        with pytest.raises(UserError, match=r"(?s)write one that begins with - as --document_separator=VALUE.*=VALUE"):
+            load(PrepareConfig, ["--document_separator", word])
+
+
+def all_commands(kind=Command):
+    """The classes of all command lines."""
+    return [one for below in kind.__subclasses__() for one in (below, *all_commands(below))]
+
+
+MAY_BE_EMPTY = {"prompts", "document_separator", "tracking.sample_prompt"}
+
+
+@pytest.mark.parametrize("command", all_commands())
+def test_a_path_a_url_and_a_name_are_not_empty(command, write):
+    texts = [name for name, field in leaves(command) if str in kinds_of(field.annotation)]
+    for name in {*texts} - MAY_BE_EMPTY:
+        for word in ("", " "):
+            text = f"{name}: '{word}'"
+            for argv in ([f"--{name}", word], [f"--{name}={word}"], ["--config", write(text)]):
+                with pytest.raises(UserError) as caught:
+                    load(command, argv)
+                assert [line for line in caught.value.mistakes if line.startswith(f"{name} = '{word}': is empty, like")]
+    if "--config" not in texts:
+        with pytest.raises(UserError, match=r"--config = : is empty"):
+            load(command, ["--config", ""])
+
+
+def test_a_url_names_one_storage():
+    """`reference` of fsspec executes templates, and `::` chains to it."""
+    for url in ("reference::file:///x", "simplecache::s3://b/x", "reference://x", "x y://z", "a/b://c"):
+        assert "should be a folder, or the URL of one storage" in mistakes(*STEPS, "--data.path", url)[0]
+    for url in ("s3://b/x", "file:///x", "a::b"):
+        assert train("--data.path", url).data.path == (url,)
+    assert load(GenerateConfig, ["--prompts", "reference::file:///x"]).prompts
+
+
+LEFT_OVER = """
+prepare_data --tokenizer a.json b.json c.json | b.json c.json | --tokenizer takes one value; quote
+prepare_data --tokenizer=a.json b.json | b.json | --tokenizer takes one value; quote
+train_gpt2 optim.lr=3e-4 | optim.lr=3e-4 | flags begin with --, like --optim.lr=3e-4
+train_gpt2 a.txt 'b c' | a.txt 'b c' | no flag takes it
+train_gpt2 --config a.yaml b.yaml | b.yaml | --config takes one file; repeat it
+train_gpt2 --data.path=a b | b | --data.path=VALUE takes one value; for several, write --data.path VALUE VALUE
+generate runs/a --checkpoint runs/b --seed 3 4 | runs/a 4 | --seed takes one value
+"""
+COMMANDS_BY_NAME = {"prepare_data": PrepareConfig, "train_gpt2": TrainingConfig, "generate": GenerateConfig}
+
+
+@pytest.mark.parametrize("line", LEFT_OVER.strip().splitlines())
+def test_words_that_no_flag_takes(line):
+    text, words, hint = line.split(" | ")
+    name, *argv = shlex.split(text)
+    with pytest.raises(UserError) as caught:
+        load(COMMANDS_BY_NAME[name], argv)
+    (found,) = [mistake for mistake in caught.value.mistakes if mistake.startswith("command line = ")]
+    assert found.startswith(f"command line = {words}: {hint}")
+
+
+def test_two_words_for_the_field_without_a_flag():
+    with pytest.raises(UserError, match=r"^checkpoint = runs/a 'The law': takes one value; .*, such as --prompts$"):
+        load(GenerateConfig, ["runs/a", "The law"])
+
+
+LIBRARY = re.compile(r"valid|Input|pattern|parsable|instance|Field required|True|False|None|\(\)|Error|constrained")
+"""Words of pydantic and Python that no message has."""
+
+
+@pytest.mark.parametrize("command", all_commands())
+def test_every_wrong_value_is_refused_in_plain_words(command):
+    """Of each field that has a type, a range, a choice or a form of text."""
+    nasty = [(), ("x!",), ("-1e9",), ("nan",), ("1e30",), ("9" * 5000,), ("", "x!", "y!", "-2"), ("2.5",), ("1:2:x",)]
+    for name, field in leaves(command):
+        refused = []
+        for words in nasty:
+            try:
+                load(command, [f"--{name}", *words])
+            except UserError as error:
+                refused += [line for line in error.mistakes if line.startswith(f"{name} = ")]
+        assert refused, name
+        for line in refused:
+            problem = line.partition(": ")[2]
+            assert not LIBRARY.search(problem), line
+            assert re.match(r"(\w+ )?(should|needs|takes|is|has|conflicts) ", problem), line
+        for part in (field, *kinds_of(field.annotation)):
+            pattern = [limit for limit in getattr(part, "metadata", ()) if getattr(limit, "pattern", None)]
+            assert not pattern or part.title, f"{name}: its form has no name"
+
+
+YAML = {
+    "a: [": "line 1, column 5: ",
+    "seed: 1\ntrain: {a: *b}": r"line 2, column 12: an alias; quote a text that begins with \*; .* train: {a: \*b}",
+    "seed: 1\nseed: 2": "line 2, column 1: the key seed is there twice; the line is seed: 2",
+    "seed: '\x01'": "has a character that YAML forbids, at position 7",
+    "[" * 1000: "is nested more than 50 levels deep",
+    "optim:\n\tlr: 1": "line 2, column 1: a tab, @, ` or % begins this; indent by blanks, quote texts; .* lr: 1",
+    "optim:\n  lr: 1\n name: x": "line 3, column 2: the indentation differs from that of the lines above; .* name: x",
+    "optim: {lr: 1\nseed: 3": "line 2, column 5: a comma or a closing bracket is missing; the line is seed: 3",
+    "run_name: a: b": "line 1, column 12: a second colon; quote a text that has one",
+}
+
+
+@pytest.mark.parametrize("text", YAML)
+def test_a_file_that_is_no_yaml_is_refused_with_its_line(text, write):
+    with pytest.raises(UserError, match=rf"^--config = .*: cannot be read as YAML \({YAML[text]}"):
+        load(TrainingConfig, ["--config", write(text)])
 
 
 def test_all_mistakes_at_once(write):
@@ -245,7 +393,7 @@ for file, argument, code in {cases!r}:
     done = launch([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("usage: ") == len(COMMANDS)
-    assert done.stderr.count("error: nothing = True: ") == len(COMMANDS)
+    assert done.stderr.count("error: nothing = (no value): ") == len(COMMANDS)
 
 
 @pytest.mark.parametrize(("main", "code"), [("print(1)", 141), ("(_ for _ in ()).throw(BrokenPipeError)", 1)])

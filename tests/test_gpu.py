@@ -22,7 +22,7 @@ import pytest
 import torch
 import yaml
 from cifar import pictures, write_folders
-from commands import ROOT
+from commands import ROOT, last_of_each
 from runs import train_with_faults
 from torch.profiler import ProfilerActivity, profile
 
@@ -207,7 +207,7 @@ def commands_of(part, device):
     text = "\n".join(PARTS[part])
     while "{" in text:
         text = text.format(**SHORT, **words(device))
-    return [line.split() for line in text.splitlines()]
+    return [last_of_each(line.split()) for line in text.splitlines()]
 
 
 def words(device):

@@ -6,7 +6,7 @@ import shlex
 import pytest
 import torch
 from close import assert_close, distance
-from commands import ACCELERATE, ROOT, forked, launch
+from commands import ACCELERATE, ROOT, forked, last_of_each, launch
 from conftest import once
 from ranks import rank_environment
 from runs import rows
@@ -86,7 +86,7 @@ def test_its_losses_are_those_of_the_trainer(whole, corpus, tmp_path):
     """The command that docs/first-steps.md gives, with fewer steps of another corpus."""
     (command,) = re.findall(r"^python scripts/train_gpt2.py (--optim.name adamw .*)$", PAGE.read_text(), re.MULTILINE)
     small = f"--data.path {corpus} --output_dir {tmp_path} --run_name run {FLAGS}"
-    flags = ["--config", str(ROOT / "configs/gpt2_stdlib.yaml"), *shlex.split(f"{command} {small}")]
+    flags = ["--config", str(ROOT / "configs/gpt2_stdlib.yaml"), *last_of_each(shlex.split(f"{command} {small}"))]
     config = load(TrainingConfig, flags)
     done = forked([str(ROOT / "scripts/train_gpt2.py"), *flags], tmp_path)
     assert done.returncode == 0, done.stderr

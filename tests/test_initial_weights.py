@@ -213,7 +213,7 @@ def test_refused_by_its_small_files(tmp_path, case):
 
 HEAD = "lm_head.weight"
 LATE = [
-    (lambda folder: (folder / "model.safetensors").rename(folder / "x.bin"), "no file named model.safetensors"),
+    (lambda folder: (folder / "model.safetensors").rename(folder / "x.bin"), "has no model"),
     (lambda folder: (folder / "model.safetensors").write_bytes(bytes(9)), "SafetensorError"),
     (drop("transformer.h.1.mlp.c_fc.weight"), "h.1.mlp.c_fc.weight is missing"),
     (drop(HEAD), f"{HEAD} is missing", SHAPES["llama"]),
@@ -253,7 +253,7 @@ def test_a_shape_that_nobody_gives_is_the_models(tmp_path, capsys):
     for kind in (*SHAPES, "a run"):
         folder, wanted = RUN, {"n_layer": 1, "n_embd": 16, "block_size": 16, "n_inner": 64}
         if kind != "a run":
-            folder, wanted = saved(tmp_path / kind, kind), shape(config("", **SHAPES[kind]).model)
+            folder, wanted = saved(tmp_path / kind, kind), shape(config("x", **SHAPES[kind]).model)
         settled = settle_model(typed(folder, "--model.n_head 2"))
         assert shape(settled.model) == wanted | {"n_head": 2}
         assert settled.model.dropout == 0.1

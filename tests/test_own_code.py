@@ -10,7 +10,7 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
-from commands import expect_error, expect_field, run_script
+from commands import expect_error, expect_field, launch, run_script
 from runs import train, training_config
 
 from gpt2_ddp import api
@@ -177,6 +177,38 @@ def test_a_module_names_a_class(here, monkeypatch):
     (here / "package").mkdir()
     (here / "mine.py").rename(here / "package/tasks.py")
     assert find("package.tasks:Mine").load(Pretraining).__name__ == "Mine"
+
+
+@pytest.mark.parametrize("name", ["evil.sub:Mine", "evil.deep.sub:Mine", "evil:Mine", "this.x:Mine", "this:Mine"])
+def test_a_module_that_only_a_file_names_is_not_imported(corpus, here, monkeypatch, name):
+    """Neither are the packages above it, by a new run or by the resume of a received one."""
+    monkeypatch.syspath_prepend(str(here))
+    for folder in (here / "evil", here / "evil/deep"):
+        folder.mkdir()
+        (folder / "__init__.py").write_text('open("executed", "w").close()')
+        (folder / "sub.py").write_text(FILE.replace("own.", "own!"))
+    (here / "executed").unlink()
+    for folder in (here, here / "new"):
+        expect_error(f"task = {name}: ", resumed, corpus, here, name)
+        expect_error(f"task = {name}: ", train, training_config(corpus, folder, {"task": name}))
+    assert not (here / "executed").exists()
+    assert not {"evil", "this"} & sys.modules.keys()
+
+
+def test_only_the_flag_names_a_class(corpus, here, monkeypatch):
+    """Another word of the command line that is equal to it does not."""
+    (here / "mine.py").write_text(FILE.replace("1e-3", "2e-3"))
+    for words in (["--config", "mine.py:Mine"], ["mine.py:Mine"], ["--run_name=mine.py:Mine"]):
+        monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *words])
+        expect_error("if you trust it, give --task", resumed, corpus, here, "mine.py:Mine")
+
+
+def test_modules_of_the_working_folder_are_not_imported(tmp_path):
+    for name in ("yaml", "pydantic", "runpy", "torch"):
+        (tmp_path / f"{name}.py").write_text(f'open("executed {name}", "w").close()')
+    done = launch([sys.executable, "-m", "gpt2_ddp", "status", str(tmp_path)], tmp_path)
+    assert (done.returncode, done.stderr.count("error: runs = ")) == (2, 1), done.stderr
+    assert not [*tmp_path.glob("executed*")]
 
 
 def test_a_run_of_a_class_in_python_is_that_of_a_file(corpus, tmp_path, monkeypatch):

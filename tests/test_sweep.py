@@ -40,9 +40,9 @@ def test_each_combination_of_values_and_seeds_is_a_run_of_ordinary_flags():
     found = members(*words)
     assert len(found) == 12
     own = "--run_name a-lr_0.02-betas__0.9_0.95_-seed_2 --seed 2 --optim.lr 0.02 --optim.betas [0.9,0.95]"
-    assert " ".join(found[1].flags) == f"--train.steps 9 --run_name a --output_dir b/c {own}"
+    assert " ".join(found[1].flags) == f"--train.steps 9 --output_dir b/c {own}"
     (alone,) = members("--seed", "7", "--at_once", "3", "--dry_run")
-    assert alone.flags == ["--seed", "7", "--run_name", "stdlib-seed_7", "--seed", "7"]
+    assert alone.flags == ["--run_name", "stdlib-seed_7", "--seed", "7"]
 
 
 @pytest.mark.parametrize(("words", "field"), [

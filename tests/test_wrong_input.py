@@ -9,30 +9,34 @@ import re
 import shlex
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from commands import expect_error, run_script, snapshot
+from commands import expect_error, last_of_each, run_script, snapshot
 from faults.mutations import check_told
 from ranks import run_ranks
 from runs import built, edit_manifest, spoil, training_config
 
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint, newest_intact
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.tools import ReportConfig, StatusConfig
+from gpt2_ddp.config.tools import ImportConfig, ReportConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.missing import missing_data
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.export.imports import import_hf
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.report import report
 from gpt2_ddp.reports.status import show_status
+from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.script import run_command
 from gpt2_ddp.tasks import pretraining
 from gpt2_ddp.tasks.pretraining import make_pretraining
 from gpt2_ddp.training import loop
+from gpt2_ddp.training.initial_weights import find_model
 
 COMMANDS = """
 train_gpt2 --optim.lr nan | optim.lr
@@ -192,13 +196,14 @@ seed: true | seed
 
 
 def run_commands(commands, flags):
-    """What each command answers, with its variables, in turn in this process; `flags` come first."""
+    """What each command answers, with its variables, in turn in this process; `flags` come first; a
+    command replaces those that it has."""
     found, before = [], dict(os.environ)
     for words in map(shlex.split, commands):
         count = next(number for number, word in enumerate(words) if "=" not in word)
         os.environ.update(word.split("=", 1) for word in words[:count])
         script, *own = words[count:]
-        found.append(run_script(script, (flags if script == "train_gpt2" else []) + own))
+        found.append(run_script(script, last_of_each((flags if script == "train_gpt2" else []) + own)))
         os.environ.clear()
         os.environ.update(before)
     return found
@@ -371,6 +376,46 @@ def test_text_and_shards_in_the_place_of_something_else(place, monkeypatch):
     )
     for field in ("checkpoint", "train.init_from"):
         expect_error(f"{field} = data: holds no intact checkpoint", find_checkpoint, Path("data"), field)
-    for look, command in ((show_status, StatusConfig), (report, ReportConfig)):
-        for folder in ("data", "nowhere"):
-            expect_error(f"runs = .*{folder}: ", look, load(command, [folder]))
+        for name in ("dat", "data/dat", "nowhere/step-00000010", "texts/step-00000010"):
+            near = r"; did you mean data\?" if name == "dat" else ""
+            expect_error(f"{field} = {name}: there is no such folder{near}; name ", find_checkpoint, Path(name), field)
+    for look, command in ((show_status, StatusConfig), (report, ReportConfig), (verify_run, VerifyConfig)):
+        for folder, problem in {
+            "data": "(is no run folder|has no config)",
+            "dat": "there is no such folder; did you",
+        }.items():
+            expect_error(f"runs? = .*{folder}: {problem}", look, load(command, [folder]))
+
+
+def test_a_pointer_of_git_lfs_in_the_place_of_weights(trained, tmp_path):
+    """A checkpoint that git has not fetched is not damaged: it stays in its place, and no older one takes it."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    for file in run.glob("checkpoints/*/model.safetensors"):
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    before = snapshot(run)
+    newest = run / "checkpoints/step-00000010"
+    for look in (partial(find_checkpoint, run), partial(newest_intact, run / "checkpoints", put_aside=True)):
+        expect_error(rf"checkpoint = {newest}/model.safetensors: is a pointer of git-LFS.* `git lfs pull`", look)
+    assert snapshot(run) == before
+
+
+WRONG_MODELS = {
+    "gpt2": "there is no such folder; a model on the Hub is hub:OWNER/NAME, like hub:openai-community/gpt2",
+    "me/mine": "there is no such folder; a model on the Hub is hub:OWNER/NAME",
+    "empty": "(has no config.json and no model|holds no intact checkpoint)",
+    "run": "it is a run, which needs no import",
+    "hub:": "is no name of a model on the Hub",
+    "hub:a/b/c": "is no name of a model on the Hub",
+}
+
+
+@pytest.mark.parametrize("source", WRONG_MODELS)
+def test_a_model_that_is_not_there(trained, tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("empty").mkdir()
+    Path("run").symlink_to(trained)
+    expect_error(f"^source = {source}: .*{WRONG_MODELS[source]}", import_hf, ImportConfig(source=source))
+    if source != "run" and not source.startswith("hub:"):
+        config = training_config(trained.parent / "data", tmp_path, {"train.init_from": source})
+        expect_error(f"^train.init_from = {source}: {WRONG_MODELS[source]}", find_model, config)

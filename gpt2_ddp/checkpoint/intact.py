@@ -33,9 +33,19 @@ from gpt2_ddp.checkpoint.checkpoint import (
 )
 from gpt2_ddp.checkpoint.run_files import METRICS, read_events, read_lines
 from gpt2_ddp.config.cli import parse_yaml
+from gpt2_ddp.config.hints import no_such_folder
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import check_file_name, fsync_path, read_small, regular, sha256_file, writing
+from gpt2_ddp.files import (
+    LFS_HINT,
+    check_file_name,
+    fsync_path,
+    is_lfs_pointer,
+    read_small,
+    regular,
+    sha256_file,
+    writing,
+)
 from gpt2_ddp.project import command_for
 from gpt2_ddp.state import KINDS, State
 
@@ -179,6 +189,8 @@ def _read(file: Path, read: Callable[..., T], *more: Any) -> T:
 def _check_file(file: Path, size: int, sha256: str) -> bytes:
     """Checks a file's size and, unless it is empty, its SHA-256. Returns the content of a file of fields."""
     if (there := regular(file).stat().st_size) != size:
+        if is_lfs_pointer(file):  # it is not damaged, and stays in its place
+            raise UserError("checkpoint", file, LFS_HINT)
         raise CorruptCheckpoint(file, f"has {there} bytes instead of {size}")
     if not sha256:
         return b""
@@ -222,11 +234,14 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
         try:
             found = verify_recorded(path, weights)
         except CorruptCheckpoint as damage:
-            raise UserError(field, damage.file, f"{damage.reason}; name another checkpoint") from damage
+            missing = no_such_folder(path)
+            place, problem = (path, missing) if missing else (damage.file, damage.reason)
+            raise UserError(field, place, f"{problem}; name another checkpoint") from damage
     else:
         found = newest_intact(path / "checkpoints", weights) if os.path.isdir(path / "checkpoints") else None
     if not found:
-        raise UserError(field, path, "holds no intact checkpoint; name a run folder or a step-XXXXXXXX folder in it")
+        problem = no_such_folder(path) or "holds no intact checkpoint"
+        raise UserError(field, path, f"{problem}; name a run folder or a step-XXXXXXXX folder in it")
     if kind and found.kind != kind:
         hint = f"is of a {found.kind} run; name one of a {kind} run, or score it with `{command_for('evaluate')}`"
         raise UserError(field, path, hint)

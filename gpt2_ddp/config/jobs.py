@@ -130,7 +130,7 @@ CIFAR_CLASSES = {"cifar10": 10, "cifar100": 100}
 """Number of classes of each CIFAR data set. Their images have 32 x 32 pixels."""
 
 
-HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+HubName = Annotated[str, Field(pattern=r"^\w[\w.-]*/\w[\w.-]*$", title="OWNER/NAME")]
 
 
 class ClassifierDataConfig(Section):

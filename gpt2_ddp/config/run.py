@@ -79,6 +79,7 @@ class TrackingConfig(Section):
     """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without a login"""
 
 
+NAME = "a name of letters, digits, _, - and ., which begins with none of - and ."
 PER_MACHINE = ("output_dir", "data.path", "data.prepare", "train.init_from", "train.branch_from")
 """Paths that may differ between machines."""
 
@@ -95,7 +96,7 @@ class RunConfig(Command):
 
     output_dir: str = "runs"
     """folder that contains the run folders"""
-    run_name: str = Field(default="gpt2", pattern=r"^\w[\w.-]*$")
+    run_name: str = Field(default="gpt2", pattern=r"^\w[\w.-]*$", title=NAME)
     """name of the run, of letters, digits, _, - and .; its run folder is output_dir/run_name; the same command again
     resumes the run"""
     seed: NonNegativeInt = 1337

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from gpt2_ddp.config.base import Command, Count, Fraction
+from gpt2_ddp.config.base import Command, Count, Fraction, Text
 
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
 TRUST = "execute the class that the run recorded (docs/extend.md), even if it was never given on this machine"
 TrustRunCode = Annotated[bool, Field(description=TRUST)]
-Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$")]
-Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$", title="FROM:TO (like 1000:1100)")]
+Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", title="a chain (64 digits 0-9 and a-f)")]
 
 
 class CheckpointCommand(Command):
@@ -61,7 +61,7 @@ class PrepareConfig(Command):
     """Hub: the dataset's configuration, such as sample-10BT; null: its default"""
     revision: str | None = None
     """Hub: branch, tag or commit; null: the default branch"""
-    document_separator: str | None = Field(default=None, min_length=1, max_length=1000)
+    document_separator: Text | None = Field(default=None, min_length=1, max_length=1000)
     """text between the documents of a file, such as `<|endoftext|>`, or one line break for lines, two for paragraphs;
     line breaks around it count as part of it; null: a file is one document"""
     max_documents: PositiveInt | None = None
@@ -107,7 +107,7 @@ class EvaluateConfig(CheckpointCommand):
 class GenerateConfig(CheckpointCommand):
     """generate.py: text from a checkpoint"""
 
-    prompts: tuple[str, ...] = ("",)
+    prompts: tuple[Text, ...] = ("",)
     """texts to continue, one or several; empty: the start of a document"""
     max_new_tokens: Count = 256
     """most tokens to add to each prompt, up to 1,000,000; the end-of-text token ends the text earlier"""

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from gpt2_ddp.config.base import Count, Fraction, Section, Size, check_url
+from gpt2_ddp.config.base import Count, Fraction, Section, Size, Text, check_url
 from gpt2_ddp.config.run import (
     MOST_ITEMS,
     ClipConfig,
@@ -231,7 +231,7 @@ class TextTrackingConfig(TrackingConfig):
 
     sample_every: NonNegativeInt = 0
     """steps between samples of generated text, printed and added to metrics.jsonl; 0: none"""
-    sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
+    sample_prompt: tuple[Text, ...] = Field(default=("",), min_length=1)
     """prompts of the samples, one or several; empty: the start of a document"""
 
 
@@ -245,7 +245,7 @@ class ParallelConfig(Section):
     """fsdp: groups of processes; each group has the model once, in parts; a divisor of the number of processes"""
 
 
-TaskName = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]
+TaskName = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$", title="FILE.py:CLASS, MODULE:CLASS")]
 
 
 class TrainingConfig(RunConfig):

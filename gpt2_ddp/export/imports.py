@@ -6,6 +6,7 @@ of this project, are the same.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, write_manifest, write_part
 from gpt2_ddp.checkpoint.intact import newest_intact
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.hints import no_such_folder
 from gpt2_ddp.config.tools import ImportConfig
 from gpt2_ddp.config.training import ModelConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -27,10 +29,11 @@ from gpt2_ddp.preparation.tokenizer_check import export_fault
 from gpt2_ddp.project import VERSION
 from gpt2_ddp.remote import describe
 from gpt2_ddp.state import FeedState, GPTData, Progress, Setup, State
-from gpt2_ddp.training.initial_weights import HUB, TRANSFORMERS, import_place
+from gpt2_ddp.training.initial_weights import HUB, ON_THE_HUB, TRANSFORMERS, import_place
 
 FIELD = "source"
 FILES = [TRANSFORMERS, "model*.safetensors*", TOKENIZER_FILE]  # that are fetched and hashed
+HUB_NAME = re.compile(rf"{HUB}[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # names of the tanh-GELU, the only activation of `GPT`
 
 
@@ -41,13 +44,14 @@ def import_hf(config: ImportConfig) -> None:
     except UserError:
         raise
     except Exception as error:  # transformers and tokenizers raise any
-        hint = "check its name, its files and the network"
+        hint = "check its name and the network" if config.source.startswith(HUB) else "check the files in it"
         raise UserError(FIELD, config.source, f"cannot be used ({describe(error)}); {hint}") from error
     print(f"{place}: a checkpoint with the weights of {config.source}")
 
 
 def _import(source: str) -> Path:
     """The checkpoint, which is written unless it is there already."""
+    _check_source(source)
     place = import_place(source)
     with locked_output(place, f"another process is writing {place}; waiting for it") as aside:
         model = _read_config(source, _folder(source, [TRANSFORMERS]))
@@ -63,6 +67,21 @@ def _import(source: str) -> Path:
             shutil.rmtree(place, ignore_errors=True)
             publish(aside, place)
     return place
+
+
+def _check_source(source: str) -> None:
+    """Raises: UserError for a missing folder or file, and for what is no name of a model on the Hub."""
+    if source.startswith(HUB):
+        if not HUB_NAME.fullmatch(source):
+            raise UserError(
+                FIELD, source, f"is no name of a model on the Hub, like {HUB}OWNER/NAME or {HUB}OWNER/NAME@main"
+            )
+    elif hint := no_such_folder(source):
+        raise UserError(FIELD, source, f"{hint}; {ON_THE_HUB}")
+    elif missing := [pattern for pattern in FILES if not any(Path(source).glob(pattern))]:
+        is_run = Path(source, "checkpoints").is_dir()
+        hint = "it is a run, which needs no import" if is_run else f"save the model by transformers; {ON_THE_HUB}"
+        raise UserError(FIELD, source, f"has no {' and no '.join(missing)}; {hint}")
 
 
 def _convert(folder: Path, model: ModelConfig, setup: Setup, settings: str) -> Snapshot:

@@ -14,6 +14,7 @@ import numpy as np
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, STATUS, field_of, is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
+from gpt2_ddp.config.hints import no_such_folder
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.status import health
@@ -115,7 +116,8 @@ def share_tokens(runs: Iterable[RunRecord]) -> bool:
 
 def _read_run(folder: Path, name: str) -> RunRecord:
     if not os.path.isfile(folder / METRICS):
-        raise UserError("runs", folder, f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib")
+        hint = no_such_folder(folder) or f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib"
+        raise UserError("runs", folder, hint)
     notes: list[str] = []
     lines = _read_rows(folder / METRICS, notes)
     rows = valid_rows(lines)

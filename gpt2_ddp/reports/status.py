@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpt2_ddp.checkpoint.run_files import STATUS, is_locked
+from gpt2_ddp.config.hints import no_such_folder
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError, truncate
@@ -33,8 +34,9 @@ def show_status(config: StatusConfig) -> int:
     folders = [Path(run) for run in config.runs] or sorted(Path("runs").glob("*"))
     runs = [folder for folder in folders if (folder / STATUS).is_file()]
     if not runs:
-        hint = f"is no run folder, as it has no {STATUS}; name one, like runs/stdlib"
-        raise UserError("runs", folders[0] if folders else "runs", hint)
+        folder = folders[0] if folders else Path("runs")
+        hint = no_such_folder(folder) or f"is no run folder, as it has no {STATUS}; name one, like runs/stdlib"
+        raise UserError("runs", folder, hint)
     width = max(len(str(folder)) for folder in runs)
     for folder in runs:
         found = health(folder)

@@ -26,6 +26,7 @@ from gpt2_ddp.checkpoint.run_files import (
 )
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
+from gpt2_ddp.config.hints import no_such_folder
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import MOST_ITEMS
 from gpt2_ddp.config.tools import VerifyConfig
@@ -130,7 +131,8 @@ def verify_run(command: VerifyConfig) -> int:
     Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in `--data`."""
     run, n_defects = Path(command.run), 0
     if not any(os.path.isfile(run / name) for name in (CONFIG, METRICS)):
-        raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
+        hint = no_such_folder(run) or "has no config.yaml; name a run folder of a training script"
+        raise UserError("run", run, hint)
     span = plan(run, command.replay) if command.replay else None
     for what, defects in _check(run, command, span):
         lines = [f"defect  {defect}" for defect in defects or ()]

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from gpt2_ddp.config.hints import no_such_folder
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
 from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.ranks import on_every_rank
@@ -165,6 +166,10 @@ def read_source(
     columns image and label, and the result of `number_classes`. Raises: UserError."""
     import datasets
 
+    if config.path:
+        is_empty = os.path.isdir(config.path) and not os.listdir(config.path)
+        if problem := no_such_folder(config.path) or ("is an empty folder" if is_empty else ""):
+            raise UserError("data.path", config.path, f"{problem}; {HINT}")
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the message below has the reason
     found = {}
     try:
@@ -181,7 +186,8 @@ def read_source(
             print_line(f"note: no split {', '.join(TEST)}: {held_out}")
         return found, *number_classes(found, config, known)
     except Exception as error:  # datasets, pyarrow and pickle raise any
-        reason = truncate(repr(error.__cause__ or error), 150)
+        cause = error.__cause__ or error
+        reason = truncate(cause if type(cause) is ValueError else repr(cause), 150)
         field = "data.path" if config.path else "data.name"
         place = getattr(error, "filename", None) or config.path or config.name
         raise UserError(field, place, f"cannot be read ({reason}); {HINT}") from error
@@ -220,7 +226,10 @@ def _open_folder(folder: Path) -> Any:
 def _class_folders(folder: Path) -> Rows:
     """The images of SPLIT/CLASS/FILE; or those of CLASS/FILE, which are for training. Raises: ValueError for both."""
     images = _images_in(folder)
-    [depth] = {len(image.relative_to(folder).parts) for image in images}
+    depths = {len(image.relative_to(folder).parts) for image in images}
+    if len(depths) != 1:
+        raise ValueError("images in folders of different depth" if images else "no images")
+    [depth] = depths
     for image in images:
         split = image.parts[-3].lower() if depth > 2 else "train"
         yield split, {"image": str(image), "label": image.parent.name}

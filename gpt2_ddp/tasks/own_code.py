@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from accelerate import Accelerator
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.config.cli import split_flags
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.ranks import on_every_rank, on_main
 from gpt2_ddp.errors import UserError, print_line
@@ -70,11 +71,28 @@ def find(name: str) -> Code:
     """The code that `task` names. Raises: UserError if there is none."""
     place = name.rpartition(":")[0]
     try:
-        file = place if place.endswith(".py") else str(getattr(find_spec(place), "origin", None))
-        return Code(name, read_small(Path(file), LARGEST))
+        return Code(name, read_small(Path(place) if place.endswith(".py") else _file_of_module(place), LARGEST))
     except (OSError, ImportError, ValueError) as error:
-        hint = "cannot be read; name FILE.py:CLASS, or MODULE:CLASS of an installed module"
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        hint = f"cannot be read ({reason}); name FILE.py:CLASS, or MODULE:CLASS of an installed module"
         raise UserError("task", name, hint) from error
+
+
+def _file_of_module(name: str) -> Path:
+    """The file of a module, found without an import. `find_spec` of a dotted name would import the packages above it,
+    whose code nobody has trusted yet. Raises: ImportError, ValueError."""
+    package, *parts = name.split(".")
+    spec = find_spec(package) if all(part.isidentifier() for part in (package, *parts)) else None
+    if spec is None:
+        raise ImportError(f"no module {name}")
+    if not parts:
+        return Path(spec.origin or "")
+    files = [
+        file
+        for folder in spec.submodule_search_locations or ()
+        for file in (Path(folder, *parts, "__init__.py"), Path(folder, *parts).with_suffix(".py"))
+    ]
+    return next((file for file in files if file.is_file()), Path(name))
 
 
 def of_class(kind: type) -> Code:
@@ -180,7 +198,7 @@ def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None
                 raise
             trusted(saved)
             return before
-        is_named = name in (word.removeprefix("--task=") for word in sys.argv)
+        is_named = split_flags(TrainingConfig, sys.argv)[1].get("task") == name
         differs = before not in (None, code)
         if not is_named and (differs or not is_trusted(code)):
             state = f"differs from the run's in {file}" if differs else "was never given on this machine"

@@ -14,7 +14,7 @@ from gpt2_ddp.cache import local_copy
 from gpt2_ddp.checkpoint.checkpoint import MODEL, Checkpoint
 from gpt2_ddp.checkpoint.intact import find_checkpoint
 from gpt2_ddp.checkpoint.loading import fit_weights, saved_tokenizer
-from gpt2_ddp.config.hints import complete, differences
+from gpt2_ddp.config.hints import complete, differences, no_such_folder
 from gpt2_ddp.config.training import WEIGHT_FIELDS, ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.process import run_module
@@ -24,6 +24,7 @@ from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.model.gpt import GPT
 
 FIELD, HUB = "train.init_from", "hub:"
+ON_THE_HUB = f"a model on the Hub is {HUB}OWNER/NAME, like {HUB}openai-community/gpt2"
 POSITIONS = "wpe.weight"
 TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
 
@@ -48,6 +49,8 @@ def find_model(config: TrainingConfig) -> ModelConfig:
     Raises: UserError if there is no such model, if `GPT` does not support it, or if given fields differ."""
     named, place = config.train.init_from or "", _place(config)
     is_run = place == Path(named)
+    if is_run and (hint := no_such_folder(named)):
+        raise UserError(FIELD, named, f"{hint}; {ON_THE_HUB}")
     if not is_run:
         run_module("gpt2_ddp", "import_hf", "--source", named, stdout=DEVNULL)
     found = find_checkpoint(place, FIELD, weights=False, kind="gpt2")
