@@ -80,6 +80,17 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def user_folder(variable: str, below_home: str) -> Path:
+    """The folder that an environment variable names, or the one below the user's home. Raises: OSError for a user
+    without a home, as in a container that runs with a number of a user that it does not know."""
+    if folder := os.environ.get(variable):
+        return Path(folder).expanduser()
+    try:
+        return Path.home() / below_home
+    except RuntimeError as error:
+        raise FileNotFoundError(f"user {os.getuid()} has no home") from error
+
+
 def size_of(path: Path) -> int:
     """Bytes of a regular file; 0 for none."""
     return path.stat().st_size if path.is_file() else 0

@@ -81,7 +81,8 @@ def documents_for(kind):
     """Random documents that a file of this kind can hold. One is longer than a block."""
     draw = random.Random(0)
     words = ["one", " two", "é", " 漢字", "😀👩\u200d👧", "\t", "'s", ", ", "<|endoftext|>", "\x85"]
-    words += [] if kind == "lines.txt" else ["\nx"] if kind in ALONE else ["\n", "\r\n", "\n\n", "\u2028"]
+    words += [] if kind in ("lines.txt", "f.TSV") else ["\nx"] if kind in ALONE else ["\n", "\r\n", "\n\n", "\u2028"]
+    words = ['"', '""', *words[:5], *words[6:]] if kind == "f.TSV" else words  # instead of a tab
     documents = ["".join(draw.choices(words, k=draw.choice([0, 9, 60]))) for _ in range(150)]
     documents[70] = "".join(draw.choices(words, k=3000))
     return [text.strip("\r\n\t ") or "x" for text in documents] if kind in ALONE or "stories" in kind else documents
@@ -105,7 +106,8 @@ def write_documents(place, kind, documents):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place, row_group_size=7)
     elif kind in ("e.csv", "f.TSV"):
         with place.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0], delimiter="," if kind == "e.csv" else "\t")
+            options = {} if kind == "e.csv" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+            writer = csv.DictWriter(file, rows[0], **options)
             writer.writeheader()
             writer.writerows(rows)
     else:
@@ -319,7 +321,7 @@ def test_the_account_counts_and_lists_what_is_left_out(tmp_path):
     account = {**manifest.recipe["account"]}
     left_out = {Path(line.split()[0]).name for line in account.pop("left_out")}
     assert left_out == {*NOT_TEXT}
-    assert account == {"documents": 16, "bytes": 1_266_085, "end_of_text": 1}
+    assert account == {"documents": 16, "bytes": 1_266_085, "end_of_text": 1, "empty": 8}
     assert prepare(asked) == manifest
 
 

@@ -11,7 +11,7 @@ from nasty import DECODABLE, config, texts
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation import source_files, sources
-from gpt2_ddp.preparation.source_files import find_files, library_files
+from gpt2_ddp.preparation.source_files import list_files, library_files
 from gpt2_ddp.preparation.sources import scan
 
 
@@ -27,8 +27,8 @@ def test_files_are_sorted_by_the_parts_of_their_names(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "a" / "loop").symlink_to(tmp_path)
     for pattern in ("", "/**", "/**/*"):
-        assert find_files(f"{tmp_path}{pattern}") == sorted(visible)
-    assert find_files(f"{tmp_path}/c") == [tmp_path / "c"]
+        assert list_files(f"{tmp_path}{pattern}") == sorted(visible)
+    assert list_files(f"{tmp_path}/c") == [tmp_path / "c"]
 
 
 GLOBS = """
@@ -47,9 +47,9 @@ def test_globs_are_those_of_the_shell(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for line in GLOBS.strip().splitlines():
         pattern, *names = line.replace("PLACE", str(tmp_path)).split()
-        assert [tmp_path / path for path in find_files(pattern)] == [tmp_path / name for name in names], pattern
-    assert Path("out/f.txt") not in {*find_files("**/*", "out")}
-    assert tmp_path / "out/f.txt" not in {*find_files(str(tmp_path), "out")}
+        assert [tmp_path / path for path in list_files(pattern)] == [tmp_path / name for name in names], pattern
+    assert Path("out/f.txt") not in {*list_files("**/*", "out")}
+    assert tmp_path / "out/f.txt" not in {*list_files(str(tmp_path), "out")}
 
 
 def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch):
@@ -63,7 +63,7 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch
         return real(folder)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    expect_error(f"source = {tmp_path}/a: ", find_files, str(tmp_path))
+    expect_error(f"source = {tmp_path}/a: ", list_files, str(tmp_path))
 
 
 def test_the_library_is_code_and_no_tables():

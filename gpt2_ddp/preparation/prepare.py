@@ -2,7 +2,6 @@
 written last and makes the folder usable; after a kill, a preparation starts over.
 """
 
-import glob
 import heapq
 import json
 import math
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import takewhile
 from pathlib import Path
@@ -37,11 +36,13 @@ from gpt2_ddp.distributed.workers import Pool, run_in_worker, worker_pool
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.encode import write_manifest, write_splits
+from gpt2_ddp.preparation.progress import progress
 from gpt2_ddp.preparation.row_sources import row_source
-from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, fingerprint
+from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, fingerprint, list_files
 from gpt2_ddp.preparation.sources import MOST_NAMED, Source, read_pieces, scan
 
 LEFT = ("train_*.bin", "val_*.bin", TOKENIZER_FILE)  # beside RECORD, of a preparation that was killed at its end
+LINE = 320  # most characters of such a file's line
 NAMED = 3  # files that the summary names of those that are left out
 BPE_CHARACTERS = 10**8
 """Most characters of the source to train a BPE on. Of 500 MB of program files, a BPE of 32,768 tokens that was trained
@@ -63,6 +64,8 @@ def prepare(config: PrepareConfig) -> Manifest:
             workers = config.workers or usable_cores(hyperthreads=True)
             with worker_pool(workers) if workers > 1 else nullcontext() as pool:
                 return _prepare(aside, config, pool)
+    except BrokenPipeError:  # of standard output: the data are right (`run_command`)
+        raise
     except OSError as error:
         raise UserError("output", folder, f"cannot be prepared ({error})") from error
 
@@ -80,16 +83,21 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
         raise UserError("output", folder, hint)
     for split in manifest.splits:
         TokenStream(folder, manifest, split)  # checks the shards
-    if config.source == "stdlib" or row_source(config) or glob.glob(os.path.expanduser(config.source)):
+    can_compare = row_source(config) or any(list_files(source) for source in config.source)
+    if can_compare:
         check_unchanged(folder, config, made_with["fingerprint"])
-    print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it again")
+    gone = "" if can_compare else f" ({config.source_name} is not here any more, so it was not compared)"
+    print(f"{folder} is already prepared: {_summary(manifest)}{gone}; delete it to prepare it again")
     return manifest
 
 
 def _recipe(config: PrepareConfig) -> dict[str, Any]:
     """The settings that determine the tokens."""
     unused = set() if config.tokenizer == "bpe" and config.vocab_size else {"vocab_size"}
-    return config.model_dump(mode="json", exclude={"output", "workers", *unused})
+    recipe = config.model_dump(mode="json", exclude={"output", "workers", *unused})
+    if len(config.source) == 1:
+        recipe["source"] = config.source_name  # the form of earlier releases
+    return recipe
 
 
 def _clear(folder: Path) -> None:
@@ -106,6 +114,8 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
     """Fills the folder `aside`, which then becomes the output."""
     folder, start = Path(config.folder), time.perf_counter()
     source = scan(config, pool)
+    for note in source.notes:
+        print(f"note: {note}", flush=True)
     (aside / RECORD).write_text("".join(f"{json.dumps(entry)}\n" for entry in source.entries))
     was = fingerprint(config, source.entries)
     source.entries.clear()
@@ -117,7 +127,8 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
     check_unchanged(aside, config, was)
     account = counts | {"left_out": source.left_out[:MOST_NAMED]}
     recipe = _recipe(config) | {"fingerprint": was, "account": account}
-    text = f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
+    name_of_source = config.source_name
+    text = f"stdlib (Python {platform.python_version()})" if name_of_source == "stdlib" else name_of_source
     manifest = make_manifest(load_tokenizer(name), text, splits, recipe)
     write_manifest(aside, manifest)
     publish(aside, folder, last=MANIFEST)
@@ -125,10 +136,30 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
     print(f"  {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['replaced']:,} U+FFFD")
     print(f"  left out: {len(source.left_out):,} files")
     for file in source.left_out[:NAMED]:
-        print(f"    {truncate(file)}")
-    if counts["end_of_text"]:
-        print(f"  note: the text has {END_OF_TEXT} as plain text; if it ends documents, set --document_separator")
+        print(f"    {truncate(file, LINE)}")
+    if len(source.left_out) > NAMED:
+        print(f"    and {len(source.left_out) - NAMED:,} more; {folder / MANIFEST} names them")
+    for note in _notes(config, manifest, counts):
+        print(f"  note: {note}")
     return manifest
+
+
+def _notes(config: PrepareConfig, manifest: Manifest, counts: Counter[str]) -> Iterator[str]:
+    """What the user may not expect of the finished data."""
+    if counts["end_of_text"]:
+        yield f"the text has {END_OF_TEXT} as plain text; if it ends documents, set --document_separator"
+    if counts["empty"]:
+        yield f"{counts['empty']:,} empty documents, or rows without text, were skipped"
+    separator = config.document_separator
+    if separator and not counts["separators"]:
+        hint = "so no document was divided"
+        if "\\" in separator:
+            hint += "; a backslash is itself: write a line break as $'\\n' in bash, or as \"\\n\" in YAML"
+        elif "\n" in separator:
+            hint += "; the text may have other line ends, such as CRLF ($'\\r\\n' in bash)"
+        yield f"the separator {json.dumps(separator, ensure_ascii=False)} never occurs in the text, {hint}"
+    if config.vocab_size and manifest.vocab_size < config.vocab_size:
+        yield f"the text gives only {manifest.vocab_size:,} of {config.vocab_size:,} tokens; the rest would not occur"
 
 
 def make_manifest(
@@ -159,7 +190,9 @@ def _train_bpe(source: Source, path: Path) -> None:
     tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
     counts: Counter[str] = Counter()
     first = BPE_CHARACTERS if row_source(source.config) else math.inf  # rows would be fetched
-    pieces = tqdm(read_pieces(source.config, source.parts, counts), "reading", unit=" pieces", disable=None)
+    total = math.inf if source.config.max_documents else sum(part.bytes for part in source.parts)
+    pieces = read_pieces(source.config, source.parts, counts)
+    pieces = progress(pieces, "reading", "bytes", total, lambda piece: len(piece.text.encode()))
     read = takewhile(lambda text: counts["bytes"] - len(text) < first, (piece.text for piece in pieces))
     texts = random_sample(read, BPE_CHARACTERS)
     size = source.config.vocab_size or suitable_vocab_size(counts["bytes"])
