@@ -51,7 +51,7 @@ def prepare(source: Place | Sequence[Place] = "stdlib", output: Place | None = N
     sources = [source] if isinstance(source, str | os.PathLike) else source
     return prepare(
         PrepareConfig(
-            source=tuple(map(os.fspath, sources)),
+            source=tuple(os.fspath(source) for source in sources),
             output=None if output is None else os.fspath(output),
             **settings,
         )

@@ -1,7 +1,5 @@
 """The user's cache: where copies of what is at URLs lie."""
 
-from pathlib import Path
-
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import user_folder
 

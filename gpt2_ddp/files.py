@@ -15,6 +15,9 @@ from gpt2_ddp.errors import UserError
 
 PIECE = 2**20  # bytes hashed and written at a time, so that the second of the two reads the CPU's cache
 LARGEST_JSON = 2**24  # bytes of a file with one JSON object
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Beginning of a file that git-LFS puts in the place of a large one."""
+LFS_HINT = "is a pointer of git-LFS, not the file itself; fetch the file with `git lfs pull`"
 DEEPEST = 50  # levels of lists and objects in JSON and YAML
 
 
@@ -78,6 +81,15 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is git-LFS's pointer to another; False if there is no such file."""
+    try:
+        with regular(path).open("rb") as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 def user_folder(variable: str, below_home: str) -> Path:

@@ -83,6 +83,10 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
         raise UserError("output", folder, hint)
     for split in manifest.splits:
         TokenStream(folder, manifest, split)  # checks the shards
+    is_file = config.tokenizer not in ("bpe", *encoding_names()) and os.path.exists(config.tokenizer)
+    if is_file and load_tokenizer(config.tokenizer).sha256 != manifest.tokenizer_sha256:
+        hint = f"has changed since the text was encoded with it; choose another output, or delete {folder}"
+        raise UserError("tokenizer", config.tokenizer, hint)
     can_compare = row_source(config) or any(list_files(source) for source in config.source)
     if can_compare:
         check_unchanged(folder, config, made_with["fingerprint"])
@@ -149,7 +153,7 @@ def _notes(config: PrepareConfig, manifest: Manifest, counts: Counter[str]) -> I
     if counts["end_of_text"]:
         yield f"the text has {END_OF_TEXT} as plain text; if it ends documents, set --document_separator"
     if counts["empty"]:
-        yield f"{counts['empty']:,} empty documents, or rows without text, were skipped"
+        yield f"{counts['empty']:,} documents or rows without text were skipped"
     separator = config.document_separator
     if separator and not counts["separators"]:
         hint = "so no document was divided"

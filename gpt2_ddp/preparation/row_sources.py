@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import user_folder
 
 
 class RowSource(NamedTuple):
@@ -26,6 +27,7 @@ def _hub_info(config: PrepareConfig) -> Any:
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     try:
+        user_folder("HF_HOME", ".cache")  # or the Hub's library would make a folder `~` here
         return HfApi().dataset_info(config.source_name.removeprefix("hub:"), revision=config.revision, timeout=10)
     except (OSError, ValueError, HTTPError) as error:
         hint = f"cannot be read from the Hub ({error}); local files, or stdlib, need no network"
@@ -56,7 +58,7 @@ def _saved(config: PrepareConfig) -> Any:
     if not isinstance(saved, dict):
         return saved
     if config.split not in saved:
-        raise UserError("split", config.split, f"{config.source_name} has only {', '.join(saved)}")
+        raise UserError("split", config.split, f"{config.source_name} has only {', '.join(map(str, saved))}")
     return saved[config.split]
 
 

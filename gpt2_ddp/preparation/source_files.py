@@ -1,18 +1,16 @@
 """Files of a source: their list and order, whether they are text, and changes since they were read."""
 
-import bz2
 import codecs
 import glob
 import gzip
 import hashlib
 import io
 import json
-import lzma
 import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 
 from gpt2_ddp.config.tools import PrepareConfig, before_glob, common_folder
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import regular, sha256_file
+from gpt2_ddp.files import LFS_HINT, LFS_POINTER, regular, sha256_file
 from gpt2_ddp.preparation.row_sources import row_source
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
@@ -41,18 +39,15 @@ KINDS = {
     ".tsv": "csv",
     ".parquet": "parquet",
 }
-COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".lz4": "lz4"}
-OPEN: dict[str, Callable[..., Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
-"""Python's readers: they read several files in one, and what zeros follow. The others are pyarrow's."""
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 BLOCK = 2**20  # bytes or characters to read at a time
 LARGEST = 2**24  # bytes of a part that a worker reads
 TRACE = 10_000  # in a text file, at most one character in so many bytes is undecodable
 CONTROLS = bytes({*range(32), 127} - {*b"\a\b\t\n\v\f\r\x1b"})
 """Control characters except those of texts and terminal logs. A text file has at most one in 100 bytes."""
 HEAD = 4096  # bytes that show the format of a file
-LFS = "is a pointer of git-LFS, not the file itself; fetch the file with `git lfs pull`"
 REFUSED = {
-    rb"version https://git-lfs\.github\.com/": LFS,
+    re.escape(LFS_POINTER): LFS_HINT,
     rb"(?s:.{257})ustar": "is a tar archive; unpack it, and name the folder",
     b"%PDF-": "is PDF; extract its text, as with pdftotext",
     rb"\xff\xfe\0\0|\0\0\xfe\xff": "is UTF-32 by its first bytes; convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW",
@@ -62,7 +57,7 @@ REFUSED = {
 NOT_TEXT = {
     rb"\x1f\x8b": "gzip: name it .gz",
     rb"BZh[1-9]1AY&SY": "bzip2: name it .bz2",
-    rb"\xfd7zXZ\0": "xz: name it .xz",
+    rb"\xfd7zXZ\0": "xz: unpack it with xz -d",
     rb"\x28\xb5\x2f\xfd": "zstd: name it .zst",
     rb"\x04\x22\x4d\x18": "lz4: name it .lz4",
     rb"\x1f\x9d": "compress: unpack it",
@@ -210,11 +205,11 @@ def first_match(formats: dict[bytes, str], head: bytes) -> str:
     return next((text for pattern, text in formats.items() if re.match(pattern, head)), "")
 
 
-class _Decompressed(io.RawIOBase):
-    """The bytes of a compressed file, by one of `OPEN`. Any damage raises an OSError."""
+class _Gzip(io.RawIOBase):
+    """The bytes of a gzip file, of several in one, and without zeros that follow. Any damage raises an OSError."""
 
-    def __init__(self, path: Path, compression: str):
-        self._file, self._compression, self._is_begun = OPEN[compression](path, "rb"), compression, False
+    def __init__(self, path: Path):
+        self._file, self._is_begun = gzip.open(path), False
 
     def readable(self) -> bool:
         return True
@@ -222,14 +217,12 @@ class _Decompressed(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data = self._file.read1(len(buffer))
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            if isinstance(error, EOFError):
-                reason = "Truncated compressed stream"
-            elif isinstance(error, gzip.BadGzipFile) and self._is_begun and "Not a gzipped" in str(error):
-                reason = f"other bytes follow its end; {self._compression} -dc OLD > NEW leaves them out"
-            else:
-                reason = f"is no {self._compression}, or damaged: {error}"
-            raise OSError(reason) from error
+        except EOFError as error:
+            raise OSError("Truncated compressed stream") from error
+        except (zlib.error, gzip.BadGzipFile) as error:
+            is_rest = self._is_begun and "Not a gzipped" in str(error)
+            hint = "other bytes follow its end; gzip -dc OLD > NEW leaves them out"
+            raise OSError(hint if is_rest else f"is no gzip, or damaged: {error}") from error
         self._is_begun = self._is_begun or bool(data)
         buffer[: len(data)] = data
         return len(data)
@@ -244,8 +237,8 @@ def open_bytes(path: Path) -> io.BufferedReader:
     compression = COMPRESSED.get(path.suffix.lower())
     if compression is None:
         return open(path, "rb")
-    if compression in OPEN:
-        return io.BufferedReader(_Decompressed(path, compression), BLOCK)
+    if compression == "gzip":  # pyarrow refuses zeros at the end, as tapes and disk images have
+        return io.BufferedReader(_Gzip(path), BLOCK)
     import pyarrow
 
     return pyarrow.input_stream(str(path), compression)  # pyright: ignore[reportReturnType]

@@ -75,8 +75,8 @@ Row = dict[str, Any]
 
 @dataclass
 class Source:
-    """What `scan` finds: the parts of all files in order, the state of the files, those that are left out, and notes for
-    the user."""
+    """What `scan` finds: the parts of all files in order, the state of the files, those that are left out, and notes
+    for the user."""
 
     config: PrepareConfig
     parts: list[Part]
@@ -159,7 +159,8 @@ def _of_rows(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
         for number, row in read_rows(config, part):
             text = text_of(row, config.column) or ""
             if not isinstance(text, str):
-                raise ValueError(f"{row_name(part, number)}: column {config.column} has {kind_of_value(text)}, not text")
+                found = f"column {config.column} has {kind_of_value(text)}, not text"
+                raise ValueError(f"{row_name(part, number)}: {found}")
             yield (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
     except UNREADABLE as error:
         hint = f"cannot be read ({error}); correct the file, or remove that row, then prepare it again"
@@ -250,8 +251,9 @@ def _json_rows(part: Part) -> Iterator[tuple[int, Row]]:
                 raise ValueError(_json_problem(part, number, text, error)) from error
             for row in value if is_array else [value]:
                 if not isinstance(row, dict):
-                    hint = f"has {kind_of_value(row)} instead of an object with columns: {truncate(text.strip(), 2 * EXCERPT)}"
-                    raise ValueError(f"{row_name(part, number)} {hint}")
+                    excerpt = truncate(text.strip(), 2 * EXCERPT)
+                    found = f"has {kind_of_value(row)} instead of an object with columns: {excerpt}"
+                    raise ValueError(f"{row_name(part, number)} {found}")
                 yield number, row
 
 
