@@ -156,7 +156,9 @@ def test_what_a_source_does_not_have_is_refused(tmp_path, monkeypatch):
 
 
 def test_settings_that_have_no_effect_or_no_content_are_refused():
-    expect_error("^vocab_size = 999: has an effect with --tokenizer bpe only", config, "a", vocab_size=999, tokenizer="x")
+    expect_error(
+        "^vocab_size = 999: has an effect with --tokenizer bpe only", config, "a", vocab_size=999, tokenizer="x"
+    )
     for source in ("", ["a", ""], []):
         expect_error("^source = ", config, source)
 

@@ -160,7 +160,7 @@ def _notes(config: PrepareConfig, manifest: Manifest, counts: Counter[str]) -> I
         if "\\" in separator:
             hint += "; a backslash is itself: write a line break as $'\\n' in bash, or as \"\\n\" in YAML"
         elif "\n" in separator:
-            hint += "; the text may have other line ends, such as CRLF ($'\\r\\n' in bash)"
+            hint += "; the text may have other line ends: in bash, CRLF is $'\\r\\n', and CR is $'\\r'"
         yield f"the separator {json.dumps(separator, ensure_ascii=False)} never occurs in the text, {hint}"
     if config.vocab_size and manifest.vocab_size < config.vocab_size:
         yield f"the text gives only {manifest.vocab_size:,} of {config.vocab_size:,} tokens; the rest would not occur"
