@@ -74,7 +74,8 @@ def test_a_user_without_a_home(monkeypatch):
         raise KeyError(user)
 
     monkeypatch.delenv("HOME")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     expect_error("^HOME = '': user .* has no home; set HOME or XDG_CACHE_HOME", local_copy, "hub:owner/name")
     with pytest.raises(FileNotFoundError):

@@ -361,9 +361,7 @@ def test_the_summary_counts_what_it_does_not_name(tmp_path, capsys):
         (tmp_path / f"{number}.txt").write_bytes(bytes(9))
     prepare(config(tmp_path, tmp_path / "out", tokenizer="bpe", vocab_size=9999, val_fraction=0))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("note: ") and lines[0].endswith(
-        "b.html: HTML, whose markup becomes text; extract the text first"
-    )
+    assert lines[0] == f"note: {tmp_path}/b.html: HTML, whose markup becomes text; extract the text first"
     at = lines.index("  left out: 5 files")
     assert lines[at + 4] == f"    and 2 more; {tmp_path}/out/manifest.json names them"
     assert lines[at + 5].startswith("  note: the text gives only ")

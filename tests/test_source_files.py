@@ -61,9 +61,9 @@ def test_several_sources_are_one_list(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    for sources in (["b.txt", "a.txt", "B.txt"], ["*.txt"], ["b.txt", "[aB].txt", f"{tmp_path}/b.txt"]):
-        found = find_files(config(sources))
-        assert sorted(path.name for path in found) == ["B.txt", "a.txt", "b.txt"], sources
+    for names in (["b.txt", "a.txt", "B.txt"], ["*.txt"], ["b.txt", "[aB].txt", f"{tmp_path}/b.txt"]):
+        found = find_files(config(names))
+        assert sorted(path.name for path in found) == ["B.txt", "a.txt", "b.txt"], names
     assert [*map(str, find_files(config(["c", "f.md", "**/e.txt"])))] == ["c/d.txt", "c/e.txt", "f.md"]
     for missing in ("g.txt", "*.rst"):
         expect_error(f"source = {re.escape(missing)}: no such files", find_files, config(["b.txt", missing]))

@@ -158,8 +158,7 @@ def test_files_of_other_forms_are_named(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_text("{}")
     for given in (tmp_path, tmp_path / "tokenizer.json", tmp_path / "vocab.json"):
-        expect_error(
-            f"tokenizer = {tmp_path}: has vocab.json and merges.txt, .*GPT2TokenizerFast", load_tokenizer, str(given)
-        )
+        words = f"tokenizer = {tmp_path}: has vocab.json and merges.txt, .*GPT2TokenizerFast"
+        expect_error(words, load_tokenizer, str(given))
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     expect_error("tokenizer.json: is a pointer of git-LFS.*git lfs pull", load_tokenizer, str(tmp_path))

@@ -209,7 +209,8 @@ class _Gzip(io.RawIOBase):
     """The bytes of a gzip file, of several in one, and without zeros that follow. Any damage raises an OSError."""
 
     def __init__(self, path: Path):
-        self._file, self._is_begun = gzip.open(path), False
+        self._file = gzip.open(path)  # noqa: SIM115 (`close` closes it)
+        self._is_begun = False
 
     def readable(self) -> bool:
         return True
