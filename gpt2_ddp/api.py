@@ -42,13 +42,20 @@ def load_config(*files: str, **changes: Any) -> TrainingConfig:
     return resolve(TrainingConfig, files, changes, training_default)
 
 
-def prepare(source: Place = "stdlib", output: Place | None = None, **settings: Any) -> Manifest:
+def prepare(source: Place | Sequence[Place] = "stdlib", output: Place | None = None, **settings: Any) -> Manifest:
     """Creates a folder of token shards, as prepare_data.py does, or keeps a prepared one. Returns its manifest:
     `.tokens("train")`, `.vocab_size`, ... `settings` are other flags of prepare_data.py, such as `tokenizer="gpt2"`.
     """
     from gpt2_ddp.preparation.prepare import prepare
 
-    return prepare(PrepareConfig(source=os.fspath(source), output=os.fspath(output) if output else None, **settings))
+    sources = [source] if isinstance(source, str | os.PathLike) else source
+    return prepare(
+        PrepareConfig(
+            source=tuple(os.fspath(source) for source in sources),
+            output=None if output is None else os.fspath(output),
+            **settings,
+        )
+    )
 
 
 def train(

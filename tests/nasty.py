@@ -1,5 +1,6 @@
 """A folder of files such as people have, for the tests of what text goes in, and for the table of docs/data.md."""
 
+import bz2
 import gzip
 import json
 import random
@@ -28,7 +29,16 @@ NESTED = """{"id": 1, "meta": {"text": "inside one"}}
 {"id": 2, "meta": null}
 {"id": 3, "meta": {"text": "inside"}}
 """
+HTML = "<!DOCTYPE html>\n<html lang=en><p>A page.</p></html>\n"
+SKIPPED = bytes.fromhex("502a4d18 03000000") + b"any"  # a frame of zstd that readers skip
 NOISE = random.Random(0).randbytes(20_000)
+
+
+def zstd(text):
+    """A frame of zstd."""
+    return pa.Codec("zstd").compress(text.encode(), asbytes=True)
+
+
 DECODABLE = {
     "utf8.txt": (PROSE.encode(), PROSE),
     "bom.txt": (PROSE.encode("utf-8-sig"), PROSE),
@@ -40,6 +50,12 @@ DECODABLE = {
     "n" * 247 + ".txt": (b"a file of a long name", "a file of a long name"),
     "end-of-text.txt": (b"a story<|endoftext|>another", "a story<|endoftext|>another"),
     "text.txt.gz": (gzip.compress(PROSE.encode(), mtime=0), PROSE),
+    "members.txt.gz": (gzip.compress(b"one ", mtime=0) + gzip.compress(b"two", mtime=0) + bytes(512), "one two"),
+    "streams.txt.bz2": (bz2.compress(b"one ") + bz2.compress(b"two"), "one two"),
+    "frames.txt.zst": (zstd("one ") + SKIPPED + zstd("two") + SKIPPED, "one two"),
+    "nul.txt": (b"x" * 1000 + bytes(9), "x" * 1000 + "\0" * 9),
+    "mac.txt": (b"one\rtwo\r", "one\rtwo\r"),
+    "page.html": (HTML.encode(), HTML),
 }
 """Files with the text that they hold."""
 NOT_TEXT = {
@@ -52,6 +68,12 @@ NOT_TEXT = {
     "latin.txt": PROSE.encode("latin-1"),
     "cp1252.txt": "“Où ?” – 5 €\n".encode("cp1252") * 50,
     "late.txt": b"text at first\n" * 1000 + NOISE,
+    "rest.txt.gz": gzip.compress(b"text", mtime=0) + b"others warn of this",
+    "wide.txt.zst": bytes.fromhex("28b52ffd 00 a0") + (4 * 8 + 1).to_bytes(3, "little") + b"text",
+    "pointer.txt": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 9999\n",
+    "pointer.parquet": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 9999\n",
+    "paper.txt": b"%PDF-1.4\n" + b"1 0 obj <</Length 9>>\nstream\nendstream\n" * 9,
+    "tree.txt": bytes(257) + b"ustar" + b"text\n" * 9999,
     "torn.txt.gz": gzip.compress(NOISE, mtime=0)[:100],
     "torn.parquet": b"PAR1 and no more",
 }
@@ -60,7 +82,7 @@ CL100K_PATTERN += r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 
 
 def config(source, **changes):
-    return PrepareConfig.model_validate({"source": str(source)} | changes)
+    return PrepareConfig.model_validate({"source": source if isinstance(source, list) else str(source)} | changes)
 
 
 def pieces(source, **changes):

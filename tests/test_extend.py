@@ -148,7 +148,7 @@ def source(folder, corpus):
         database.execute("delete from articles where rowid = 7")
         database.commit()
     expect_error("source = sqlite:.*has changed", prepare, configs[0])
-    gone = configs[0].model_copy(update={"source": f"sqlite:{folder}/mine.db:b", "output": f"{folder}/c"})
+    gone = configs[0].model_copy(update={"source": (f"sqlite:{folder}/mine.db:b",), "output": f"{folder}/c"})
     expect_error("no such table: b", prepare, gone)
 
 

@@ -2,14 +2,16 @@
 
 import json
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 from commands import expect_error
 from disk import refuse
 
+from gpt2_ddp.cache import local_copy
 from gpt2_ddp.checkpoint.intact import free_name
-from gpt2_ddp.files import parse_json, write_atomically
+from gpt2_ddp.files import parse_json, user_folder, write_atomically
 
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -63,3 +65,20 @@ def test_json_that_is_not_taken(text, problem):
 def test_json_that_is_taken():
     nested = json.dumps({"a": [{"b": [2**63 - 1, -(2**63), 1.5, None, "\ud800"]}]})
     assert parse_json(nested) == parse_json(nested.encode()) == json.loads(nested)
+
+
+def test_a_user_without_a_home(monkeypatch):
+    """As a container has that runs with a number of its own."""
+
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME")
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    expect_error("^HOME = '': user .* has no home; set HOME or XDG_CACHE_HOME", local_copy, "hub:owner/name")
+    with pytest.raises(FileNotFoundError):
+        user_folder("XDG_STATE_HOME", ".local/state")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/here")
+    assert local_copy("s3://bucket/run") == "/here/gpt2_ddp/s3/bucket/run"

@@ -211,10 +211,19 @@ def test_refused_by_its_small_files(tmp_path, case):
         assert re.search(line, mistake), mistake
 
 
+def pointer(name):
+    """What git-LFS leaves of a file that was not fetched."""
+    content = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "a" * 64 + "\nsize 9\n"
+    return lambda folder: (folder / name).write_text(content)
+
+
 HEAD = "lm_head.weight"
 LATE = [
     (lambda folder: (folder / "model.safetensors").rename(folder / "x.bin"), "has no model"),
     (lambda folder: (folder / "model.safetensors").write_bytes(bytes(9)), "SafetensorError"),
+    (pointer("model.safetensors"), r"model.safetensors: is a pointer of git-LFS, .*`git lfs pull`"),
+    (pointer("tokenizer.json"), r"tokenizer.json: is a pointer of git-LFS"),
+    (pointer("config.json"), r"config.json: is a pointer of git-LFS"),
     (drop("transformer.h.1.mlp.c_fc.weight"), "h.1.mlp.c_fc.weight is missing"),
     (drop(HEAD), f"{HEAD} is missing", SHAPES["llama"]),
     (edit_weights(lambda of: {**of, "score.weight": torch.ones(2)}), "score.weight is unknown"),

@@ -2,9 +2,11 @@
 
 import csv
 import dataclasses
+import errno
 import gzip
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -28,7 +30,7 @@ from gpt2_ddp.data.manifest import read_manifest, tokenizer_note
 from gpt2_ddp.data.shards import TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.output import locked_output
-from gpt2_ddp.preparation import encode, source_files, sources, split
+from gpt2_ddp.preparation import encode, progress, source_files, sources, split
 from gpt2_ddp.preparation import prepare as prepare_module
 from gpt2_ddp.preparation.prepare import prepare, suitable_vocab_size
 
@@ -84,7 +86,8 @@ def documents_for(kind):
     """Random documents that a file of this kind can hold. One is longer than a block."""
     draw = random.Random(0)
     words = ["one", " two", "é", " 漢字", "😀👩\u200d👧", "\t", "'s", ", ", "<|endoftext|>", "\x85"]
-    words += [] if kind == "lines.txt" else ["\nx"] if kind in ALONE else ["\n", "\r\n", "\n\n", "\u2028"]
+    words += [] if kind in ("lines.txt", "f.TSV") else ["\nx"] if kind in ALONE else ["\n", "\r\n", "\n\n", "\u2028"]
+    words = ['"', '""', *words[:5], *words[6:]] if kind == "f.TSV" else words  # instead of a tab
     documents = ["".join(draw.choices(words, k=draw.choice([0, 9, 60]))) for _ in range(150)]
     documents[70] = "".join(draw.choices(words, k=3000))
     return [text.strip("\r\n\t ") or "x" for text in documents] if kind in ALONE or "stories" in kind else documents
@@ -108,7 +111,8 @@ def write_documents(place, kind, documents):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place, row_group_size=7)
     elif kind in ("e.csv", "f.TSV"):
         with place.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0], delimiter="," if kind == "e.csv" else "\t")
+            options = {} if kind == "e.csv" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+            writer = csv.DictWriter(file, rows[0], **options)
             writer.writeheader()
             writer.writerows(rows)
     else:
@@ -386,6 +390,7 @@ stdlib data/stdlib
 texts/shakespeare.txt data/shakespeare
 texts/**/*.txt data/texts
 *.txt data/text
+../*.txt data/text
 hub:HuggingFaceFW/fineweb-edu data/fineweb-edu
 """
 
@@ -394,6 +399,8 @@ def test_default_outputs():
     for source, output in map(str.split, OUTPUTS.strip().splitlines()):
         assert PrepareConfig(source=source).folder == output
     assert PrepareConfig(source="hub:a/b", subset="c").folder == "data/b-c"
+    assert PrepareConfig(source=["texts/a.txt", "texts/b.txt"]).folder == "data/texts"
+    assert PrepareConfig(source=["texts/a.txt", "/b.txt"]).folder == "data/text"
 
 
 def test_a_bpe_of_much_text_is_trained_on_a_sample_from_all_of_it():
@@ -428,8 +435,142 @@ def test_the_account_counts_and_lists_what_is_left_out(tmp_path):
     account = {**manifest.recipe["account"]}
     left_out = {Path(line.split()[0]).name for line in account.pop("left_out")}
     assert left_out == {*NOT_TEXT}
-    assert account == {"documents": 16, "bytes": 1_266_085, "end_of_text": 1}
+    assert account == {"documents": 22, "bytes": 1_267_175, "end_of_text": 1, "empty": 8}
     assert prepare(asked) == manifest
+
+
+NOTES = {
+    "none": ("one two", "\n", "never occurs in the text.*CR is"),
+    "typed": ("one\ntwo", r"\n", "never occurs in the text.* write a line break as"),
+    "crlf": ("one\r\n\r\ntwo", "\n\n", "never occurs in the text.* CRLF is"),
+    "found": ("one\ntwo", "\n", ""),
+    "story": ("one<|endoftext|>two", None, r"<\|endoftext\|> as plain text"),
+    "empty": ("one", None, "1 documents or rows without text were skipped"),
+}
+"""A text, the separator, and the note."""
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_the_summary_has_notes(tmp_path, capsys, case):
+    text, separator, words = NOTES[case]
+    (tmp_path / "a.txt").write_text(text, newline="")
+    if case == "empty":
+        (tmp_path / "b.txt").touch()
+    prepare(config(tmp_path, tmp_path / "out", document_separator=separator, val_fraction=0))
+    notes = [line for line in capsys.readouterr().out.splitlines() if "note: " in line]
+    assert len(notes) == bool(words), notes
+    assert re.search(words, "".join(notes))
+
+
+def test_the_summary_counts_what_it_does_not_name(tmp_path, capsys):
+    """And a vocabulary that the text does not fill."""
+    (tmp_path / "a.txt").write_text("one two three")
+    (tmp_path / "b.html").write_text("<html>")
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_bytes(bytes(9))
+    prepare(config(tmp_path, tmp_path / "out", tokenizer="bpe", vocab_size=9999, val_fraction=0))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"note: {tmp_path}/b.html: HTML, whose markup becomes text; extract the text first"
+    at = lines.index("  left out: 5 files")
+    assert lines[at + 4] == f"    and 2 more; {tmp_path}/out/manifest.json names them"
+    assert lines[at + 5].startswith("  note: the text gives only ")
+
+
+def test_several_sources_are_the_glob_that_gives_them(texts, tmp_path):
+    """The recipe of one source is as earlier releases wrote it."""
+    glob = prepare(config(f"{texts}/*.txt", tmp_path / "glob"))
+    assert glob.recipe["source"] == f"{texts}/*.txt"
+    names = sorted(map(str, texts.glob("*.txt")), reverse=True)
+    listed = prepare(config(names, tmp_path / "list"))
+    assert listed.hash == glob.hash
+    assert listed.recipe["fingerprint"] == glob.recipe["fingerprint"]
+    assert listed.recipe["source"] == names
+    assert prepare(config(names, tmp_path / "list")) == listed
+    expect_error("has shards made with source", prepare, config(names[1:], tmp_path / "list"))
+    Path(names[0]).write_text("another")
+    expect_error("source = .*has changed", prepare, config(names, tmp_path / "list"))
+    Path(names[0]).unlink()
+    expect_error(f"source = {names[0]}: no such files", prepare, config(names, tmp_path / "list"))
+
+
+@pytest.mark.parametrize("source", ["[D]", "**/*.txt"])
+def test_a_change_is_noticed_whatever_the_name(tmp_path, source):
+    """A folder that is named like a pattern, and files that `**` has in the folder itself."""
+    (tmp_path / "in/[D]").mkdir(parents=True)
+    file = tmp_path / "in" / ("[D]" if source == "[D]" else "") / "a.txt"
+    file.write_text("text")
+    asked = config(tmp_path / "in" / source, tmp_path / "out", val_fraction=0)
+    prepare(asked)
+    file.write_text("another")
+    expect_error("has changed since it was read", prepare, asked)
+
+
+def test_a_source_that_is_gone_is_named(texts, tmp_path, capsys):
+    asked = config(texts, tmp_path / "out")
+    made = prepare(asked)
+    texts.rename(tmp_path / "moved")
+    assert prepare(asked) == made
+    assert f"({texts} is not here any more, so it was not compared)" in capsys.readouterr().out
+
+
+def test_another_tokenizer_of_the_same_name_is_noticed(texts, tmp_path):
+    for number in range(2):
+        prepare(config(texts, tmp_path / str(number), tokenizer="bpe", vocab_size=300 + number))
+    asked = config(texts, tmp_path / "out", tokenizer=str(tmp_path / "0"))
+    made = prepare(asked)
+    assert prepare(asked) == made
+    (tmp_path / "1").rename(tmp_path / "2")
+    (tmp_path / "0").rename(tmp_path / "1")
+    assert prepare(asked) == made  # there is nothing to compare
+    (tmp_path / "2").rename(tmp_path / "0")
+    expect_error("tokenizer = .*0: has changed since the text was encoded with it", prepare, asked)
+
+
+@pytest.mark.parametrize(("tty", "total"), [(False, 400.0), (False, math.inf), (True, 400.0)])
+def test_progress_in_a_file_is_a_line_a_minute(monkeypatch, capsys, tty, total):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.tqdm, "__init__", lambda bar, **options: None)
+    monkeypatch.setattr(progress.tqdm, "close", lambda bar: None)
+    monkeypatch.setattr(progress.tqdm, "update", lambda bar, size: updates.append(size))
+    monkeypatch.setattr(progress.tqdm, "disable", not tty, raising=False)
+    updates = []
+    for _ in progress.progress(range(4), "encoding", "bytes", total, lambda _: 100):
+        now[0] += 40
+    known = ["encoding: 200 of 400 bytes (50%), 0:01:20 left", "encoding: 400 of 400 bytes (100%), 0:00:00 left"]
+    unknown = ["encoding: 200 bytes, for 0:01:20", "encoding: 400 bytes, for 0:02:40"]
+    assert capsys.readouterr().err.splitlines() == ([] if tty else known if total == 400 else unknown)
+    assert updates == [100] * 4
+
+
+def test_the_sizes_of_what_is_encoded_add_up(texts, tmp_path, monkeypatch):
+    """The share that is done ends at 100 %."""
+    seen = {}
+
+    def noted(items, action, unit, total, size):
+        seen[action] = [total, 0]
+        for item in items:
+            yield item
+            seen[action][1] += size(item)
+
+    for module in (encode, sources, prepare_module):
+        monkeypatch.setattr(module, "progress", noted)
+    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))
+    prepare(config(texts, tmp_path / "out", tokenizer="bpe"))
+    size = sum(file.stat().st_size for file in texts.rglob("*.txt"))
+    assert seen == {"looking at files": [size, size], "reading": [size, size], "encoding": [size, size]}
+
+
+def test_a_closed_output_is_no_damage_of_the_data(texts, tmp_path, monkeypatch):
+    """`| head` ends the command as a pipe does, and the data are there."""
+
+    def closed(text, **options):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(prepare_module, "print", closed, raising=False)
+    with pytest.raises(BrokenPipeError):
+        prepare(config(texts, tmp_path / "out"))
+    verify_shards(tmp_path / "out", read_manifest(tmp_path / "out"))
 
 
 def make_dump(folder, **sizes):

@@ -1,17 +1,20 @@
 """Which files a source is made of, in which order, and what they are: text in some encoding, not text, or damaged."""
 
+import bz2
 import gzip
+import lzma
 import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from commands import expect_error
-from nasty import DECODABLE, config, texts
+from nasty import DECODABLE, NOT_TEXT, config, texts
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation import source_files, sources
-from gpt2_ddp.preparation.source_files import find_files, library_files
+from gpt2_ddp.preparation.source_files import find_files, library_files, list_files
 from gpt2_ddp.preparation.sources import scan
 
 
@@ -27,8 +30,8 @@ def test_files_are_sorted_by_the_parts_of_their_names(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "a" / "loop").symlink_to(tmp_path)
     for pattern in ("", "/**", "/**/*"):
-        assert find_files(f"{tmp_path}{pattern}") == sorted(visible)
-    assert find_files(f"{tmp_path}/c") == [tmp_path / "c"]
+        assert list_files(f"{tmp_path}{pattern}") == sorted(visible)
+    assert list_files(f"{tmp_path}/c") == [tmp_path / "c"]
 
 
 GLOBS = """
@@ -47,9 +50,56 @@ def test_globs_are_those_of_the_shell(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for line in GLOBS.strip().splitlines():
         pattern, *names = line.replace("PLACE", str(tmp_path)).split()
-        assert [tmp_path / path for path in find_files(pattern)] == [tmp_path / name for name in names], pattern
-    assert Path("out/f.txt") not in {*find_files("**/*", "out")}
-    assert tmp_path / "out/f.txt" not in {*find_files(str(tmp_path), "out")}
+        assert [tmp_path / path for path in list_files(pattern)] == [tmp_path / name for name in names], pattern
+    assert Path("out/f.txt") not in {*list_files("**/*", "out")}
+    assert tmp_path / "out/f.txt" not in {*list_files(str(tmp_path), "out")}
+
+
+def test_several_sources_are_one_list(tmp_path, monkeypatch):
+    """The same as that of a glob. A file has one place in it, and each source has files."""
+    for name in ("b.txt", "a.txt", "c/d.txt", "c/e.txt", "B.txt", "f.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for names in (["b.txt", "a.txt", "B.txt"], ["*.txt"], ["b.txt", "[aB].txt", f"{tmp_path}/b.txt"]):
+        found = find_files(config(names))
+        assert sorted(path.name for path in found) == ["B.txt", "a.txt", "b.txt"], names
+    assert [*map(str, find_files(config(["c", "f.md", "**/e.txt"])))] == ["c/d.txt", "c/e.txt", "f.md"]
+    for missing in ("g.txt", "*.rst"):
+        expect_error(f"source = {re.escape(missing)}: no such files", find_files, config(["b.txt", missing]))
+
+
+ODD = {
+    "gzip.txt": (gzip.compress(b"text"), "gzip: name it .gz"),
+    "text.txt.gz": (b"text", "is no gzip"),
+    "rest.txt.gz": (gzip.compress(b"text") + b"rest", "other bytes follow its end; gzip -dc"),
+    "rest.txt.bz2": (bz2.compress(b"text") + b"rest", "cannot be read .bz2 decompress failed"),
+    "cut.txt.gz": (gzip.compress(b"text " * 9)[:-9], "Truncated"),
+    "flipped.txt.gz": (gzip.compress(b"text")[:-8] + bytes(8), "is no gzip, or damaged: CRC"),
+    "text.txt.xz": (lzma.compress(b"text " * 99), "xz -d"),
+    "a.txt": ("two".encode("utf-16"), "is UTF-16 by its first bytes; convert it: iconv -f UTF-16"),
+    "b.txt": ("a long text".encode("utf-16-be"), "UTF-16BE, it seems"),
+    "a.csv": ("id,text\n1,x\n".encode("utf-16"), "is UTF-16"),
+    "wide.txt.zst": (NOT_TEXT["wide.txt.zst"], "zstd -d --long=31"),
+    "pointer.parquet": (NOT_TEXT["pointer.parquet"], "git lfs pull"),
+    "pointer.txt": (NOT_TEXT["pointer.txt"], "git lfs pull"),
+    "tree.txt": (NOT_TEXT["tree.txt"], "is a tar archive"),
+    "paper.txt": (NOT_TEXT["paper.txt"], "is PDF; extract"),
+}
+"""Content that is not what the name says, and the error."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_a_file_is_instead(tmp_path, name):
+    content, words = ODD[name]
+    (tmp_path / name).write_bytes(content)
+    expect_error(words, scan, config(tmp_path / name))
+
+
+def test_dates_in_the_future(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    os.utime(tmp_path / "a.txt", (4e9, 4e9))
+    assert texts(tmp_path) == ["text"]
 
 
 def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch):
@@ -63,7 +113,7 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch
         return real(folder)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    expect_error(f"source = {tmp_path}/a: ", find_files, str(tmp_path))
+    expect_error(f"source = {tmp_path}/a: ", list_files, str(tmp_path))
 
 
 def test_the_library_is_code_and_no_tables():

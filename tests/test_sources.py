@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from collections import Counter
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +24,8 @@ from nasty import CL100K_PATTERN, config, library_texts, pieces, texts, write_ne
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.preparation import sources
-from gpt2_ddp.preparation.sources import scan
+from gpt2_ddp.preparation import source_files, sources
+from gpt2_ddp.preparation.sources import read_pieces, scan
 
 PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
 
@@ -46,6 +47,128 @@ def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):
     (tmp_path / "words.txt").write_text("words")
     assert {Path(line.split()[0]).name for line in scan(config(tmp_path)).left_out} == {*bad}
     assert texts(tmp_path) == ["words"]
+
+
+WRONG_ROWS = {
+    "string.jsonl": ('{"text": "a"}\n\n"hello"\n', r'line 3 has a text instead of an object with columns: "hello"'),
+    "list.jsonl": ('{"text": "a"}\n[1, 2]\n', r"line 2 has a list instead of an object"),
+    "quote.jsonl": ('{"text": "a"}\n' * 700 + '{"text": "b}\n', r'line 701, column 12: .*: "text": "b}|{"text": "b}'),
+    "pretty.json": ('{\n"text": "a"\n}\n', r"line 2, column 1: .*; write each object in one line, or all as one array"),
+    "array.json": ('[\n{"text": "a"},\n{"text": "b",}\n]', r"line 3, column 14?: .*b"),
+    "chat.jsonl": ('{"messages": [{"role": "user", "content": "hi"}]}\n', r"has chats, not text, in messages"),
+    "turns.jsonl": ('{"text": [{"from": "human", "value": "hi"}]}\n', r"has chats, not text"),
+    "number.jsonl": ('{"text": 7}\n', r"has a number in column text, not text"),
+    "flat.jsonl": ('{"text": "a"}\n', r"has no text in column body, only in text; choose another --column"),
+    "twice.csv": ("text,text\na,b\n", r"column text is named 2 times"),
+    "more.csv": ("id,text\n1,a, b\n", r"line 2 has 3 fields, the first line has 2; put fields"),
+    "open.csv": ('id,text\n1,a\n2,"b\n', r"line \d: .*; is a quotation mark missing"),
+    "lines.tsv": ("id\ttext\n1\ta\nb\n", r"line 3 has 1 of 2 fields; a field of TSV has no line break"),
+    "tab.tsv": ("id\ttext\n1\ta\tb\n", r"line 2 has 3 fields, the first line has 2; a text has a tab"),
+}
+"""Tables, and the place and the kind of what is wrong."""
+
+
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_a_wrong_row_is_named_by_its_line(tmp_path, name):
+    content, words = WRONG_ROWS[name]
+    (tmp_path / name).write_text(content)
+    expect_error(f"{name}: .*(?:{words})", scan, config(tmp_path / name, column="body" if name[0] == "f" else "text"))
+
+
+def test_a_wrong_row_after_the_checked_ones_is_named_by_its_line_too(tmp_path, monkeypatch):
+    """Of a file in parts: its own line, not that of the part."""
+    for module in (source_files, sources):
+        monkeypatch.setattr(module, "BLOCK", 1000)
+    file = tmp_path / "late.jsonl"
+    for row, words in (('{"text": "b}', "column 13: "), ('{"text": 7}', "column text has a number"), ("7", "a number")):
+        file.write_text('{"text": "a"}\n' * 5000 + f"{row}\n" + '{"text": "a"}\n' * 500)
+        assert len(scan(config(file)).parts) > 5
+        expect_error(f"late.jsonl: cannot be read .line 5,001\\b.*{words}", texts, file)
+
+
+READ = {
+    "plain.tsv": ('id\ttext\n1\t"a\n2\tb\n3\tc"\n', ['"a', "b", 'c"'], ""),
+    "marks.tsv": ('id\ttext\n1\t"a"\n', ['"a"'], "texts keep their quotation marks, as in TSV"),
+    "quoted.tsv": ('"id"\t"text"\n"1"\t"a\nb"\n', ["a\nb"], ""),
+    "semicolons.csv": ('id;text\n1;"a; b"\n', ["a; b"], "semicolons are read as the marks between fields"),
+    "tabs.csv": ('id\ttext\n1\t"a\nb"\n', ["a\nb"], "tabs are read"),
+    "usual.csv": ("text,a;b\nx;y,1\n", ["x;y"], ""),
+    "mac.csv": ("id,text\r1,a\r2,b\r", ["a", "b"], ""),
+    "mac.jsonl": ('{"text": "a"}\r{"text": "b"}\r', ["a", "b"], ""),
+    "joined.jsonl": ('\ufeff{"text": "a"}\n\ufeff{"text": "b"}\n', ["a", "b"], ""),
+    "short.csv": ("id,text\n1\n\n2,b\n", ["b"], ""),
+    "page.html": ("<html><p>a</p></html>", ["<html><p>a</p></html>"], "HTML, whose markup becomes text"),
+    "late.md": ("see <html>", ["see <html>"], ""),
+    "rich.doc": (r"{\rtf1 a}", [r"{\rtf1 a}"], "RTF, whose markup"),
+    "book.ipynb": ('{\n "cells": []}', ['{\n "cells": []}'], "Jupyter notebooks, whose markup"),
+}
+"""Files, the documents that they are, and the note."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_in_an_unusual_way_has_a_note(tmp_path, name):
+    content, documents, note = READ[name]
+    (tmp_path / name).write_text(content, newline="")
+    assert texts(tmp_path / name) == documents
+    notes = scan(config(tmp_path / name)).notes
+    assert [note in text for text in notes] == [True] * bool(note), notes
+
+
+def test_a_note_of_many_files_is_one(tmp_path):
+    for number in range(9):
+        (tmp_path / f"{number}.html").write_text("<html>")
+    (tmp_path / "a.csv").write_text("text;id\na;1\n")
+    notes = scan(config(tmp_path)).notes
+    assert [note.partition(":")[0] for note in notes] == [f"9 files, such as {tmp_path}/0.html", f"{tmp_path}/a.csv"]
+
+
+def test_separators_and_empty_documents_are_counted(tmp_path):
+    (tmp_path / "a.txt").write_text("one|two|three")
+    (tmp_path / "b.jsonl").write_text('{"text": "four|five"}\n{"text": ""}\n{"text": null}\n')
+    counts = Counter()
+    asked = config(tmp_path, document_separator="|")
+    read = [piece.text for piece in read_pieces(asked, scan(asked).parts, counts)]
+    assert (read, counts["separators"]) == (["one", "two", "three", "four", "five"], 3)
+    counts = Counter()
+    asked = config(tmp_path)
+    assert len([*read_pieces(asked, scan(asked).parts, counts)]) == 2
+    assert (counts["documents"], counts["empty"]) == (2, 2)
+
+
+def test_a_mark_of_byte_order_is_left_out_at_the_beginning_alone(tmp_path, monkeypatch):
+    """In a part of a file as in the whole."""
+    (tmp_path / "a.txt").write_text("\n".join(["\ufefftext"] * 999))
+    whole = texts(tmp_path, document_separator="\n")
+    for module in (source_files, sources):
+        monkeypatch.setattr(module, "BLOCK", 1000)
+    assert len(scan(config(tmp_path, document_separator="\n")).parts) > 5
+    assert texts(tmp_path, document_separator="\n") == whole == ["text", *["\ufefftext"] * 998]
+
+
+def test_what_a_source_does_not_have_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text")
+    for alone in ("stdlib", "hub:owner/name"):
+        expect_error(f"^source = {alone}: cannot be read with others", scan, config(["a.txt", alone]))
+    for field in ("split", "subset", "revision"):
+        expect_error(f"^{field} = x: has no effect on a.txt", scan, config("a.txt", **{field: "x"}))
+    assert scan(config("a.txt", column="body")).notes == ["no file is a table, so --column body has no effect"]
+
+
+def test_settings_that_have_no_effect_or_no_content_are_refused():
+    expect_error(
+        "^vocab_size = 999: has an effect with --tokenizer bpe only", config, "a", vocab_size=999, tokenizer="x"
+    )
+    for source in ("", ["a", ""], []):
+        expect_error("^source = ", config, source)
+
+
+def test_a_split_that_was_not_saved_is_named(tmp_path):
+    import datasets
+
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "saved")
+    expect_error("^split = test: .* has only train", scan, config(tmp_path / "saved", split="test"))
+    expect_error("^subset = x: has no effect", scan, config(tmp_path / "saved", subset="x"))
 
 
 def test_broken_text_becomes_replacement_characters(tmp_path):

@@ -87,6 +87,18 @@ def test_health(tmp_path, monkeypatch, case):
     assert record.status["state"] in (state, "stalled", "dead")
 
 
+def test_a_clock_that_is_ahead_gives_no_negative_time(tmp_path, monkeypatch, capsys):
+    """Of another machine, or of the disk."""
+    running = write(tmp_path / "running", **facts(host="far", machine="m", heartbeat=NOW + 50, progress=NOW + 50))
+    ended = write(tmp_path / "ended", state="completed", step=7, reason="")
+    os.utime(ended / "status.json", (NOW + 50, NOW + 50))
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    show_status(load(StatusConfig, [str(running), str(ended)]))
+    shown = capsys.readouterr().out
+    assert shown.count("0:00:00 ago") == 2
+    assert "last heartbeat 0 s ago" in shown
+
+
 BEATS = """
 {"progress": -Infinity}
 {"heartbeat": NaN}

@@ -183,3 +183,14 @@ def test_names_and_files_that_do_not_exist(tmp_path):
     for content in (b"\xff\x00", b"[]", b"{}", b'{"model":' * 100_000):
         (tmp_path / "tokenizer.json").write_bytes(content)
         expect_error("is no byte-level BPE", load_tokenizer, str(tmp_path))
+
+
+def test_files_of_other_forms_are_named(tmp_path):
+    """Those of GPT-2 before tokenizer.json, and a pointer of git-LFS."""
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_text("{}")
+    for given in (tmp_path, tmp_path / "tokenizer.json", tmp_path / "vocab.json"):
+        words = f"tokenizer = {tmp_path}: has vocab.json and merges.txt, .*GPT2TokenizerFast"
+        expect_error(words, load_tokenizer, str(given))
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    expect_error("tokenizer.json: is a pointer of git-LFS.*git lfs pull", load_tokenizer, str(tmp_path))

@@ -1,6 +1,8 @@
 """Configurations of the scripts that do not train."""
 
+import os
 import re
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,14 +34,22 @@ def before_glob(path: str) -> Path:
     return Path(*takewhile(lambda part: not set(part) & set("*?["), Path(path).parts))
 
 
+def common_folder(paths: Sequence[Path]) -> Path:
+    """The longest path that all begin with: of one path itself, of relative and absolute ones the empty path."""
+    if len({path.is_absolute() for path in paths}) > 1:
+        return Path()
+    return Path(os.path.commonpath(paths))
+
+
 class PrepareConfig(Command):
     """prepare_data.py: text to token shards"""
 
-    source: str = "stdlib"
-    """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, parquet (a file, a folder,
-    a glob, or a folder of `save_to_disk`); or `hub:OWNER/NAME`, a dataset on the Hub"""
+    source: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=("stdlib",), min_length=1)
+    """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, TSV, parquet (files,
+    folders, globs, one or several); a folder of `save_to_disk`; or `hub:OWNER/NAME`, a dataset on the Hub"""
     output: str | None = None
-    """folder for the shards and their manifest.json; null: data/ and the source's name"""
+    """folder for the shards and their manifest.json; null: data/ and the source's name, of several that of the folder
+    that holds them all"""
     tokenizer: str = "bpe"
     """`bpe` (trains a byte-level BPE on the training split), `bytes` (256 ids and end-of-text), the
     name of a tiktoken encoding (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
@@ -68,15 +78,25 @@ class PrepareConfig(Command):
     """number of documents to stop after; null: all"""
 
     @property
+    def source_name(self) -> str:
+        """The source as messages and the manifest name it: several are joined by blanks."""
+        return " ".join(self.source)
+
+    @property
     def folder(self) -> str:
         """`output`, or data/NAME with the name of the file, folder or dataset: `texts/*.txt` goes to data/texts."""
         if self.output:
             return self.output
-        if self.source.startswith("hub:"):
-            name = self.source.rpartition("/")[2]
+        if self.source_name.startswith("hub:"):
+            name = self.source_name.rpartition("/")[2]
             return f"data/{name}-{self.subset}" if self.subset else f"data/{name}"
-        path = before_glob(re.sub(r"^\w+:", "", self.source))
-        return f"data/{path.stem or 'text'}"
+        name = common_folder([before_glob(re.sub(r"^\w+:", "", source)) for source in self.source]).stem
+        return f"data/{'text' if name in ('', '..') else name}"
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        """Settings that would have no effect."""
+        if self.vocab_size and self.tokenizer != "bpe":
+            yield "vocab_size", self.vocab_size, "has an effect with --tokenizer bpe only; leave it out"
 
 
 class EvaluateConfig(CheckpointCommand):

@@ -2,21 +2,33 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gpt2_ddp.data.alphabet import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, to_bytes
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_small
+from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, read_small
 
 LARGEST = 2**28
 """Bytes that are read at most; a file of 250,000 ids has 3 % of them."""
+
+OLD_FORM = ("vocab.json", "merges.txt")
+CONVERT = (
+    "make tokenizer.json of them, in Python: from transformers import GPT2TokenizerFast; "
+    "GPT2TokenizerFast.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+)
+"""Hint for the files that a tokenizer of GPT-2 had before tokenizer.json."""
 
 
 def read_definition(path: Path, names: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Arguments of tiktoken's `Encoding` for a `tokenizer.json`, and the file's SHA-256. `names`: of tokenizers without
     a file. Raises: UserError if the file cannot be read, or tiktoken would encode differently."""
+    if is_lfs_pointer(path):
+        raise UserError("tokenizer", path, LFS_HINT)
+    if path.name in OLD_FORM or (not os.path.exists(path) and all((path.parent / name).is_file() for name in OLD_FORM)):
+        raise UserError("tokenizer", path.parent, f"has {' and '.join(OLD_FORM)}, an older form; {CONVERT}")
     try:
         data = read_small(path, LARGEST)
     except OSError as error:

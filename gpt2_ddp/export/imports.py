@@ -22,7 +22,7 @@ from gpt2_ddp.config.training import ModelConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.export.transformers_layout import CLASSES, SHAPE, fixed_fields, to_transformers
-from gpt2_ddp.files import sha256_file
+from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, sha256_file
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.tokenizer_check import export_fault
@@ -108,8 +108,12 @@ def _convert(folder: Path, model: ModelConfig, setup: Setup, settings: str) -> S
 
 
 def _folder(source: str, patterns: list[str]) -> Path:
-    """Local folder: `source`, or of these files of `hub:OWNER/NAME`, or of its branch, tag or commit `@…`."""
+    """Local folder: `source`, or of these files of `hub:OWNER/NAME`, or of its branch, tag or commit `@…`. Raises:
+    UserError for a file that git-LFS did not fetch."""
     if not source.startswith(HUB):
+        for file in (file for pattern in patterns for file in Path(source).glob(pattern)):
+            if is_lfs_pointer(file):
+                raise UserError(FIELD, file, LFS_HINT)
         return Path(source)
     import huggingface_hub
 

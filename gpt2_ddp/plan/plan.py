@@ -76,7 +76,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
                 seen.model, seen.step = run.config.model, run.step
                 if not (file := missing_data(config)):
                     _look_at(run, seen)
-                elif not (recipe := load(PrepareConfig, ["--config", file])).source.startswith("hub:"):
+                elif not (recipe := load(PrepareConfig, ["--config", file])).source_name.startswith("hub:"):
                     scan(recipe)
         except UserError as error:
             seen.mistakes = error.mistakes

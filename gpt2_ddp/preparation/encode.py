@@ -9,8 +9,8 @@ import base64
 import json
 import re
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.alphabet import GPT2_PATTERN
@@ -29,6 +28,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.workers import Pool, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import sha256_file, write_atomically
+from gpt2_ddp.preparation.progress import progress
 from gpt2_ddp.preparation.source_files import BLOCK, LARGEST, Part
 from gpt2_ddp.preparation.sources import DocumentChunk, Source, read_pieces
 from gpt2_ddp.preparation.split import Cut, read_split
@@ -73,8 +73,11 @@ def write_splits(
     names = ("train", "val") if config.val_fraction else ("train",)
     counts: Counter[str] = Counter()
     writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size) for split in names}
-    encoded = in_order(partial(encode_item, tokenizer, config), make_items(source, counts, cut), pool)
-    for tokens, found in tqdm(encoded, "encoding", unit=" MB", disable=None):
+    sizes: deque[float] = deque()
+    items = _noting_sizes(make_items(source, counts, cut), sizes)
+    encoded = in_order(partial(encode_item, tokenizer, config), items, pool)
+    total = inf if config.max_documents else sum(part.bytes for part in source.parts)
+    for tokens, found in progress(encoded, "encoding", "bytes", total, lambda _: sizes.popleft()):
         counts += found
         for split, ids in tokens.items():
             writers[split].add(ids)
@@ -82,8 +85,15 @@ def write_splits(
     for split, shards in splits.items():
         if not shards:
             hint = f"has too little text for a {split} split; choose another source, or val_fraction 0"
-            raise UserError("source", config.source, hint)
+            raise UserError("source", config.source_name, hint)
     return splits, counts
+
+
+def _noting_sizes(items: Iterable[Item], sizes: deque[float]) -> Iterator[Item]:
+    """The items, while their sizes are appended to `sizes`: bytes of files, or of text."""
+    for parts, pieces in items:
+        sizes.append(sum(part.bytes for part in parts) + sum(len(piece.text.encode()) for piece in pieces))
+        yield parts, pieces
 
 
 def make_items(source: Source, counts: Counter[str], cut: Cut | None) -> Iterator[Item]:

@@ -2,7 +2,6 @@
 written last and makes the folder usable; after a kill, a preparation starts over.
 """
 
-import glob
 import heapq
 import json
 import math
@@ -38,13 +37,15 @@ from gpt2_ddp.distributed.workers import Pool, run_in_worker, worker_pool
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.encode import write_manifest, write_splits
+from gpt2_ddp.preparation.progress import progress
 from gpt2_ddp.preparation.row_sources import row_source
-from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, fingerprint
+from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, fingerprint, list_files
 from gpt2_ddp.preparation.sources import MOST_NAMED, DocumentChunk, Source, scan
 from gpt2_ddp.preparation.split import Cut, find_cut, read_split
 from gpt2_ddp.preparation.tokenizer_check import check_tokenizer
 
 LEFT = ("train_*.bin", "val_*.bin", TOKENIZER_FILE)  # beside RECORD, of a preparation that was killed at its end
+LINE = 320  # most characters of such a file's line
 NAMED = 3  # files that the summary names of those that are left out
 LONGEST_WORD = 256
 """Most characters of a word, or of a run of blanks, that a BPE is trained on. The time of the training grows with the
@@ -74,6 +75,8 @@ def prepare(config: PrepareConfig) -> Manifest:
             workers = config.workers or usable_cores(hyperthreads=True)
             with worker_pool(workers) if workers > 1 else nullcontext() as pool:
                 return _prepare(aside, config, pool)
+    except BrokenPipeError:  # of standard output: the data are right (`run_command`)
+        raise
     except OSError as error:
         raise UserError("output", folder, f"cannot be prepared ({error})") from error
 
@@ -91,9 +94,15 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
         raise UserError("output", folder, hint)
     for split in manifest.splits:
         TokenStream(folder, manifest, split)  # checks the shards
-    if config.source == "stdlib" or row_source(config) or glob.glob(os.path.expanduser(config.source)):
+    is_file = config.tokenizer not in ("bpe", *encoding_names()) and os.path.exists(config.tokenizer)
+    if is_file and load_tokenizer(config.tokenizer).sha256 != manifest.tokenizer_sha256:
+        hint = f"has changed since the text was encoded with it; choose another output, or delete {folder}"
+        raise UserError("tokenizer", config.tokenizer, hint)
+    can_compare = row_source(config) or any(list_files(source) for source in config.source)
+    if can_compare:
         check_unchanged(folder, config, made_with["fingerprint"])
-    print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it again")
+    gone = "" if can_compare else f" ({config.source_name} is not here any more, so it was not compared)"
+    print(f"{folder} is already prepared: {_summary(manifest)}{gone}; delete it to prepare it again")
     if note := tokenizer_note({str(folder): manifest}):
         print(f"  note: {note}")
     return manifest
@@ -102,7 +111,10 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
 def _recipe(config: PrepareConfig) -> dict[str, Any]:
     """The settings that determine the tokens."""
     unused = set() if config.tokenizer == "bpe" and config.vocab_size else {"vocab_size"}
-    return config.model_dump(mode="json", exclude={"output", "workers", *unused})
+    recipe = config.model_dump(mode="json", exclude={"output", "workers", *unused})
+    if len(config.source) == 1:
+        recipe["source"] = config.source_name  # the form of earlier releases
+    return recipe
 
 
 def _clear(folder: Path) -> None:
@@ -121,6 +133,8 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
     if config.tokenizer not in ("bpe", *encoding_names()):
         check_tokenizer(tokenizer_file(config.tokenizer))
     source = scan(config, pool)
+    for note in source.notes:
+        print(f"note: {note}", flush=True)
     (aside / RECORD).write_text("".join(f"{json.dumps(entry)}\n" for entry in source.entries))
     was = fingerprint(config, source.entries)
     source.entries.clear()
@@ -133,7 +147,8 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
     check_unchanged(aside, config, was)
     account = counts | {"left_out": source.left_out[:MOST_NAMED]}
     recipe = _recipe(config) | {"fingerprint": was, "account": account}
-    text = f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
+    name_of_source = config.source_name
+    text = f"stdlib (Python {platform.python_version()})" if name_of_source == "stdlib" else name_of_source
     manifest = make_manifest(load_tokenizer(name), text, splits, recipe)
     write_manifest(aside, manifest)
     publish(aside, folder, last=MANIFEST)
@@ -141,10 +156,30 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
     print(f"  {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['replaced']:,} U+FFFD")
     print(f"  left out: {len(source.left_out):,} files")
     for file in source.left_out[:NAMED]:
-        print(f"    {truncate(file)}")
-    if counts["end_of_text"]:
-        print(f"  note: the text has {END_OF_TEXT} as plain text; if it ends documents, set --document_separator")
+        print(f"    {truncate(file, LINE)}")
+    if len(source.left_out) > NAMED:
+        print(f"    and {len(source.left_out) - NAMED:,} more; {folder / MANIFEST} names them")
+    for note in _notes(config, manifest, counts):
+        print(f"  note: {note}")
     return manifest
+
+
+def _notes(config: PrepareConfig, manifest: Manifest, counts: Counter[str]) -> Iterator[str]:
+    """What the user may not expect of the finished data."""
+    if counts["end_of_text"]:
+        yield f"the text has {END_OF_TEXT} as plain text; if it ends documents, set --document_separator"
+    if counts["empty"]:
+        yield f"{counts['empty']:,} documents or rows without text were skipped"
+    separator = config.document_separator
+    if separator and not counts["separators"]:
+        hint = "so no document was divided"
+        if "\\" in separator:
+            hint += "; a backslash is itself: write a line break as $'\\n' in bash, or as \"\\n\" in YAML"
+        elif "\n" in separator:
+            hint += "; the text may have other line ends: in bash, CRLF is $'\\r\\n', and CR is $'\\r'"
+        yield f"the separator {json.dumps(separator, ensure_ascii=False)} never occurs in the text, {hint}"
+    if config.vocab_size and manifest.vocab_size < config.vocab_size:
+        yield f"the text gives only {manifest.vocab_size:,} of {config.vocab_size:,} tokens; the rest would not occur"
 
 
 def make_manifest(
@@ -179,8 +214,10 @@ def _train_bpe(source: Source, cut: Cut | None, path: Path) -> None:
     """Trains a BPE on a sample of the training split."""
     tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
     counts: Counter[str] = Counter()
-    pieces = tqdm(read_split(source, source.parts, Counter(), cut), "reading", unit=" pieces", disable=None)
     first = BPE_CHARACTERS if row_source(source.config) else math.inf  # rows would be fetched
+    total = math.inf if source.config.max_documents else sum(part.bytes for part in source.parts)
+    pieces = read_split(source, source.parts, Counter(), cut)
+    pieces = progress(pieces, "reading", "bytes", total, lambda piece: len(piece.text.encode()))
     texts = random_sample(_training_texts(pieces, first, counts), BPE_CHARACTERS)
     size = source.config.vocab_size or suitable_vocab_size(counts["bytes"])
     print(f"training a BPE of {size:,} tokens on {sum(map(len, texts)):,} characters", flush=True)

@@ -2,12 +2,14 @@
 
 import codecs
 import glob
+import gzip
 import hashlib
 import io
 import json
 import os
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,9 +18,9 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_ddp.config.tools import PrepareConfig, before_glob
+from gpt2_ddp.config.tools import PrepareConfig, before_glob, common_folder
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import regular, sha256_file
+from gpt2_ddp.files import LFS_HINT, LFS_POINTER, regular, sha256_file
 from gpt2_ddp.preparation.row_sources import row_source
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
@@ -43,13 +45,59 @@ LARGEST = 2**24  # bytes of a part that a worker reads
 TRACE = 10_000  # in a text file, at most one character in so many bytes is undecodable
 CONTROLS = bytes({*range(32), 127} - {*b"\a\b\t\n\v\f\r\x1b"})
 """Control characters except those of texts and terminal logs. A text file has at most one in 100 bytes."""
+HEAD = 4096  # bytes that show the format of a file
+REFUSED = {
+    re.escape(LFS_POINTER): LFS_HINT,
+    rb"(?s:.{257})ustar": "is a tar archive; unpack it, and name the folder",
+    b"%PDF-": "is PDF; extract its text, as with pdftotext",
+    rb"\xff\xfe\0\0|\0\0\xfe\xff": "is UTF-32 by its first bytes; convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW",
+    rb"\xff\xfe|\xfe\xff": "is UTF-16 by its first bytes; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW",
+}
+"""Beginnings of files that are refused, though some have no more control characters than text."""
+NOT_TEXT = {
+    rb"\x1f\x8b": "gzip: name it .gz",
+    rb"BZh[1-9]1AY&SY": "bzip2: name it .bz2",
+    rb"\xfd7zXZ\0": "xz: unpack it with xz -d",
+    rb"\x28\xb5\x2f\xfd": "zstd: name it .zst",
+    rb"\x04\x22\x4d\x18": "lz4: name it .lz4",
+    rb"\x1f\x9d": "compress: unpack it",
+    rb"PK\x03\x04": "zip or an Office document: unpack it, or export it as text",
+    rb"7z\xbc\xaf\x27\x1c": "7z: unpack it",
+    rb"\xd0\xcf\x11\xe0": "an old Office document: export it as text",
+    rb"PAR1": "parquet: name it .parquet",
+    rb"SQLite format 3\0": "SQLite: export the table as CSV",
+    rb"(?:[^\0]\0){8}": "UTF-16LE, it seems: convert it: iconv -f UTF-16LE -t UTF-8 OLD > NEW",
+    rb"(?:\0[^\0]){8}": "UTF-16BE, it seems: convert it: iconv -f UTF-16BE -t UTF-8 OLD > NEW",
+}
+"""Beginnings of files that are no text by their control characters, and what they are."""
+MARKUP = {
+    rb"(?is:\s*(?:<\?xml.{,200}?\?>\s*)?(?:<!--.{,1000}?-->\s*)?<(?:!doctype\s+html|html\b))": "HTML",
+    rb"\{\\rtf": "RTF",
+    rb"From \S+@\S+ .*\n": "mail (mbox)",
+    rb"(?s:\s*\{\s*\"cells\":\s*\[)": "Jupyter notebooks",
+}
+"""Beginnings of files whose markup becomes text."""
 RECORD = ".source.jsonl"  # next to the shards, a line per file of the source: [name, bytes, time in ns, SHA-256]
 
 
-def find_files(source: str, without: str | None = None) -> list[Path]:
+def find_files(config: PrepareConfig) -> list[Path]:
+    """The files of all sources, without the output folder. Several sources give a file once, and all are sorted, so
+    that a glob gives the same whether the shell or this function expands it. Raises: UserError if a source has none, as
+    `list_files`."""
+    files: dict[str, Path] = {}
+    for source in config.source:
+        found = list_files(source, config.output)
+        if not found:
+            hint = "no such files; name text, jsonl or parquet files, a folder, a glob, hub:OWNER/NAME, or stdlib"
+            raise UserError("source", source, hint)
+        files |= {os.path.abspath(path): path for path in found}
+    return sorted(files.values()) if len(config.source) > 1 else [*files.values()]
+
+
+def list_files(source: str, without: str | None = None) -> list[Path]:
     """The files of `stdlib` or of a path or glob, sorted by the parts of their names; hidden ones are left out, and the
     folder `without`. A glob has at most one `**`. A dangling link and a special file count as files: reading them
-    fails. Raises: UserError if there is none, or if a folder cannot be listed."""
+    fails. Raises: UserError if a folder cannot be listed."""
     if source == "stdlib":
         return library_files()
     name = os.path.join(".", os.path.expanduser(source))
@@ -65,9 +113,6 @@ def find_files(source: str, without: str | None = None) -> list[Path]:
                 files.append(place)
     except OSError as error:
         raise UserError("source", error.filename, f"cannot be listed ({error.strerror}); allow it") from error
-    if not files:
-        hint = "no such files; name text, jsonl or parquet files, a folder, a glob, hub:OWNER/NAME, or stdlib"
-        raise UserError("source", source, hint)
     return files
 
 
@@ -141,31 +186,83 @@ def text_parts(path: Path, end: bytes) -> list[Part]:
                 start = cut
             size += len(block)
     if controls * 100 > size:
-        raise ValueError(f"is not text (has {controls:,} control characters)")
+        found = first_match(NOT_TEXT, head_of(path))
+        raise ValueError(f"is not text (has {controls:,} control characters){found and f'; {found}'}")
     if undecodable * TRACE > size:
-        raise ValueError(f"is not UTF-8 (cannot decode {undecodable:,} characters); convert it with iconv")
+        hint = "convert it: iconv -f cp1252 -t UTF-8 OLD > NEW, or from its own encoding"
+        raise ValueError(f"is not UTF-8 (cannot decode {undecodable:,} characters); {hint}")
     return [*parts, Part(str(path), start, 0, size - start)]
 
 
+def head_of(path: Path) -> bytes:
+    """The first bytes of a file, decompressed. Raises: OSError."""
+    with open_bytes(path) as file:
+        return file.read(HEAD)
+
+
+def first_match(formats: dict[bytes, str], head: bytes) -> str:
+    """The value of the first pattern that a file begins with; empty if there is none."""
+    return next((text for pattern, text in formats.items() if re.match(pattern, head)), "")
+
+
+class _Gzip(io.RawIOBase):
+    """The bytes of a gzip file, of several in one, and without zeros that follow. Any damage raises an OSError."""
+
+    def __init__(self, path: Path):
+        self._file = gzip.open(path)  # noqa: SIM115 (`close` closes it)
+        self._is_begun = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._file.read1(len(buffer))
+        except EOFError as error:
+            raise OSError("Truncated compressed stream") from error
+        except (zlib.error, gzip.BadGzipFile) as error:
+            is_rest = self._is_begun and "Not a gzipped" in str(error)
+            hint = "other bytes follow its end; gzip -dc OLD > NEW leaves them out"
+            raise OSError(hint if is_rest else f"is no gzip, or damaged: {error}") from error
+        self._is_begun = self._is_begun or bool(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def open_bytes(path: Path) -> io.BufferedReader:
-    """A file's bytes, decompressed if its suffix is that of a compressed file."""
+    """A file's bytes, decompressed if its suffix is that of a compressed file. Empty files are empty."""
     compression = COMPRESSED.get(path.suffix.lower())
     if compression is None:
         return open(path, "rb")
+    if compression == "gzip":  # pyarrow refuses zeros at the end, as tapes and disk images have
+        return io.BufferedReader(_Gzip(path), BLOCK)
     import pyarrow
 
     return pyarrow.input_stream(str(path), compression)  # pyright: ignore[reportReturnType]
 
 
 def open_text(part: Part) -> io.TextIOWrapper:
-    """Text of a part, line ends as they are; what cannot be decoded becomes U+FFFD."""
+    """Text of a part, line ends as they are; what cannot be decoded becomes U+FFFD. A byte order mark at the beginning
+    of the file is left out."""
     file = open_bytes(Path(part.path))
     if part.start:
         file.seek(part.start)
     if part.end:
         with file:
             file = io.BytesIO(file.read(part.end - part.start))
-    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
+    encoding = "utf-8" if part.start else "utf-8-sig"
+    return io.TextIOWrapper(file, encoding=encoding, errors="replace", newline="")
+
+
+def lines_before(part: Part) -> int:
+    """Line breaks in the file before the part."""
+    with open(part.path, "rb") as file:
+        sizes = [BLOCK] * (part.start // BLOCK) + [part.start % BLOCK]
+        return sum(file.read(size).count(b"\n") for size in sizes)
 
 
 def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -184,20 +281,21 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any]) ->
     before: list[Entry] = []
     with suppress(OSError):
         before = [Entry(*json.loads(line)) for line in (folder / RECORD).read_text().splitlines()]
-    entries = [] if row_source(config) else list(file_entries(config, find_files(config.source, config.output), before))
+    entries = [] if row_source(config) else list(file_entries(config, find_files(config), before))
     now = fingerprint(config, entries)
     if now != was and None not in now.values():
         hint = f"has changed since it was read; choose another output, or delete {folder}"
-        raise UserError("source", config.source, hint)
+        raise UserError("source", config.source_name, hint)
 
 
 def file_entries(config: PrepareConfig, paths: Iterable[Path], known: Iterable[Entry] = ()) -> Iterator[Entry]:
     """The files' current state. Files in `known` with the same size and time are not read."""
-    place = before_glob(
-        sysconfig.get_path("stdlib") if config.source == "stdlib" else os.path.expanduser(config.source)
-    )
+    roots = [Path(sysconfig.get_path("stdlib"))]
+    if config.source != ("stdlib",):
+        places = [before_glob(os.path.expanduser(source)) for source in config.source]
+        roots = [place if place.is_dir() else place.parent for place in places]
     # names are relative to this folder, so that a source may be copied to another place
-    root = os.path.join(place if place.is_dir() else place.parent, "")
+    root = os.path.join(common_folder(roots), "")
     hashes = {entry[:3]: entry.sha256 for entry in known}
     for path in paths:
         file, sha256 = (str(path).removeprefix(root), 0, 0), ""

@@ -40,7 +40,7 @@ def show_status(config: StatusConfig) -> int:
     width = max(len(str(folder)) for folder in runs)
     for folder in runs:
         found = health(folder)
-        age = timedelta(seconds=round(found.age))
+        age = timedelta(seconds=round(max(found.age, 0)))  # the clock of another machine may be ahead
         line = f"{folder!s:{width}}  {found.state:9}  step {found.step:>7}  {age!s:>8} ago  {found.detail}"
         print(truncate(line.rstrip(), LINE))
     return 0
@@ -70,5 +70,5 @@ def health(folder: Path) -> Health:
         state = "dead"
     elif is_silent or now - progress > max(limit, SILENT):
         state = "stalled"
-    words = f"{at}, pid {who.pid} on {who.host}, last heartbeat {now - beat:.0f} s ago"
+    words = f"{at}, pid {who.pid} on {who.host}, last heartbeat {max(now - beat, 0):.0f} s ago"
     return Health(state, step, now - progress, words)

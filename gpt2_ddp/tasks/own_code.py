@@ -25,7 +25,7 @@ from gpt2_ddp.config.cli import split_flags
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.ranks import on_every_rank, on_main
 from gpt2_ddp.errors import UserError, print_line
-from gpt2_ddp.files import read_small
+from gpt2_ddp.files import read_small, user_folder
 from gpt2_ddp.project import PACKAGE
 from gpt2_ddp.state import CODE
 
@@ -163,8 +163,8 @@ def trust(code: Code) -> None:
 
 
 def _registry() -> Path:
-    """The file with the SHA-256 of each trusted source."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / PACKAGE.name / "trusted_code"
+    """The file with the SHA-256 of each trusted source. Raises: OSError for a user without a home."""
+    return user_folder("XDG_STATE_HOME", ".local/state") / PACKAGE.name / "trusted_code"
 
 
 def make(

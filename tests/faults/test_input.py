@@ -121,8 +121,8 @@ READERS = {
     "images": lambda name: read_images(ClassifierDataConfig.model_construct(name="images", path=name)),
     "--config": lambda name: load(TrainingConfig, ["--config", name]),
     "tokenizer": load_tokenizer, "data": lambda name: read_manifest(Path(name)),
-    "source": lambda name: prepare(PrepareConfig.model_construct(source=name, output="out", workers=1)),
-    "tokenizer of a source": lambda name: prepare(PrepareConfig.model_construct(source="text", output="out",
+    "source": lambda name: prepare(PrepareConfig.model_construct(source=(name,), output="out", workers=1)),
+    "tokenizer of a source": lambda name: prepare(PrepareConfig.model_construct(source=("text",), output="out",
      tokenizer=name, workers=1)),
 }  # fmt: skip
 
