@@ -108,6 +108,18 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
+def time_left(row: dict[str, Any], steps: int) -> float | None:
+    """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed."""
+    unit, rate = speed_of(row)
+    return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
+
+
+def speed_of(row: dict[str, Any]) -> tuple[str, float]:
+    """The unit of the row's speed, and units per second; ("", 0) without a speed."""
+    name = next((name for name in row if name.endswith("_per_second")), "")
+    return name.removesuffix("_per_second"), row.get(name) or 0.0
+
+
 class Line(NamedTuple):
     """A line of a .jsonl file."""
 
