@@ -97,7 +97,7 @@ ROWS = """
 
 
 def test_total_losses_and_what_comes_next(tmp_path):
-    """Of a running run the time left, of a dead one the checkpoint that it resumes from; rows of strangers harm none."""
+    """Of a running run the time left, of a dead one where it resumes; rows of strangers harm none."""
     folder = write(tmp_path / "run", **facts(step=21))
     (folder / "metrics.jsonl").write_text(ROWS.lstrip())
     alive = describe(folder, NOW + 1)
@@ -114,9 +114,15 @@ def test_total_losses_and_what_comes_next(tmp_path):
         (folder / f"checkpoints/{name}/manifest.json").write_text("{}")
     assert "resumes from step 20" in describe(folder, NOW + 1)
     write(folder, **facts())
-    for row in ('"tokens_per_second": "x"', '"samples_per_second": 1.0', '"loss_mean": []', '"tokens_per_second": 1e-320'):
+    assert "step         20/40" in describe(folder, NOW + 1), "by a row that is newer than the status"
+    for row in (
+        '"tokens_per_second": "x"',
+        '"samples_per_second": 1.0',
+        '"loss_mean": []',
+        '"tokens_per_second": 1e-320',
+    ):
         (folder / "metrics.jsonl").write_text(f'{{"event": "start", "step": 0, "steps": 40}}\n{{"step": 20, {row}}}\n')
-        assert "step          7/40" in describe(folder, NOW + 1)
+        assert "step         20/40" in describe(folder, NOW + 1)
 
 
 BEATS = """

@@ -29,6 +29,8 @@ class Field(NamedTuple):
     kind: Literal["", "measured", "counted", "own"] = ""
     """Measured: differs when trained again, and null if unknown. Counted: a share of samples. Others than `own`: null
     if not finite, and equal when trained again, floats up to the order of sums."""
+    unit: str = ""  # in a report
+    scale: float = 1.0  # what a report divides by, to have that unit
 
 
 FIELDS = {
@@ -40,7 +42,7 @@ FIELDS = {
     "grad_norm": Field("norm {:.3g}", "Gradient norm (before clipping, log scale)"),
     "tokens_per_second": Field("", "Throughput ({unit} per second)", "measured"),
     "mfu": Field("mfu {:.1%}", "", "measured"),
-    "memory": Field("", "Memory of the main process (bytes)", "measured"),
+    "memory": Field("", "Memory of the main process (GB)", "measured", "GB", 1e9),
     "data_share": Field("", "Waiting for data (share of the time)", "measured"),
     "val_top5": Field("", "", "counted"),
     "chain": Field("", "", "measured"),

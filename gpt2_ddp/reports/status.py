@@ -59,9 +59,10 @@ def describe(folder: Path, now: float | None = None) -> str:
     found = health(folder, now)
     events, _ = read_events(folder / METRICS)
     total = next((row["steps"] for row in reversed(events) if type(row.get("steps")) is int), None)
-    step = f"{found.step}/{total}" if total else str(found.step)
-    age = timedelta(seconds=round(found.age))
     row = _newest_row(folder / METRICS)
+    step = max(found.step, row.get("step", 0)) if found.state in ("running", "stalled", "dead") else found.step
+    step = f"{step}/{total}" if total else str(step)  # the status is some seconds old
+    age = timedelta(seconds=round(found.age))
     parts = [_losses(row)]
     if found.state == "running" and total and (left := _time_left(row, total)):
         parts.append(f"{left} left")
