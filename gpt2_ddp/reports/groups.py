@@ -42,7 +42,8 @@ class Group:
 
     def label(self, most: int) -> str:
         """Its runs, and then as many of its fields as at most `most` characters have room for."""
-        label, room = truncate(self.names, most), " …"
+        room = " …"
+        label = truncate(self.names, most - len(room))
         for text in _texts(self.fields):
             longer = f"{label}{',' if ': ' in label else ':'} {text}"
             if len(longer) + len(room) > most:

@@ -49,7 +49,7 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
             if metric == "grad_norm":
                 _make_logarithmic(panel)
             else:
-                panel.set_ylim(bottom=0)
+                panel.set_ylim(0, 1.05 * panel.dataLim.y1 if panel.dataLim.y1 > 0 else None)
         for panel in figure.axes:
             panel.set_xlabel(unit if by_tokens else "step")
         if len(groups) > 1:
