@@ -14,7 +14,6 @@ from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import exit_code
 from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.script import run_command
-from gpt2_ddp.tasks.ending import print_end
 
 
 def main(config: TrainingConfig) -> int:
@@ -34,6 +33,8 @@ def main(config: TrainingConfig) -> int:
 
     result = train(config, make_pretraining)
     if result.outcome == "completed":
+        from gpt2_ddp.tasks.ending import print_end
+
         print_end(result.run, "generate")
     return exit_code(result.outcome)
 

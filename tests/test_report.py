@@ -373,26 +373,31 @@ def test_where_files_are_is_no_difference(runs):
 
 
 LABELS = """
-40 | run0, run1, run2, 1 more: optim.lr=0.1 …
-27 | run0, run1, run2, 1 more …
-17 | run0, ...  more …
-90 | run0, run1, run2, 1 more: optim.lr=0.1, model.n_embd=64
+x/one, three, two, 1 more | 44 | x/one, three, two, 1 more: optim.lr=0.1 …
+x/one, three, two, 1 more | 27 | x/one, three, two, 1 more …
+x/one, three, two, 1 more | 90 | x/one, three, two, 1 more: optim.lr=0.1, model.n_embd=64
 """
 
 
 def test_a_legend_has_names_and_then_whole_fields(runs):
     runs.add(dict.fromkeys(range(4), 3.0), lr=0.1)
     runs.add({0: 3.0}, lr=0.2)
-    first, other = group_runs(read_runs(runs.paths))
+    found = read_runs(runs.paths)
+    first, other = group_runs(found)
+    assert [first.names, other.names] == ["run0, run1, run2, 1 more", "run4"], "too little is common"
+    texts = [text.get_text() for text in draw(found).legends[0].get_texts()]
+    assert texts == [f"{first.names}: optim.lr=0.1", "run4: optim.lr=0.2"]
+    assert describe([first, other])[2].strip() == first.label(128)
     first.fields["model.n_embd"] = 64
+    for run, name in zip(first.runs, ("x/one", "three", "two", "four"), strict=True):
+        object.__setattr__(run, "name", name)
     for line in LABELS.strip().splitlines():
-        most, label = line.split(" | ")
-        assert first.label(int(most)) == label
+        names, most, label = line.split(" | ")
+        assert (first.names, first.label(int(most))) == (names, label)
         assert len(label) <= int(most)
-    texts = [text.get_text() for text in draw(read_runs(runs.paths)).legends[0].get_texts()]
-    assert texts == ["run0, run1, run2, 1 more: optim.lr=0.1", "run4: optim.lr=0.2"]
-    lines = describe([first, other])
-    assert lines[2].strip() == first.label(128)
+    for number, run in enumerate(first.runs):
+        object.__setattr__(run, "name", f"web-lr_0.1-seed_{number}")
+    assert first.label(72) == "web-lr_0.1-seed_* (4 runs): optim.lr=0.1, model.n_embd=64"
 
 
 def test_memory_is_in_gigabytes_and_values_come_before_samples(tmp_path, unpainted):

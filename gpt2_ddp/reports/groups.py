@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -21,8 +22,8 @@ CELLS = 1_000_000
 """Cells of the sum in place of an integral."""
 VALUE, LINE = 60, 130
 """Most characters of a field's value in a heading, and of a line in a terminal."""
-NAMED = 3
-"""Runs of a group whose names are shown."""
+NAMED, PREFIX = 3, 4
+"""Most runs of a group whose names are shown, and least characters that stand for longer names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +36,13 @@ class Group:
 
     @property
     def names(self) -> str:
-        """The names of its runs; of many, the first ones and the number of the others."""
-        first = [run.name for run in self.runs[:NAMED]]
-        others = len(self.runs) - len(first)
-        return ", ".join([*first, f"{others} more"] if others else first)
+        """The names of its runs: what they begin with, or the first ones and the number of the others."""
+        names = [run.name for run in self.runs]
+        alike = takewhile(lambda letters: len({*letters}) == 1, zip(*names, strict=False))
+        shared = "".join(first for first, *_ in alike)
+        if len(names) > 1 and len(shared) >= PREFIX:
+            return f"{shared}* ({len(names)} runs)"
+        return ", ".join(names if len(names) <= NAMED else [*names[:NAMED], f"{len(names) - NAMED} more"])
 
     def label(self, most: int) -> str:
         """Its runs, and then as many of its fields as at most `most` characters have room for."""

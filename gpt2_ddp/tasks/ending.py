@@ -5,12 +5,15 @@ import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import DEVNULL, CalledProcessError
+from typing import TYPE_CHECKING
 
 from gpt2_ddp.config.training import DataConfig, preset_for
-from gpt2_ddp.data.manifest import Manifest, text_bytes
 from gpt2_ddp.distributed import process
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.project import command_for
+
+if TYPE_CHECKING:
+    from gpt2_ddp.data.manifest import Manifest
 
 
 def print_end(run: Path, script: str) -> None:
@@ -30,8 +33,10 @@ def print_end(run: Path, script: str) -> None:
     print(f"next: {command_for(script)} {shlex.quote(str(run))}")
 
 
-def next_training(folder: Path, manifest: Manifest) -> str:
+def next_training(folder: Path, manifest: "Manifest") -> str:
     """The command that trains on prepared data, with the preset that suits the size of its text."""
+    from gpt2_ddp.data.manifest import text_bytes  # numpy, which the parent of a small job does not load
+
     words, hint = [command_for("train_gpt2")], ""
     if str(folder) not in DataConfig().path:
         if preset := preset_for(text_bytes(manifest)):
