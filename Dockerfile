@@ -2,6 +2,9 @@
 # torch's wheels contain CUDA, cuDNN and NCCL; the driver comes from the host. The lock file is for Python 3.11.
 ARG BASE=debian:bookworm-slim
 
+# What pip's settings of the build machine name there: docker/build.sh replaces it.
+FROM scratch AS pip
+
 FROM ${BASE} AS system
 # gcc and the headers are for torch.compile, which builds its kernels' launchers when it first runs. NCCL opens libibverbs
 # and its drivers for InfiniBand and RoCE at run time; without them it uses TCP.
@@ -12,11 +15,11 @@ RUN apt-get update \
 
 FROM system AS build
 RUN python3 -m venv /opt/venv
-# Dependencies have their own layer, since they change less often than the project. pip's settings of the build machine are
-# mounted during the installation and stored in no layer.
+# Dependencies have their own layer, since they change less often than the project. pip's settings of the build machine,
+# and the files that they name, are mounted during the installation and stored in no layer.
 COPY requirements.txt docker/requirements.lock /tmp/
 # s3fs is for checkpoint.mirror.
-RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
+RUN --mount=type=secret,id=pip --mount=type=secret,id=ca --mount=type=bind,from=pip,target=/run/pip \
     grep -v '^-e' /tmp/requirements.txt > /tmp/dependencies.txt \
     && PIP_CONFIG_FILE=/run/secrets/pip /opt/venv/bin/pip install --no-cache-dir \
         --requirement /tmp/dependencies.txt s3fs --constraint /tmp/requirements.lock

@@ -8,12 +8,9 @@ cd "$(dirname "$0")/.."
 secrets=$(mktemp -d)
 trap 'rm -rf "$secrets"' EXIT
 
-# pip's settings on this machine (index, wheels, trusted hosts), as one file. The environment's come first and win.
-{
-    echo "[global]"
-    "${PYTHON:-python3}" -m pip config list | sed -nE "s/^(:env:|global|install)\.([a-z-]+)='(.*)'$/\2 = \3/p" |
-        sed 's/\\n/ /g' | awk '!seen[$1]++' | sed 's|^cert = .*|cert = /run/secrets/ca|'
-} >"$secrets/pip"
+# pip's settings on this machine (index, wheels, trusted hosts) as one file, the files that they name, and the certificate
+mkdir "$secrets/files"
+"${PYTHON:-python3}" docker/pip_settings.py "$secrets/pip" "$secrets/files"
 ca=$("${PYTHON:-python3}" -m pip config list | sed -nE "s/^(:env:|global|install)\.cert='(.*)'$/\2/p" | head -n 1)
 cat ${ca:+"$ca"} </dev/null >"$secrets/ca"
 
@@ -24,4 +21,4 @@ else
 fi
 "${build[@]}" --tag "${IMAGE:-gpt2_ddp}" ${BASE:+--build-arg "BASE=$BASE"} \
     --build-arg "REVISION=$(git describe --always --dirty 2>/dev/null || echo unknown)" \
-    --secret "id=pip,src=$secrets/pip" --secret "id=ca,src=$secrets/ca" "$@" .
+    --secret "id=pip,src=$secrets/pip" --secret "id=ca,src=$secrets/ca" --build-context "pip=$secrets/files" "$@" .

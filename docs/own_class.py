@@ -65,7 +65,7 @@ The runs share this file, `tiny.yaml`:
 ```yaml
 """
 LEFT_OUT = re.compile(
-    r"report: |  python|  left out|  note: the text|\d+ tokens in|.*loading PyTorch|warning: /tmp/replay"
+    r"report: |next: |  python|  left out|  note: the text|\d+ tokens in|.*loading PyTorch|warning: /tmp/replay"
     r"|runs/gpt2-.* (starts|is complete)|\s*$"
 )
 

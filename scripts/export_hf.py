@@ -1,6 +1,6 @@
 """Export a checkpoint to transformers' format, and compare the results.
 
-    python scripts/export_hf.py runs/stdlib                                       # exports/stdlib-step-00001000
+    python scripts/export_hf.py runs/stdlib                                       # exports/stdlib-step-00000700
     python scripts/export_hf.py runs/gpt2_124m --output gpt2-mine
     python scripts/export_hf.py runs/stdlib --gguf                                # also model.gguf, for llama.cpp
 

@@ -8,14 +8,11 @@ The same command again resumes the run from its newest checkpoint.
 """
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
-from subprocess import DEVNULL, CalledProcessError
 
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import exit_code
-from gpt2_ddp.distributed.process import run_module
-from gpt2_ddp.errors import UserError, is_main_process
+from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.script import run_command
 
 
@@ -23,26 +20,22 @@ def main(config: TrainingConfig) -> int:
     if is_main_process():
         from gpt2_ddp.data.manifest import missing_folders
 
-        is_new = not os.path.exists(Path(config.output_dir, config.run_name))
-        if is_new and missing_folders(config):  # a complete run needs no data
-            from gpt2_ddp.data.missing import missing_data
+        if not os.path.exists(Path(config.output_dir, config.run_name)):  # a complete run needs no data
+            from gpt2_ddp.data.missing import missing_data, print_size_note
 
-            missing_data(config)
+            if missing_folders(config):
+                missing_data(config)
+            else:
+                print_size_note(config)
         print(f"{config.run_name}: loading PyTorch", flush=True)
     from gpt2_ddp.tasks.pretraining import make_pretraining
     from gpt2_ddp.training.loop import train
 
     result = train(config, make_pretraining)
-    if result.outcome == "completed" and is_main_process():
-        report = result.run / "report.html"
-        if not find_spec("matplotlib"):
-            report = "none: matplotlib is not installed"
-        else:
-            try:
-                run_module("gpt2_ddp", "report", str(result.run), stdout=DEVNULL)
-            except (UserError, CalledProcessError) as error:
-                report = f"none: {error}"
-        print(f"report: {report}")
+    if result.outcome == "completed":
+        from gpt2_ddp.tasks.ending import print_end
+
+        print_end(result.run, "generate")
     return exit_code(result.outcome)
 
 

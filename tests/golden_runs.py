@@ -72,7 +72,7 @@ resnet18:
   model: {name: resnet18}
   optim: {lr: 0.0003}  # a small rate: its rounding errors grow with it
   train: {global_batch_size: 12, micro_batch_size: 4}
-  checkpoint: {save_every: 2}
+  checkpoint: {every: 2}
 transformer:
   data: {sequences: 19}
   model: {dropout: 0.1}

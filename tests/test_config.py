@@ -435,3 +435,16 @@ def test_a_resume_refuses_null_for_a_kept_value_and_a_value_for_a_kept_null(line
         expect_error(f"^{name} = {now}: the run was started with {before}", resume)
     else:
         resume()
+
+
+def test_a_job_s_configuration_of_an_earlier_run_is_taken():
+    """Its checkpoints had another name for the field that GPT-2's have, too."""
+    config = load(RegressionConfig, ["--checkpoint.save_every", "7"])
+    assert config.checkpoint.every == 7
+    assert "save_every" not in dump(config)
+    expect_error(
+        "checkpoint.save_every = 7: unknown key",
+        load,
+        RegressionConfig,
+        ["--checkpoint.save_every", "7", "--checkpoint.every", "8"],
+    )

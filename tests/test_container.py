@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from functools import cache
 
@@ -52,6 +54,64 @@ def test_compose_mounts_the_volumes_and_names_files_that_the_image_has():
     assert len(files) == 2
     assert [file for file in files if not (ROOT / file).is_file()] == []
 
+
+PIP_LISTED = """
+:env:.find-links='{0}/wheels https://wheels.example/x'
+:env:.cert='{0}/ca.pem'
+global.find-links='/else'
+global.constraint='{0}/limits.txt {0}/none.txt'
+global.index-url='https://name:secret@index.example/simple'
+install.extra-index-url='\\nfile://{0}/my%20index/simple\\nhttps://other.example'
+install.trusted-host='index.example'
+"""
+PIP_SET = """\
+[global]
+find-links = /run/pip/0/wheels https://wheels.example/x
+cert = /run/secrets/ca
+constraint = /run/pip/1/limits.txt {0}/none.txt
+index-url = https://name:secret@index.example/simple
+extra-index-url = file:///run/pip/2/my%20index/simple https://other.example
+trusted-host = index.example
+"""
+
+
+def test_what_pip_s_settings_name_is_brought_along(tmp_path):
+    """Files, folders of wheels, and an index in a folder with the packages beside its pages."""
+    for name in ("wheels/a.whl", "limits.txt", "my index/simple/a/index.html", "my index/files/a.whl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (folder := tmp_path / "brought").mkdir()
+    settings = runpy.run_path(str(ROOT / "docker/pip_settings.py"))["settings"]
+    assert settings(PIP_LISTED.format(tmp_path), folder) == PIP_SET.format(tmp_path)
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    wanted = ("0/wheels/a.whl", "1/limits.txt", "2/my index/simple/a/index.html", "2/my index/files/a.whl")
+    assert found == {name: name.partition("/")[2] for name in wanted}
+
+
+def test_the_builder_gets_what_the_dockerfile_mounts(tmp_path):
+    """With a program in place of buildah, and pip's settings of the environment alone."""
+    (tmp_path / "limits.txt").write_text("torch<3\n")
+    for name, text in {"docker": "exit 1", "buildah": BUILDER}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_CONSTRAINT": f"{tmp_path}/limits.txt",
+    }
+    command = [str(ROOT / "docker/build.sh"), "--isolation", "chroot"]
+    found = subprocess.run(command, env=env | {"PYTHON": sys.executable}, capture_output=True, text=True, check=True)
+    words, settings, content = found.stdout.split("---\n")
+    assert {"--isolation", "chroot"} <= {*words.split()}
+    assert "constraint = /run/pip/0/limits.txt" in settings
+    assert content == "torch<3\n"
+    mounted = re.findall(r"--mount=type=\w+,(?:id|from)=(\w+)", DOCKERFILE)
+    assert {*mounted} == {*re.findall(r"(?:id=|context )(\w+)", words.replace("pip=", "pip "))}
+
+
+BUILDER = """echo "$@"
+for word in "$@"; do [[ $word != id=pip,src=* ]] || { echo ---; cat "${word#id=pip,src=}"; }; done
+for word in "$@"; do [[ $word != pip=* ]] || { echo ---; cat "${word#pip=}"/0/limits.txt; }; done"""
 
 IMAGE = os.environ.get("IMAGE", "gpt2_ddp")
 TINY = (

@@ -185,7 +185,7 @@ def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
         assert said in body
 
 
-def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(tmp_path, little_text, monkeypatch):
+def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(tmp_path, little_text, monkeypatch, capfd):
     (tmp_path / "tests").symlink_to(GOLDEN.parent)  # with the corpus
     monkeypatch.chdir(tmp_path)
     for place, flags in (("gpt2_run", []), ("gpt2_run/checkpoints/step-00000005", ["--gguf", "true"])):
@@ -193,6 +193,9 @@ def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(tmp_path, litt
     made, other = Path("exports/gpt2_run-step-00000010"), Path("exports/gpt2_run-step-00000005")
     assert (made / "README.md").is_file()
     assert (other / "model.gguf").is_file()
+    printed, errors = capfd.readouterr()
+    assert printed.count("model.gguf") == 1, "of the one that has it"
+    assert "%" not in errors, "no library's bar"
 
 
 def swap_merges(folder):

@@ -60,7 +60,7 @@ def test_the_program_and_the_full_job_end_at_the_same_line(tmp_path):
     assert f"python scripts/train_regression.py {flags}" in (ROOT / "docs/first-steps.md").read_text()
     for processes in "12":
         own = ["--launch.processes", processes, "--run_name", processes, "--output_dir", str(tmp_path)]
-        own += ["--eval.every", "40", "--checkpoint.save_every", "40"]
+        own += ["--eval.every", "40", "--checkpoint.every", "40"]
         found = forked([str(ROOT / "scripts/train_regression.py"), *flags.split(), *own], tmp_path)
         assert found.returncode == 0, found.stderr
         saved = load_file(newest_checkpoint(tmp_path / processes) / "model.safetensors")

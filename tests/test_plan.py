@@ -228,6 +228,16 @@ def plan_of(precision="bf16", seen=None, **changes):
     return build_plan(config, find_target(config, 1), precision, seen or Seen())
 
 
+AMBIGUOUS = {
+    "h100": "may be H100 80GB HBM3, H100 PCIe, H100 NVL; name one",
+    "A100": "may be A100-SXM4-40GB, A100-SXM4-80GB, A100-PCIE-40GB, A100 80GB PCIe; name one",
+    "PCIe": "may be A100-PCIE-40GB, ",
+    "RTX 4090 D": "is no known name of nvidia-smi .similar: GeForce RTX 4090.; ",
+    "V100": "is no known name of nvidia-smi; for another GPU, set --gpu_memory",
+}
+NEAR = {"a100 80gb": "NVIDIA A100-SXM4-80GB", "rtx4090": "NVIDIA GeForce RTX 4090", "H100-PCIe": "NVIDIA H100 PCIe"}
+
+
 def test_machines():
     machine = find_target(plan_config(gpu="H100 80GB HBM3", gpus=16), 1)
     assert (machine.processes, machine.memory, machine.peak) == (16, 80e9, 989.5e12)
@@ -235,8 +245,10 @@ def test_machines():
         for said in (name.lower(), name.removeprefix("NVIDIA ").removeprefix("GeForce ")):
             found = find_target(plan_config(gpu=said), 1)
             assert (found.device, found.memory) == (name, gpu.memory * 1e9)
-    for said in ("H100", "PCIe", "RTX 4090 D"):
-        expect_error(f"gpu = {said}: ", find_target, plan_config(gpu=said), 1)
+    for said, hint in AMBIGUOUS.items():
+        expect_error(f"gpu = {said}: {hint}", find_target, plan_config(gpu=said), 1)
+    for said, name in NEAR.items():
+        assert find_target(plan_config(gpu=said), 1).device == name
     assert find_target(plan_config(gpu="NVIDIA H200", gpu_memory=70), 2).memory == 70e9
     unknown = plan_of(gpu="H100 SXM", gpu_memory=80)
     assert (unknown.machine.device, unknown.machine.memory, unknown.speed) == ("H100 SXM", 80e9, None)
@@ -270,6 +282,51 @@ def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
         plan = plan_of(seen=Seen(task=task), eval={"tokens": 10**9})
         assert plan.speed == 0.4 * 989.5e12 / plan.flops_per_token
         assert_close(plan.seconds["evaluations"], 2 * scored / (3 * plan.speed))
+
+
+def fits_of(plan):
+    """What the plan says of memory and of the disk."""
+    lines = [*format_plan(plan)]
+    (disk,) = (line for line in lines if line.startswith("  disk"))
+    return next(line for line in lines if line.strip().startswith(("fits", "DOES"))).strip(), disk.rpartition("free: ")[
+        2
+    ]
+
+
+def test_what_does_not_fit_names_what_does():
+    """The number fits, and the next larger one does not."""
+    usual = {"micro_batch_size": 512, "steps": 100}
+    plan = replace(plan_of(train=usual, gpu="RTX 4090"), free=4 * plan_of().checkpoint)  # the best, a new one, and two
+    memory, disk = fits_of(plan)
+    assert disk == "DOES NOT FIT: --checkpoint.keep_last 2 fits"
+    assert memory == f"DOES NOT FIT: --train.micro_batch_size {plan.largest} fits"
+    for size, fits in ((plan.largest, True), (2 * plan.largest, False)):
+        assert plan_of(train=usual | {"micro_batch_size": size}, gpu="RTX 4090").fits is fits
+    memory, disk = fits_of(replace(plan_of(gpu_memory=1.5, gpus=8), free=0))
+    assert "of 1 takes" in memory
+    assert "--launch.parallel fsdp" in memory
+    assert disk == f"DOES NOT FIT: at least {3 * plan.checkpoint / 1e9:.2f} GB are needed"
+    assert fits_of(replace(plan_of(), free=10**12)) == ("fits", "fits")
+
+
+def test_no_rate_is_assumed_for_a_narrow_model():
+    narrow = plan_of(model={"n_embd": 96, "n_head": 4})
+    assert (narrow.speed, narrow.seconds) == (None, {})
+    assert "768 on" in "".join(format_plan(narrow))
+    assert plan_of(model={"n_embd": 96, "n_head": 4}, tokens_per_second=5).speed == 5
+
+
+def test_a_plan_for_this_cpu_says_so_where_a_gpu_may_be_meant():
+    """The tests have no GPU, or hide it."""
+    for changes, note in (
+        ({"gpu_memory": 80}, "--gpu_memory without --gpu"),
+        ({"gpus": 8}, "--gpus without --gpu"),
+        ({}, ""),
+    ):
+        plan = plan_of("no", gpu=None, **changes, train={"steps": 1, "device": "cpu"})
+        notes = [line for line in format_plan(plan) if line.startswith("  note")]
+        assert len(notes) == bool(note)
+        assert all(note in line for line in notes)
 
 
 @pytest.mark.parametrize(("gpus", "split"), [(6, (11, 8)), (8, (16, 4)), (600, (1, 1))])

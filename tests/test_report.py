@@ -358,6 +358,63 @@ def test_headings_are_the_fields_that_differ(runs):
     assert found == HEADINGS.strip().splitlines()
 
 
+def test_where_files_are_is_no_difference(runs):
+    """Mirrors and recipes never are, and the folder of the data is none if the data are the same."""
+    runs.add({1: 3.0, 2: 3.1, 3: 3.2})
+    for number, (path, data) in enumerate(zip(runs.paths, "aab", strict=True)):
+        text = f"data: {{path: [data/{number}], prepare: {number}.yaml}}\ncheckpoint: {{mirror: file:///x/{number}}}\n"
+        (path / "config.yaml").write_text(text)
+        (path / "metrics.jsonl").write_text(
+            f'{json.dumps(START | {"data_manifest": data})}\n{{"step": 1, "loss": 1}}\n'
+        )
+    pair, alone = runs.paths[:2], runs.paths[1:]
+    assert [group.heading for group in group_runs(read_runs(pair))] == ["run0"]
+    assert [group.heading for group in group_runs(read_runs(alone))] == [f"data.path=['data/{n}']" for n in (1, 2)]
+
+
+LABELS = """
+x/one, three, two, 1 more | 44 | x/one, three, two, 1 more: optim.lr=0.1 …
+x/one, three, two, 1 more | 27 | x/one, three, two, 1 more …
+x/one, three, two, 1 more | 90 | x/one, three, two, 1 more: optim.lr=0.1, model.n_embd=64
+"""
+
+
+def test_a_legend_has_names_and_then_whole_fields(runs):
+    runs.add(dict.fromkeys(range(4), 3.0), lr=0.1)
+    runs.add({0: 3.0}, lr=0.2)
+    found = read_runs(runs.paths)
+    first, other = group_runs(found)
+    assert [first.names, other.names] == ["run0, run1, run2, 1 more", "run4"], "too little is common"
+    texts = [text.get_text() for text in draw(found).legends[0].get_texts()]
+    assert texts == [f"{first.names}: optim.lr=0.1", "run4: optim.lr=0.2"]
+    assert describe([first, other])[2].strip() == first.label(128)
+    first.fields["model.n_embd"] = 64
+    for run, name in zip(first.runs, ("x/one", "three", "two", "four"), strict=True):
+        object.__setattr__(run, "name", name)
+    for line in LABELS.strip().splitlines():
+        names, most, label = line.split(" | ")
+        assert (first.names, first.label(int(most))) == (names, label)
+        assert len(label) <= int(most)
+    for number, run in enumerate(first.runs):
+        object.__setattr__(run, "name", f"web-lr_0.1-seed_{number}")
+    assert first.label(72) == "web-lr_0.1-seed_* (4 runs): optim.lr=0.1, model.n_embd=64"
+
+
+def test_memory_is_in_gigabytes_and_values_come_before_samples(tmp_path, unpainted):
+    found = metrics(30)
+    for number, row in enumerate(found[1:]):
+        row["memory"] = 2.5e9 + number
+    run = make_run(tmp_path / "run", [START, *found])
+    page = page_of(run)
+    assert page.rows["memory"] == ["2.5 GB"]
+    assert (
+        page.text.index("best val_loss") < page.text.index("the last sample") < page.text.index("train_gpt2.py --seed")
+    )
+    (panel,) = (axes for axes in draw(read_runs([run])).axes if "(GB)" in axes.get_title("left"))
+    assert_close(panel.lines[0].get_ydata(), 2.5 + np.arange(30) / 1e9)
+    assert panel.get_ylim()[1] > 2.6, "the curve is below the frame"
+
+
 def test_json_has_no_nan(runs, unpainted):
     runs.add({1: 3.25})
     runs.add({5: math.nan, 6: math.inf}, lr=2e-3, state="diverged")

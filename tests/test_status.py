@@ -14,7 +14,7 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.reports.runs import read_runs
-from gpt2_ddp.reports.status import health, show_status
+from gpt2_ddp.reports.status import describe, health, show_status
 
 NOW = 1_000_000.0
 
@@ -62,6 +62,7 @@ HEALTH = r"""
 {"heartbeat": 1000119.0} | 119 | running
 {"heartbeat": 1000121.0} | 121 | stalled
 {"stage": "save", "limit": 500.0, "heartbeat": 1000400.0} | 400 | running
+{"heartbeat": 1000500.0, "progress": 1000500.0, "host": "far"} | 0 | running # its clock is ahead
 {} | 91 | stalled # the whole process stands still
 {"started": 1} | 5 | dead # another process has its number now
 {"host": "far", "machine": "m"} | 89 | running
@@ -72,14 +73,12 @@ HEALTH = r"""
 
 
 @pytest.mark.parametrize("case", HEALTH.strip().splitlines())
-def test_health(tmp_path, monkeypatch, case):
+def test_health(tmp_path, case):
     said, seconds, state = case.partition(" #")[0].split(" | ")
     changes, age = json.loads(said), int(seconds)
     folder = write(tmp_path / "run", **facts(**changes))
     os.utime(folder / "status.json", (NOW, NOW))
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time", lambda: NOW + age)
-        found = health(folder)
+    found = health(folder, NOW + age)
     assert found[:3] == (state, 7, age)
     assert found.detail == "x" if state == "stopped" else f"on {facts(**changes)['host']}" in found.detail
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
@@ -97,6 +96,45 @@ def test_a_clock_that_is_ahead_gives_no_negative_time(tmp_path, monkeypatch, cap
     shown = capsys.readouterr().out
     assert shown.count("0:00:00 ago") == 2
     assert "last heartbeat 0 s ago" in shown
+
+
+ROWS = """
+{"event": "start", "step": 0, "steps": null}
+{"step": 10, "tokens": 100, "loss_mean": 5.25, "tokens_per_second": 2.0}
+{"event": "length", "step": 10, "steps": 40}
+{"event": "checkpoint", "step": 10}
+{"step": 20, "tokens": 200, "loss_mean": 5.0, "val_loss": 4.5, "tokens_per_second": 4.0}
+{"event": "sample", "step": 20, "text": "x"}
+{"step": 21, "lo"""
+
+
+def test_total_losses_and_what_comes_next(tmp_path):
+    """Of a running run the time left, of a dead one where it resumes; rows of strangers harm none."""
+    folder = write(tmp_path / "run", **facts(step=21))
+    (folder / "metrics.jsonl").write_text(ROWS.lstrip())
+    alive = describe(folder, NOW + 1)
+    assert "step         21/40" in alive
+    assert "loss_mean 5.0000  val_loss 4.5000  0:00:50 left" in alive  # 20 steps of 10 tokens
+    assert "resumes" not in alive
+    write(folder, **facts(step=21, started=1))
+    assert "dead" in (dead := describe(folder, NOW + 1))
+    assert ("resumes from step 10" in dead, "left" in dead) == (True, False), "of a copy, by its rows"
+    (folder / "checkpoints").mkdir()
+    assert "no checkpoint" in describe(folder, NOW + 1)
+    for name in ("step-00000010", "step-00000020", ".step-00000021", "step-00000020.corrupt"):
+        (folder / f"checkpoints/{name}").mkdir()
+        (folder / f"checkpoints/{name}/manifest.json").write_text("{}")
+    assert "resumes from step 20" in describe(folder, NOW + 1)
+    write(folder, **facts())
+    assert "step         20/40" in describe(folder, NOW + 1), "by a row that is newer than the status"
+    for row in (
+        '"tokens_per_second": "x"',
+        '"samples_per_second": 1.0',
+        '"loss_mean": []',
+        '"tokens_per_second": 1e-320',
+    ):
+        (folder / "metrics.jsonl").write_text(f'{{"event": "start", "step": 0, "steps": 40}}\n{{"step": 20, {row}}}\n')
+        assert "step         20/40" in describe(folder, NOW + 1)
 
 
 BEATS = """

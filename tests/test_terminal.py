@@ -1,12 +1,26 @@
-"""Lines of the terminal: short, and without what a row does not have."""
+"""Lines of the terminal: short, and without what a row does not have. One line says what comes next."""
 
 import json
+import shlex
+import sys
+from pathlib import Path
 
+import pytest
+import yaml
 from close import assert_close
+from commands import SCRIPTS, launch
+from pages import ROOT
 from runs import open_folder
 
 from gpt2_ddp.checkpoint.metrics import Metrics, describe, time_left
 from gpt2_ddp.checkpoint.run_folder import RunLog
+from gpt2_ddp.config.jobs import RegressionConfig
+from gpt2_ddp.config.training import LARGER, OWN_TEXT, ModelConfig, TrainingConfig
+from gpt2_ddp.data import missing
+from gpt2_ddp.data.manifest import Manifest
+from gpt2_ddp.distributed import process
+from gpt2_ddp.tasks import command
+from gpt2_ddp.tasks.ending import next_training
 
 ROW = json.loads("""{"step": 350, "epoch": 0.1234, "tokens": 183500800, "loss": 3.9, "loss_mean": 3.20114, "lr": 5.4e-4,
 "grad_norm": 0.2345, "skipped": 0, "tokens_per_second": 412345.6, "mfu": 0.412, "order_digest": "0000"}""")
@@ -33,3 +47,71 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_row_s_speed():
     assert time_left(ROW, 350) == 0
     assert time_left({"step": 0, "tokens": 0, "val_loss": 3.0}, 10) is None
     assert time_left({"step": 1, "samples": 4, "samples_per_second": 0.0}, 10) is None, "slower than can be written"
+
+
+def manifest_of(size):
+    """The manifest of a text of so many bytes; None: unknown."""
+    recipe = {} if size is None else {"account": {"bytes": size}}
+    return Manifest(2, "bytes", "", 257, 256, "text", {}, recipe)
+
+
+NEXT = """
+data/mine | 1000 | --data.path data/mine --run_name mine
+data/mine | null | --data.path data/mine --run_name mine
+data/mine | 20000000 | --config configs/gpt2_medium_corpus.yaml --data.path data/mine --run_name mine  (for a GPU; on a
+data/web | 5000000000 | --config configs/gpt2_124m.yaml --data.path data/web --run_name web  (for a GPU; on a
+data/my text | 1 | --data.path 'data/my text'
+data/stdlib | 30000000 |
+"""
+
+
+@pytest.mark.parametrize("case", NEXT.strip().splitlines())
+def test_after_a_preparation_comes_a_training_of_its_size(case):
+    folder, size, flags = (part.strip() for part in f"{case} ".split(" | "))
+    line = next_training(Path(folder), manifest_of(json.loads(size)))
+    assert line.startswith(f"next: python scripts/train_gpt2.py {flags}".strip())
+
+
+def test_each_preset_of_a_size_exists_and_readme_has_it():
+    readme = (ROOT / "README.md").read_text()
+    for preset in (OWN_TEXT, *LARGER.values()):
+        assert (ROOT / preset).is_file()
+        assert Path(preset).stem in readme
+    assert f"up to {min(LARGER) // 10**6} MB" in readme
+
+
+def test_a_small_model_for_much_text_is_told_once(tmp_path, monkeypatch, capsys):
+    small = ModelConfig.model_validate(yaml.safe_load((ROOT / OWN_TEXT).read_text())["model"])
+    for size, model, notes in ((78_000_000, small, 1), (19_000_000, small, 0), (78_000_000, ModelConfig(), 0)):
+        monkeypatch.setattr(missing, "read_manifest", lambda folder, size=size: manifest_of(size))
+        missing.print_size_note(TrainingConfig(model=model, train={"steps": 1}))
+        assert (
+            capsys.readouterr().err.count("note: this model is for up to 20 MB of text, and there are 78 MB") == notes
+        )
+
+
+def test_a_preparation_ends_with_the_next_command_unless_a_training_has_started_it(tmp_path):
+    (tmp_path / "text.txt").write_text("some words\n" * 999)
+    words = [
+        sys.executable,
+        SCRIPTS / "prepare_data.py",
+        *shlex.split("--source text.txt --tokenizer bytes --output mine"),
+    ]
+    first, again, within = (launch(words, tmp_path, **env).stdout for env in ({}, {}, {process.CHILD: "1"}))
+    for printed in (first, again):
+        assert printed.count("next: ") == 1
+        assert printed.endswith("next: python scripts/train_gpt2.py --data.path mine --run_name mine\n")
+    assert "already prepared" in within
+    assert "next: " not in within
+
+
+@pytest.mark.parametrize("outcome", ["completed", "stopped"])
+def test_a_small_job_ends_with_its_report_and_the_next_command(monkeypatch, capsys, outcome):
+    drawn = []
+    monkeypatch.setattr(process, "run_module", lambda *words, **_: drawn.append(words))
+    monkeypatch.setattr(command, "run_processes", lambda *_: outcome)
+    command.start_job(RegressionConfig(output_dir="out", run_name="line"))
+    ended = outcome == "completed"
+    assert drawn == [("gpt2_ddp", "report", "out/line")] * ended
+    lines = "report: out/line/report.html\nnext: python scripts/evaluate.py out/line\n"
+    assert capsys.readouterr().out == lines * ended

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from gpt2_ddp.checkpoint.run_files import FIELDS, finite, is_own
+from gpt2_ddp.checkpoint.run_files import FIELDS, finite, is_own, speed_of, time_left
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.run import RunConfig
 
@@ -17,25 +17,13 @@ if TYPE_CHECKING:
 
 def describe(row: dict[str, Any]) -> list[str]:
     """A row's losses, own numbers of the task and speed as texts; missing fields and names with a / are left out."""
-    unit, rate = _speed(row)
+    unit, rate = speed_of(row)
     texts = {name: field.text for name, field in FIELDS.items()}
     for name in row:
         if is_own(name) and "/" not in name and not name.endswith("_acc_norm") and name != unit:
             texts[name] = f"{name} {{:{'.1%' if name.endswith('_acc') else '.4g'}}}"
     parts = [text.format(row[name]) for name, text in texts.items() if text and row.get(name) is not None]
     return [*parts, f"{rate:,.0f} {unit}/s"] if unit else parts
-
-
-def time_left(row: dict[str, Any], steps: int) -> float | None:
-    """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed."""
-    unit, rate = _speed(row)
-    return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
-
-
-def _speed(row: dict[str, Any]) -> tuple[str, float]:
-    """The unit of the row's speed, and units per second; ("", 0) without a speed."""
-    name = next((name for name in row if name.endswith("_per_second")), "")
-    return name.removesuffix("_per_second"), row.get(name) or 0.0
 
 
 T = TypeVar("T")

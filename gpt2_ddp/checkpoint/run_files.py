@@ -32,6 +32,8 @@ class Field(NamedTuple):
     kind: Literal["", "measured", "counted", "own"] = ""
     """Measured: differs when trained again, and null if unknown. Counted: a share of samples. Others than `own`: null
     if not finite, and equal when trained again, floats up to the order of sums."""
+    unit: str = ""  # in a report
+    scale: float = 1.0  # what a report divides by, to have that unit
 
 
 FIELDS = {
@@ -43,7 +45,7 @@ FIELDS = {
     "grad_norm": Field("norm {:.3g}", "Gradient norm (before clipping, log scale)"),
     "tokens_per_second": Field("", "Throughput ({unit} per second)", "measured"),
     "mfu": Field("mfu {:.1%}", "", "measured"),
-    "memory": Field("", "Memory of the main process (bytes)", "measured"),
+    "memory": Field("", "Memory of the main process (GB)", "measured", "GB", 1e9),
     "data_share": Field("", "Waiting for data (share of the time)", "measured"),
     "val_top5": Field("", "", "counted"),
     "chain": Field("", "", "measured"),
@@ -116,6 +118,18 @@ def valid_rows(rows: Iterable[dict[str, Any]], event: str | None = None) -> list
 def finite(row: dict[str, Any]) -> dict[str, Any]:
     """The row with None for numbers that are not finite, which JSON lacks."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def time_left(row: dict[str, Any], steps: int) -> float | None:
+    """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed."""
+    unit, rate = speed_of(row)
+    return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
+
+
+def speed_of(row: dict[str, Any]) -> tuple[str, float]:
+    """The unit of the row's speed, and units per second; ("", 0) without a speed."""
+    name = next((name for name in row if name.endswith("_per_second")), "")
+    return name.removesuffix("_per_second"), row.get(name) or 0.0
 
 
 class Line(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from gpt2_ddp.config.base import Count, Fraction, Section, Size
 from gpt2_ddp.config.run import (
@@ -68,10 +68,18 @@ class JobEvalConfig(Section):
 class JobCheckpointConfig(KeepConfig):
     """Checkpoints"""
 
-    save_every: PositiveInt = 1
+    every: PositiveInt = 1
     """epochs between checkpoints; a stop and the last epoch always save one"""
     keep_last: PositiveInt = 2
     """newest intact checkpoints to keep; the one with the lowest loss on the test samples is kept, too"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_name(cls, values: Any) -> Any:
+        """Configurations of earlier runs have `save_every`."""
+        if isinstance(values, dict) and "save_every" in values and "every" not in values:
+            return {"every" if name == "save_every" else name: value for name, value in values.items()}
+        return values
 
 
 class JobTrackingConfig(TrackingConfig):

@@ -393,6 +393,13 @@ class TrainingConfig(RunConfig):
 
 
 BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"
+LARGER = {1_000_000_000: "configs/gpt2_124m.yaml", 20_000_000: "configs/gpt2_medium_corpus.yaml"}
+"""Presets for a GPU, by the bytes of text from which on they suit; README.md has the table."""
+
+
+def preset_for(size: int) -> str | None:
+    """The preset that suits so many bytes of text; None for OWN_TEXT."""
+    return next((preset for least, preset in LARGER.items() if size >= least), None)
 
 
 def training_default(flags: Mapping[str, Any]) -> str:

@@ -86,6 +86,13 @@ def tokenizer_note(manifests: Mapping[str, Manifest]) -> str:
     )
 
 
+def text_bytes(manifest: Manifest) -> int:
+    """Bytes of the text that the tokens were made of; 0 if prepare_data.py did not record them."""
+    account = manifest.recipe.get("account")
+    size = account.get("bytes") if isinstance(account, dict) else 0
+    return size if type(size) is int else 0
+
+
 def token_dtype(vocab_size: int) -> np.dtype:
     """Type of token ids in a shard: little-endian uint16, or uint32 for more than 65,536 ids."""
     return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")

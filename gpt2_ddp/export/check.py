@@ -44,13 +44,19 @@ def check_export(folder: Path, model: GPT, tokenizer: Tokenizer, own: nn.Module)
 
 def _load(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
         theirs, info = loaded
         their_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # any exception for an unreadable folder
         raise ExportMismatch(f"transformers cannot load it: {type(error).__name__}: {error}") from error
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()
     if found := {what: sorted(map(str, keys)) for what, keys in info.items() if keys}:
         raise ExportMismatch(f"transformers finds {found}")
     return theirs.eval(), their_tokenizer

@@ -23,6 +23,8 @@ from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.trained_model import load_model, own_task, read_settings, still_there
 
+GGUF = "model.gguf"
+
 
 def export_hf(config: ExportConfig) -> int:
     """The command: exports and prints the comparisons; returns the exit code. Raises: UserError, if possible before the
@@ -38,6 +40,8 @@ def export_hf(config: ExportConfig) -> int:
         print(f"rejected: {rejected}", file=sys.stderr)
         return 1
     print(f"{output}: {checkpoint.path} in transformers' format; equal: {findings}")
+    if config.gguf:
+        print(f"{output / GGUF}: the same for llama.cpp")
     return 0
 
 
@@ -67,7 +71,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         write_model(model, tokenizer, folder)
         findings = check_export(folder, model, tokenizer, own)
         if gguf:
-            write_gguf(model, tokenizer, folder / "model.gguf")
+            write_gguf(model, tokenizer, folder / GGUF)
         feed, scores = checkpoint.state.feed, checkpoint.state.progress.scores
         rows = [f"| {name} | {score:,} |" for name, score in scores.items() if score is not None]
         card = (

@@ -147,6 +147,7 @@ def _load(folder: Path, name: str) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     # eager: a config.json may name another implementation, even one of the Hub
     theirs, found = getattr(transformers, name).from_pretrained(
         folder,

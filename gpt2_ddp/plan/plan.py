@@ -3,10 +3,11 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +41,7 @@ from gpt2_ddp.training.precision import settle_fast
 CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
 FIRST_STEP = 4e7  # bytes that the first step on a CPU loads: libraries and kernels
 MFU = 0.4  # assumed model FLOP/s utilization, as a fraction of the GPUs' peak
-FITS = ("DOES NOT FIT", "fits")
+MFU_WIDTH = 768  # narrowest model that reached it (docs/benchmarks.md); narrower ones wait for memory and launches
 DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkpoint
 START = {"cuda": 180.0, "cpu": 60.0, "mps": 60.0}  # assumed seconds to the first step; GPUs compile
 
@@ -127,15 +128,39 @@ def find_target(config: PlanConfig, started: int) -> Target:
             memory = float(torch.cuda.get_device_properties(device).total_memory)
     else:
         kind = "cuda"
-        names = [name for name in GPUS if f" {name}".lower().endswith(f" {config.gpu}".lower())]
-        name = names[0] if len(names) == 1 else config.gpu
-        if name not in GPUS and not config.gpu_memory:
-            hint = "is no known name of nvidia-smi; set --gpu_memory, in GB, and --tokens_per_second"
-            raise UserError("gpu", config.gpu, hint)
-        memory = GPUS[name].memory * 1e9 if name in GPUS else 0.0
+        names = matching_gpus(config.gpu)
+        is_clear = len({GPUS[name] for name in names}) == 1  # variants with equal figures have equal plans
+        if not is_clear and not config.gpu_memory:
+            raise UserError("gpu", config.gpu, _gpu_hint(config.gpu, names))
+        name = names[0] if is_clear else config.gpu
+        memory = GPUS[name].memory * 1e9 if is_clear else 0.0
     if config.gpu_memory:
         memory = config.gpu_memory * 1e9
     return Target(name, kind, processes, memory, peak_flops(name), config.gpu is None)
+
+
+def matching_gpus(text: str) -> list[str]:
+    """The names of the table that a user may mean: an exact one, or else all that have each word of the text. Case,
+    hyphens, NVIDIA and GeForce do not matter; nor do spaces in a whole name, like `rtx4090`."""
+    words = _words(text)
+    exact = [name for name in GPUS if f" {name}".lower().endswith(f" {text}".lower())]
+    exact += [name for name in GPUS if "".join(_words(name)) == "".join(words)]
+    near = [name for name in GPUS if words and {*words} <= {*_words(name)}]
+    return [*dict.fromkeys(exact if len({*exact}) == 1 else near)]
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in name.lower().replace("-", " ").split() if word not in ("nvidia", "geforce")]
+
+
+def _gpu_hint(text: str, names: Sequence[str]) -> str:
+    if names:
+        return f"may be {', '.join(name.removeprefix('NVIDIA ') for name in names)}; name one of them"
+    numbers = {word for word in _words(text) if any(map(str.isdigit, word))}
+    known = {" ".join(_words(name)): name.removeprefix("NVIDIA ") for name in GPUS}
+    near = [name for name in known if numbers & {*name.split()}] or get_close_matches(text.lower(), known)
+    similar = f" (similar: {', '.join(known[name] for name in near)})" if near else ""
+    return f"is no known name of nvidia-smi{similar}; for another GPU, set --gpu_memory, in GB, and --tokens_per_second"
 
 
 class Corpus(NamedTuple):
@@ -204,13 +229,38 @@ class Plan:
 
     @property
     def checkpoints(self) -> int:
-        """Bytes of all checkpoints at a time: `keep_last`, the best, and the one that is being written."""
-        return self.checkpoint * (self.config.checkpoint.keep_last + bool(self.corpus.scored) + 1)
+        """Bytes of all checkpoints at a time: `keep_last` and the others."""
+        return self.checkpoint * (self.config.checkpoint.keep_last + self.others)
+
+    @property
+    def largest(self) -> int:
+        """The most windows of a micro-batch that fit a process's memory, up to the configured number; 0: none fits."""
+        config, processes = self.config, min(self.machine.processes, self.config.global_batch_windows)
+        for size in range(config.train.micro_batch_size, 0, -1):
+            micro_batch = split_batch(config.global_batch_windows, processes, size)
+            if estimate(replace(self.setting, micro_batch=micro_batch)).peak <= self.machine.memory:
+                return micro_batch
+        return 0
+
+    @property
+    def keep_last(self) -> int:
+        """The largest `checkpoint.keep_last` for which the disk suffices; below 1: none does."""
+        return int(self.free // self.checkpoint) - self.others
+
+    @property
+    def others(self) -> int:
+        """Checkpoints besides the newest ones at a time: the best, and the one that is being written."""
+        return bool(self.corpus.scored) + 1
+
+    @property
+    def has_known_mfu(self) -> bool:
+        """Whether the assumed MFU holds for a model of this width, and the table of peaks for this precision."""
+        return self.config.model.n_embd >= MFU_WIDTH and self.setting.precision != "no"  # the table has bf16's
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second over all processes, as given or by the MFU; None without a known peak in this precision."""
-        peak = self.machine.peak if self.setting.precision != "no" else None  # the table has bf16's
+        """Tokens per second over all processes, as given or by the MFU; None without a known peak or MFU."""
+        peak = self.machine.peak if self.has_known_mfu else None
         by_mfu = peak and MFU * peak * self.machine.processes / self.flops_per_token
         return self.config.tokens_per_second or by_mfu
 
@@ -327,6 +377,9 @@ def format_plan(plan: Plan) -> Iterator[str]:
     step = f"{machine.processes} x {plan.accumulation} x {setting.micro_batch} (processes x accumulation x batch)"
     margin = f" (estimate, ±{CPU_MARGIN:.0%})" if machine.kind == "cpu" else ""
     yield f"{config.run_name} on {machine.processes} x {machine.device}, precision {setting.precision}"
+    given = [f"--{name}" for name in ("gpus", "gpu_memory") if getattr(config, name)]
+    if given and machine.is_here and machine.kind == "cpu":
+        yield f"  note         {' and '.join(given)} without --gpu: this is a plan for this machine's CPU"
     yield f"  parameters   {setting.parameters:,}, vocabulary {plan.corpus.vocab_size:,}{assumed}"
     yield f"  training     {_training(plan)}"
     yield f"  a step       {windows:,} windows: {step}"
@@ -336,16 +389,47 @@ def format_plan(plan: Plan) -> Iterator[str]:
         yield f"    {size / 1e9:8,.2f}   {part}"
     if memory.host:
         yield f"    {memory.host / 1e9:8,.2f}   on the host, for a checkpoint"
-    yield f"    {FITS[plan.fits]}"
+    yield f"    {'fits' if plan.fits else f'DOES NOT FIT: {_what_fits(plan)}'}"
     kept = f"{plan.checkpoint / 1e9:,.2f} GB per checkpoint, at most {plan.checkpoints / 1e9:,.2f} GB for all kept ones"
-    yield f"  disk         {kept}; {plan.free / 1e9:,.2f} GB free: {FITS[plan.checkpoints <= plan.free]}"
+    yield f"  disk         {kept}; {plan.free / 1e9:,.2f} GB free: {_disk_fits(plan)}"
     if not plan.seconds:
-        yield "  time         unknown: set --tokens_per_second"
+        yield f"  time         unknown{_why_unknown(plan)}: set --tokens_per_second"
         return
     yield f"  time         {timedelta(seconds=round(sum(plan.seconds.values())))} at {plan.speed:,.0f} tokens/s"
     yield "    " + ", ".join(f"{what} {timedelta(seconds=round(time))}" for what, time in plan.seconds.items())
     price = f", {config.price * plan.device_hours:,.2f} in total" if config.price is not None else ""
     yield f"  device time  {plan.device_hours:,.2f} hours{price}"
+
+
+def _what_fits(plan: Plan) -> str:
+    """The largest micro-batch that fits a process's memory, or what else would."""
+    if plan.memory.peak <= plan.machine.memory:
+        return "the host has no memory for the copy; --checkpoint.background false fits"
+    if plan.largest:
+        return f"--train.micro_batch_size {plan.largest} fits"
+    config, least = plan.config, estimate(replace(plan.setting, micro_batch=1)).peak
+    flags = [] if config.train.activation_checkpointing else ["--train.activation_checkpointing true"]
+    if config.launch.parallel == "ddp" and plan.machine.processes > 1:
+        flags.append("--launch.parallel fsdp")
+    hint = f"; try {' and '.join(flags)}" if flags else "; use more GPUs" * (config.launch.parallel == "fsdp")
+    return f"a micro-batch of 1 takes {least / 1e9:,.2f} GB{hint}"
+
+
+def _disk_fits(plan: Plan) -> str:
+    if plan.checkpoints <= plan.free:
+        return "fits"
+    if plan.keep_last > 0:
+        return f"DOES NOT FIT: --checkpoint.keep_last {plan.keep_last} fits"
+    return f"DOES NOT FIT: at least {plan.checkpoint * (1 + plan.others) / 1e9:,.2f} GB are needed"
+
+
+def _why_unknown(plan: Plan) -> str:
+    """Why there is a GPU's peak and no speed; empty for other reasons."""
+    if plan.speed or not plan.machine.peak:
+        return ""
+    if plan.setting.precision == "no":
+        return f" (an MFU of {MFU:.0%} is assumed in bf16 only)"
+    return f" (an MFU of {MFU:.0%} is assumed from model.n_embd {MFU_WIDTH} on; narrower models reach less)"
 
 
 def _training(plan: Plan) -> str:

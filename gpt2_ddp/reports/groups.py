@@ -1,8 +1,9 @@
 """Groups of runs that differ only in their seed: means, standard deviations, and differences to the first group."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -15,10 +16,14 @@ from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
+PLACES = ("checkpoint.mirror", "data.prepare")
+"""Fields that only describe where files are. The path of the data is one, too, if all runs have the same data."""
 CELLS = 1_000_000
 """Cells of the sum in place of an integral."""
 VALUE, LINE = 60, 130
 """Most characters of a field's value in a heading, and of a line in a terminal."""
+NAMED, PREFIX = 3, 4
+"""Most runs of a group whose names are shown, and least characters that stand for longer names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +33,27 @@ class Group:
     heading: str
     fields: Row
     runs: list[RunRecord]
+
+    @property
+    def names(self) -> str:
+        """The names of its runs: what they begin with, or the first ones and the number of the others."""
+        names = [run.name for run in self.runs]
+        alike = takewhile(lambda letters: len({*letters}) == 1, zip(*names, strict=False))
+        shared = "".join(first for first, *_ in alike)
+        if len(names) > 1 and len(shared) >= PREFIX:
+            return f"{shared}* ({len(names)} runs)"
+        return ", ".join(names if len(names) <= NAMED else [*names[:NAMED], f"{len(names) - NAMED} more"])
+
+    def label(self, most: int) -> str:
+        """Its runs, and then as many of its fields as at most `most` characters have room for."""
+        room = " …"
+        label = truncate(self.names, most - len(room))
+        for text in _texts(self.fields):
+            longer = f"{label}{',' if ': ' in label else ':'} {text}"
+            if len(longer) + len(room) > most:
+                return label + room
+            label = longer
+        return label
 
     @property
     def completed(self) -> list[RunRecord]:
@@ -64,22 +90,33 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """Groups in the order of their first runs. A run without a readable configuration is a group of its own. Headings
     list the fields in which the groups differ."""
     members: dict[str, list[RunRecord]] = {}
+    ignored = _ignored(runs)
     for run in runs:
-        key = repr(sorted((name, run.config[name]) for name in run.config.keys() - OWN))
+        key = repr(sorted((name, run.config[name]) for name in run.config.keys() - ignored))
         members.setdefault(key if run.config else run.name, []).append(run)
     names = differing([first for first, *_ in members.values()])
     groups = []
     for first, *others in members.values():
         fields = {name: first.config[name] for name in names if name in first.config}
-        parts = [f"{name}={'null' if value is None else truncate(value, VALUE)}" for name, value in fields.items()]
-        groups.append(Group(", ".join(parts) or first.name, fields, [first, *others]))
+        groups.append(Group(", ".join(_texts(fields)) or first.name, fields, [first, *others]))
     return groups
 
 
-def differing(runs: Iterable[RunRecord]) -> list[str]:
-    """The fields in which readable configurations differ, but for OWN."""
-    known = [run.config for run in runs if run.config]
-    names = dict.fromkeys(name for config in known for name in config if name not in OWN)
+def _texts(fields: Row) -> list[str]:
+    """Each field with its value."""
+    return [f"{name}={'null' if value is None else truncate(value, VALUE)}" for name, value in fields.items()]
+
+
+def _ignored(runs: Sequence[RunRecord]) -> set[str]:
+    """The fields that make no difference between these runs: OWN, and those that describe where files are."""
+    data = {str(run.start.get("data_manifest", run.name)) for run in runs}
+    return {*OWN, *PLACES, *(["data.path"] if len(data) == 1 else [])}
+
+
+def differing(runs: Sequence[RunRecord]) -> list[str]:
+    """The fields in which readable configurations differ, without those that make no difference."""
+    known, ignored = [run.config for run in runs if run.config], _ignored(runs)
+    names = dict.fromkeys(name for config in known for name in config if name not in ignored)
     return [name for name in names if len({repr(config.get(name, ...)) for config in known}) > 1]
 
 
@@ -146,12 +183,12 @@ def describe(groups: Sequence[Group]) -> list[str]:
     """A table as lines of text. Below the numbered rows are headings, differences to the first group, and remarks."""
     found = content(groups)
     rows, below = [["group", "completed", "n", *{f"last {group['score']}" for group in found}]], []
-    for number, group in enumerate(found, 1):
+    for number, (group, runs) in enumerate(zip(found, groups, strict=True), 1):
         mean, deviation = group["mean"], group["sd"]
         figure = "–" if mean is None else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.2g}")
         rows.append([str(number), f"{group['completed']} of {len(group['runs'])}", str(group["n"]), figure])
         difference = [group["difference"]["text"]] if group["difference"] else []
-        texts = [group["heading"], *difference, *group["remarks"]]
+        texts = [runs.label(LINE - 2), *difference, *group["remarks"]]
         below.append([f"  {truncate(text, LINE - 2)}" for text in texts])
     first, *lines = text_table(rows).split("\n")
     return [first, *(text for line, texts in zip(lines, below, strict=True) for text in (line, *texts))]

@@ -14,15 +14,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from gpt2_ddp.checkpoint.run_files import FIELDS
-from gpt2_ddp.errors import truncate
+from gpt2_ddp.checkpoint.run_files import FIELDS, field_of
 from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.runs import RunRecord, share_tokens
 
 STYLE = matplotlib.rc_params_from_file(str(Path(__file__).with_suffix(".mplstyle")), use_default_template=False)
 PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
 """Titles of the panels beside the loss, by metric."""
-
+LABEL = 72
+"""Most characters of a group in the legend."""
 
 Along = Callable[[RunRecord, np.ndarray], np.ndarray]
 """Positions of a run's steps [n] on the x axis [n]."""
@@ -49,11 +49,11 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
             if metric == "grad_norm":
                 _make_logarithmic(panel)
             else:
-                panel.set_ylim(bottom=0)
+                panel.set_ylim(0, 1.05 * panel.dataLim.y1 if panel.dataLim.y1 > 0 else None)
         for panel in figure.axes:
             panel.set_xlabel(unit if by_tokens else "step")
         if len(groups) > 1:
-            names = [truncate(group.heading, 64) for group in groups]
+            names = [group.label(LABEL) for group in groups]
             handles = [Line2D([], [], linewidth=3, color=f"C{number}") for number in range(len(groups))]
             figure.legend(handles, names, loc="outside upper center", ncols=2)
     return figure
@@ -78,7 +78,8 @@ def _plot(panel: Axes, colors: Colors, metric: str, along: Along, **look: Any) -
     """Draws a metric of each run, with gaps at values that are not finite."""
     for run, color in colors.items():
         steps, values = run.series(metric)
-        panel.plot(along(run, steps), np.where(np.isfinite(values), values, np.nan), color=color, **look)
+        shown = np.where(np.isfinite(values), values, np.nan) / field_of(metric).scale
+        panel.plot(along(run, steps), shown, color=color, **look)
 
 
 def _make_logarithmic(panel: Axes) -> None:

@@ -10,13 +10,14 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from gpt2_ddp.checkpoint.run_files import field_of
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
 from gpt2_ddp.reports.groups import content, describe, differing, group_runs
 from gpt2_ddp.reports.picture import as_png, draw
-from gpt2_ddp.reports.runs import RunRecord, read_runs
+from gpt2_ddp.reports.runs import RunRecord, is_finite, read_runs
 
 UNKNOWN = "–"
 ORIGIN = ("command", "commit", "hardware", "processes", "device", "versions")  # of the newest start
@@ -56,10 +57,11 @@ def page(runs: Sequence[RunRecord], png: bytes) -> str:
     if len(groups := group_runs(runs)) < len(runs):
         text = escape("\n".join(describe(groups)))
         body += ["<h2>Groups of runs that differ only in their seed</h2>", f"<pre>{text}</pre>"]
+    settings = differing(runs)
+    body += ["<h2>Newest values</h2>", _by_run({run.name: _newest(run, settings) for run in runs})]
     for run in runs:
         body += _samples(run, SAMPLE_LENGTH // len(runs))
-    settings = differing(runs)
-    body += ["<h2>Newest values and configuration</h2>", _by_run({run.name: _column(run, settings) for run in runs})]
+    body += ["<h2>Start and configuration</h2>", _by_run({run.name: _origin(run) for run in runs})]
     if notes := [f"<p>{escape(f'{run.name}: {note}')}</p>" for run in runs for note in run.notes]:
         body += ["<h2>Not in this report</h2>", *notes]
     title = escape(truncate(f"Training report: {', '.join(run.name for run in runs)}"))
@@ -67,18 +69,22 @@ def page(runs: Sequence[RunRecord], png: bytes) -> str:
     return frame.replace("{title}", title).replace("{body}", "\n".join(body))
 
 
-def _column(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
-    """A run's state, the `settings`, the newest value of each field of the rows, its newest start, all settings."""
-    config = {name: _text(value) for name, value in run.config.items()}
+def _newest(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
+    """A run's state, the `settings`, and the newest value of each field of the rows."""
     reason, end, best = run.status.get("reason"), run.rows[-1]["step"], run.best()
     cells = {"state": f"{run.state}: {reason}" if reason else run.state}
-    cells |= {name: config[name] for name in settings if name in config}
+    cells |= {name: _text(run.config[name]) for name in settings if name in run.config}
     for name in run.fields:
         if row := run.last(name):
-            cells[name] = _number(row[name]) + (f" at step {row['step']:,}" if row["step"] != end else "")
+            cells[name] = _value(name, row[name]) + (f" at step {row['step']:,}" if row["step"] != end else "")
     if best:
         cells["best val_loss"] = f"{_number(best['val_loss'])} at step {best['step']:,}"
-    return cells | {name: _text(run.start.get(name)) for name in ORIGIN} | config
+    return cells
+
+
+def _origin(run: RunRecord) -> dict[str, str]:
+    """A run's newest start, and all settings."""
+    return {name: _text(value) for name, value in ({name: run.start.get(name) for name in ORIGIN} | run.config).items()}
 
 
 def _samples(run: RunRecord, length: int) -> list[str]:
@@ -102,6 +108,12 @@ def _by_run(columns: Mapping[str, Mapping[str, str]]) -> str:
         cells = "".join(f"<td>{escape(column.get(label, UNKNOWN))}</td>" for column in columns.values())
         lines.append(f"<tr><th>{escape(label)}</th>{cells}</tr>")
     return "\n".join(["<div><table>", *lines, "</table></div>"])
+
+
+def _value(name: str, value: object) -> str:
+    """The value of a field, in its unit."""
+    field = field_of(name)
+    return f"{_number(value / field.scale)} {field.unit}" if field.unit and is_finite(value) else _number(value)
 
 
 def _number(value: object) -> str:

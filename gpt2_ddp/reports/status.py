@@ -1,11 +1,21 @@
 """The state of runs: running, stalled, dead, or their outcome."""
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import STATUS, is_locked
+from gpt2_ddp.checkpoint.run_files import (
+    FIELDS,
+    METRICS,
+    STATUS,
+    is_event,
+    is_locked,
+    parse_lines,
+    read_events,
+    time_left,
+)
 from gpt2_ddp.config.hints import no_such_folder
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import Process
@@ -18,6 +28,8 @@ SILENT = 90.0
 LATEST = 2**40
 """Limit of steps and of times, in seconds; the year 36,812."""
 LINE = 1000  # most characters of a run's line
+TAIL = 2**18  # bytes at the end of the rows that are searched for the newest one of a step
+RESUMABLE = ("dead", "stopped", "failed")
 
 
 class Health(NamedTuple):
@@ -39,18 +51,66 @@ def show_status(config: StatusConfig) -> int:
         raise UserError("runs", folder, hint)
     width = max(len(str(folder)) for folder in runs)
     for folder in runs:
-        found = health(folder)
-        age = timedelta(seconds=round(max(found.age, 0)))  # the clock of another machine may be ahead
-        line = f"{folder!s:{width}}  {found.state:9}  step {found.step:>7}  {age!s:>8} ago  {found.detail}"
-        print(truncate(line.rstrip(), LINE))
+        print(truncate(f"{folder!s:{width}}  {describe(folder)}".rstrip(), LINE))
     return 0
 
 
-def health(folder: Path) -> Health:
+def describe(folder: Path, now: float | None = None) -> str:
+    """State, step and total, age, losses, time left or the checkpoint to resume from, and details of a run. `now`: as
+    for `health`."""
+    found = health(folder, now)
+    events, _ = read_events(folder / METRICS)
+    total = next((row["steps"] for row in reversed(events) if type(row.get("steps")) is int), None)
+    row = _newest_row(folder / METRICS)
+    step = max(found.step, row.get("step", 0)) if found.state in ("running", "stalled", "dead") else found.step
+    step = f"{step}/{total}" if total else str(step)  # the status is some seconds old
+    age = timedelta(seconds=round(found.age))
+    parts = [_losses(row)]
+    if found.state == "running" and total and (left := _time_left(row, total)):
+        parts.append(f"{left} left")
+    if found.state in RESUMABLE:
+        saved = _newest_checkpoint(folder, events)
+        parts.append("no checkpoint" if saved is None else f"resumes from step {saved}")
+    return "  ".join(filter(None, [f"{found.state:9}", f"step {step:>13}", f"{age!s:>8} ago", *parts, found.detail]))
+
+
+def _newest_row(file: Path) -> dict[str, Any]:
+    """The last whole row of a step; empty if there is none among the last TAIL bytes."""
+    with suppress(OSError), file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - TAIL))
+        rows = [line.row for line in parse_lines(stream) if type(line.row.get("step")) is int]
+        return next((row for row in reversed(rows) if not is_event(row)), {})
+    return {}
+
+
+def _losses(row: dict[str, Any]) -> str:
+    """The losses of a row, as the terminal shows them."""
+    names = (name for name in ("loss_mean", "val_loss") if isinstance(row.get(name), float))
+    return "  ".join(FIELDS[name].text.format(row[name]) for name in names)
+
+
+def _time_left(row: dict[str, Any], total: int) -> timedelta | None:
+    """Time from a row to the end of the run at its speed; None if it is unknown."""
+    with suppress(TypeError, KeyError, ArithmeticError, ValueError):  # rows of another program
+        left = time_left(row, total)
+        return None if left is None else timedelta(seconds=round(left))
+    return None
+
+
+def _newest_checkpoint(folder: Path, events: list[dict[str, Any]]) -> int | None:
+    """Step of the newest checkpoint folder, or, of a copy without these, of the newest one in the rows."""
+    folders = [place.parent.name.removeprefix("step-") for place in folder.glob("checkpoints/step-*/manifest.json")]
+    steps = [int(name) for name in folders if name.isdecimal()]
+    if not (folder / "checkpoints").is_dir():
+        steps = [row["step"] for row in events if row["event"] == "checkpoint"][-1:]
+    return max(steps, default=None)
+
+
+def health(folder: Path, now: float | None = None) -> Health:
     """The state of the run in a folder with a status.json. For other processes: in the trainer, this would unlock the
-    folder."""
-    now = time.time()
-    written = (folder / STATUS).stat().st_mtime
+    folder. `now`: seconds since 1970; None: the clock's."""
+    now = time.time() if now is None else now
+    written = min((folder / STATUS).stat().st_mtime, now)
     try:
         status = read_json(folder / STATUS)
         state, step, reason = str(status["state"]), int(status.get("step", 0)), str(status.get("reason", ""))
@@ -64,6 +124,7 @@ def health(folder: Path) -> Health:
     if not facts:
         words = f"a trainer is starting; the run was {state}" if is_locked(folder) else reason.partition("\n")[0]
         return Health("starting" if is_locked(folder) else state, step, now - written, words)
+    beat, progress = min(beat, now), min(progress, now)  # another machine's clock may be ahead
     who = Process(**facts)
     is_silent = now - beat > SILENT
     if who.is_gone or (is_silent and not who.is_here):

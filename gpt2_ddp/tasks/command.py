@@ -1,15 +1,21 @@
 """The command of a small job. Imports no torch, as its processes do that."""
 
+from pathlib import Path
+
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.distributed.environment import exit_code
 from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import is_main_process
+from gpt2_ddp.tasks.ending import print_end
 
 
 def start_job(config: JobConfig) -> int:
     """Trains a small job in `launch.processes` processes, and prints its scores and, of a regression, the line.
     Returns the exit code."""
-    return exit_code(run_processes(_train, config.launch.processes, config))
+    outcome = run_processes(_train, config.launch.processes, config)
+    if outcome == "completed":
+        print_end(Path(config.output_dir, config.run_name), "evaluate")
+    return exit_code(outcome)
 
 
 def _train(config: JobConfig) -> str:

@@ -169,7 +169,7 @@ def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int
     return Due(
         log=last or ended_epoch or step % config.tracking.log_every == 0,
         evaluate=last or (ended_epoch and epochs % config.eval.every == 0),
-        save=last or (ended_epoch and epochs % config.checkpoint.save_every == 0),
+        save=last or (ended_epoch and epochs % config.checkpoint.every == 0),
     )
 
 
