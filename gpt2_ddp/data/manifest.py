@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_small
+from gpt2_ddp.files import parse_json, read_small
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 2**26
@@ -88,7 +88,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
     """The manifest in the file `path`. Raises: UserError."""
     try:
         manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
-        content = json.loads(text)
+        content = parse_json(text)
         _check_consistent(manifest)
     except ValueError as error:
         hint = f"is not a manifest of this version; delete it and prepare the data again ({error})"
