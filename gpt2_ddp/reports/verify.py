@@ -7,6 +7,7 @@ steps can be trained again (`replay`). A broken chain pins nothing, so nothing i
 
 import os
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -34,6 +35,7 @@ from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import sha256_file
+from gpt2_ddp.reports.layouts import tensor_defects
 from gpt2_ddp.reports.recompute import Recomputed, Record
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
 from gpt2_ddp.reports.states import Known, config_differences
@@ -252,8 +254,12 @@ def _check_training(
     whether the order is right."""
     starts = log.named("start")
     start = starts[-1]
-    config = read_config(str(start.get("kind")), log.config_row["config"], METRICS)
-    states = f"checkpoints: the state of {len(checkpoints)} is that of the rows"
+    states = f"checkpoints: state and tensors of {len(checkpoints)} are those of the rows and the configuration"
+    try:
+        config = read_config(str(start.get("kind")), log.config_row["config"], METRICS)
+    except UserError as error:
+        yield "the configuration in the rows", error.mistakes
+        return False
     sources: list[Windows] = []
     if isinstance(config, TrainingConfig):
         folders = command.data or config.data.paths
@@ -283,8 +289,15 @@ def _check_training(
         yield f"order of the data, tokens, learning rates: not checked: {problem}", None
         return command.trust_run_code
     returns = {row["step"] for row in log.named("rollback")}
-    recomputed = Recomputed(config, start, kind, sources, returns)
-    in_rows, in_states = _follow(log, checkpoints, recomputed)
+    try:
+        recomputed = Recomputed(config, start, kind, sources, returns)
+        in_rows, in_states = _follow(log, checkpoints, recomputed)
+    except UserError as error:
+        yield "the configuration in the rows", error.mistakes
+        return False
+    for place, checkpoint in checkpoints.items():
+        with suppress(FileNotFoundError):  # deleted meanwhile by a running training
+            in_states += tensor_defects(place, checkpoint, kind)
     yield states, in_states
     yield f"order of the data, tokens, learning rates: recomputed from seed {config.seed}", in_rows
     return not in_rows and not in_states
