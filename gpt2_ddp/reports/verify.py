@@ -314,16 +314,17 @@ def _follow(
     for place, checkpoint in checkpoints.items():
         after.setdefault(checkpoint.state.log.chain, []).append(place)
     in_rows: list[str] = []
+    in_events: list[str] = []
     in_states: list[str] = []
     for number, row in enumerate(log.rows(), 1):
-        known.add(row)
+        in_events += [f"{METRICS}, line {number}: {defect}" for defect in known.add(row)]
         if recomputed and not in_rows:
             in_rows = [f"{METRICS}, line {number}: {defect}" for defect in recomputed.row_defects(row)]
         for place in after.get(row["chain"], ()):
             in_states += known.defects(place, checkpoints[place])
             if recomputed and not in_rows:
                 in_states += recomputed.state_defects(place, checkpoints[place])
-    return in_rows, in_states
+    return in_rows, in_events + in_states
 
 
 def _task_class(starts: list[Record], newest: Checkpoint | None, trust_code: bool) -> tuple[type[Pretraining], str]:
