@@ -151,3 +151,10 @@ def test_names_and_files_that_do_not_exist(tmp_path):
     for content in (b"\xff\x00", b"[]", b"{}", b'{"model":' * 100_000):
         (tmp_path / "tokenizer.json").write_bytes(content)
         expect_error("is no byte-level BPE", load_tokenizer, str(tmp_path))
+
+
+def test_a_file_of_nested_merges_is_refused_by_its_size(tmp_path):
+    """Each merge may make a longer token: the time grows with the square of their number."""
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**25 + 1)
+    expect_error("More than 33,554,432 bytes", load_tokenizer, str(tmp_path))

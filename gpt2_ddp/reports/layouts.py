@@ -35,13 +35,17 @@ def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) 
     layouts, names = layout_of(checkpoint.tensors(OPTIMIZER)), _state_names(config, model, kind)
     shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
     defect = optimizer_defect(layouts, shapes, names)
-    if not defect and layouts:
-        lost = names.keys() - {key.partition(".")[2] for key in layouts}
+    state = checkpoint.state
+    has_stepped = state.step - state.progress.first_step > state.losses.skipped
+    if not defect and (layouts or has_stepped):
+        lost = {name for name, kinds in names.items() if kinds} - {key.partition(".")[2] for key in layouts}
         defect = f"the state of {min(lost)} is missing" if lost else ""
     return [f"{place}/{OPTIMIZER}: {defect}"] if defect else []
 
 
-def _make_model(config: RunConfig, checkpoint: Checkpoint, weights: Tensors, kind: type[Pretraining]) -> nn.Module | str:
+def _make_model(
+    config: RunConfig, checkpoint: Checkpoint, weights: Tensors, kind: type[Pretraining]
+) -> nn.Module | str:
     """The plain model on the meta device; or why the file cannot have its weights."""
     facts = checkpoint.state.record
     layers = config.get("model.n_layer") or 0

@@ -2,8 +2,9 @@
 
 The items of each step follow from seed, step size and number of items, so a feed that reads no data repeats the steps.
 
-A file may claim any step. Two rules bound the work by the file's size. Rows come every `tracking.log_every` steps, so a
-step far from the row before is a defect by itself. And nothing is recomputed after the first row that differs.
+A file may claim any step. Two rules bound the work by the size of the rows and of the data. Rows come every
+`tracking.log_every` steps, and at the end of each epoch, so a step far from the row before is a defect by itself. And
+nothing is recomputed after the first row that differs.
 """
 
 import math
@@ -150,6 +151,9 @@ class Recomputed:
         due = step if every is None else (max(self.row_step, self.first_step) // every + 1) * every
         if step - is_pending > due:
             return f"step {due} has no row, and there is one every {every} steps (tracking.log_every)"
+        epoch_steps = math.ceil(len(self.feed.order) / self.feed.step_size)
+        if every and step - max(self.row_step, self.first_step) > epoch_steps + 1:  # a step may straddle two epochs
+            return f"step {step} follows more than an epoch of {epoch_steps} steps without a row"
         if step - self.step > MOST_STEPS:
             return f"step {step} is more than {MOST_STEPS:,} steps after the row before"
         return ""
@@ -171,11 +175,15 @@ class Recomputed:
         for state in known:  # the checkpoint lacks an earlier rollback's range, unless it was saved again since
             self.feed.seek(state)
             begin = self.feed.next_position
-            is_free = begin < reached and not any(start < reached and begin < stop for start, stop in state.skipped_ranges)
+            is_free = begin < reached and not any(
+                start < reached and begin < stop for start, stop in state.skipped_ranges
+            )
             if is_free and row.get("skipped_range") == [begin, reached]:
                 self.feed.skip_range(begin, reached)
                 known.append(self.feed.state)
-                return self.rollbacks <= self.config.rollbacks and row.get("order_digest") == self.feed.state.order_digest
+                return (
+                    self.rollbacks <= self.config.rollbacks and row.get("order_digest") == self.feed.state.order_digest
+                )
         return False
 
     def _set_rates(self, row: Record) -> None:

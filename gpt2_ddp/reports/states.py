@@ -57,6 +57,7 @@ class Known:
         self._rollbacks = 0
         self._recorded: set[int] = set()  # steps of all checkpoints so far
         self._newest: Any = None  # step and hash of the last of them
+        self._has_ended = False
         self._facts = Facts()
         self._before: dict[int, Facts] = {}  # of each step that rollbacks return to
 
@@ -75,12 +76,15 @@ class Known:
                 self._facts = self._before.get(row["step"], Facts())
             self._facts = self._facts._replace(epoch=None)
         elif event is None:
-            self._add_step(row)
+            yield from self._add_step(row)
 
     def _event_defects(self, row: Record) -> Iterator[str]:
         """Events that list checkpoints which no row recorded; ends of other steps than the newest checkpoint's."""
         event, step = row.get("event"), row["step"]
         saved = recorded_checkpoint(row) if event else None
+        if self._has_ended:  # a resumed run drops the end before it
+            yield "follows the end of the run"
+        self._has_ended = event == "end"
         if event == "checkpoint" and not saved:
             yield f"the checkpoint of step {step} has no sha256"
         if event == "start" and row.get("checkpoint") is not None and (not saved or saved[0] != step):
@@ -101,8 +105,11 @@ class Known:
         if event == "end" and row.get("outcome") != "diverged" and step != newest:
             yield f"the end is at step {step}, the newest checkpoint at {newest}"
 
-    def _add_step(self, row: Record) -> None:
+    def _add_step(self, row: Record) -> Iterator[str]:
         step, before = row["step"], self._facts
+        skipped, first = row.get("skipped"), before.row.get("skipped")
+        if isinstance(skipped, int) and isinstance(first, int) and not 0 <= skipped - first <= step - before.step:
+            yield f"skipped of step {step} is {skipped}, of step {before.step} {first}"
         for passed in self._returns[bisect_left(self._returns, before.step) : bisect_left(self._returns, step)]:
             self._before[passed] = before
         scores = before.scores | {name: row[name] for name in self._names if name in row}
@@ -166,10 +173,16 @@ class Known:
             return
         known = min(LATE, step - self._start.get("step", step))  # a resumed run may have been of such a release
         count = max(len(guard.unjudged), known)
-        yield "guard.unjudged", [one.step for one in guard.unjudged[:9]], [*range(step - min(count, LATE) + 1, step + 1)]
+        yield (
+            "guard.unjudged",
+            [one.step for one in guard.unjudged[:9]],
+            [*range(step - min(count, LATE) + 1, step + 1)],
+        )
         if count >= LATE:
             yield "guard.judged", guard.judged, step - LATE
-        losses = {known.get("step"): _number(known.get("loss")) for known in (self._facts.previous, self._facts.row, row)}
+        losses = {
+            known.get("step"): _number(known.get("loss")) for known in (self._facts.previous, self._facts.row, row)
+        }
         for one in guard.unjudged[-LATE:]:
             if (loss := losses.get(one.step)) is not None:
                 yield f"guard.unjudged of step {one.step}", one.loss, loss

@@ -47,10 +47,15 @@ LINE = 1000
 """Most characters of a printed line: names and values in the files may hold newlines and escapes, to imitate others."""
 
 
+MOST_RANGES = 200
+"""Most skipped ranges of a branch, far above its parents' rollbacks: each costs time in each recomputed step."""
+
+
 class Row(FeedState, strict=True):
     """The fields of rows that the checks read. The chain holds the others."""
 
     step: Count
+    skipped_ranges: list[tuple[Count, Count]] = Field([], max_length=MOST_RANGES)
     event: str | None = None
     config: dict[str, Any] = Field({})
     epoch_size: Positive = 1
