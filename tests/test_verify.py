@@ -348,7 +348,9 @@ def without(step, *names):
 
 
 LACKING = [
-    *(without(7, name) for name in ("lr", "tokens", "epoch", "order_digest")), without(5, "val_loss"), without(10, "skipped"),
+    *(without(7, name) for name in ("lr", "tokens", "epoch", "order_digest")),
+    without(5, "val_loss"),
+    without(10, "skipped"),
     lambda run, rows: rows.append(rows[-1]),
     lambda run, rows: rows[-1].update(step=11),
     lambda run, rows: rows[-1].update(outcome="lost"),
@@ -388,7 +390,7 @@ MALFORMED = [
     (MODEL, header(lambda found: found["ln_f.weight"].update(dtype="I32")), "ln_f.weight has shape [32] of int32"),
     (MODEL, header(lambda found: found["ln_f.weight"].update(shape=[1, 32])), "ln_f.weight has shape [1, 32]"),
     (OPTIMIZER, header(lambda found: found.update(foo=found.pop("exp_avg.ln_f.weight"))), "foo has shape [32]"),
-    (OPTIMIZER, header(lambda found: found.update({"a.ln_f.weight": found.pop("exp_avg.ln_f.weight")})), "a.ln_f.weight"),
+    (OPTIMIZER, header(lambda found: found.update({"a.ln_f.bias": found.pop("exp_avg.ln_f.bias")})), "a.ln_f.bias"),
 ]  # fmt: skip
 """A file of tensors, a change of it, and what is said."""
 

@@ -8,7 +8,7 @@ nothing is recomputed after the first row that differs.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 from gpt2_ddp.checkpoint.checkpoint import STATE, Checkpoint
@@ -67,7 +67,7 @@ class Recomputed:
         event, step = row.get("event"), row["step"]
         if "config" in row:
             self._set_rates(row)
-            self.lasts.add(row.get("steps"))
+            self.lasts.add(row.get("steps") or self.first_step)
         if event is None:
             yield from self._check_step(row)
         elif event == "start":
@@ -202,7 +202,7 @@ class Recomputed:
             self.rates = lambda step: {"lr": rate(step)}
 
 
-def is_equal(found: object, right: object) -> bool:
+def is_equal(found: Any, right: Any) -> bool:
     """Whether a value in a row is the recomputed one; floats up to rounding."""
     is_float = isinstance(found, float) and isinstance(right, float)
     return found == right or (is_float and math.isclose(found, right, rel_tol=1e-12))

@@ -33,13 +33,17 @@ class Facts(NamedTuple):
             or if another run began the epoch.
     """
 
-    step: int = 0
-    row: Record = {}
-    previous: Record = {}
-    scores: Record = {}
-    scored_at: int | None = None
-    best: Best = Best()
-    epoch: tuple[float, float] | None = (0.0, 0)
+    step: int
+    row: Record
+    previous: Record
+    scores: Record
+    scored_at: int | None
+    best: Best
+    epoch: tuple[float, float] | None
+
+
+FIRST = Facts(0, {}, {}, {}, None, Best(), (0.0, 0))
+"""Before the first row."""
 
 
 class Known:
@@ -58,7 +62,7 @@ class Known:
         self._recorded: set[int] = set()  # steps of all checkpoints so far
         self._newest: Any = None  # step and hash of the last of them
         self._has_ended = False
-        self._facts = Facts()
+        self._facts = FIRST
         self._before: dict[int, Facts] = {}  # of each step that rollbacks return to
 
     def add(self, row: Record) -> Iterator[str]:
@@ -73,7 +77,7 @@ class Known:
         elif is_rollback(row):
             self._rollbacks += 1
             if self._facts.step > row["step"]:
-                self._facts = self._before.get(row["step"], Facts())
+                self._facts = self._before.get(row["step"], FIRST)
             self._facts = self._facts._replace(epoch=None)
         elif event is None:
             yield from self._add_step(row)
@@ -222,7 +226,7 @@ def _epoch_after(before: Facts, row: Record) -> tuple[float, float] | None:
     return before.epoch[0] + loss * (last - first), before.epoch[1] + last - first
 
 
-def _number(value: object) -> float | None:
+def _number(value: Any) -> float | None:
     """A finite number; None for any other value."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None

@@ -27,7 +27,7 @@ from gpt2_ddp.checkpoint.run_files import (
 )
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.run import MOST_ITEMS
+from gpt2_ddp.config.run import MOST_ITEMS, RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
@@ -47,6 +47,7 @@ LINE = 1000
 """Most characters of a printed line: names and values in the files may hold newlines and escapes, to imitate others."""
 
 
+STATES = "checkpoints: state and tensors of {} are those of the rows and the configuration"
 MOST_RANGES = 200
 """Most skipped ranges of a branch, far above its parents' rollbacks: each costs time in each recomputed step."""
 
@@ -259,7 +260,7 @@ def _check_training(
     whether the order is right."""
     starts = log.named("start")
     start = starts[-1]
-    states = f"checkpoints: state and tensors of {len(checkpoints)} are those of the rows and the configuration"
+    states = STATES.format(len(checkpoints))
     try:
         config = read_config(str(start.get("kind")), log.config_row["config"], METRICS)
     except UserError as error:
@@ -288,14 +289,25 @@ def _check_training(
         for folder, manifest in zip(folders, manifests, strict=True):
             yield _check_shards(Path(folder), manifest)
             sources.append(Windows(TokenStream(Path(folder), manifest, "train", check=False), config.model.block_size))
-    kind, problem = _task_class(starts, next(reversed(checkpoints.values()), None), command.trust_run_code)
+    kind, problem = _task_class(starts, next(reversed([*checkpoints.values()]), None), command.trust_run_code)
     if problem:
         yield states, _follow(log, checkpoints, None)[1]
         yield f"order of the data, tokens, learning rates: not checked: {problem}", None
         return command.trust_run_code
+    return (yield from _check_order(log, checkpoints, config, kind, sources))
+
+
+def _check_order(
+    log: Log,
+    checkpoints: Mapping[str, Checkpoint],
+    config: RunConfig,
+    kind: type[Pretraining],
+    sources: Sequence[Windows],
+) -> Generator[Finding, None, bool]:
+    """Checks the order of the data, and states and tensors of the `checkpoints`. Returns whether both are right."""
     returns = {row["step"] for row in log.named("rollback")}
     try:
-        recomputed = Recomputed(config, start, kind, sources, returns)
+        recomputed = Recomputed(config, log.named("start")[-1], kind, sources, returns)
         in_rows, in_states = _follow(log, checkpoints, recomputed)
     except UserError as error:
         yield "the configuration in the rows", error.mistakes
@@ -303,7 +315,7 @@ def _check_training(
     for place, checkpoint in checkpoints.items():
         with suppress(FileNotFoundError):  # deleted meanwhile by a running training
             in_states += tensor_defects(place, checkpoint, kind)
-    yield states, in_states
+    yield STATES.format(len(checkpoints)), in_states
     yield f"order of the data, tokens, learning rates: recomputed from seed {config.seed}", in_rows
     return not in_rows and not in_states
 
