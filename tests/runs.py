@@ -318,30 +318,33 @@ def reseal(file):
 
 
 def edit_rows(run, edit, before=lambda *_: None):
-    """Edits the rows, and computes all of the chain again. `before` is called with each row, and with the new chains of
-    those before it by their old ones."""
+    """Edits the rows, and computes all of the chain again. `before` is called with each row, and with the new ends of
+    those before it (chain, and bytes of the file) by their old chains."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     edit(rows)
     chain = FIRST_CHAIN
-    chains, lines = {chain: chain}, []
+    ends, lines, size = {chain: {"chain": chain, "bytes": 0}}, [], 0
     for row in rows:
         old = row.pop("chain", "")
-        before(row, chains)
+        before(row, ends)
         text = json.dumps(row)
-        chain = chains[old] = next_chain(chain, text)
+        chain = next_chain(chain, text)
         lines.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
+        size += len(lines[-1])
+        ends[old] = {"chain": chain, "bytes": size}
     (run / "metrics.jsonl").write_text("".join(lines))
 
 
 def forge(run, edit=lambda rows: None):
     """Edits the rows, and makes all hashes in rows and checkpoints fit again, as a patient forger would."""
 
-    def fit(row, chains):
+    def fit(row, ends):
         saved = row if row.get("event") == "checkpoint" else row.get("checkpoint")
         place = checkpoint_at(run, saved["step"]) if saved else run
         if saved and (place / MANIFEST).is_file():
-            old = read_json(place / "state.json")["log"]["chain"]
-            change(place / "state.json", old, chains.get(old, old))
+            state = read_json(place / "state.json")
+            state["log"] = ends.get(state["log"]["chain"], state["log"])
+            (place / "state.json").write_text(json.dumps(state))
             reseal(place / "state.json")
             saved["sha256"] = sha256_file(place / MANIFEST)
 

@@ -2,18 +2,20 @@
 run folder is touched."""
 
 import fcntl
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 from commands import expect_error
 from ranks import in_turn, run_ranks
-from runs import checkpoint_at, complete, events, forge, reseal, said, training_config
+from runs import checkpoint_at, complete, events, expect_defect, forge, reseal, said, training_config, verified
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.files import read_json
 from gpt2_ddp.reports import replay as replay_module
 from gpt2_ddp.reports.replay import compare_rows, plan
 from gpt2_ddp.reports.verify import verify_run
@@ -44,6 +46,20 @@ def recorded(corpus, tmp_path_factory):
     complete(training_config(place / "data", place, changes), 1, (32, 48))
     assert [row["step"] for row in events(place / "run", "rollback")] == [8]
     return place
+
+
+@pytest.mark.parametrize(("name", "value"), [("position", 48), ("skipped_ranges", []), ("skipped_ranges", [[32, 40]])])
+def test_a_state_after_a_rollback(recorded, tmp_path, capsys, name, value):
+    """The rows know which data the run skipped."""
+    run = Path(shutil.copytree(recorded / "run", tmp_path / "run"))
+    assert verified(run, capsys)[0] == 0
+    file = checkpoint_at(run, 12) / "state.json"
+    state = read_json(file)
+    state["feed"][name] = value
+    file.write_text(json.dumps(state))
+    reseal(file)
+    forge(run)
+    expect_defect(run, capsys, f"checkpoints/step-00000012/state.json: feed.{name} is ")
 
 
 def test_trained_again_it_is_the_same_and_nothing_is_touched(recorded):

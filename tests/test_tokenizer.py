@@ -194,3 +194,10 @@ def test_files_of_other_forms_are_named(tmp_path):
         expect_error(words, load_tokenizer, str(given))
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     expect_error("tokenizer.json: is a pointer of git-LFS.*git lfs pull", load_tokenizer, str(tmp_path))
+
+
+def test_a_file_of_nested_merges_is_refused_by_its_size(tmp_path):
+    """Each merge may make a longer token: the time grows with the square of their number."""
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**25 + 1)
+    expect_error("More than 33,554,432 bytes", load_tokenizer, str(tmp_path))

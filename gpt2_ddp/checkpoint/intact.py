@@ -41,6 +41,7 @@ from gpt2_ddp.files import (
     check_file_name,
     fsync_path,
     is_lfs_pointer,
+    parse_json,
     read_small,
     regular,
     sha256_file,
@@ -110,15 +111,15 @@ def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], befo
     `before` events. A kill may have come before its row; then no checkpoint of its step or a later one follows."""
     folder, later = checkpoint.path, events[before:]
     step = step_of(folder) if FOLDER.fullmatch(folder.name) else checkpoint.step
+    if step != checkpoint.step:
+        return f"holds the state of step {checkpoint.step}"
+    start = next((row for row in events if row["event"] == "start"), {})
+    if (run_id := checkpoint.state.progress.run_id) != (right := start.get("run_id", run_id)):
+        return f"is of the run {run_id}, its folder has the run {right}"
     recorded = [found for row in later if (found := recorded_checkpoint(row)) and found[0] == step]
     if recorded:
         is_same = recorded[-1][1] == sha256_file(folder / MANIFEST)
         return "" if is_same else f"its manifest's SHA-256 differs from {METRICS}'s"
-    start = next((row for row in events if row["event"] == "start"), {})
-    if (run_id := checkpoint.state.progress.run_id) != (right := start.get("run_id", run_id)):
-        return f"is of the run {run_id}, its folder has the run {right}"
-    if step != checkpoint.step:
-        return f"holds the state of step {checkpoint.step}"
     passed = [row for row in later if row["event"] in ("start", "checkpoint", "end") and row["step"] >= step]
     # rows that begin with a later start were deleted
     return f"is not recorded in {METRICS}" if passed and step > start.get("step", step) else ""
@@ -151,7 +152,28 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
         except ValueError as error:
             raise CorruptCheckpoint(checkpoint / name, " ".join(str(error).split())) from error
 
-    return Checkpoint(checkpoint, parsed(STATE, parse_state), parsed(CONFIG, _parse_config), files)
+    found = Checkpoint(checkpoint, parsed(STATE, parse_state), parsed(CONFIG, _parse_config), files)
+    for name in (MODEL, OPTIMIZER) if weights else ():
+        _check_header(found, name)
+    return found
+
+
+def _check_header(checkpoint: Checkpoint, name: str) -> None:
+    """Reads the headers of the file `MODEL` or `OPTIMIZER`, or of its parts. Raises: CorruptCheckpoint for a file that
+    is no safetensors file: its hash may fit, as anybody can compute hashes."""
+    from safetensors import SafetensorError
+
+    try:
+        checkpoint.tensors(name)
+    except SafetensorError as error:
+        raise CorruptCheckpoint(checkpoint.path / name, f"is no safetensors file ({one_line(error)})") from error
+    except OSError as error:
+        raise CorruptCheckpoint(checkpoint.path / name, f"cannot be read ({error.strerror or error})") from error
+
+
+def one_line(error: Exception) -> str:
+    """The beginning of a library's message."""
+    return truncate(" ".join(str(error).split()), 150)
 
 
 def parse_state(text: str | bytes) -> State:
@@ -206,7 +228,7 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
     """Bytes and SHA-256 of each file."""
     file = checkpoint / MANIFEST
     try:
-        manifest = json.loads(content)
+        manifest = parse_json(content)
         files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
         format, sealed = manifest.get("format"), manifest["sha256"] == seal(manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

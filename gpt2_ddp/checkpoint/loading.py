@@ -116,34 +116,51 @@ def fit_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object)
 
 
 def check_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
-    """Raises: UserError if names or shapes of the weights of `source` are not the module's."""
-    found, own = shapes_of(weights), shapes_of(model.state_dict())
+    """Raises: UserError if names, shapes or dtypes of the weights of `source` are not the module's."""
+    if reason := weights_defect(weights, model):
+        raise UserError("checkpoint", source, f"does not fit the model section: {reason}")
+
+
+def weights_defect(weights: Mapping[str, Tensor], model: nn.Module) -> str:
+    """The first tensor whose shape or dtype is not that of the plain module; empty if all fit."""
+    found, own = layout_of(weights), layout_of(model.state_dict())
     for name in sorted({*found, *own}):
         if found.get(name) != own.get(name):
-            reason = f"{name} has shape {found.get(name)}, in the model {own.get(name)}"
-            raise UserError("checkpoint", source, f"does not fit the model section: {reason}")
+            return f"{name} has shape {described(found.get(name))}, in the model {described(own.get(name))}"
+    return ""
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """The shapes of tensors by their names."""
-    return tensors.shapes if isinstance(tensors, Tensors) else {name: [*one.shape] for name, one in tensors.items()}
+Layout = tuple[list[int], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Layout]:
+    """Shapes and dtypes of tensors by their names."""
+    if isinstance(tensors, Tensors):
+        return {name: (shape, tensors.dtypes[name]) for name, shape in tensors.shapes.items()}
+    return {name: ([*one.shape], one.dtype) for name, one in tensors.items()}
+
+
+def described(layout: Layout | None) -> str:
+    """A layout as text, without the usual dtype."""
+    if layout is None:
+        return "None"
+    shape, dtype = layout
+    return f"{shape}" if dtype == torch.float32 else f"{shape} of {str(dtype).removeprefix('torch.')}"
 
 
 def load_optimizer_state(state: Any, model: nn.Module, optimizer: Optimizer, fill: Any = fill) -> None:
     """Loads optimizer state, `Tensors` or none, on all ranks; the main process decides what there is. Collective;
-    reuses the tensors that are there. `fill`: as of `load_model_state`."""
+    reuses the tensors that are there. `fill`: as of `load_model_state`. Raises: UserError for state that the optimizer
+    cannot have written."""
     parameters = dict(model.named_parameters())
 
     def check() -> list[tuple[str, list[int], torch.dtype]]:
-        shapes = shapes_of(state)
-        for key, shape in shapes.items():
-            own = getattr(parameters.get(key.partition(".")[2]), "shape", None)
-            if own is None or shape not in ([], [*own]):
-                hint = (
-                    f"{key} has shape {shape}, its parameter {own}; restore the file, or resume from another checkpoint"
-                )
-                raise UserError("checkpoint", OPTIMIZER, hint)
-        return [(key, shape, state.dtypes[key]) for key, shape in shapes.items()]
+        layouts = layout_of(state)
+        shapes = {name: [*parameter.shape] for name, parameter in parameters.items()}
+        if defect := optimizer_defect(layouts, shapes, state_names(parameters, optimizer)):
+            raise UserError("checkpoint", OPTIMIZER, f"{defect}; restore the file, or resume from another checkpoint")
+        return [(key, shape, dtype) for key, (shape, dtype) in layouts.items()]
 
     layout = on_main(check)
     before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters.values()}
@@ -156,3 +173,45 @@ def load_optimizer_state(state: Any, model: nn.Module, optimizer: Optimizer, fil
             value = torch.empty_like(parameter if shape else torch.empty((), device=parameter.device), dtype=dtype)
         optimizer.state[parameter][kind] = loaded[key] = value.detach()
     fill(loaded, state)
+
+
+OF_ADAM, OF_SGD = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
+"""Names of the state of a parameter that Adam and AdamW keep; and SGD and Muon."""
+
+
+def state_names(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, set[str]]:
+    """Names of the state of each parameter, by the parameter's name. A class of somebody's own may keep any."""
+    if not type(optimizer).__module__.startswith("gpt2_ddp.model."):
+        return {}
+    is_adam, is_sgd = isinstance(optimizer, torch.optim.Adam), isinstance(optimizer, torch.optim.SGD)
+    names: dict[nn.Parameter, set[str]] = {}
+    for group in optimizer.param_groups:
+        if is_sgd or (is_adam and "momentum" in group):
+            names |= dict.fromkeys(group["params"], OF_SGD)
+        elif is_adam and not group["amsgrad"]:
+            names |= dict.fromkeys(group["params"], OF_ADAM)
+    return {name: names[parameter] for name, parameter in parameters.items() if parameter in names}
+
+
+def optimizer_defect(
+    layouts: Mapping[str, Layout], shapes: Mapping[str, list[int]], names: Mapping[str, set[str]]
+) -> str:
+    """Why tensors are no state that an optimizer wrote; empty if they are.
+
+    Args:
+        layouts: of the tensors `<kind>.<parameter name>`. shapes: of the parameters.
+        names: the kinds that each parameter with state has, as far as they are known.
+    """
+    found: dict[str, set[str]] = {}
+    for key, (shape, dtype) in layouts.items():
+        kind, _, name = key.partition(".")
+        own = shapes.get(name)
+        if own is None or shape not in ([], own) or (name in names and shape != ([] if kind == "step" else own)):
+            return f"{key} has shape {shape}, its parameter {own}"
+        if name in names and dtype != torch.float32:
+            return f"{key} has the type {str(dtype).removeprefix('torch.')} instead of float32"
+        found.setdefault(name, set()).add(kind)
+    for name in found.keys() & names.keys():
+        for kind in sorted(found[name] ^ names[name]):
+            return f"{kind}.{name} is {'missing' if kind in names[name] else 'unknown to the optimizer'}"
+    return ""

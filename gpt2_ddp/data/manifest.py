@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_file_name, read_small
+from gpt2_ddp.files import check_file_name, parse_json, read_small
 
 MANIFEST = "manifest.json"
 VERSION = 3
@@ -114,7 +114,7 @@ def parse_manifest(text: bytes, path: Path | str) -> Manifest:
     """The manifest in the file or at the URL `path`. Raises: UserError."""
     try:
         manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
-        content = json.loads(text)
+        content = parse_json(text)
         _check_consistent(manifest)
     except ValueError as error:
         hint = f"is not a manifest of this version; delete it and prepare the data again ({error})"

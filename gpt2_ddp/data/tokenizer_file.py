@@ -11,8 +11,9 @@ from gpt2_ddp.data.alphabet import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN,
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, read_small
 
-LARGEST = 2**28
-"""Bytes that are read at most; a file of 250,000 ids has 3 % of them."""
+LARGEST = 2**25
+"""Bytes that are read at most; a file of 250,000 ids has a quarter of them. Each of n nested merges may be longer by a
+byte than the one before, so that a file of n² bytes takes seconds, and much memory."""
 
 OLD_FORM = ("vocab.json", "merges.txt")
 CONVERT = (

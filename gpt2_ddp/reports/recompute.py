@@ -1,12 +1,17 @@
 """What follows from a run's configuration and data, recomputed: the order's digest, positions and learning rates.
 
 The items of each step follow from seed, step size and number of items, so a feed that reads no data repeats the steps.
+
+A file may claim any step. Two rules bound the work by the size of the rows and of the data. Rows come every
+`tracking.log_every` steps, and at the end of each epoch, so a step far from the row before is a defect by itself. And
+nothing is recomputed after the first row that differs.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
+from gpt2_ddp.checkpoint.checkpoint import STATE, Checkpoint
 from gpt2_ddp.checkpoint.run_files import METRICS
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
@@ -20,8 +25,8 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import job_schedule
 
 Record = dict[str, Any]
-MOST_STEPS = 2_000_000
-"""Most recomputed steps between two rows (a minute of work): a file may claim any number."""
+MOST_STEPS = 500_000
+"""Most recomputed steps between two rows (a quarter of a minute of work): a file may claim any number."""
 
 
 class Recomputed:
@@ -49,47 +54,112 @@ class Recomputed:
             order = Permutation(config.seed, start["epoch_size"])
             batch = GlobalBatch(start["global_batch_size"], lambda size: [], by_epoch=True)
         self.feed = Feed(order, batch)
+        # of the newest configuration; None for a class with rows of its own, and of a job
+        self.log_every: int | None = None
+        self.eval_every: int | None = None
+        self.lasts: set[int] = set()  # last steps, by the starts so far
+        self.validates = False
         self._begin(0, self.feed.state)
 
-    def first_defects(self, rows: Iterable[Record]) -> list[str]:
-        """Defects of the first row that does not follow from the data and the rows before. Raises: UserError for an
-        unusable configuration."""
-        for number, row in enumerate(rows, 1):
-            if defects := [f"{METRICS}, line {number}: {defect}" for defect in self._check(row)]:
-                return defects
-        return []
-
-    def _check(self, row: Record) -> Iterator[str]:
+    def row_defects(self, row: Record) -> Iterator[str]:
+        """Why the next row does not follow from the data and the rows before. No row may follow one with defects.
+        Raises: UserError for an unusable configuration."""
         event, step = row.get("event"), row["step"]
+        if "config" in row:
+            self._set_rates(row)
+            self.lasts.add(row.get("steps") or self.first_step)
         if event is None:
-            self._advance(step)
-            state = self.feed.state
-            right: Record = self.rates(step) if step else {}
-            right |= {
-                self.unit: state.consumed * self.per_item,
-                "epoch": round(state.position / len(self.feed.order), 4),
-                "order_digest": state.order_digest,
-            }
-            for name, value in right.items():
-                found = row.get(name, value)
-                if found != value and not (isinstance(found, float) and math.isclose(found, value, rel_tol=1e-12)):
-                    yield f"{name} of step {step} is {found}, not {value}"
+            yield from self._check_step(row)
+        elif event == "start":
+            self.row_step = max(self.row_step, step - 1)  # the row of its checkpoint's step may be pending
         elif event == "branch" and not self.step:  # where the parent run was; its own rows confirm that
             self._begin(step, FeedState.model_validate(row))
         elif event == "rollback":
+            if defect := self._too_far(row.get("from", step)):
+                yield f"the rollback to step {step}: {defect}"
+                return
             self._advance(row.get("from", step))
             if not self._goes_back(row):
                 yield f"the rollback to step {step} does not match the skipped positions {row.get('skipped_range')}"
-        elif "config" in row:
-            self._set_rates(row)
+
+    def _check_step(self, row: Record) -> Iterator[str]:
+        step = row["step"]
+        if defect := self._too_far(step):
+            yield defect
+            return
+        if step <= self.row_step:
+            yield f"step {step} follows step {self.row_step}"
+            return
+        self._advance(step)
+        self.row_step = step
+        state, order = self.feed.state, self.feed.order
+        right: Record = {
+            self.unit: state.consumed * self.per_item,
+            "epoch": round(state.position / len(order), 4),
+        }
+        if step > self.first_step:
+            right |= {**self.rates(step), "order_digest": state.order_digest}
+        for name, value in right.items():
+            if not is_equal(row.get(name), value):
+                yield f"{name} of step {step} is {row.get(name)}, not {value}"
+        if self.eval_every and ("val_loss" in row) != self._is_evaluated(step, "val_loss" in row):
+            yield f"step {step} has {'a' if 'val_loss' in row else 'no'} val_loss (eval.every = {self.eval_every})"
+        for name, value in order.by_source(state, self.unit, self.per_item).items():
+            if name in row and not is_equal(row[name], value):  # an older row may have fewer folders, or other names
+                yield f"{name} of step {step} is {row[name]}, not {value}"
+
+    def _is_evaluated(self, step: int, has_loss: bool) -> bool:
+        """Whether the weights of a step are evaluated. Those of the first one are, if the data have a validation
+        split."""
+        if step == self.first_step:
+            self.validates = has_loss
+        return self.validates and (step % (self.eval_every or 1) == 0 or step in {self.first_step, *self.lasts})
+
+    def state_defects(self, place: str, checkpoint: Checkpoint) -> list[str]:
+        """Why a checkpoint, after the last of the rows so far, has not the state of its step."""
+        step, pending = checkpoint.step, checkpoint.state.progress.pending.row
+        reached = self.step, self.row_step, self.feed.state
+        defects = []
+        if step < self.step:
+            defects = [f"step {step} follows step {self.step}"]
+        elif defect := self._too_far(step, bool(pending)):
+            defects = [defect]
+        else:
+            if pending and pending.get("step") == step:
+                defects = [f"progress.pending.row: {defect}" for defect in self._check_step(pending)]
+            self._advance(step)
+            right = self.feed.state
+            for name, value in checkpoint.state.feed:
+                if value != getattr(right, name):
+                    defects.append(f"feed.{name} is {value}, not {getattr(right, name)}")
+        if self.step > reached[0]:
+            self.feed.seek(reached[2])
+        self.step, self.row_step = reached[:2]
+        return [f"{place}/{STATE}: {defect}" for defect in defects]
 
     def _begin(self, step: int, state: FeedState) -> None:
         self.feed.seek(state)
-        self.step = step  # that the feed has reached
+        self.step = self.first_step = step  # that the feed has reached; that the run begins after
+        self.row_step = step - 1  # of the last row of a step
         self.stood = {step: [state]}  # states that rollbacks to a step may begin from
+        self.rollbacks = 0
+
+    def _too_far(self, step: int, is_pending: bool = False) -> str:
+        """Why no step can be the next one with a row, or a checkpoint: a row is missing before it. Empty if it can.
+        `is_pending`: the step's own row comes later."""
+        every = self.log_every
+        due = step if every is None else (max(self.row_step, self.first_step) // every + 1) * every
+        if step - is_pending > due:
+            return f"step {due} has no row, and there is one every {every} steps (tracking.log_every)"
+        epoch_steps = math.ceil(len(self.feed.order) / self.feed.step_size)
+        if every and step - max(self.row_step, self.first_step) > epoch_steps + 1:  # a step may straddle two epochs
+            return f"step {step} follows more than an epoch of {epoch_steps} steps without a row"
+        if step - self.step > MOST_STEPS:
+            return f"step {step} is more than {MOST_STEPS:,} steps after the row before"
+        return ""
 
     def _advance(self, step: int) -> None:
-        for _ in range(min(step - self.step, MOST_STEPS)):
+        for _ in range(step - self.step):
             self.feed.next_step()
             self.step += 1
             if self.step in self.returns:
@@ -98,21 +168,31 @@ class Recomputed:
     def _goes_back(self, row: Record) -> bool:
         """Goes back to the step of a rollback, and skips the data that were read since its checkpoint. Returns whether
         these are those of the row."""
-        self.step, reached = row["step"], self.feed.state.position
+        self.step = self.row_step = row["step"]
+        self.rollbacks += 1
+        reached = self.feed.state.position
         known = self.stood.get(self.step, [])
         for state in known:  # the checkpoint lacks an earlier rollback's range, unless it was saved again since
             self.feed.seek(state)
             begin = self.feed.next_position
-            if begin < reached and row.get("skipped_range") == [begin, reached]:
+            is_free = begin < reached and not any(
+                start < reached and begin < stop for start, stop in state.skipped_ranges
+            )
+            if is_free and row.get("skipped_range") == [begin, reached]:
                 self.feed.skip_range(begin, reached)
                 known.append(self.feed.state)
-                return row.get("order_digest") == self.feed.state.order_digest
+                return (
+                    self.rollbacks <= self.config.rollbacks and row.get("order_digest") == self.feed.state.order_digest
+                )
         return False
 
     def _set_rates(self, row: Record) -> None:
         """Takes the schedule of a start, or of the steps of `train.minutes`."""
         config = read_config(self.config.kind, row["config"], METRICS)
+        has_own_rows = self.kind.due is not Pretraining.due
+        self.log_every = None if has_own_rows else config.tracking.log_every
         if isinstance(config, TrainingConfig):
+            self.eval_every = None if has_own_rows else config.eval.every
             optim, schedule = config.optim, self.kind(config).schedule
             is_known = optim.decay_steps is not None or optim.schedule == "constant"
             self.rates = lambda step: schedule(step) if is_known or step < optim.warmup_steps else {}
@@ -120,3 +200,9 @@ class Recomputed:
             assert isinstance(config, JobConfig), "the other kinds"
             rate = job_schedule(config, math.ceil(len(self.feed.order) / self.feed.step_size))
             self.rates = lambda step: {"lr": rate(step)}
+
+
+def is_equal(found: Any, right: Any) -> bool:
+    """Whether a value in a row is the recomputed one; floats up to rounding."""
+    is_float = isinstance(found, float) and isinstance(right, float)
+    return found == right or (is_float and math.isclose(found, right, rel_tol=1e-12))

@@ -6,7 +6,8 @@ steps can be trained again (`replay`). A broken chain pins nothing, so nothing i
 """
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -24,11 +25,10 @@ from gpt2_ddp.checkpoint.run_files import (
     parse_lines,
     split_chain,
 )
-from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.hints import no_such_folder
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.run import MOST_ITEMS
+from gpt2_ddp.config.run import MOST_ITEMS, RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
@@ -36,8 +36,10 @@ from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import sha256_file
+from gpt2_ddp.reports.layouts import tensor_defects
 from gpt2_ddp.reports.recompute import Recomputed, Record
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
+from gpt2_ddp.reports.states import Known, config_differences
 from gpt2_ddp.state import FIRST_CHAIN, Count, FeedState, Mixture, Positive, next_chain
 from gpt2_ddp.tasks.own_code import trusted
 from gpt2_ddp.tasks.pretraining import Pretraining
@@ -46,10 +48,16 @@ LINE = 1000
 """Most characters of a printed line: names and values in the files may hold newlines and escapes, to imitate others."""
 
 
+STATES = "checkpoints: state and tensors of {} are those of the rows and the configuration"
+MOST_RANGES = 200
+"""Most skipped ranges of a branch, far above its parents' rollbacks: each costs time in each recomputed step."""
+
+
 class Row(FeedState, strict=True):
     """The fields of rows that the checks read. The chain holds the others."""
 
     step: Count
+    skipped_ranges: list[tuple[Count, Count]] = Field([], max_length=MOST_RANGES)
     event: str | None = None
     config: dict[str, Any] = Field({})
     epoch_size: Positive = 1
@@ -70,16 +78,17 @@ class Log:
 
     Attributes:
         chain, last: of the last row, and that row.
-        seen: of each of `chains`, the number of events up to its row. loose: number of steps' rows after all of them.
+        seen: of each of `chains`, the number of events up to its row, and the bytes. loose: number of steps' rows after
+            all of them.
         defects: why the chain is broken; a torn last line after a kill is allowed.
     """
 
-    def __init__(self, file: Path, chains: set[str]):
+    def __init__(self, file: Path, chains: Collection[str]):
         self._stream = file.open("rb") if file.is_file() else BytesIO()  # the same file, if a resume replaces it
         self._count = self.loose = 0
         self.chain = FIRST_CHAIN
         self.events: list[Record] = []
-        self.seen = {FIRST_CHAIN: 0}
+        self.seen = {FIRST_CHAIN: (0, 0)}
         self.last: Record = {}
         self.defects: list[str] = []
         for number, line in enumerate(parse_lines(self._stream), 1):
@@ -89,7 +98,7 @@ class Log:
         if [row["event"] for row in self.events[:1]] != ["start"]:
             self.defects.append(f"{METRICS}: has no start in its first row")
 
-    def _add(self, place: str, line: str, row: Record, chains: set[str]) -> None:
+    def _add(self, place: str, line: str, row: Record, chains: Collection[str]) -> None:
         text, chain = split_chain(line)
         try:
             Row.model_validate_json(line)
@@ -107,7 +116,7 @@ class Log:
         else:
             self.loose += 1
         if chain in chains:
-            self.seen[chain] = len(self.events)
+            self.seen[chain] = len(self.events), self._stream.tell()
             self.loose = 0
 
     def named(self, event: str) -> list[Record]:
@@ -154,14 +163,14 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
     if command.anchor:
         lost = [f"{METRICS}: lacks the anchor: rows were rewritten or cut off"]
         yield "the anchor is the chain of a row", [] if command.anchor in log.seen else lost
-    pinned: dict[int, Checkpoint] = {}
+    pinned: dict[str, Checkpoint] = {}
     if not log.defects:
         wrong += _check_folder(run / "checkpoints", log.events, steps_of(folders))
         for place, checkpoint in checkpoints.items():
             if defect := _pin_defect(checkpoint, log):
                 wrong.append(f"{place}: {defect}")
             else:
-                pinned[checkpoint.step] = checkpoint
+                pinned[place] = checkpoint
     yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
     if log.defects:
         yield "configuration, data, order and learning rates: not checked, since the chain is broken", None
@@ -169,8 +178,7 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
     if log.loose:
         yield f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
     yield f"{CONFIG}: as {METRICS} recorded it", _check_settings(settings, log)
-    newest = next(reversed(checkpoints.values()), None)
-    is_right = yield from _check_training(log, newest, command)
+    is_right = yield from _check_training(log, pinned, command)
     for branch in log.named("branch"):
         manifest = Path(str(branch.get("parent"))) / MANIFEST
         is_same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
@@ -179,7 +187,8 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
     if span is None:
         yield "losses, norms and weights: pinned, not recomputed; --replay A:B trains again", None
     elif is_right:
-        yield replay(run, span, log.config_row["config"], pinned, command)
+        intact = {checkpoint.step: checkpoint for checkpoint in pinned.values()}
+        yield replay(run, span, log.config_row["config"], intact, command)
     else:
         unknown = "not possible, since the order of the data is not known to be that of the run"
         yield f"replay of {command.replay}: {unknown}", None
@@ -223,9 +232,12 @@ def _check_folder(folder: Path, events: Sequence[Record], found: Sequence[int]) 
 
 def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
     """Why a checkpoint is not the one that a row recorded, or holds the chain of no row; empty if all is right."""
-    before = log.seen.get(checkpoint.state.log.chain)
-    if before is None:
+    end = checkpoint.state.log
+    if end.chain not in log.seen:
         return f"its chain is not in {METRICS}"
+    before, size = log.seen[end.chain]
+    if end.bytes != size:
+        return f"log.bytes is {end.bytes}, but the row of its chain ends at {size}"
     try:
         return record_defect(checkpoint, log.events, before)
     except FileNotFoundError:  # deleted meanwhile by a running training
@@ -240,16 +252,22 @@ def _check_settings(found: Record | str, log: Log) -> list[str]:
         return []
     if isinstance(found, str):
         return [found]
-    now, right = flat(found), flat(newest["config"])
-    names = [name for name in right | now if now.get(name, ...) != right.get(name, ...)]
-    return [f"{CONFIG}: {name} is {now.get(name)}, in {METRICS} {right.get(name)}" for name in names]
+    return config_differences(CONFIG, found, newest["config"])
 
 
-def _check_training(log: Log, newest: Checkpoint | None, command: VerifyConfig) -> Generator[Finding, None, bool]:
-    """Checks the data, and what follows from them and from the configuration. Returns whether the order is right."""
+def _check_training(
+    log: Log, checkpoints: Mapping[str, Checkpoint], command: VerifyConfig
+) -> Generator[Finding, None, bool]:
+    """Checks the data, what follows from them and from the configuration, and the states of the `checkpoints`. Returns
+    whether the order is right."""
     starts = log.named("start")
     start = starts[-1]
-    config = read_config(str(start.get("kind")), log.config_row["config"], METRICS)
+    states = STATES.format(len(checkpoints))
+    try:
+        config = read_config(str(start.get("kind")), log.config_row["config"], METRICS)
+    except UserError as error:
+        yield "the configuration in the rows", error.mistakes
+        return False
     sources: list[Windows] = []
     if isinstance(config, TrainingConfig):
         folders = command.data or config.data.paths
@@ -259,6 +277,7 @@ def _check_training(log: Log, newest: Checkpoint | None, command: VerifyConfig) 
             if isinstance(error.__cause__, OSError):  # the data have moved
                 raise
             yield "data", error.mistakes
+            yield states, _follow(log, checkpoints, None)[1]
             return False
         known = recorded(start)
         if not known or known.manifests != [manifest.hash for manifest in manifests]:
@@ -267,18 +286,64 @@ def _check_training(log: Log, newest: Checkpoint | None, command: VerifyConfig) 
             if command.data:
                 raise differs
             yield "data", differs.mistakes
+            yield states, _follow(log, checkpoints, None)[1]
             return False
         for folder, manifest in zip(folders, manifests, strict=True):
             yield _check_shards(Path(folder), manifest)
             sources.append(Windows(TokenStream(Path(folder), manifest, "train", check=False), config.model.block_size))
-    kind, problem = _task_class(starts, newest, command.trust_run_code)
+    kind, problem = _task_class(starts, next(reversed([*checkpoints.values()]), None), command.trust_run_code)
     if problem:
+        yield states, _follow(log, checkpoints, None)[1]
         yield f"order of the data, tokens, learning rates: not checked: {problem}", None
         return command.trust_run_code
+    return (yield from _check_order(log, checkpoints, config, kind, sources))
+
+
+def _check_order(
+    log: Log,
+    checkpoints: Mapping[str, Checkpoint],
+    config: RunConfig,
+    kind: type[Pretraining],
+    sources: Sequence[Windows],
+) -> Generator[Finding, None, bool]:
+    """Checks the order of the data, and states and tensors of the `checkpoints`. Returns whether both are right."""
     returns = {row["step"] for row in log.named("rollback")}
-    defects = Recomputed(config, start, kind, sources, returns).first_defects(log.rows())
-    yield f"order of the data, tokens, learning rates: recomputed from seed {config.seed}", defects
-    return not defects
+    try:
+        recomputed = Recomputed(config, log.named("start")[-1], kind, sources, returns)
+        in_rows, in_states = _follow(log, checkpoints, recomputed)
+    except UserError as error:
+        yield "the configuration in the rows", error.mistakes
+        return False
+    for place, checkpoint in checkpoints.items():
+        with suppress(FileNotFoundError):  # deleted meanwhile by a running training
+            in_states += tensor_defects(place, checkpoint, kind)
+    yield STATES.format(len(checkpoints)), in_states
+    yield f"order of the data, tokens, learning rates: recomputed from seed {config.seed}", in_rows
+    return not in_rows and not in_states
+
+
+def _follow(
+    log: Log, checkpoints: Mapping[str, Checkpoint], recomputed: Recomputed | None
+) -> tuple[list[str], list[str]]:
+    """Reads the rows again. Returns the defects of the first that does not follow from the data and the rows before;
+    and those of the states of checkpoints, by the rows before each, and up to that row by what is recomputed."""
+    scores = {name for checkpoint in checkpoints.values() for name in checkpoint.state.progress.scores}
+    known = Known(scores, {row["step"] for row in log.named("rollback")})
+    after: dict[str, list[str]] = {}  # names of checkpoints, by the chain of the row before them
+    for place, checkpoint in checkpoints.items():
+        after.setdefault(checkpoint.state.log.chain, []).append(place)
+    in_rows: list[str] = []
+    in_events: list[str] = []
+    in_states: list[str] = []
+    for number, row in enumerate(log.rows(), 1):
+        in_events += [f"{METRICS}, line {number}: {defect}" for defect in known.add(row)]
+        if recomputed and not in_rows:
+            in_rows = [f"{METRICS}, line {number}: {defect}" for defect in recomputed.row_defects(row)]
+        for place in after.get(row["chain"], ()):
+            in_states += known.defects(place, checkpoints[place])
+            if recomputed and not in_rows:
+                in_states += recomputed.state_defects(place, checkpoints[place])
+    return in_rows, in_events + in_states
 
 
 def _task_class(starts: list[Record], newest: Checkpoint | None, trust_code: bool) -> tuple[type[Pretraining], str]:

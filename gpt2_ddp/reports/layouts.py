@@ -1,0 +1,83 @@
+"""Names, shapes and dtypes of a checkpoint's tensors, compared with those that its configuration makes."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE, Checkpoint
+from gpt2_ddp.checkpoint.loading import OF_ADAM, OF_SGD, Tensors, layout_of, optimizer_defect, weights_defect
+from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, TransformerConfig
+from gpt2_ddp.config.kinds import read_config
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.gpt import without_init
+from gpt2_ddp.model.optim import muon_matrices
+from gpt2_ddp.tasks.jobs import MLP, Line, TransformerLM, image_model
+from gpt2_ddp.tasks.pretraining import Pretraining
+
+
+def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) -> list[str]:
+    """Why a checkpoint's weights or optimizer state are not those of its configuration. `kind`: the class of a GPT's
+    task. A model gets no memory, and its layers are made only if the file has as many tensors."""
+    try:
+        config = read_config(checkpoint.kind, checkpoint.config, f"{place}/{CONFIG}")
+    except UserError as error:
+        return error.mistakes
+    weights = checkpoint.tensors(MODEL)
+    model = _make_model(config, checkpoint, weights, kind)
+    if isinstance(model, str):
+        return [f"{place}/{model}"]
+    if defect := weights_defect(weights, model):
+        return [f"{place}/{MODEL}: {defect}"]
+    layouts, names = layout_of(checkpoint.tensors(OPTIMIZER)), _state_names(config, model, kind)
+    shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
+    defect = optimizer_defect(layouts, shapes, names)
+    state = checkpoint.state
+    has_stepped = state.step - state.progress.first_step > state.losses.skipped
+    if not defect and (layouts or has_stepped):
+        lost = {name for name, kinds in names.items() if kinds} - {key.partition(".")[2] for key in layouts}
+        defect = f"the state of {min(lost)} is missing" if lost else ""
+    return [f"{place}/{OPTIMIZER}: {defect}"] if defect else []
+
+
+def _make_model(
+    config: RunConfig, checkpoint: Checkpoint, weights: Tensors, kind: type[Pretraining]
+) -> nn.Module | str:
+    """The plain model on the meta device; or why the file cannot have its weights."""
+    facts = checkpoint.state.record
+    layers = config.get("model.n_layer") or 0
+    if layers > len(weights):
+        return f"{MODEL}: has {len(weights)} tensors for {layers} layers (model.n_layer)"
+    with torch.device("meta"), without_init():
+        if isinstance(config, TrainingConfig):
+            size = facts["vocab_size"]
+            if size > sum(map(math.prod, weights.shapes.values())):
+                return f"{STATE}: vocab_size is {size}, more than its weights"
+            return kind(config).make_model(size, 0)
+        if isinstance(config, TransformerConfig):
+            return TransformerLM(config)
+        if not isinstance(config, ClassifierConfig):
+            return Line()
+        if not config.data.images:
+            return MLP(config.data.features, config.model.hidden, 2)
+        if not facts.get("classes") or not facts.get("image_shape"):
+            return f"{STATE}: has no classes or no image_shape"
+        return image_model(config, facts)
+
+
+def _state_names(config: RunConfig, model: nn.Module, kind: type[Pretraining]) -> Mapping[str, set[str]]:
+    """Names of the optimizer state of each parameter; none of a class with an optimizer of its own."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if isinstance(config, JobConfig):
+        of_sgd = OF_SGD if config.optim.momentum else set[str]()
+        return dict.fromkeys(names.values(), of_sgd if config.optim.name == "sgd" else OF_ADAM)
+    if kind.build_optimizer is not Pretraining.build_optimizer:
+        return {}
+    assert isinstance(config, TrainingConfig), "the other kind"
+    found = dict.fromkeys(names.values(), OF_ADAM)
+    if config.optim.name == "muon":
+        found |= dict.fromkeys((names[parameter] for parameter in muon_matrices(model)), OF_SGD)
+    return found
