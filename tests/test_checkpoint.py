@@ -212,7 +212,7 @@ manifest.json | {"files": {}} | cannot be read
 manifest.json | large | cannot be read \(More than
 state.json | {"kind": "gpt2"} | progress: Field required
 config.yaml | [] | is no configuration
-config.yaml | a: ] | while parsing
+config.yaml | a: ] | line 1, column 4
 """
 """A file, its content, and the damage."""
 

@@ -278,7 +278,7 @@ def recorded_early(config):
     )
 
     def make_task(*_):
-        records[0]("rank 1 was killed")
+        records[0]("rank 1 was killed", False)
         raise UserError("data", "x", "ends the start")
 
     with pytest.raises(UserError, match="ends the start"):

@@ -160,10 +160,12 @@ class RunLog:
             hint = "was removed or changed by another program, and this run writes no row to it; run the command again"
             raise UserError("file", self._rows, hint)
 
-    def write_failure(self, step: int, reason: str) -> None:
-        """Records that the run failed, unless its end is recorded already. For any thread."""
+    def write_failure(self, step: int, reason: str, is_refused: bool = False) -> None:
+        """Records that the run failed, unless its end is recorded already. A user error (`is_refused`) leaves the
+        records of a run that has not begun to train as they are. For any thread."""
+        recorded = ("running",) if is_refused else ("", "running")
         with self._writing, suppress(UserError):  # the reason is printed as well
-            if self._state in ("", "running"):
+            if self._state in recorded:
                 try:
                     self.write_status("failed", step, reason)
                 except UserError:

@@ -168,7 +168,7 @@ class PeerWatchdog(Watchdog):
         """Sends a user error that other ranks may not have, which end with 2. The main process records it before, as
         its launcher may end it. Another rank prints it, unless the main process has the same one."""
         self._has_refused = True
-        self._record(message)
+        self._record(message, True)
         self.end("refused", message)
         if self._rank:
             self._wait(lambda: self.verdict or self.seen[0][0].end not in ("", "lost"), 2 * AFTERMATH)
@@ -278,7 +278,7 @@ class PeerWatchdog(Watchdog):
     def _await_report(self, verdict: Verdict) -> None:
         """Waits until the rank with a user error has printed it, and rank 0 has recorded it: a launcher ends all ranks
         as soon as one has ended."""
-        self._record(verdict.reason)
+        self._record(verdict.reason, True)
         self.end("left")
         if self._rank == 0:
             self._wait(lambda: self.seen[verdict.by][0].end == "left", 2 * AFTERMATH)

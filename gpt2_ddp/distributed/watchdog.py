@@ -104,7 +104,7 @@ class Watchdog:
         self.beat, self.ended = Heartbeat(this_process(), rank), threading.Event()
         self._clock = self._progressed = self._awake_since = 0.0
         self._woke, self._seen_count, self._slowest, self._had_timeout = time.monotonic(), 0, 0.0, True
-        self._record = lambda _: None
+        self._record: Callable[[str, bool], None] = lambda reason, is_refused: None
         self._threads: list[threading.Thread] = []
         self._start(self._watch)
 
@@ -135,8 +135,9 @@ class Watchdog:
         for thread in self._threads:
             thread.join(HEARTBEAT_INTERVAL)
 
-    def report_to(self, report: Callable[[dict[str, Any]], object], record: Callable[[str], None]) -> None:
-        """Sets, on the main process, the functions for the regular `status` and for the reason of a verdict."""
+    def report_to(self, report: Callable[[dict[str, Any]], object], record: Callable[[str, bool], None]) -> None:
+        """Sets, on the main process, the functions for the regular `status` and for the reason of a verdict. `record`
+        gets the reason, and whether it is a user error."""
 
         def report_loop() -> None:
             while not self.ended.wait(REPORT_INTERVAL):
@@ -200,7 +201,12 @@ class Watchdog:
                 os.write(2, ("\n" + "\n".join(lines) + "\n").encode())
         for process in verdict.stuck:
             process.kill()
-        last = threading.Thread(target=lambda: (self._record(verdict.reason), sys.stdout.flush()), daemon=True)
+
+        def record() -> None:
+            self._record(verdict.reason, verdict.exit_code is not None)
+            sys.stdout.flush()
+
+        last = threading.Thread(target=record, daemon=True)
         last.start()
         last.join(AFTERMATH)  # the disk may block
         time.sleep(3 * HEARTBEAT_INTERVAL)  # until other ranks have read the verdict

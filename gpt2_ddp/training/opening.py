@@ -111,7 +111,10 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             folder, log, store = _open_folder(config, lock, watchdog, closing)
             progress = Progress()
             if lock:
-                watchdog.report_to(log.write_heartbeat, lambda reason: log.write_failure(progress.step, reason))
+                watchdog.report_to(
+                    log.write_heartbeat,
+                    lambda reason, is_refused: log.write_failure(progress.step, reason, is_refused),
+                )
             watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
             checkpoint = find_start(config, store)
             if checkpoint:
