@@ -42,8 +42,14 @@ def make_output_folder(output: str | Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         check_can_make(folder)
     except OSError as error:
-        raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
+        raise _unusable(output, error) from error
     return folder
+
+
+def _unusable(output: str | Path, error: OSError) -> UserError:
+    """The user error of an output that cannot be made."""
+    reason = "it is a file" if os.path.isfile(output) else error.strerror
+    return UserError("output", output, f"cannot be written ({reason}); name another folder")
 
 
 def check_can_make(folder: Path) -> None:
@@ -63,9 +69,14 @@ def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
     """Locks `output`, and yields an empty hidden folder next to it, for `publish`. Removes lock and folder at the end.
 
     The hidden folder is inside `output` if that is a disk's root, or its parent is not writable. If another process has
-    the lock, prints `waiting` and waits. Raises UserError if `waiting` is empty then, or if writing fails.
+    the lock, prints `waiting` and waits. Raises UserError if `waiting` is empty then, if writing fails, or, before any
+    work, if `output` is a file or read-only.
     """
     output = Path(os.path.realpath(output))
+    try:
+        check_can_make(output)
+    except OSError as error:
+        raise _unusable(output, error) from error
     is_fixed = os.path.ismount(output) or (output.is_dir() and not os.access(output.parent, os.W_OK))
     base = output if is_fixed else output.parent
     aside, path = base / f".{output.name}.tmp", base / f".{output.name}.lock"

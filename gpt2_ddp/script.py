@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from gpt2_ddp.config.cli import C, Default, load
-from gpt2_ddp.distributed.environment import DIVERGED, check_launcher, record_exit, under_launcher
+from gpt2_ddp.distributed.environment import DIVERGED, check_launcher, processes_here, record_exit, under_launcher
 from gpt2_ddp.distributed.process import CHILD, end_with_parent, main_process_here, wait_for_end
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.distributed.streams import standard_streams
@@ -39,6 +39,10 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
         try:
             config = load(command, sys.argv[1:], default)
             check_launcher()
+            if command.in_one_process and is_one_of_several():
+                if os.environ["LOCAL_RANK"] != "0":
+                    sys.exit(0)
+                print_line("note: this command runs in one process; the launcher's others have ended")
             code = (resolve_name(main) if isinstance(main, str) else main)(config)
         except (UserError, MemoryError, RuntimeError, OSError) as error:
             mistake = user_error_of(error)
@@ -49,6 +53,11 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
         if code == DIVERGED and (main_process := main_process_here()):
             wait_for_end(main_process, RECORD_SECONDS)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def is_one_of_several() -> bool:
+    """Whether a launcher started this process as one of several on this machine; not for the child of such a rank."""
+    return under_launcher() and processes_here() > 1 and "LOCAL_RANK" in os.environ and CHILD not in os.environ
 
 
 def report(error: UserError) -> None:

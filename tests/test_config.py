@@ -282,6 +282,7 @@ LEFT_OVER = """
 prepare_data --tokenizer a.json b.json c.json | b.json c.json | --tokenizer takes one value; quote
 prepare_data --tokenizer=a.json b.json | b.json | --tokenizer takes one value; quote
 train_gpt2 optim.lr=3e-4 | optim.lr=3e-4 | flags begin with --, like --optim.lr=3e-4
+train_gpt2 configs/gpt2_124m.yaml --seed 3 | configs/gpt2_124m.yaml | a file of settings is given as --config configs/g
 train_gpt2 a.txt 'b c' | a.txt 'b c' | no flag takes it
 train_gpt2 --config a.yaml b.yaml | b.yaml | --config takes one file; repeat it
 train_gpt2 --data.path=a b | b | --data.path=VALUE takes one value; for several, write --data.path VALUE VALUE
@@ -298,6 +299,24 @@ def test_words_that_no_flag_takes(line):
         load(COMMANDS_BY_NAME[name], argv)
     (found,) = [mistake for mistake in caught.value.mistakes if mistake.startswith("command line = ")]
     assert found.startswith(f"command line = {words}: {hint}")
+
+
+OTHER_FILES = """
+train_gpt2 configs/data_own_text.yaml | is a configuration of prepare_data.py
+train_gpt2 configs/accelerate/multi_node.yaml | is a configuration of Accelerate
+prepare_data configs/gpt2_124m.yaml | is a configuration of a training
+generate configs/jobs/regression.yaml | is a configuration of a training
+"""
+
+
+@pytest.mark.parametrize("line", OTHER_FILES.strip().splitlines())
+def test_a_file_for_another_command_is_one_mistake(line):
+    command, hint = line.split(" | ")
+    name, file = command.split()
+    with pytest.raises(UserError) as caught:
+        load(COMMANDS_BY_NAME[name], ["--config", file])
+    (found,) = caught.value.mistakes
+    assert found.startswith(f"--config = {file}: {hint}")
 
 
 def test_two_words_for_the_field_without_a_flag():

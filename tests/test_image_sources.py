@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cifar import pictures, png, write_archive, write_cifar, write_folders, write_idx, write_images, write_parquet
-from commands import expect_field
+from commands import expect_error, expect_field
 from PIL import Image
 
 from gpt2_ddp.config.jobs import ClassifierDataConfig
@@ -230,6 +230,13 @@ def test_what_cannot_be_read_is_named(tmp_path, capsys, build, place):
     build(tmp_path)
     expect_field("data.path", f"{tmp_path}{place}", read, tmp_path, "cifar100")
     assert "a pickle ran" not in capsys.readouterr().out
+
+
+def test_one_image_is_no_training_and_no_test_split(tmp_path):
+    layout("train/cat/1.png")(tmp_path)
+    expect_error(
+        "data.path = .*: cannot be read .1 images are too few to draw test images from.;", read, tmp_path, "cifar100"
+    )
 
 
 def test_a_run_keeps_its_classes(tmp_path):

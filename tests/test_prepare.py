@@ -311,7 +311,7 @@ def test_another_recipe_or_other_files_are_left_alone(texts, tmp_path):
     expect_error("output = .*made with val_fraction 0.05;", prepare, config(texts, output, val_fraction=0.1))
     expect_error("shard = .*train_000000.bin", prepare, config(texts, output))  # finished, but not whole any more
     expect_error("output = .*bins", prepare, config(texts, tmp_path / "bins"))
-    expect_error("file = .*file", prepare, config(texts, tmp_path / "file"))
+    expect_error("output = .*file: cannot be written .it is a file.", prepare, config(texts, tmp_path / "file"))
     assert snapshot(tmp_path) == before
 
 
@@ -341,6 +341,15 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path, case):
         expect_error(f"^{field} = [^\n]*$", prepare, asked)
     assert not (tmp_path / "new/out").exists()
     assert [*(tmp_path / "one").rglob("*")] == [tmp_path / "one/mine"]
+
+
+@pytest.mark.parametrize("output", ["words.txt", "words.txt/below"])
+def test_an_output_that_cannot_be_a_folder_is_refused_before_any_work(tmp_path, monkeypatch, output):
+    (tmp_path / "words.txt").write_text("text")
+    monkeypatch.setattr(prepare_module, "_prepare", lambda *_: pytest.fail("it began"))
+    asked = config(tmp_path / "words.txt", tmp_path / output)
+    expect_error(rf"^output = {tmp_path / output}: cannot be written \([^\n]*; name another folder$", prepare, asked)
+    assert [*tmp_path.iterdir()] == [tmp_path / "words.txt"]
 
 
 @pytest.mark.parametrize("is_disk", [False, True])

@@ -17,6 +17,9 @@ import pytest
 from commands import ROOT, environment
 from ranks import rank_environment, wait_until
 
+from gpt2_ddp import script
+from gpt2_ddp.config.tools import StatusConfig
+from gpt2_ddp.distributed import process
 from gpt2_ddp.distributed.signals import Stopped
 from gpt2_ddp.distributed.spawn import reserve_port, run_processes, start_processes
 from gpt2_ddp.errors import UserError
@@ -115,6 +118,25 @@ LAUNCHED = """
     script.run_command(StatusConfig, main)
 """
 """A rank, which imports no torch."""
+
+
+def test_a_command_of_one_process_runs_once_under_a_launcher(monkeypatch, capsys):
+    """Also as the child of any rank."""
+    names = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    monkeypatch.setattr(sys, "argv", ["status"])
+    monkeypatch.setattr(script, "end_with_parent", lambda number: None)
+    for name, value in (names | {"MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    for rank, child, said in (("0", "", "it ran\n"), ("1", "", ""), ("1", "child", "it ran\n")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        if child:
+            monkeypatch.setenv(process.CHILD, child)
+        with pytest.raises(SystemExit) as end:
+            script.run_command(StatusConfig, lambda config: print("it ran"))
+        output, errors = capsys.readouterr()
+        assert (end.value.code, output) == (0, said), rank
+        assert errors.count("note: this command runs in one process") == (rank == "0")
 
 
 @pytest.mark.parametrize(("delays", "failing", "told"), [

@@ -71,6 +71,23 @@ def test_a_full_disk_of_the_output_is_named(tmp_path):
         assert run(tmp_path, stderr=full).returncode == 0, "what cannot be told on stderr ends nothing"
 
 
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_a_closed_stream_goes_nowhere(tmp_path, closed):
+    """As by `>&-`. Its number is that of no file that the command opens."""
+    opened = "import os; from gpt2_ddp.distributed.streams import standard_streams\n"
+    opened += f"with standard_streams():\n print('said', flush=True); os.write({closed[-1]}, b'by a library')\n"
+    opened += " file = open('data.bin', 'wb'); print(file.fileno(), file=open('number', 'w'))\n"
+    redirections = " ".join(f"{number}>&-" for number in closed)
+    command = f'"$0" -c "$1" {redirections}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, opened], capture_output=True, cwd=tmp_path, env=environment()
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == (b"" if 1 in closed else b"said\n")
+    assert int((tmp_path / "number").read_text()) > 2
+    assert (tmp_path / "data.bin").read_bytes() == b""
+
+
 def test_help_for_a_reader_that_has_left(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)

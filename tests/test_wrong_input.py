@@ -387,6 +387,15 @@ def test_text_and_shards_in_the_place_of_something_else(place, monkeypatch):
             expect_error(f"runs? = .*{folder}: {problem}", look, load(command, [folder]))
 
 
+def test_a_checkpoint_is_no_run_to_verify(trained):
+    checkpoint = trained / "checkpoints/step-00000010"
+    expect_error(
+        f"run = {checkpoint}: is a checkpoint; name its run folder, {trained}$",
+        verify_run,
+        load(VerifyConfig, [str(checkpoint)]),
+    )
+
+
 def test_a_pointer_of_git_lfs_in_the_place_of_weights(trained, tmp_path):
     """A checkpoint that git has not fetched is not damaged: it stays in its place, and no older one takes it."""
     run = shutil.copytree(trained, tmp_path / "run")

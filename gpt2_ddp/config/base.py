@@ -116,6 +116,8 @@ class Command(Section):
     """Fields that `--help` lists; `--help all` lists the others too. Empty: all of them."""
     alternatives: ClassVar[tuple[str, ...]] = ()
     """Fields of which one is set. One in a later file or a flag replaces those of earlier files."""
+    in_one_process: ClassVar[bool] = False
+    """Whether the command needs no other ranks. Those that a launcher starts on this machine end at once."""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors between several fields, as (field, value, hint)."""

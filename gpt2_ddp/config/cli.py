@@ -119,6 +119,8 @@ def _value_of(words: list[str], field: FieldInfo | None) -> object:
 
 def _hint_for_others(word: str, flag: str, fields: Mapping[str, FieldInfo]) -> str:
     """The hint for words that no flag takes, of which the first is `word`, after the value of `flag` (empty: none)."""
+    if not flag and word.endswith((".yaml", ".yml")):
+        return f"a file of settings is given as --config {word}"
     if word.partition("=")[0] in fields:
         return f"flags begin with --, like --{word}"
     if word[0] in "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}":
@@ -141,7 +143,13 @@ def resolve(
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     `model_fields_set` of its sections has the fields of both, without a preset's. Raises: UserError, as `load`."""
     parts = sections(command)
-    layers = [*map(flat, (*map(read_yaml, files), changes))]
+    contents = [*map(read_yaml, files)]
+    for file, content in zip(files, contents, strict=True):
+        if len(content) > 1 and {key.partition(".")[0] for key in content}.isdisjoint(command.model_fields):
+            from gpt2_ddp.config.hints import other_file
+
+            raise UserError("--config", file, other_file(content))
+    layers = [*map(flat, (*contents, changes))]
     preset = None if files else _preset(default, layers[-1])
     given: dict[str, Any] = {}
     for layer in layers:

@@ -57,6 +57,19 @@ def _unknown(command: type[Command], name: str, value: object) -> str:
     return f"unknown key{nearest(name, [*fields, *sections(command)])}"
 
 
+def other_file(content: Mapping[str, Any]) -> str:
+    """The hint for a file of which no key is a field of the command: it was written for another one."""
+    from gpt2_ddp.config.tools import PrepareConfig
+
+    if "distributed_type" in content:
+        return "is a configuration of Accelerate; write `accelerate launch --config_file FILE SCRIPT`"
+    if content.keys() <= PrepareConfig.model_fields.keys():
+        return "is a configuration of prepare_data.py, not of this command"
+    if {"run_name", "train", "optim"} & content.keys():
+        return "is a configuration of a training, not of this command"
+    return f"has no field of this command; its first keys are {', '.join([*content][:4])}; --help lists the fields"
+
+
 def _problem(command: type[Command], name: str, field: FieldInfo, details: Any) -> str:
     """The problem of a field's value, and what it should be."""
     kind, value = details["type"], details["input"]

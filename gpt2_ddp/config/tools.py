@@ -44,6 +44,8 @@ def common_folder(paths: Sequence[Path]) -> Path:
 class PrepareConfig(Command):
     """prepare_data.py: text to token shards"""
 
+    in_one_process = True
+
     source: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=("stdlib",), min_length=1)
     """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, TSV, parquet (files,
     folders, globs, one or several); a folder of `save_to_disk`; or `hub:OWNER/NAME`, a dataset on the Hub"""
@@ -127,6 +129,8 @@ class EvaluateConfig(CheckpointCommand):
 class GenerateConfig(CheckpointCommand):
     """generate.py: text from a checkpoint"""
 
+    in_one_process = True
+
     prompts: tuple[Text, ...] = ("",)
     """texts to continue, one or several; empty: the start of a document"""
     max_new_tokens: Count = 256
@@ -147,6 +151,8 @@ class GenerateConfig(CheckpointCommand):
 class ExportConfig(CheckpointCommand):
     """export_hf.py: a checkpoint as a folder in transformers' format"""
 
+    in_one_process = True
+
     output: str | None = None
     """folder to create; null: exports/RUN-step-STEP"""
     gguf: bool = False
@@ -156,6 +162,7 @@ class ExportConfig(CheckpointCommand):
 class ImportConfig(Command):
     """import_hf.py: a transformers model as a checkpoint in the user's cache"""
 
+    in_one_process = True
     positional = "source"
 
     source: str = "hub:openai-community/gpt2"
@@ -165,6 +172,7 @@ class ImportConfig(Command):
 class ReportConfig(Command):
     """report.py: report.html and report.png of one or several runs; runs that differ only in their seed are a group"""
 
+    in_one_process = True
     positional = "runs"
 
     runs: tuple[str, ...] = Field(default=("runs/stdlib",), min_length=1)
@@ -177,6 +185,7 @@ class ReportConfig(Command):
 class StatusConfig(Command):
     """status.py: the state of runs"""
 
+    in_one_process = True
     positional = "runs"
 
     runs: tuple[str, ...] = ()
@@ -186,6 +195,7 @@ class StatusConfig(Command):
 class VerifyConfig(Command):
     """verify_run.py: check that all records of a run agree with each other"""
 
+    in_one_process = True
     positional = "run"
 
     run: str = "runs/stdlib"

@@ -23,9 +23,10 @@ class OutputLost(BaseException):
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Replaces the standard streams meanwhile. Characters that the terminal's encoding lacks become `?`. Errors of
-    stderr are ignored, and those of a closed terminal. Raises SystemExit if stdout cannot be written otherwise: 141 for
-    a closed pipe; else 2, with an `error:` line."""
+    """Replaces the standard streams meanwhile. Closed ones (`>&-`) are /dev/null. Characters that the terminal's
+    encoding lacks become `?`. Errors of stderr are ignored, and those of a closed terminal. Raises SystemExit if stdout
+    cannot be written otherwise: 141 for a closed pipe; else 2, with an `error:` line."""
+    _open_closed_streams()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _replaced(sys.stdout, is_output=True), _replaced(sys.stderr)
     try:
@@ -47,6 +48,19 @@ def standard_streams() -> Iterator[None]:
             except (AttributeError, ValueError):  # none; closed
                 pass
         sys.stdout, sys.stderr = before
+
+
+def _open_closed_streams() -> None:
+    """Opens /dev/null in place of each standard stream that the shell closed. Otherwise its number would be that of the
+    next file that is opened, such as a checkpoint, and output of libraries would be written into that file."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # Python found it closed
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 (as Python does it)
 
 
 def _exit_code(lost: OutputLost) -> int:

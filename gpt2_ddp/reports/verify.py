@@ -142,6 +142,8 @@ def verify_run(command: VerifyConfig) -> int:
     if not any(os.path.isfile(run / name) for name in (CONFIG, METRICS)):
         hint = no_such_folder(run) or "has no config.yaml; name a run folder of a training script"
         raise UserError("run", run, hint)
+    if not os.path.lexists(run / METRICS) and os.path.isfile(run / MANIFEST):
+        raise UserError("run", run, f"is a checkpoint; name its run folder, {run.resolve().parent.parent}")
     span = plan(run, command.replay) if command.replay else None
     for what, defects in _check(run, command, span):
         lines = [f"defect  {defect}" for defect in defects or ()]

@@ -6,6 +6,7 @@ once, and kept in memory.
 
 import glob
 import io
+import math
 import os
 import pickle
 import re
@@ -181,6 +182,9 @@ def read_source(
                 if table.unique("label") not in ([], [-1]):  # unlabelled
                     found[name] = table
         if len(found) == 1:
+            count = len(found["train"])
+            if math.ceil(count * config.test_fraction) >= count:
+                raise ValueError(f"{count:,} images are too few to draw test images from")
             found = found["train"].train_test_split(config.test_fraction, seed=seed)
             held_out = f"{len(found['test']):,} images, drawn by the seed, are test images"
             print_line(f"note: no split {', '.join(TEST)}: {held_out}")
