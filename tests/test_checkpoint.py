@@ -431,7 +431,7 @@ def killed_at_every_operation(run, scenario, background, every):
     os.fsync = lambda descriptor: None  # what a kill does not undo
     save(run, 1)
     log = RunLog(open_folder(run))
-    log.append({"step": 1})
+    log.append({"event": "start", "step": 1} if scenario == "again" else {"step": 1})
     last = after(log, 1 if scenario == "again" else 2)
     first = run.rename(run.with_name("first"))
     interpose(run / "checkpoints", tell)
