@@ -22,6 +22,10 @@ class MayBeEmpty:
     """Marks a type of texts that may be empty, or consist of blanks."""
 
 
+class OnlyFlag:
+    """Marks a switch that is turned on by its flag alone: a YAML file may be somebody else's."""
+
+
 class NoValue:
     """Stands for the value of a flag without a word. It is no field's value."""
 

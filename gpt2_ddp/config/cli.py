@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from yaml.error import MarkedYAMLError
 from yaml.reader import ReaderError
 
-from gpt2_ddp.config.base import MOST, Command, NoValue, check_name, flat, kinds_of, leaves, nested, sections
+from gpt2_ddp.config.base import MOST, Command, NoValue, OnlyFlag, check_name, flat, kinds_of, leaves, nested, sections
 from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import DEEPEST, check_limits, read_small
 from gpt2_ddp.project import PROJECT
@@ -142,6 +142,12 @@ def resolve(
     `model_fields_set` of its sections has the fields of both, without a preset's. Raises: UserError, as `load`."""
     parts = sections(command)
     layers = [*map(flat, (*map(read_yaml, files), changes))]
+    for name, field in leaves(command):
+        for file, layer in zip(files, layers, strict=False):
+            if layer.get(name) not in (None, False) and any(isinstance(mark, OnlyFlag) for mark in field.metadata):
+                raise UserError(
+                    name, layer[name], f"is in {file}; a file cannot turn it on: give the flag --{name} true"
+                )
     preset = None if files else _preset(default, layers[-1])
     given: dict[str, Any] = {}
     for layer in layers:
