@@ -34,7 +34,7 @@ from runs import (
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpt2_ddp.checkpoint import loading
+from gpt2_ddp.checkpoint import intact, loading
 from gpt2_ddp.checkpoint.checkpoint import (
     DTYPES,
     MANIFEST,
@@ -401,6 +401,17 @@ def test_another_format_is_a_user_error_and_no_damage(run):
     for look in (lambda: checkpoints.newest(weights=False), checkpoints.newest, lambda: find_checkpoint(run)):
         expect_error(r"step-00000002: has format 2", look)
     assert saved_steps(run) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", STATE])
+def test_a_large_file_of_fields_is_not_read(run, monkeypatch, name):
+    """Whoever computes its hash may have written any size, as of holes."""
+    place = save(run, 1)
+    monkeypatch.setitem(intact.LARGEST, name, (place / name).stat().st_size)
+    verify(place)
+    (place / name).write_text((place / name).read_text() + " ")
+    reseal(place / name)
+    expect_damage(f"{name}: has [0-9,]+ bytes, more than", place)
 
 
 def test_a_manifest_lists_no_file_of_another_folder(run):

@@ -50,6 +50,8 @@ from gpt2_ddp.files import (
 from gpt2_ddp.project import command_for
 from gpt2_ddp.state import KINDS, State
 
+LARGEST = {STATE: 2**26, CONFIG: 2**16}
+"""Most bytes of the files of fields. The parser of YAML takes about 10 s per megabyte (estimate)."""
 TENSORS = ".safetensors"  # end of the large files' names
 PAUSES = (0.1, 1.0, 3.0)  # seconds after which a file is read again that the disk or the network failed to read
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)  # of the expected kind
@@ -230,6 +232,8 @@ def _check_file(file: Path, size: int, sha256: str) -> bytes:
         raise CorruptCheckpoint(file, f"has {there} bytes instead of {size}")
     if not sha256:
         return b""
+    if size > (most := LARGEST.get(file.name, size)):
+        raise CorruptCheckpoint(file, f"has {size:,} bytes, more than {most:,}")
     with file.open("rb") as stream:
         content = stream.read() if file.name in (STATE, CONFIG) else b""
         found = hashlib.sha256(content) if content else hashlib.file_digest(stream, "sha256")
