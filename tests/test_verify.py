@@ -459,7 +459,7 @@ def test_many_ranges_of_a_branch(run, capsys):
 
 @pytest.mark.parametrize(("name", "value", "field"), [
     ("n_inner", 10**7, "model section"), ("n_head", [1], "model.n_head = "),
-    ("n_layer", 3, "h.2.attn.c_attn.bias"),
+    ("n_layer", 3, "h.2.attn.c_attn.bias"), ("n_layer", 10_000, "tensors for 10000 layers"),
 ])  # fmt: skip
 def test_a_checkpoint_of_a_stranger(run, tmp_path, monkeypatch, name, value, field):
     """Its configuration may claim any size. Each reader gives one line before it builds anything."""
