@@ -9,6 +9,8 @@ from contextlib import suppress
 FIELD, VALUE, HINT = 100, 160, 320  # maximum characters of the three parts of a message
 CREDENTIALS = re.compile(r"(?<=://)[^\s'\"]*@")
 """User and password in a URL. A secret may have slashes."""
+QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
+"""A URL with parameters, such as the signature that gives access to an object."""
 
 
 class UserError(Exception):
@@ -45,8 +47,8 @@ class UserError(Exception):
 
 
 def without_credentials(text: str) -> str:
-    """The text without users and passwords of URLs."""
-    return CREDENTIALS.sub("***@", text)
+    """The text without users, passwords and parameters of URLs."""
+    return QUERY.sub(r"\1***", CREDENTIALS.sub("***@", text))
 
 
 def user_error_of(error: BaseException) -> BaseException:

@@ -10,9 +10,9 @@ from pathlib import Path
 import fsspec
 from fsspec.callbacks import Callback
 
-from gpt2_ddp.data.manifest import parse_manifest
+from gpt2_ddp.data.manifest import LARGEST_MANIFEST, parse_manifest
 from gpt2_ddp.errors import UserError, without_credentials
-from gpt2_ddp.files import below, check_file_name, parse_json, regular, write_atomically
+from gpt2_ddp.files import below, check_file_name, parse_json, refuse_links, regular, write_atomically
 
 MANIFEST = "manifest.json"
 CHECKPOINT = re.compile(r"step-\d{8,18}")
@@ -31,7 +31,7 @@ class Bucket:
     def __init__(self, url: str):
         self.on_progress: Callable[[], object] = lambda: None
         self.url = url.rstrip("/")
-        self._is_disk = url.startswith("file:")  # where a kill may leave half an object
+        self._is_disk = url.startswith(("file:", "local:"))  # where a kill may leave half an object
         self._writing = threading.Lock()
         options = {"auto_mkdir": True} if self._is_disk else {}
         self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
@@ -46,15 +46,17 @@ class Bucket:
     def checkpoints(self) -> dict[str, str]:
         """The SHA-256 of the manifest of each whole checkpoint, by name, the newest first."""
         steps = sorted(filter(CHECKPOINT.fullmatch, self.names()), key=lambda name: int(name[5:]), reverse=True)
-        manifests = {name: self.read(f"{name}/{MANIFEST}") for name in steps}
+        manifests = {name: self.read(f"{name}/{MANIFEST}", LARGEST_MANIFEST) for name in steps}
         return {name: hashlib.sha256(found).hexdigest() for name, found in manifests.items() if found}
 
-    def read(self, name: str) -> bytes | None:
-        """The content of a small object; None without it."""
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        """The content of a small object; None without it. Raises: OSError for more than `most` bytes."""
         path = f"{self._root}/{name}"
         with suppress(FileNotFoundError):
             if self._is_disk:
                 regular(Path(path))
+            if most is not None and (size := self._files.size(path) or 0) > most:
+                raise OSError(f"{name} has {size:,} bytes, more than {most:,}")
             content = self._files.cat_file(path)
             self.on_progress()
             return content
@@ -72,9 +74,20 @@ class Bucket:
     def _whole(self, name: str) -> Iterator[str]:
         """Where to write an object, which is then there as a whole."""
         target = f"{self._root}/{name}"
-        yield f"{target}.tmp" if self._is_disk else target
+        if not self._is_disk:
+            yield target
+            return
+        for place in (name, f"{name}.tmp"):
+            self._refuse_links(place)
+        yield f"{target}.tmp"
+        self._files.mv(f"{target}.tmp", target)
+
+    def _refuse_links(self, name: str) -> None:
+        """Raises: UserError if an object, or a folder that it is in, is a link of a disk: somebody else may have made
+        the folder at the URL, and what the link leads to is not in it."""
         if self._is_disk:
-            self._files.mv(f"{target}.tmp", target)
+            parts = Path(name).parts
+            refuse_links(*(Path(self._root, *parts[:count]) for count in range(1, len(parts) + 1)))
 
     def put(self, file: Path, name: str, sha256: str) -> None:
         """Copies a file there, and compares its hash. Raises: OSError if it differs."""
@@ -101,7 +114,7 @@ class Bucket:
         """Copies the files that a checkpoint's manifest lists into a folder, and the manifest last. Of a manifest that
         cannot be read, only itself: whoever verifies the copy names the damage. Raises: FileNotFoundError without
         one."""
-        manifest = self.read(f"{name}/{MANIFEST}" if name else MANIFEST)
+        manifest = self.read(f"{name}/{MANIFEST}" if name else MANIFEST, LARGEST_MANIFEST)
         if manifest is None:
             raise FileNotFoundError("there is nothing")
         files: Iterable[str] = ()
@@ -112,6 +125,7 @@ class Bucket:
 
     def remove(self, name: str) -> None:
         """Deletes an object, if it is there."""
+        self._refuse_links(str(Path(name).parent))
         with suppress(FileNotFoundError):
             self._files.rm_file(f"{self._root}/{name}")
 
@@ -148,7 +162,7 @@ def fetch_data(folder: Path, url: str) -> None:
     """Copies the files that the manifest at a URL lists into a folder, unless its manifest is the same. A training
     compares their hashes. Raises: UserError if the manifest or one of its shards is missing, or it is damaged."""
     with reading(url, "data.path") as bucket:
-        content = bucket.read(MANIFEST)
+        content = bucket.read(MANIFEST, LARGEST_MANIFEST)
         if content is None:
             raise FileNotFoundError(f"it has no {MANIFEST}")
         copied = folder / MANIFEST

@@ -27,6 +27,7 @@ from gpt2_ddp.distributed.environment import DIVERGED, STOPPED, usable_cores, wo
 from gpt2_ddp.distributed.process import CHILD, POLL_SECONDS, run_module
 from gpt2_ddp.distributed.signals import Stopped, install_handlers
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import refuse_links, regular, writing
 from gpt2_ddp.project import PROJECT
 from gpt2_ddp.script import run_command
 
@@ -100,6 +101,15 @@ def start(member: Member, slot: int, at_once: int, gpus: list[str]) -> subproces
         return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | own, process_group=0)
 
 
+def check_log(member: Member) -> None:
+    """Raises: UserError if the file of a run's output is a link, a pipe or a folder: a received folder may have any."""
+    file = Path(f"{member.folder}.log")
+    refuse_links(file)
+    with writing(file):
+        if file.exists():
+            regular(file)
+
+
 def describe_end(member: Member, code: int) -> str:
     """How a run ended, by its exit code; of a failure, the last line of its output."""
     last = Path(f"{member.folder}.log").read_text(errors="replace").rstrip().rpartition("\n")[2]
@@ -139,6 +149,8 @@ def main(config: SweepConfig) -> int:
 
     from gpt2_ddp.data.missing import missing_data
 
+    for member in members:
+        check_log(member)
     for member in members:  # once, not by several runs at a time
         if recipe := missing_data(member.config):
             run_module("gpt2_ddp", "prepare_data", "--config", recipe)

@@ -34,7 +34,7 @@ from runs import (
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpt2_ddp.checkpoint import loading
+from gpt2_ddp.checkpoint import intact, loading
 from gpt2_ddp.checkpoint.checkpoint import (
     DTYPES,
     MANIFEST,
@@ -403,6 +403,17 @@ def test_another_format_is_a_user_error_and_no_damage(run):
     assert saved_steps(run) == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["config.yaml", STATE])
+def test_a_large_file_of_fields_is_not_read(run, monkeypatch, name):
+    """Whoever computes its hash may have written any size, as of holes."""
+    place = save(run, 1)
+    monkeypatch.setitem(intact.LARGEST, name, (place / name).stat().st_size)
+    verify(place)
+    (place / name).write_text((place / name).read_text() + " ")
+    reseal(place / name)
+    expect_damage(f"{name}: has [0-9,]+ bytes, more than", place)
+
+
 def test_a_manifest_lists_no_file_of_another_folder(run):
     place = save(run, 1)
     change(place / MANIFEST, '"files": {', '"files": {"../x": {"bytes": 0, "sha256": ""}, ')
@@ -431,7 +442,7 @@ def killed_at_every_operation(run, scenario, background, every):
     os.fsync = lambda descriptor: None  # what a kill does not undo
     save(run, 1)
     log = RunLog(open_folder(run))
-    log.append({"step": 1})
+    log.append({"event": "start", "step": 1} if scenario == "again" else {"step": 1})
     last = after(log, 1 if scenario == "again" else 2)
     first = run.rename(run.with_name("first"))
     interpose(run / "checkpoints", tell)

@@ -1,6 +1,7 @@
 """`train.init_from`: a model of transformers is imported as it is, or refused by name; a run's weights likewise."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -183,6 +184,13 @@ EARLY = r"""
  | {} | scale_attn_by_inverse_layer_idx: true & add_cross_attention: true & tie_word_embeddings: false
 {"model_type": "t5"} | {} | is a model of type t5; only gpt2, llama, qwen3
 {"n_positions": "many"} | {} | cannot be used .*n_positions
+{"n_layer": 10000000} | {} | has n_layer: 10000000; Input should be less than or equal to 10000
+{"n_layer": 1000} | {} | claims a model of 1,000 layers
+{"n_embd": 1000000, "n_head": 1} | {} | claims a model of 2 layers and [0-9,]{13,} numbers
+{"vocab_size": 1000000000000} | {} | claims a model of 2 layers
+{"n_positions": 100000000} | {} | claims a model of 2 layers
+{"num_labels": 1000000000000} | {} | has more than 10,000 num_labels
+llama: {"intermediate_size": 10000000} | {} | claims a model of 2 layers
 {"model_type": "new", "auto_map": {"AutoConfig": "code.New"}} | {} | cannot be used .*custom code
 llama: {} | {"architecture": "gpt2", "n_kv_head": null} | model.architecture = gpt2 & model.n_kv_head = None: .* 1;
 llama: {} | {"n_layer": 3, "n_kv_head": null, "n_inner": null} \
@@ -217,6 +225,11 @@ def pointer(name):
     return lambda folder: (folder / name).write_text(content)
 
 
+def pipe(name):
+    """What blocks whoever opens it."""
+    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
+
+
 HEAD = "lm_head.weight"
 LATE = [
     (lambda folder: (folder / "model.safetensors").rename(folder / "x.bin"), "has no model"),
@@ -235,6 +248,7 @@ LATE = [
         "cannot be used .*299",
     ),
     (other_blanks, "tokenizer.json: is no byte-level BPE"),
+    *((pipe(name), "Not an ordinary file") for name in ("model.safetensors", "tokenizer.json")),
 ]
 """A change of the folder, the error, and fields of the model section, if any."""
 

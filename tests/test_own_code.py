@@ -256,6 +256,21 @@ def test_a_strangers_class_stays_data(here, monkeypatch, line):
     assert (here / "executed").exists()
 
 
+@pytest.mark.parametrize("command", ["generate", "evaluate", "export_hf", "verify_run"])
+def test_a_file_does_not_trust_the_code_of_a_run(here, monkeypatch, command):
+    """Whoever gives a run may give a YAML file with it. What `--print_config` writes is taken again."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(here / "elsewhere"))
+    (here / "executed").unlink()
+    field = "run" if command == "verify_run" else "checkpoint"
+    (here / "theirs.yaml").write_text(f"{field}: run\ntrust_run_code: true\n")
+    code, line = run_script(command, ["--config", "theirs.yaml"])
+    assert (code, line.count("error: trust_run_code = True: is in theirs.yaml")) == (2, 1), line
+    assert not (here / "executed").exists()
+    (here / "theirs.yaml").write_text("trust_run_code: false\n")
+    code, line = run_script(command, ["--config", "theirs.yaml", "--print_config"])
+    assert (code, line) == (0, "")
+
+
 @pytest.mark.slow
 def test_the_export_of_a_model_of_ones_own(here, monkeypatch):
     """It is refused without a method that makes a plain GPT of it, whose logits are compared."""

@@ -23,7 +23,7 @@ import pytest
 from commands import ROOT, expect_error, snapshot
 from nasty import NOT_TEXT, library_texts, write_nasty
 from ranks import run_ranks
-from runs import said
+from runs import edit_manifest, said
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest, tokenizer_note
@@ -375,6 +375,25 @@ def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, is_disk):
     assert os.listdir(tmp_path / "place") == ["out"]
     expected = {".source.jsonl", "manifest.json", ".train-000000001.tmp"}
     assert {path.name for path in folder.iterdir() if path.suffix != ".bin"} == expected
+
+
+RECORDS = [
+    lambda file: file.write_text("[1]"), lambda file: file.write_text("{"), lambda file: file.write_text("[" * 10**5),
+    lambda file: file.write_bytes(b"\xff"), lambda file: file.write_text('[["a"], 1, 2, "b"]'),
+    lambda file: (file.unlink(), os.mkfifo(file)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", RECORDS)
+def test_the_record_of_a_received_folder_may_hold_anything(texts, tmp_path, spoil):
+    """Then the files are read again."""
+    made = prepare(config(texts, tmp_path / "out"))
+    spoil(tmp_path / "out/.source.jsonl")
+    assert prepare(config(texts, tmp_path / "out")) == made
+    edit_manifest(tmp_path / "out", recipe={**made.recipe, "fingerprint": 3})
+    expect_error("has changed since it was read", prepare, config(texts, tmp_path / "out"))
+    edit_manifest(tmp_path / "out", recipe={name: made.recipe[name] for name in made.recipe if name != "fingerprint"})
+    expect_error("has changed since it was read", prepare, config(texts, tmp_path / "out"))
 
 
 def test_many_who_fail_at_once_leave_nothing(tmp_path):

@@ -242,6 +242,7 @@ def test_strange_content_is_left_out_and_said(tmp_path):
 {"step": 50, "loss": 1e308, "lr": "x", "tokens": Infinity, "tokens_per_second": 1e-320}
 {"step": 60, "val_loss": -1e308, "loss": 1e-300, "grad_norm": 1e308, "mfu": []}
 """)
+        file.writelines(f'{{"step": 60, "event": "length"{more}}}\n' for more in ("", ', "steps": 4', ', "steps": []'))
     assert "unreadable lines" not in page_of(run).text
 
 

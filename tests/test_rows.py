@@ -5,8 +5,9 @@ import math
 
 import pytest
 
+from gpt2_ddp.checkpoint import run_files
 from gpt2_ddp.checkpoint.intact import repaired
-from gpt2_ddp.checkpoint.run_files import chain_of, finite, read_lines, split_chain, valid_rows
+from gpt2_ddp.checkpoint.run_files import chain_of, finite, head, read_events, read_lines, split_chain, valid_rows
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
 LINES = """{"step": 1}
@@ -37,6 +38,19 @@ def test_a_torn_line_has_no_row(tmp_path):
     file.write_text('{"step": 1}\nx\n{"step": 3}')
     found = [(line.row, line.torn) for line in read_lines(file)]
     assert found == [({"step": 1}, False), ({}, False), ({}, True)]
+
+
+def test_a_line_without_an_end_is_read_in_parts(tmp_path, monkeypatch):
+    """None of them is a row. What follows is, and whoever verifies the chain stops at the first."""
+    monkeypatch.setattr(run_files, "LONGEST_LINE", 25)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"step": 1}\n' + bytes(60) + b'\n{"event": 1, "step": 2}\n{"step": 3')
+    found = [(len(line.text), line.row, line.torn) for line in read_lines(file)]
+    parts = [(25, {}, False), (25, {}, False), (10, {}, False)]
+    assert found == [(11, {"step": 1}, False), *parts, (23, {"event": 1, "step": 2}, False), (10, {}, True)]
+    assert read_events(file) == ([{"event": 1, "step": 2}], 0)
+    assert [*head(file, 2**40)][1:3] == [bytes(25)] * 2
+    assert chain_of(file, 2**40) == ""
 
 
 @pytest.mark.parametrize(("step", "kept"), [(1, [1, 5]), (2, [1, 2, 3, 5, 6, 7]), (3, [*range(1, 9)])])

@@ -171,6 +171,15 @@ def test_a_split_that_was_not_saved_is_named(tmp_path):
     expect_error("^subset = x: has no effect", scan, config(tmp_path / "saved", subset="x"))
 
 
+@pytest.mark.parametrize("state", ["{", "[]", '{"_data_files": [{"filename": "../../no"}]}'])
+def test_a_saved_dataset_that_is_damaged(tmp_path, state):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved/state.json").write_text(state)
+    expect_error("^source = .*saved: cannot be read as a folder of save_to_disk", scan, config(tmp_path / "saved"))
+
+
 def test_broken_text_becomes_replacement_characters(tmp_path):
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") + b"x" * 9999)
     (tmp_path / "surrogate.jsonl").write_text('{"text": "lone \\ud800"}\n')

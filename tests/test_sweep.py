@@ -53,6 +53,16 @@ def test_a_mistake_ends_it_before_the_first_run(words, field):
     expect_error(field, members, *words)
 
 
+@pytest.mark.parametrize("plant", [lambda log: log.symlink_to(log.with_name("diary")), os.mkfifo, Path.mkdir])
+def test_a_planted_log_is_not_written(tmp_path, plant):
+    """A received folder of runs may have a link, a pipe or a folder in the place of a run's output."""
+    (tmp_path / "diary").touch()
+    (member,) = members("--output_dir", str(tmp_path), "--seeds", "1")
+    sweep.check_log(member)
+    plant(Path(f"{member.folder}.log"))
+    expect_error(r"seed_1\.log", sweep.check_log, member)
+
+
 class Stub:
     """A process that ends after some polls, or only by a signal."""
 

@@ -137,6 +137,17 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
     held(*stand, (70, 71))
 
 
+def test_rows_without_a_step_are_not_sent(tmp_path, monkeypatch):
+    """A received run may have any."""
+    sent = []
+    monkeypatch.setitem(START, "wandb", lambda *_: (SimpleNamespace(log=lambda row, step: sent.append(step)), -1))
+    lines = ["{}", '{"loss": 1}', '{"step": "2"}', '{"step": true}', '{"step": null}', '{"step": 3}']
+    (tmp_path / METRICS).write_text("".join(f"{line}\n" for line in lines))
+    config = SimpleNamespace(tracking=SimpleNamespace(log_with=["wandb"]))
+    Trackers(lambda _, action: action(), config, "id", tmp_path)  # pyright: ignore
+    assert sent == [3]
+
+
 def train_with_a_failing(config):
     """Trains while wandb's tracker raises, and samples; the outcome and the outputs."""
     from gpt2_ddp.tasks.pretraining import Pretraining

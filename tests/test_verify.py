@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, MODEL, OPTIMIZER, STATE
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.intact import find_checkpoint, record_defect
 from gpt2_ddp.checkpoint.run_files import METRICS
 from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.tools import ExportConfig
@@ -459,7 +459,7 @@ def test_many_ranges_of_a_branch(run, capsys):
 
 @pytest.mark.parametrize(("name", "value", "field"), [
     ("n_inner", 10**7, "model section"), ("n_head", [1], "model.n_head = "),
-    ("n_layer", 3, "h.2.attn.c_attn.bias"),
+    ("n_layer", 3, "h.2.attn.c_attn.bias"), ("n_layer", 10_000, "tensors for 10000 layers"),
 ])  # fmt: skip
 def test_a_checkpoint_of_a_stranger(run, tmp_path, monkeypatch, name, value, field):
     """Its configuration may claim any size. Each reader gives one line before it builds anything."""
@@ -472,6 +472,34 @@ def test_a_checkpoint_of_a_stranger(run, tmp_path, monkeypatch, name, value, fie
     expect_error(re.escape(field), load_model, find_checkpoint(run, kind="gpt2"))
     expect_error(re.escape(field), export_hf, ExportConfig(checkpoint=str(run)))
     assert not [*tmp_path.glob("exports/*")]
+
+
+@pytest.mark.parametrize("row", ["checkpoint", "end"])
+def test_weights_whose_checkpoint_claims_a_later_row(run, capsys, row):
+    """A state has the chain of the row before it was saved. With that of a later one, no row would record its hash. No
+    row is changed, so the anchor is there, and nobody may take the weights."""
+    rewrite(run, NEW_MODEL, "", Tensor.neg)
+    lines = (run / METRICS).read_text().splitlines(keepends=True)
+    number = 1 + max(at for at, line in enumerate(lines) if json.loads(line).get("event") == row)
+    end = {"chain": json.loads(lines[number - 1])["chain"], "bytes": sum(map(len, lines[:number]))}
+    (run / NEW_STATE).write_text(json.dumps(read_json(run / NEW_STATE) | {"log": end}))
+    reseal(run / NEW_STATE)
+    code, defects, _ = verified(run, capsys, anchor=last_chain(run))
+    assert code == 1
+    assert any(f"{TEN}: holds the chain of a row" in defect for defect in defects)
+    assert find_checkpoint(run).step == 5
+    assert "the chain of a row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("events", [
+    [{"event": "checkpoint", "step": 10, "sha256": "a"}, {"event": "start", "step": 10}],
+    [{"event": "checkpoint", "step": 10, "sha256": "a"}, {"event": "rollback", "step": 2}],
+    [{"event": "checkpoint", "step": 2, "sha256": "a"}],
+    [{"event": "end", "step": 10}, {"event": "start", "step": 10}],
+])  # fmt: skip
+def test_a_checkpoint_that_a_kill_left_without_a_row(run, events):
+    """A run may save a step again after a start or a rollback. A kill may come before the row."""
+    assert not record_defect(find_checkpoint(run), events, len(events))
 
 
 def test_a_resumed_run_does_not_vouch_for_rows_that_someone_changed(tmp_path, capsys):

@@ -31,7 +31,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     seal,
     step_of,
 )
-from gpt2_ddp.checkpoint.run_files import METRICS, read_events, read_lines
+from gpt2_ddp.checkpoint.run_files import METRICS, is_rollback, read_events, read_lines
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.config.hints import no_such_folder
 from gpt2_ddp.distributed.environment import usable_cores
@@ -50,6 +50,8 @@ from gpt2_ddp.files import (
 from gpt2_ddp.project import command_for
 from gpt2_ddp.state import KINDS, State
 
+LARGEST = {STATE: 2**26, CONFIG: 2**16}
+"""Most bytes of the files of fields. The parser of YAML takes about 10 s per megabyte (estimate)."""
 TENSORS = ".safetensors"  # end of the large files' names
 PAUSES = (0.1, 1.0, 3.0)  # seconds after which a file is read again that the disk or the network failed to read
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)  # of the expected kind
@@ -120,9 +122,23 @@ def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], befo
     if recorded:
         is_same = recorded[-1][1] == sha256_file(folder / MANIFEST)
         return "" if is_same else f"its manifest's SHA-256 differs from {METRICS}'s"
+    if _is_too_late(step, events[:before]):
+        return f"holds the chain of a row in {METRICS} after which the run did not save it"
     passed = [row for row in later if row["event"] in ("start", "checkpoint", "end") and row["step"] >= step]
     # rows that begin with a later start were deleted
     return f"is not recorded in {METRICS}" if passed and step > start.get("step", step) else ""
+
+
+def _is_too_late(step: int, before: Sequence[dict[str, Any]]) -> bool:
+    """Whether no run saves a checkpoint of this step after these events: it ended, or it saved this step or a later one
+    and neither started nor rolled back since. Otherwise a forged checkpoint could name a row after its own record."""
+    for row in reversed(before):
+        found = recorded_checkpoint(row) if row["event"] == "checkpoint" else None
+        if row["event"] == "end" or (found and found[0] >= step):
+            return True
+        if row["event"] == "start" or is_rollback(row):
+            return False
+    return False
 
 
 def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
@@ -216,6 +232,8 @@ def _check_file(file: Path, size: int, sha256: str) -> bytes:
         raise CorruptCheckpoint(file, f"has {there} bytes instead of {size}")
     if not sha256:
         return b""
+    if size > (most := LARGEST.get(file.name, size)):
+        raise CorruptCheckpoint(file, f"has {size:,} bytes, more than {most:,}")
     with file.open("rb") as stream:
         content = stream.read() if file.name in (STATE, CONFIG) else b""
         found = hashlib.sha256(content) if content else hashlib.file_digest(stream, "sha256")

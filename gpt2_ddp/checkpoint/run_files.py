@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from gpt2_ddp.files import parse_json, read_json, regular
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
 METRICS, STATUS, CONFIG = "metrics.jsonl", "status.json", "config.yaml"
 RECORDS = (METRICS, CONFIG, STATUS)
+LONGEST_LINE = 2**26
+"""Most bytes of a line that is read as a row. A line may have no end: a hole of a file looks like zeros."""
 PATIENCE = 20
 """Most seconds in which the end of a stopped run is copied to its mirror."""
 Outcome = Literal["completed", "stopped", "diverged"]
@@ -144,23 +146,31 @@ def read_lines(file: Path) -> Iterator[Line]:
     """Yields the lines of a .jsonl file; none if the file is missing."""
     if file.is_file():
         with file.open("rb") as stream:
-            yield from parse_lines(stream)
+            yield from parse_lines(lines_of(stream))
 
 
-def parse_lines(stream: Iterable[bytes]) -> Iterator[Line]:
-    """The lines of a .jsonl file."""
-    for line in stream:
-        text, row, torn = line.removesuffix(b"\n"), None, not line.endswith(b"\n")
-        with suppress(ValueError):
-            row = parse_json(text)
-        yield Line(text.decode(errors="replace"), row if isinstance(row, dict) and not torn else {}, torn)
+def lines_of(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, a longer one in parts of `LONGEST_LINE`."""
+    while line := stream.readline(LONGEST_LINE):
+        yield line
+
+
+def parse_lines(lines: Iterable[bytes]) -> Iterator[Line]:
+    """The lines of a .jsonl file, as `lines_of` yields them. A part of a longer one is no row."""
+    for line in lines:
+        text, row, is_whole = line.removesuffix(b"\n"), None, line.endswith(b"\n")
+        if is_whole:
+            with suppress(ValueError):
+                row = parse_json(text)
+        torn = not is_whole and len(line) < LONGEST_LINE
+        yield Line(text.decode(errors="replace"), row if isinstance(row, dict) else {}, torn)
 
 
 def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[dict[str, Any]], int]:
     """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has it."""
     events, before = [], 0
     with file.open("rb") if file.is_file() else BytesIO() as stream:
-        for line in parse_lines(line for line in stream if b'"event"' in line or chain.encode() in line):
+        for line in parse_lines(line for line in lines_of(stream) if b'"event"' in line or chain.encode() in line):
             if is_event(line.row) and type(line.row.get("step")) is int:
                 events.append(line.row)
             if line.row.get("chain") == chain:
@@ -172,7 +182,7 @@ def head(file: Path, size: int) -> Iterator[bytes]:
     """The lines of a file's first `size` bytes; none if the file is missing."""
     if file.is_file():
         with file.open("rb") as stream:
-            while size > 0 and (line := stream.readline(size)):
+            while size > 0 and (line := stream.readline(min(size, LONGEST_LINE))):
                 size -= len(line)
                 yield line
 

@@ -36,7 +36,8 @@ class Trackers:
         for name in config.tracking.log_with:
             if running := attempt(f"{name} tracker", lambda name=name: START[name](config, run_id, folder)):
                 self._running[name] = running
-        for row in valid_rows(line.row for line in read_lines(folder / METRICS) if line.row):
+        lines = read_lines(folder / METRICS)
+        for row in valid_rows(line.row for line in lines if type(line.row.get("step")) is int):
             self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:

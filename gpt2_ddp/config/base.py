@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.cache import local_copy
-from gpt2_ddp.errors import CREDENTIALS, UserError
+from gpt2_ddp.errors import CREDENTIALS, QUERY, UserError
 from gpt2_ddp.files import check_limits
 
 MOST = 20
@@ -20,6 +20,10 @@ MOST = 20
 
 class MayBeEmpty:
     """Marks a type of texts that may be empty, or consist of blanks."""
+
+
+class OnlyFlag:
+    """Marks a switch that is turned on by its flag alone: a YAML file may be somebody else's."""
 
 
 class NoValue:
@@ -141,8 +145,8 @@ class Command(Section):
 def check_url(path: str) -> str:
     """A path or a URL to read from. Raises: ValueError for a URL with credentials, and for one whose copy would not be
     in the cache."""
-    if CREDENTIALS.search(path):
-        raise ValueError("should be a URL without credentials, which come from the environment")
+    if CREDENTIALS.search(path) or QUERY.search(path):
+        raise ValueError("should be a URL without credentials and parameters; credentials come from the environment")
     if "://" in path:
         local_copy(path)
     return path

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from yaml.error import MarkedYAMLError
 from yaml.reader import ReaderError
 
-from gpt2_ddp.config.base import MOST, Command, NoValue, check_name, flat, kinds_of, leaves, nested, sections
+from gpt2_ddp.config.base import MOST, Command, NoValue, OnlyFlag, check_name, flat, kinds_of, leaves, nested, sections
 from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import DEEPEST, check_limits, read_small
 from gpt2_ddp.project import PROJECT
@@ -145,10 +145,7 @@ def resolve(
     parts = sections(command)
     contents = [*map(read_yaml, files)]
     for file, content in zip(files, contents, strict=True):
-        if len(content) > 1 and {key.partition(".")[0] for key in content}.isdisjoint(command.model_fields):
-            from gpt2_ddp.config.hints import other_file
-
-            raise UserError("--config", file, other_file(content))
+        _check_file(command, file, content)
     layers = [*map(flat, (*contents, changes))]
     preset = None if files else _preset(default, layers[-1])
     given: dict[str, Any] = {}
@@ -164,6 +161,19 @@ def resolve(
     if preset and preset != _preset(default, {}):
         print_line(f"note: no --config; the preset for these data is {preset}")
     return config
+
+
+def _check_file(command: type[Command], file: str, content: dict[str, Any]) -> None:
+    """Raises: UserError for a file of another command, and for a field that only a flag may turn on."""
+    if len(content) > 1 and {key.partition(".")[0] for key in content}.isdisjoint(command.model_fields):
+        from gpt2_ddp.config.hints import other_file
+
+        raise UserError("--config", file, other_file(content))
+    values = flat(content)
+    for name, field in leaves(command):
+        is_only_flag = any(isinstance(mark, OnlyFlag) for mark in field.metadata)
+        if is_only_flag and values.get(name) not in (None, False):
+            raise UserError(name, values[name], f"is in {file}; a file cannot turn it on: give the flag --{name} true")
 
 
 def _preset(default: Default, flags: Mapping[str, Any]) -> str | None:

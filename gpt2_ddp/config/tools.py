@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from gpt2_ddp.config.base import Command, Count, Fraction, Text
+from gpt2_ddp.config.base import Command, Count, Fraction, OnlyFlag, Text
 
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
 TRUST = "execute the class that the run recorded (docs/extend.md), even if it was never given on this machine"
-TrustRunCode = Annotated[bool, Field(description=TRUST)]
+TrustRunCode = Annotated[bool, OnlyFlag(), Field(description=TRUST)]
 Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$", title="FROM:TO (like 1000:1100)")]
 Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", title="a chain (64 digits 0-9 and a-f)")]
 

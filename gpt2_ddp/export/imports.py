@@ -6,12 +6,15 @@ of this project, are the same.
 """
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
+from safetensors import safe_open
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, write_manifest, write_part
 from gpt2_ddp.checkpoint.intact import newest_intact
@@ -22,7 +25,8 @@ from gpt2_ddp.config.training import ModelConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.export.transformers_layout import CLASSES, SHAPE, fixed_fields, to_transformers
-from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, sha256_file
+from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, read_json, regular, sha256_file
+from gpt2_ddp.model.architecture import ARCHITECTURES, mlp_width
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.tokenizer_check import export_fault
@@ -34,6 +38,8 @@ from gpt2_ddp.training.initial_weights import HUB, ON_THE_HUB, TRANSFORMERS, imp
 FIELD = "source"
 FILES = [TRANSFORMERS, "model*.safetensors*", TOKENIZER_FILE]  # that are fetched and hashed
 HUB_NAME = re.compile(rf"{HUB}[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+MOST_LABELS = 10_000  # of a classifier; transformers names each
+SLACK = 10  # how often the size of the weights a config.json may claim: then transformers names what does not fit
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # names of the tanh-GELU, the only activation of `GPT`
 
 
@@ -86,6 +92,7 @@ def _check_source(source: str) -> None:
 
 def _convert(folder: Path, model: ModelConfig, setup: Setup, settings: str) -> Snapshot:
     """A run before its first step, without optimizer state. Raises: UserError, which names what does not fit."""
+    _check_size(folder, model)
     theirs = _load(folder, CLASSES[model.architecture])
     tensors = theirs.state_dict()
     file = folder / TOKENIZER_FILE
@@ -112,7 +119,7 @@ def _folder(source: str, patterns: list[str]) -> Path:
     UserError for a file that git-LFS did not fetch."""
     if not source.startswith(HUB):
         for file in (file for pattern in patterns for file in Path(source).glob(pattern)):
-            if is_lfs_pointer(file):
+            if is_lfs_pointer(regular(file)):
                 raise UserError(FIELD, file, LFS_HINT)
         return Path(source)
     import huggingface_hub
@@ -126,12 +133,19 @@ def _read_config(source: str, folder: Path) -> ModelConfig:
     (`reorder_and_upcast_attn` only changes the order.)"""
     import transformers
 
+    if int(read_json(folder / TRANSFORMERS).get("num_labels") or 0) > MOST_LABELS:
+        raise UserError(FIELD, source, f"has more than {MOST_LABELS:,} num_labels; a language model has none")
     theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     kind = theirs["model_type"]
     if kind not in CLASSES:
         raise UserError(FIELD, source, f"is a model of type {kind}; only {', '.join(CLASSES)} are supported")
     theirs |= theirs.get("rope_parameters") or {}
-    fitting = ModelConfig(architecture=kind, **{name: theirs[field] for name, field in SHAPE[kind].items()})
+    try:
+        fitting = ModelConfig(architecture=kind, **{name: theirs[field] for name, field in SHAPE[kind].items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = SHAPE[kind].get(str(first["loc"][0]), TRANSFORMERS)
+        raise UserError(FIELD, source, f"has {field}: {first['input']}; {first['msg']}") from error
     choices = [
         str(UserError(FIELD, source, f"has {field}: {json.dumps(theirs[field])}; only {json.dumps(ours)} is supported"))
         for field, ours in (fixed_fields(fitting) | {"quantization_config": None}).items()
@@ -140,6 +154,22 @@ def _read_config(source: str, folder: Path) -> ModelConfig:
     if choices:
         raise UserError.join(choices)
     return fitting
+
+
+def _check_size(folder: Path, model: ModelConfig) -> None:
+    """Raises: UserError for a config.json that claims far more than the weights are. transformers would make it all."""
+    numbers = tensors = 0
+    for file in folder.glob("model*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  it is no mapping
+                numbers += math.prod(opened.get_slice(name).get_shape())
+                tensors += 1
+    rows = int(read_json(folder / TRANSFORMERS).get("vocab_size") or 0)
+    rows += 0 if ARCHITECTURES[model.architecture].rotary else model.block_size
+    needed = model.n_embd * (rows + model.n_layer * (model.n_embd + mlp_width(model)))
+    if model.n_layer > SLACK * tensors or needed > SLACK * numbers:
+        claim = f"a model of {model.n_layer:,} layers and {needed:,} numbers or more"
+        raise UserError(FIELD, folder, f"its {TRANSFORMERS} claims {claim}; its weights are {numbers:,} in {tensors}")
 
 
 def _load(folder: Path, name: str) -> Any:

@@ -100,7 +100,7 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
         raise UserError("tokenizer", config.tokenizer, hint)
     can_compare = row_source(config) or any(list_files(source) for source in config.source)
     if can_compare:
-        check_unchanged(folder, config, made_with["fingerprint"])
+        check_unchanged(folder, config, made_with.get("fingerprint"))
     gone = "" if can_compare else f" ({config.source_name} is not here any more, so it was not compared)"
     print(f"{folder} is already prepared: {_summary(manifest)}{gone}; delete it to prepare it again")
     if note := tokenizer_note({str(folder): manifest}):

@@ -54,7 +54,11 @@ def _saved(config: PrepareConfig) -> Any:
     """What `save_to_disk` wrote into a folder; of several splits, one."""
     import datasets
 
-    saved = datasets.load_from_disk(os.path.expanduser(config.source_name))
+    try:
+        saved = datasets.load_from_disk(os.path.expanduser(config.source_name))
+    except Exception as error:  # of a damaged folder, any
+        reason = f"cannot be read as a folder of save_to_disk ({type(error).__name__}: {error})"
+        raise UserError("source", config.source_name, f"{reason}; save it again, or name its files") from error
     if not isinstance(saved, dict):
         return saved
     if config.split not in saved:

@@ -278,9 +278,12 @@ def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, An
 def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any]) -> None:
     """Compares the source with its `fingerprint`. Files of the size and time in its record are not read again.
     Raises: UserError if it has changed."""
-    before: list[Entry] = []
-    with suppress(OSError):
-        before = [Entry(*json.loads(line)) for line in (folder / RECORD).read_text().splitlines()]
+    before: tuple[Entry, ...] = ()
+    with suppress(OSError, ValueError, TypeError, RecursionError):  # a folder of somebody else may have anything
+        lines = regular(folder / RECORD).read_text().splitlines()
+        record = tuple(Entry(*json.loads(line)) for line in lines)
+        hash(record)  # not of lists in place of names
+        before = record
     entries = [] if row_source(config) else list(file_entries(config, find_files(config), before))
     now = fingerprint(config, entries)
     if now != was and None not in now.values():

@@ -126,8 +126,9 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     config = flat(_read(folder / CONFIG, lambda file: read_yaml(str(file)), notes))
     events = [*filter(is_event, lines)]
     for event in events:  # runs of equal minutes belong together, whatever steps they had the time for
-        if event["event"] == "length" and event["steps"] == config.get("train.steps"):
-            config |= {"train.minutes": event["minutes"], "train.steps": None, "optim.decay_steps": None}
+        match event:
+            case {"event": "length", "steps": steps, "minutes": minutes} if steps == config.get("train.steps"):
+                config |= {"train.minutes": minutes, "train.steps": None, "optim.decay_steps": None}
     status = _read(folder / STATUS, read_json, notes)
     if status.get("state") == "running":  # it may have been killed since
         found = health(folder)

@@ -22,6 +22,7 @@ from gpt2_ddp.checkpoint.run_files import (
     METRICS,
     is_event,
     is_rollback,
+    lines_of,
     parse_lines,
     split_chain,
 )
@@ -91,7 +92,7 @@ class Log:
         self.seen = {FIRST_CHAIN: (0, 0)}
         self.last: Record = {}
         self.defects: list[str] = []
-        for number, line in enumerate(parse_lines(self._stream), 1):
+        for number, line in enumerate(parse_lines(lines_of(self._stream)), 1):
             if line.torn or self.defects:
                 break
             self._add(f"{METRICS}, line {number}", line.text, line.row, chains)
@@ -131,7 +132,7 @@ class Log:
     def rows(self) -> Iterator[Record]:
         """The rows, in order."""
         self._stream.seek(0)
-        return (line.row for line in islice(parse_lines(self._stream), self._count))
+        return (line.row for line in islice(parse_lines(lines_of(self._stream)), self._count))
 
 
 def verify_run(command: VerifyConfig) -> int:

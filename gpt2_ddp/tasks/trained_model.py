@@ -35,6 +35,9 @@ def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, T
     with still_there(checkpoint):
         weights = checkpoint.tensors(MODEL)
         tokenizer = saved_tokenizer(checkpoint)
+    if not task and config.model.n_layer > len(weights):  # to make 10,000 layers takes minutes
+        hint = f"does not fit the model section: it has {len(weights)} tensors for {config.model.n_layer} layers"
+        raise UserError("checkpoint", checkpoint.path, hint)
     ids = tokenizer.vocab_size, tokenizer.eot
     with torch.device("meta"), without_init():  # a stranger's configuration may claim any size
         model = task.make_model(*ids) if task else GPT(config.model, *ids)
