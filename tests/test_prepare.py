@@ -324,6 +324,7 @@ def test_two_at_once(texts, tmp_path):
 MISTAKES = """
 *.none bytes source
 empty.txt bytes source
+empty.txt bpe source
 words.txt gpt5 tokenizer
 words.txt words.txt tokenizer
 """
@@ -341,6 +342,22 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path, case):
         expect_error(f"^{field} = [^\n]*$", prepare, asked)
     assert not (tmp_path / "new/out").exists()
     assert [*(tmp_path / "one").rglob("*")] == [tmp_path / "one/mine"]
+
+
+EMPTY = {"a.txt": b"", "mark.txt": b"\xef\xbb\xbf", "a.txt.gz": gzip.compress(b""), "a.jsonl": b'{"text": ""}\n' * 300}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_a_source_without_text_for_a_split_is_refused(tmp_path, tokenizer):
+    for name, content in EMPTY.items():
+        (tmp_path / name).write_bytes(content)
+        for fraction in (0, 0.05):
+            asked = config(tmp_path / name, tmp_path / "out", tokenizer=tokenizer, val_fraction=fraction)
+            expect_error("source = .*: has no text; choose another source", prepare, asked)
+    (tmp_path / "same.jsonl").write_bytes(b'{"text": "one"}\n' * 300)
+    for fraction, name in ((0.05, "val"), (0.95, "train")):
+        asked = config(tmp_path / "same.jsonl", tmp_path / "out", tokenizer=tokenizer, val_fraction=fraction)
+        expect_error(f"has too few different documents for a {name} split", prepare, asked)
 
 
 @pytest.mark.parametrize("is_disk", [False, True])
