@@ -50,6 +50,8 @@ REFUSED = {
     re.escape(LFS_POINTER): LFS_HINT,
     rb"(?s:.{257})ustar": "is a tar archive; unpack it, and name the folder",
     b"%PDF-": "is PDF; extract its text, as with pdftotext",
+    rb"PK\x03\x04": "is zip or an Office document; unpack it, or export it as text",
+    rb"SQLite format 3\0": "is SQLite; export the table as CSV",
     rb"\xff\xfe\0\0|\0\0\xfe\xff": "is UTF-32 by its first bytes; convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW",
     rb"\xff\xfe|\xfe\xff": "is UTF-16 by its first bytes; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW",
 }
@@ -61,17 +63,16 @@ NOT_TEXT = {
     rb"\x28\xb5\x2f\xfd": "zstd: name it .zst",
     rb"\x04\x22\x4d\x18": "lz4: name it .lz4",
     rb"\x1f\x9d": "compress: unpack it",
-    rb"PK\x03\x04": "zip or an Office document: unpack it, or export it as text",
     rb"7z\xbc\xaf\x27\x1c": "7z: unpack it",
     rb"\xd0\xcf\x11\xe0": "an old Office document: export it as text",
     rb"PAR1": "parquet: name it .parquet",
-    rb"SQLite format 3\0": "SQLite: export the table as CSV",
     rb"(?:[^\0]\0){8}": "UTF-16LE, it seems: convert it: iconv -f UTF-16LE -t UTF-8 OLD > NEW",
     rb"(?:\0[^\0]){8}": "UTF-16BE, it seems: convert it: iconv -f UTF-16BE -t UTF-8 OLD > NEW",
 }
-"""Beginnings of files that are no text by their control characters, and what they are."""
+"""Beginnings of files that are no text by their control characters or bytes, and what they are."""
 MARKUP = {
     rb"(?is:\s*(?:<\?xml.{,200}?\?>\s*)?(?:<!--.{,1000}?-->\s*)?<(?:!doctype\s+html|html\b))": "HTML",
+    rb"(?s:\s*<\?xml\s|\s*<mediawiki\b)": "XML",
     rb"\{\\rtf": "RTF",
     rb"From \S+@\S+ .*\n": "mail (mbox)",
     rb"(?s:\s*\{\s*\"cells\":\s*\[)": "Jupyter notebooks",
@@ -185,11 +186,11 @@ def text_parts(path: Path, end: bytes) -> list[Part]:
                 parts.append(Part(str(path), start, cut, cut - start))
                 start = cut
             size += len(block)
-    if controls * 100 > size:
+    if controls * 100 > size or undecodable * TRACE > size:
         found = first_match(NOT_TEXT, head_of(path))
-        raise ValueError(f"is not text (has {controls:,} control characters){found and f'; {found}'}")
-    if undecodable * TRACE > size:
-        hint = "convert it: iconv -f cp1252 -t UTF-8 OLD > NEW, or from its own encoding"
+        if controls * 100 > size:
+            raise ValueError(f"is not text (has {controls:,} control characters){found and f'; {found}'}")
+        hint = found or "convert it: iconv -f cp1252 -t UTF-8 OLD > NEW, or from its own encoding"
         raise ValueError(f"is not UTF-8 (cannot decode {undecodable:,} characters); {hint}")
     return [*parts, Part(str(path), start, 0, size - start)]
 
