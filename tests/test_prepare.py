@@ -431,7 +431,10 @@ def test_a_bpe_of_much_text_is_trained_on_a_sample_from_all_of_it():
 def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
     file, make_tokenizer = texts / "below" / "001.txt", prepare_module.make_tokenizer
     for change, words in (
-        (lambda: file.write_bytes(file.read_bytes()[1:]), "has changed since it was read;"),
+        (
+            lambda: file.write_bytes(file.read_bytes()[1:]),
+            r"has changed since it was read; prepare it again .* at rest$",
+        ),
         (lambda: file.unlink(), "001.txt"),
     ):
         changing = lambda *args, change=change: (make_tokenizer(*args), change())  # noqa: E731

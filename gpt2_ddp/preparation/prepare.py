@@ -144,7 +144,7 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
         name = str(aside / TOKENIZER_FILE)
         make_tokenizer(source, cut, Path(name))
     splits, counts = write_splits(aside, source, name, cut, pool)
-    check_unchanged(aside, config, was)
+    check_unchanged(aside, config, was, "prepare it again when its files are at rest")
     account = counts | {"left_out": source.left_out[:MOST_NAMED]}
     recipe = _recipe(config) | {"fingerprint": was, "account": account}
     name_of_source = config.source_name

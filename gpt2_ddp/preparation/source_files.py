@@ -276,17 +276,18 @@ def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, An
     return {"files": len(entries), "bytes": sum(entry.bytes for entry in entries), "sha256": sha256}
 
 
-def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any]) -> None:
+def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], hint: str = "") -> None:
     """Compares the source with its `fingerprint`. Files of the size and time in its record are not read again.
-    Raises: UserError if it has changed."""
+    `hint`: what to do about a change, by default with a folder that is prepared. Raises: UserError if it has
+    changed."""
     before: list[Entry] = []
     with suppress(OSError):
         before = [Entry(*json.loads(line)) for line in (folder / RECORD).read_text().splitlines()]
     entries = [] if row_source(config) else list(file_entries(config, find_files(config), before))
     now = fingerprint(config, entries)
     if now != was and None not in now.values():
-        hint = f"has changed since it was read; choose another output, or delete {folder}"
-        raise UserError("source", config.source_name, hint)
+        hint = hint or f"choose another output, or delete {folder}"
+        raise UserError("source", config.source_name, f"has changed since it was read; {hint}")
 
 
 def file_entries(config: PrepareConfig, paths: Iterable[Path], known: Iterable[Entry] = ()) -> Iterator[Entry]:
