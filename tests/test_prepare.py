@@ -324,6 +324,7 @@ def test_two_at_once(texts, tmp_path):
 MISTAKES = """
 *.none bytes source
 empty.txt bytes source
+empty.txt bpe source
 words.txt gpt5 tokenizer
 words.txt words.txt tokenizer
 """
@@ -350,6 +351,22 @@ def test_an_output_that_cannot_be_a_folder_is_refused_before_any_work(tmp_path, 
     asked = config(tmp_path / "words.txt", tmp_path / output)
     expect_error(rf"^output = {tmp_path / output}: cannot be written \([^\n]*; name another folder$", prepare, asked)
     assert [*tmp_path.iterdir()] == [tmp_path / "words.txt"]
+
+
+EMPTY = {"a.txt": b"", "mark.txt": b"\xef\xbb\xbf", "a.txt.gz": gzip.compress(b""), "a.jsonl": b'{"text": ""}\n' * 300}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_a_source_without_text_for_a_split_is_refused(tmp_path, tokenizer):
+    for name, content in EMPTY.items():
+        (tmp_path / name).write_bytes(content)
+        for fraction in (0, 0.05):
+            asked = config(tmp_path / name, tmp_path / "out", tokenizer=tokenizer, val_fraction=fraction)
+            expect_error("source = .*: has no text; choose another source", prepare, asked)
+    (tmp_path / "same.jsonl").write_bytes(b'{"text": "one"}\n' * 300)
+    for fraction, name in ((0.05, "val"), (0.95, "train")):
+        asked = config(tmp_path / "same.jsonl", tmp_path / "out", tokenizer=tokenizer, val_fraction=fraction)
+        expect_error(f"has too few different documents for a {name} split", prepare, asked)
 
 
 @pytest.mark.parametrize("is_disk", [False, True])
@@ -442,7 +459,10 @@ def test_a_bpe_of_much_text_is_trained_on_a_sample_from_all_of_it():
 def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
     file, make_tokenizer = texts / "below" / "001.txt", prepare_module.make_tokenizer
     for change, words in (
-        (lambda: file.write_bytes(file.read_bytes()[1:]), "has changed since it was read;"),
+        (
+            lambda: file.write_bytes(file.read_bytes()[1:]),
+            r"has changed since it was read; prepare it again .* at rest$",
+        ),
         (lambda: file.unlink(), "001.txt"),
     ):
         changing = lambda *args, change=change: (make_tokenizer(*args), change())  # noqa: E731

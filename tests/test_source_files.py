@@ -85,6 +85,10 @@ ODD = {
     "pointer.txt": (NOT_TEXT["pointer.txt"], "git lfs pull"),
     "tree.txt": (NOT_TEXT["tree.txt"], "is a tar archive"),
     "paper.txt": (NOT_TEXT["paper.txt"], "is PDF; extract"),
+    "book.epub": (b"PK\x03\x04\x14\0\0\0\x08\0" + b"text " * 99_999, "is zip or an Office document; unpack it"),
+    "small.docx": (b"PK\x03\x04" + bytes(range(128, 256)), "is zip or an Office document; unpack it"),
+    "notes.sqlite": (b"SQLite format 3\0" + b"text " * 99_999, "is SQLite; export"),
+    "small.gz.txt": (b"\x1f\x8b" + bytes(range(128, 256)), "is not UTF-8 .*; gzip: name it .gz"),
 }
 """Content that is not what the name says, and the error."""
 

@@ -31,7 +31,7 @@ from gpt2_ddp.files import sha256_file, write_atomically
 from gpt2_ddp.preparation.progress import progress
 from gpt2_ddp.preparation.source_files import BLOCK, LARGEST, Part
 from gpt2_ddp.preparation.sources import DocumentChunk, Source, read_pieces
-from gpt2_ddp.preparation.split import Cut, read_split
+from gpt2_ddp.preparation.split import Cut, empty_split, read_split
 
 SAMPLE, EVERY = 512, 2**18  # tiktoken also encodes 0.2 % of the characters, in 3 % of the time (estimate)
 WITHOUT = "without it (pip uninstall gigatoken), tiktoken encodes the text"
@@ -84,8 +84,7 @@ def write_splits(
     splits = {split: writer.close() for split, writer in writers.items()}
     for split, shards in splits.items():
         if not shards:
-            hint = f"has too little text for a {split} split; choose another source, or val_fraction 0"
-            raise UserError("source", config.source_name, hint)
+            raise empty_split(config, split, cut, counts)
     return splits, counts
 
 

@@ -41,7 +41,7 @@ from gpt2_ddp.preparation.progress import progress
 from gpt2_ddp.preparation.row_sources import row_source
 from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, fingerprint, list_files
 from gpt2_ddp.preparation.sources import MOST_NAMED, DocumentChunk, Source, scan
-from gpt2_ddp.preparation.split import Cut, find_cut, read_split
+from gpt2_ddp.preparation.split import Cut, empty_split, find_cut, read_split
 from gpt2_ddp.preparation.tokenizer_check import check_tokenizer
 
 LEFT = ("train_*.bin", "val_*.bin", TOKENIZER_FILE)  # beside RECORD, of a preparation that was killed at its end
@@ -144,7 +144,7 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
         name = str(aside / TOKENIZER_FILE)
         make_tokenizer(source, cut, Path(name))
     splits, counts = write_splits(aside, source, name, cut, pool)
-    check_unchanged(aside, config, was)
+    check_unchanged(aside, config, was, "prepare it again when its files are at rest")
     account = counts | {"left_out": source.left_out[:MOST_NAMED]}
     recipe = _recipe(config) | {"fingerprint": was, "account": account}
     name_of_source = config.source_name
@@ -214,11 +214,14 @@ def _train_bpe(source: Source, cut: Cut | None, path: Path) -> None:
     """Trains a BPE on a sample of the training split."""
     tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
     counts: Counter[str] = Counter()
+    source_counts: Counter[str] = Counter()
     first = BPE_CHARACTERS if row_source(source.config) else math.inf  # rows would be fetched
     total = math.inf if source.config.max_documents else sum(part.bytes for part in source.parts)
-    pieces = read_split(source, source.parts, Counter(), cut)
+    pieces = read_split(source, source.parts, source_counts, cut)
     pieces = progress(pieces, "reading", "bytes", total, lambda piece: len(piece.text.encode()))
     texts = random_sample(_training_texts(pieces, first, counts), BPE_CHARACTERS)
+    if not counts["bytes"]:
+        raise empty_split(source.config, "train", cut, source_counts)
     size = source.config.vocab_size or suitable_vocab_size(counts["bytes"])
     print(f"training a BPE of {size:,} tokens on {sum(map(len, texts)):,} characters", flush=True)
     train_bpe(texts, size, path)

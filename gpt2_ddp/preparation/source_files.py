@@ -50,6 +50,8 @@ REFUSED = {
     re.escape(LFS_POINTER): LFS_HINT,
     rb"(?s:.{257})ustar": "is a tar archive; unpack it, and name the folder",
     b"%PDF-": "is PDF; extract its text, as with pdftotext",
+    rb"PK\x03\x04": "is zip or an Office document; unpack it, or export it as text",
+    rb"SQLite format 3\0": "is SQLite; export the table as CSV",
     rb"\xff\xfe\0\0|\0\0\xfe\xff": "is UTF-32 by its first bytes; convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW",
     rb"\xff\xfe|\xfe\xff": "is UTF-16 by its first bytes; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW",
 }
@@ -61,17 +63,16 @@ NOT_TEXT = {
     rb"\x28\xb5\x2f\xfd": "zstd: name it .zst",
     rb"\x04\x22\x4d\x18": "lz4: name it .lz4",
     rb"\x1f\x9d": "compress: unpack it",
-    rb"PK\x03\x04": "zip or an Office document: unpack it, or export it as text",
     rb"7z\xbc\xaf\x27\x1c": "7z: unpack it",
     rb"\xd0\xcf\x11\xe0": "an old Office document: export it as text",
     rb"PAR1": "parquet: name it .parquet",
-    rb"SQLite format 3\0": "SQLite: export the table as CSV",
     rb"(?:[^\0]\0){8}": "UTF-16LE, it seems: convert it: iconv -f UTF-16LE -t UTF-8 OLD > NEW",
     rb"(?:\0[^\0]){8}": "UTF-16BE, it seems: convert it: iconv -f UTF-16BE -t UTF-8 OLD > NEW",
 }
-"""Beginnings of files that are no text by their control characters, and what they are."""
+"""Beginnings of files that are no text by their control characters or bytes, and what they are."""
 MARKUP = {
     rb"(?is:\s*(?:<\?xml.{,200}?\?>\s*)?(?:<!--.{,1000}?-->\s*)?<(?:!doctype\s+html|html\b))": "HTML",
+    rb"(?s:\s*<\?xml\s|\s*<mediawiki\b)": "XML",
     rb"\{\\rtf": "RTF",
     rb"From \S+@\S+ .*\n": "mail (mbox)",
     rb"(?s:\s*\{\s*\"cells\":\s*\[)": "Jupyter notebooks",
@@ -185,11 +186,11 @@ def text_parts(path: Path, end: bytes) -> list[Part]:
                 parts.append(Part(str(path), start, cut, cut - start))
                 start = cut
             size += len(block)
-    if controls * 100 > size:
+    if controls * 100 > size or undecodable * TRACE > size:
         found = first_match(NOT_TEXT, head_of(path))
-        raise ValueError(f"is not text (has {controls:,} control characters){found and f'; {found}'}")
-    if undecodable * TRACE > size:
-        hint = "convert it: iconv -f cp1252 -t UTF-8 OLD > NEW, or from its own encoding"
+        if controls * 100 > size:
+            raise ValueError(f"is not text (has {controls:,} control characters){found and f'; {found}'}")
+        hint = found or "convert it: iconv -f cp1252 -t UTF-8 OLD > NEW, or from its own encoding"
         raise ValueError(f"is not UTF-8 (cannot decode {undecodable:,} characters); {hint}")
     return [*parts, Part(str(path), start, 0, size - start)]
 
@@ -275,9 +276,10 @@ def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, An
     return {"files": len(entries), "bytes": sum(entry.bytes for entry in entries), "sha256": sha256}
 
 
-def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any]) -> None:
+def check_unchanged(folder: Path, config: PrepareConfig, was: object, hint: str = "") -> None:
     """Compares the source with its `fingerprint`. Files of the size and time in its record are not read again.
-    Raises: UserError if it has changed."""
+    `was`: of a folder of somebody else it may be anything. `hint`: what to do about a change, by default with a folder
+    that is prepared. Raises: UserError if it has changed."""
     before: tuple[Entry, ...] = ()
     with suppress(OSError, ValueError, TypeError, RecursionError):  # a folder of somebody else may have anything
         lines = regular(folder / RECORD).read_text().splitlines()
@@ -287,8 +289,8 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any]) ->
     entries = [] if row_source(config) else list(file_entries(config, find_files(config), before))
     now = fingerprint(config, entries)
     if now != was and None not in now.values():
-        hint = f"has changed since it was read; choose another output, or delete {folder}"
-        raise UserError("source", config.source_name, hint)
+        hint = hint or f"choose another output, or delete {folder}"
+        raise UserError("source", config.source_name, f"has changed since it was read; {hint}")
 
 
 def file_entries(config: PrepareConfig, paths: Iterable[Path], known: Iterable[Entry] = ()) -> Iterator[Entry]:

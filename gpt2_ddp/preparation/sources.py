@@ -260,7 +260,8 @@ def _json_rows(part: Part) -> Iterator[tuple[int, Row]]:
 def _json_problem(part: Part, number: int, text: str, error: Exception) -> str:
     """Where JSON is wrong: line of the file, column, an excerpt, and what is expected."""
     if not isinstance(error, json.JSONDecodeError):
-        return f"{row_name(part, number)}: {error}"
+        problem = "is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        return f"{row_name(part, number)}: {problem}; correct or remove it"
     excerpt = truncate(text[max(error.pos - EXCERPT, 0) : error.pos + EXCERPT].strip(), 3 * EXCERPT)
     place = f"{row_name(part, number + error.lineno - 1)}, column {error.colno:,}"
     hint = "; write each object in one line, or all as one array" if text.strip() == "{" else ""

@@ -12,6 +12,8 @@ from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
+from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.source_files import Part
 from gpt2_ddp.preparation.sources import DocumentChunk, Source, read_documents, read_pieces
 
@@ -50,6 +52,16 @@ def read_split(source: Source, parts: Iterable[Part], counts: Counter[str], cut:
     """`read_pieces`, each piece in its split. With a cut, `parts` are all parts of the source."""
     pieces = read_pieces(source.config, parts, counts)
     return pieces if cut is None else divide_pieces(pieces, cut)
+
+
+def empty_split(config: PrepareConfig, split: str, cut: Cut | None, counts: Counter[str]) -> UserError:
+    """The error of a source that gives no text for a split. `cut` and `counts`: those that it was read with."""
+    hint = f"has too little text for a {split} split; choose another source, or val_fraction 0"
+    if not counts["bytes"]:
+        hint = "has no text; choose another source"
+    elif cut is None:
+        hint = f"has too few different documents for a {split} split; choose another source, or val_fraction 0"
+    return UserError("source", config.source_name, hint)
 
 
 def divide_pieces(pieces: Iterable[DocumentChunk], cut: Cut) -> Iterator[DocumentChunk]:
