@@ -104,6 +104,7 @@ CANNOT = {why: parts for why, *parts in (block.strip("\n").split("\n") for block
 TRAINING = (
     "--train.steps {steps} --train.device cpu --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
     " --model.block_size 32 --train.global_batch_tokens 256 --eval.tokens 512 --optim.warmup_steps 2"
+    " --optim.schedule constant"  # the same run is made longer, which a decay to 0 forbids
     " --tracking.sample_every 0"
 )
 SMALLER = {

@@ -23,7 +23,7 @@ from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.project import PROJECT
-from gpt2_ddp.state import Best, LogEnd, Progress
+from gpt2_ddp.state import Best, LogEnd, LossSum, Progress, Unjudged
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.optimizer import lr_at
 
@@ -58,7 +58,14 @@ def make_long_run(trained, place, steps):
     content = verify(checkpoint_at(trained, 10))
     best = Best(step=0, val_loss=5.5, tokens=512, since=1)
     progress = {"step": steps, "scores": scores, "scored_at": steps, "best": best}
-    sections = {"guard": {"judged": steps - 2}, "setup": {"processes": start["processes"]}, "progress": progress}
+    unjudged = [Unjudged(step, 5.0, False) for step in (steps - 1, steps)]
+    units = steps * 12 * 32  # no row says that an epoch ended
+    sections = {
+        "guard": {"judged": steps - 2, "unjudged": unjudged},
+        "setup": {"processes": start["processes"]},
+        "progress": progress,
+        "losses": {"epoch": LossSum(5.0 * units, units, units)},
+    }
     own = {name: getattr(content.state, name).model_copy(update=changes) for name, changes in sections.items()}
     state = content.state.model_copy(update={"feed": feed.state, "log": log.end()} | own)
     model, moments = ({**content.tensors(file)} for file in (MODEL, OPTIMIZER))

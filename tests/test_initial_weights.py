@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close, float64
-from commands import expect_error, expect_field, forked
+from commands import expect_error, expect_field, forked, last_of_each
 from models import edit_json, edit_weights, in_transformers, tiny
 from ranks import in_turn, run_ranks
 from runs import change, initial_weights, same, spoil, train, training_config
@@ -329,13 +329,13 @@ def test_train_and_plan_take_the_shape(tmp_path):
     assert "9,712" in forked(["scripts/plan.py", *flags], ROOT).stdout
     assert "9,712 parameters, 2 x cpu" in forked(run, ROOT, world=2).stdout
     shutil.rmtree(folder)
-    went_on = forked([*run, "--train.steps", "3"], ROOT, world=2)
+    went_on = forked(last_of_each([*run, "--train.steps", "3"]), ROOT, world=2)
     assert went_on.returncode == 0, went_on
     settled = load(TrainingConfig, ["--config", f"{tmp_path}/runs/small_corpus/config.yaml"])
     assert (settled.model.n_layer, settled.model.block_size, settled.inherited) == (1, 16, set())
     for script in ("plan", "train_gpt2"):
         less_than_a_window = ["--run_name", "other", "--train.global_batch_tokens", "64"]  # of the preset
-        refused = forked([f"scripts/{script}.py", *flags, *less_than_a_window], ROOT)
+        refused = forked(last_of_each([f"scripts/{script}.py", *flags, *less_than_a_window]), ROOT)
         assert refused.returncode == 2
         assert "error: train.init_from = " in refused.stderr
 

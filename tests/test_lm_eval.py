@@ -19,9 +19,9 @@ from runs import complete, training_config
 
 from gpt2_ddp.config.cli import load as load_config
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig
-from gpt2_ddp.export import check
 from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.files import read_json
+from gpt2_ddp.preparation import tokenizer_check
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 LM_EVAL = Path(sys.executable).with_name("lm_eval")
@@ -77,7 +77,7 @@ def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path, monkeypatch):
     local_tasks(tmp_path / "local", page)
     changes = {"model.block_size": 128, "train.global_batch_tokens": 12 * 128, "optim.lr": 0.03}
     complete(training_config(corpus, tmp_path, changes))
-    monkeypatch.setattr(check, "library_files", lambda: [Path(heapq.__file__)])
+    monkeypatch.setattr(tokenizer_check, "library_files", lambda: [Path(heapq.__file__)])
     assert export_hf(load_config(ExportConfig, [str(tmp_path / "run"), "--output", str(tmp_path / "export")])) == 0
     theirs = lm_eval_of(tmp_path / "export", page, tmp_path)
     tasks = tuple(str(tmp_path / f"local/{name}.jsonl") for name in NAMES)

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from commands import expect_error
+from commands import expect_error, last_of_each
 from nasty import CL100K_PATTERN, config, library_texts, pieces, texts, write_nested
 
 from gpt2_ddp.data.manifest import read_manifest
@@ -268,7 +268,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def prepare_with_hub(endpoint, folder, *arguments):
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "home")}
     arguments = ("--source", "hub:owner/name", "--tokenizer", "gpt2", "--output", str(folder / "out"), *arguments)
-    return subprocess.run([*PREPARE_DATA, *arguments], env=environment, capture_output=True, text=True)
+    words = [*PREPARE_DATA, *last_of_each(arguments)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True)
 
 
 @contextmanager

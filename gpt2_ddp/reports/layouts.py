@@ -8,7 +8,7 @@ from torch import nn
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE, Checkpoint
 from gpt2_ddp.checkpoint.loading import OF_ADAM, OF_SGD, Tensors, layout_of, optimizer_defect, weights_defect
-from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, TransformerConfig
+from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -30,6 +30,8 @@ def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) 
     model = _make_model(config, checkpoint, weights, kind)
     if isinstance(model, str):
         return [f"{place}/{model}"]
+    if model is None:
+        return []
     if defect := weights_defect(weights, model):
         return [f"{place}/{MODEL}: {defect}"]
     layouts, names = layout_of(checkpoint.tensors(OPTIMIZER)), _state_names(config, model, kind)
@@ -45,8 +47,9 @@ def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) 
 
 def _make_model(
     config: RunConfig, checkpoint: Checkpoint, weights: Tensors, kind: type[Pretraining]
-) -> nn.Module | str:
-    """The plain model on the meta device; or why the file cannot have its weights."""
+) -> nn.Module | str | None:
+    """The plain model on the meta device; or why the file cannot have its weights. None for a job of one's own, whose
+    model comes with its data."""
     facts = checkpoint.state.record
     layers = config.get("model.n_layer") or 0
     if layers > len(weights):
@@ -59,8 +62,10 @@ def _make_model(
             return kind(config).make_model(size, 0)
         if isinstance(config, TransformerConfig):
             return TransformerLM(config)
-        if not isinstance(config, ClassifierConfig):
+        if isinstance(config, RegressionConfig):
             return Line()
+        if not isinstance(config, ClassifierConfig):
+            return None
         if not config.data.images:
             return MLP(config.data.features, config.model.hidden, 2)
         if not facts.get("classes") or not facts.get("image_shape"):
