@@ -284,6 +284,7 @@ prepare_data --tokenizer=a.json b.json | b.json | --tokenizer takes one value; q
 train_gpt2 optim.lr=3e-4 | optim.lr=3e-4 | flags begin with --, like --optim.lr=3e-4
 train_gpt2 configs/gpt2_124m.yaml --seed 3 | configs/gpt2_124m.yaml | a file of settings is given as --config configs/g
 train_gpt2 a.txt 'b c' | a.txt 'b c' | no flag takes it
+train_gpt2 '' b | '' b | no flag takes it
 train_gpt2 --config a.yaml b.yaml | b.yaml | --config takes one file; repeat it
 train_gpt2 --data.path=a b | b | --data.path=VALUE takes one value; for several, write --data.path VALUE VALUE
 generate runs/a --checkpoint runs/b --seed 3 4 | runs/a 4 | --seed takes one value

@@ -123,7 +123,7 @@ def _hint_for_others(word: str, flag: str, fields: Mapping[str, FieldInfo]) -> s
         return f"a file of settings is given as --config {word}"
     if word.partition("=")[0] in fields:
         return f"flags begin with --, like --{word}"
-    if word[0] in "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}":
+    if word.startswith(("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")):
         return "flags begin with two hyphens, --; this is a longer dash"
     if flag == CONFIG:
         return "--config takes one file; repeat it for others: --config FIRST --config SECOND"
