@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # threads wait for each other in a busy loop, by default of 300,000 rounds. On a busy machine such a loop takes the core
 # that the other thread needs. docs/benchmarks.md has the speeds.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 _API = (
     "evaluate",

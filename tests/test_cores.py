@@ -90,7 +90,7 @@ def test_threads_are_the_processes_shares(machine, monkeypatch, quota, processes
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_threads_that_wait_leave_the_core_soon_unless_the_user_chose(monkeypatch, given, expected):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
