@@ -609,6 +609,17 @@ def test_the_sizes_of_what_is_encoded_add_up(texts, tmp_path, monkeypatch):
     assert seen == {"looking at files": [size, size], "reading": [size, size], "encoding": [size, size]}
 
 
+def test_a_full_disk_is_named_with_the_way_out(tmp_path, monkeypatch):
+    (tmp_path / "words.txt").write_text("text")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(prepare_module, "_prepare", full)
+    asked = config(tmp_path / "words.txt", tmp_path / "out")
+    expect_error(r"^output = .*No space left on device\); free space on that disk, and run the same", prepare, asked)
+
+
 def test_a_closed_output_is_no_damage_of_the_data(texts, tmp_path, monkeypatch):
     """`| head` ends the command as a pipe does, and the data are there."""
 

@@ -70,3 +70,13 @@ def test_rows_with_another_chain_have_none(tmp_path):
     first = split_chain(lines[0].rstrip())[1]
     file.write_text("".join(lines).replace(first, FIRST_CHAIN))
     assert chain_of(file, file.stat().st_size) == "", "though the rows and the last chain are the same"
+
+
+def test_rows_that_are_gone_are_not_kept(tmp_path, capsys):
+    """The warning of a resume says what is left of the rows."""
+    file = tmp_path / "metrics.jsonl"
+    assert [*repaired(file, 8)] == []
+    assert "is missing; the rows up to step 8 are lost" in capsys.readouterr().err
+    file.write_text('{"step": 4}\n{"step": 9}\n')
+    assert len([*repaired(file, 8)]) == 1
+    assert "rows up to step 8 are kept; a copy is in metrics.jsonl.damaged" in capsys.readouterr().err

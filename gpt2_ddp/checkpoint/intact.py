@@ -304,14 +304,15 @@ def recover(folder: Path) -> None:
 def repaired(file: Path, step: int) -> Iterator[bytes]:
     """The rows that a resumed run keeps of a damaged file: the sound ones up to this step. Copies the file aside, with
     a warning. Raises: UserError."""
-    where, aside = "", free_name(file.with_name(f"{file.name}.damaged"))
+    message = f"is missing; the rows up to step {step} are lost"
     if file.is_file():
+        aside = free_name(file.with_name(f"{file.name}.damaged"))
         with writing(file):
             shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
             fsync_path(aside)
-        where = f"; a copy is in {aside.name}"
-    problem = "a row before the checkpoint is missing or changed"
-    print(f"warning: {file}: {problem}; rows up to step {step} are kept{where}", file=sys.stderr)
+        message = f"a row before the checkpoint is missing or changed; rows up to step {step} are kept"
+        message += f"; a copy is in {aside.name}"
+    print(f"warning: {file}: {message}", file=sys.stderr)
     for line in read_lines(file):
         if type(line.row.get("step")) is int and line.row["step"] <= step:
             with suppress(ValueError):  # numbers that JSON lacks

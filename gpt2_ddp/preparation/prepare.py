@@ -2,6 +2,7 @@
 written last and makes the folder usable; after a kill, a preparation starts over.
 """
 
+import errno
 import heapq
 import json
 import math
@@ -78,7 +79,9 @@ def prepare(config: PrepareConfig) -> Manifest:
     except BrokenPipeError:  # of standard output: the data are right (`run_command`)
         raise
     except OSError as error:
-        raise UserError("output", folder, f"cannot be prepared ({error})") from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "; free space on that disk, and run the same command again" if is_full else ""
+        raise UserError("output", folder, f"cannot be prepared ({error}){hint}") from error
 
 
 def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
