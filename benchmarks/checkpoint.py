@@ -19,7 +19,7 @@ from gpt2_ddp.cluster import read_clock
 from gpt2_ddp.files import fsync_path
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
-from gpt2_ddp.training.run import Training
+from gpt2_ddp.training.start import Training
 
 FIGURES = ("training stands still", "until on disk", "training time lost", "resume: read, verify, put")
 """Seconds that a turn measures."""

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import MicroBatch
 from gpt2_ddp.distributed.ranks import on_every_rank, sum_over_ranks

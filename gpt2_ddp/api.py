@@ -21,7 +21,7 @@ from gpt2_ddp.errors import UserError
 
 if TYPE_CHECKING:  # what follows is slow to import
     from gpt2_ddp.data.tokenizer import Tokenizer
-    from gpt2_ddp.model.evaluate import Evaluation
+    from gpt2_ddp.evaluation.evaluate import Evaluation
     from gpt2_ddp.model.gpt import GPT
     from gpt2_ddp.training.loop import Result
     from gpt2_ddp.training.task import MakeTask
@@ -122,7 +122,7 @@ def _train(config: RunConfig, task: "MakeTask | None", on_row: OnRow | None) -> 
     _trained.append(config.run_name)
     make_task = task or make_pretraining
     if isinstance(task, type) and task is not Pretraining and issubclass(task, Pretraining):
-        from gpt2_ddp.tasks.own_code import make
+        from gpt2_ddp.tasks.user_task import make
 
         make_task = partial(make, Pretraining, given=task)
     try:
@@ -144,7 +144,7 @@ def load_model(
         checkpoint: a run folder, for its newest intact one; or one in it, RUN/checkpoints/step-XXXXXXXX.
         trust_run_code: execute the class that the run recorded, even if it was never given on this machine.
     """
-    from gpt2_ddp.checkpoint.intact import find_checkpoint
+    from gpt2_ddp.checkpoint.verify import find_checkpoint
     from gpt2_ddp.distributed.launch import pick_device
     from gpt2_ddp.tasks.trained_model import load_model
 
@@ -196,7 +196,7 @@ def evaluate(
         tokens: number of tokens to score, evenly spread; None: all.
         batch_size: windows per forward pass.
     """
-    from gpt2_ddp.model.evaluate import EvalSet, evaluate
+    from gpt2_ddp.evaluation.evaluate import EvalSet, evaluate
     from gpt2_ddp.tasks.checkpoints import open_splits
 
     EvaluateConfig(tokens=tokens, batch_size=batch_size, split=split)  # checks them
@@ -212,7 +212,7 @@ def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
     without the text before it."""
     import torch
 
-    from gpt2_ddp.model.evaluate import Evaluation
+    from gpt2_ddp.evaluation.evaluate import Evaluation
 
     ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
     if not len(ids):

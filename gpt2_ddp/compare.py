@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gpt2_ddp.cluster import read_clock
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.config.kinds import CONFIGS
+from gpt2_ddp.config.saved import CONFIGS
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.launch import pick_device
@@ -39,7 +39,7 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train_step
 from gpt2_ddp.training.opening import open_run
-from gpt2_ddp.training.run import Trainer, build
+from gpt2_ddp.training.start import Trainer, build
 
 Job = TrainingConfig | JobConfig
 DEFAULTS = {

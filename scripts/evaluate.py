@@ -7,7 +7,7 @@ torchrun --nproc_per_node 8 scripts/evaluate.py runs/gpt2_124m --mixed_precision
 """
 
 from gpt2_ddp.config.tools import EvaluateConfig
-from gpt2_ddp.run_urls import run_command_on_runs
+from gpt2_ddp.remote.copies import run_command_on_runs
 
 if __name__ == "__main__":
     run_command_on_runs(EvaluateConfig, "gpt2_ddp.tasks.checkpoints:evaluate_checkpoint")

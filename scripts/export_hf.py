@@ -8,7 +8,7 @@ If transformers' results differ, exits with 1 and writes no folder. docs/export.
 """
 
 from gpt2_ddp.config.tools import ExportConfig
-from gpt2_ddp.run_urls import run_command_on_runs
+from gpt2_ddp.remote.copies import run_command_on_runs
 
 if __name__ == "__main__":
     run_command_on_runs(ExportConfig, "gpt2_ddp.export.export:export_hf")

@@ -7,7 +7,7 @@ Samples go to standard output. A single sample is printed while it is generated.
 """
 
 from gpt2_ddp.config.tools import GenerateConfig
-from gpt2_ddp.run_urls import run_command_on_runs
+from gpt2_ddp.remote.copies import run_command_on_runs
 
 if __name__ == "__main__":
     run_command_on_runs(GenerateConfig, "gpt2_ddp.tasks.trained_model:generate_text")

@@ -100,7 +100,7 @@ def lr_at(step: int) -> float:  # in earnest: model/optim.py
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, gpt: GPT, val: Tensor) -> float:  # in earnest: model/evaluate.py
+def evaluate(accelerator: Accelerator, gpt: GPT, val: Tensor) -> float:  # in earnest: evaluation/evaluate.py
     """Loss of EVAL_WINDOWS windows, evenly spread. Each process scores its share; then the processes add their sums."""
     numbers, total = torch.arange(EVAL_WINDOWS) * len(val) // EVAL_WINDOWS, torch.zeros((), device=accelerator.device)
     for share in numbers.split(MICRO)[accelerator.process_index :: accelerator.num_processes]:
@@ -115,7 +115,7 @@ def save(step: int, gpt: GPT, adamw: Optimizer) -> None:  # in earnest: checkpoi
     os.replace(new, CHECKPOINT)  # a process killed while it writes leaves the old checkpoint whole
 
 
-def load(gpt: GPT, adamw: Optimizer) -> int:  # in earnest: training/run.py
+def load(gpt: GPT, adamw: Optimizer) -> int:  # in earnest: training/start.py
     """Loads the checkpoint on every process, and returns its step; without a checkpoint, 0."""
     if not CHECKPOINT.exists():
         return 0

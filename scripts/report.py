@@ -6,7 +6,7 @@ python scripts/report.py --runs runs/a runs/b --output runs/groups.json       # 
 """
 
 from gpt2_ddp.config.tools import ReportConfig
-from gpt2_ddp.run_urls import run_command_on_runs
+from gpt2_ddp.remote.copies import run_command_on_runs
 
 if __name__ == "__main__":
     run_command_on_runs(ReportConfig, "gpt2_ddp.reports.report:report")

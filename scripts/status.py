@@ -5,7 +5,7 @@ python scripts/status.py runs/mine
 """
 
 from gpt2_ddp.config.tools import StatusConfig
-from gpt2_ddp.run_urls import run_command_on_runs
+from gpt2_ddp.remote.copies import run_command_on_runs
 
 if __name__ == "__main__":
     run_command_on_runs(StatusConfig, "gpt2_ddp.reports.status:show_status")

@@ -19,7 +19,6 @@ from pathlib import Path
 from signal import Signals
 from typing import NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import is_locked
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import SweepConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
@@ -29,6 +28,7 @@ from gpt2_ddp.distributed.signals import Stopped, install_handlers
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import refuse_links, regular, writing
 from gpt2_ddp.project import PROJECT
+from gpt2_ddp.records.rows import is_locked
 from gpt2_ddp.script import run_command
 
 
@@ -147,7 +147,7 @@ def main(config: SweepConfig) -> int:
         return 0
     from torch.cuda import device_count
 
-    from gpt2_ddp.data.missing import missing_data
+    from gpt2_ddp.data.fetch import missing_data
 
     for member in members:
         check_log(member)

@@ -21,7 +21,7 @@ def main(config: TrainingConfig) -> int:
         from gpt2_ddp.data.manifest import missing_folders
 
         if not os.path.exists(Path(config.output_dir, config.run_name)):  # a complete run needs no data
-            from gpt2_ddp.data.missing import missing_data, print_size_note
+            from gpt2_ddp.data.fetch import missing_data, print_size_note
 
             if missing_folders(config):
                 missing_data(config)

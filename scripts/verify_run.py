@@ -8,7 +8,7 @@ Exit code: 0 without defects, else 1. docs/verify.md lists the checks and their 
 """
 
 from gpt2_ddp.config.tools import VerifyConfig
-from gpt2_ddp.run_urls import run_command_on_runs
+from gpt2_ddp.remote.copies import run_command_on_runs
 
 if __name__ == "__main__":
     run_command_on_runs(VerifyConfig, "gpt2_ddp.reports.verify:verify_run")

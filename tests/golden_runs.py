@@ -16,7 +16,7 @@ from runs import changed as change
 from runs import rows
 from safetensors.torch import load_file
 
-from gpt2_ddp.checkpoint.intact import parse_state
+from gpt2_ddp.checkpoint.verify import parse_state
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig

@@ -46,14 +46,14 @@ training/rollback.py 8 GUARD tests/test_branch.py -k '{BACK}'
 training/guard.py 24 LATE GUARD tests/test_losses.py -k '{SUMS}'
 training/limits.py 8 GUARD tests/test_optim.py -k '{STATISTICS}'
 training/optimizer.py 20 tests/test_optim.py GUARD -k '{STATISTICS} or schedule'
-checkpoint/checkpoint.py 6 tests/test_checkpoint.py -k 'not killed'
-checkpoint/intact.py 14 tests/test_checkpoint.py -k 'not killed'
+checkpoint/format.py 6 tests/test_checkpoint.py -k 'not killed'
+checkpoint/verify.py 14 tests/test_checkpoint.py -k 'not killed'
 checkpoint/store.py 18 tests/test_checkpoint.py tests/test_background.py -k 'not flipped'
-model/evaluate.py 18 tests/test_evaluate.py tests/test_mixture.py -k 'not hang and (evaluate or of_a_mixture)'
+evaluation/evaluate.py 18 tests/test_evaluate.py tests/test_mixture.py -k 'not hang and (evaluate or of_a_mixture)'
 model/optim.py 16 tests/test_optim.py
 model/muon.py 14 tests/test_optim.py tests/test_loop.py -k 'optim or accumulation'
-checkpoint/run_files.py 16 tests/test_rows.py CHAIN
-checkpoint/run_folder.py 8 CHAIN
+records/rows.py 16 tests/test_rows.py CHAIN
+records/run_folder.py 8 CHAIN
 reports/recompute.py 20 tests/test_verify.py tests/test_branch.py SCALED -k 'verify or branch or scale'
 """
 SHORT = {
@@ -73,8 +73,8 @@ MODULES = {
 }
 """Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
 PARTS = {
-    "checkpoint/run_files.py": "valid_rows finite head chain_of split_chain parse_lines",
-    "checkpoint/run_folder.py": "append _chained end resume",
+    "records/rows.py": "valid_rows finite head chain_of split_chain parse_lines",
+    "records/run_folder.py": "append _chained end resume",
 }
 """The functions of a module that are changed; all of it where it is not named."""
 
@@ -164,7 +164,7 @@ EQUIVALENT = [
         "a training passes it",
     ),
     Equivalent(
-        "checkpoint/run_files.py",
+        "records/rows.py",
         "head",
         "03e52d8c",
         "while size > 0 and (line := stream.readline(size)):",

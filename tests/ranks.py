@@ -31,7 +31,7 @@ torch.distributed.algorithms.ddp_comm_hooks torch.profiler._cupti_monitor
 gpt2_ddp.data.tokenizer_file gpt2_ddp.distributed.peers gpt2_ddp.model.generate gpt2_ddp.model.muon
 gpt2_ddp.tasks.images gpt2_ddp.tasks.jobs gpt2_ddp.tasks.pretraining gpt2_ddp.tasks.trained_model
 transformers.models.gpt2.modeling_gpt2 transformers.models.auto.modeling_auto
-gpt2_ddp.export.imports gpt2_ddp.training.replica_check gpt2_ddp.training.sharded commands runs warm
+gpt2_ddp.export.imports gpt2_ddp.training.replica_check gpt2_ddp.training.fsdp commands runs warm
 """
 CONTEXT.set_forkserver_preload(PRELOADED.split())  # what most ranks import
 SERVER = forkserver._forkserver

@@ -16,9 +16,7 @@ import yaml
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, list_checkpoints, seal, steps_of
-from gpt2_ddp.checkpoint.run_files import field_of
-from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
+from gpt2_ddp.checkpoint.format import MANIFEST, list_checkpoints, seal, steps_of
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
@@ -26,6 +24,8 @@ from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import content_sha256
 from gpt2_ddp.files import read_json, sha256_file
+from gpt2_ddp.records.rows import field_of
+from gpt2_ddp.records.run_folder import RunFolder, RunLog
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State, next_chain
 
@@ -382,7 +382,7 @@ def built(config, make_task=None):
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
     from gpt2_ddp.training.opening import open_run
-    from gpt2_ddp.training.run import build
+    from gpt2_ddp.training.start import build
 
     usual = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
     with open_run(config, make_task or usual) as opened:
@@ -392,7 +392,7 @@ def built(config, make_task=None):
 @contextmanager
 def started(config):
     """The `Training` of a configuration, before its first step."""
-    from gpt2_ddp.training.run import start
+    from gpt2_ddp.training.start import start
 
     with built(config) as trainer, start(trainer) as run:
         yield run

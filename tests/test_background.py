@@ -25,7 +25,7 @@ from runs import (
 )
 
 from gpt2_ddp.checkpoint import store
-from gpt2_ddp.checkpoint.checkpoint import MODEL, Snapshot
+from gpt2_ddp.checkpoint.format import MODEL, Snapshot
 from gpt2_ddp.checkpoint.store import Background, should_save_async
 from gpt2_ddp.distributed.environment import spare_core, usable_cores
 from gpt2_ddp.errors import UserError

@@ -21,13 +21,13 @@ from ranks import RankError, results, run_ranks, run_until_killed, start_ranks, 
 from runs import assert_same, is_intact, train_with_faults, training_config
 from test_mirror import copiers, models
 
-from gpt2_ddp.checkpoint import mirror
-from gpt2_ddp.checkpoint.mirror import FIELD, LEASE, Lease, parse_lease
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.distributed.spawn import reserve_port
-from gpt2_ddp.remote import Bucket
-from gpt2_ddp.run_urls import with_local_runs
+from gpt2_ddp.remote import mirror
+from gpt2_ddp.remote.copies import with_local_runs
+from gpt2_ddp.remote.mirror import FIELD, LEASE, Lease, parse_lease
+from gpt2_ddp.remote.objects import Bucket
 
 pytestmark = pytest.mark.slow
 BUCKET = f"gpt2-ddp-{os.getpid()}"
@@ -148,8 +148,8 @@ def train_there(variables, config, *arguments):
 
 def train_on(machine, variables, config, *arguments):
     """Trains on a machine of this name. Containers of one image have equal host names, and other PID namespaces."""
-    from gpt2_ddp.checkpoint import mirror_process
     from gpt2_ddp.distributed import process
+    from gpt2_ddp.remote import mirror_process
 
     here = process.this_process()
     mirror_process.this_process = lambda: here._replace(host="box", machine=machine)

@@ -34,8 +34,9 @@ from runs import (
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpt2_ddp.checkpoint import intact, loading
-from gpt2_ddp.checkpoint.checkpoint import (
+from gpt2_ddp.checkpoint import loading
+from gpt2_ddp.checkpoint import verify as intact
+from gpt2_ddp.checkpoint.format import (
     DTYPES,
     MANIFEST,
     MODEL,
@@ -50,15 +51,15 @@ from gpt2_ddp.checkpoint.checkpoint import (
     write_part,
 )
 from gpt2_ddp.checkpoint.host_copy import copied
-from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, find_checkpoint, verify
 from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
-from gpt2_ddp.checkpoint.run_files import METRICS
-from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
+from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, find_checkpoint, verify
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.files import read_json, sha256_file, write_hashed
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
+from gpt2_ddp.records.rows import METRICS
+from gpt2_ddp.records.run_folder import RunLog
 from gpt2_ddp.state import LogEnd, Progress
 from gpt2_ddp.tasks.trained_model import load_weights
 
@@ -268,7 +269,7 @@ def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
         return opening(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", opened)
-    monkeypatch.setattr("gpt2_ddp.checkpoint.intact.PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("gpt2_ddp.checkpoint.verify.PAUSES", (0.0, 0.0, 0.0))
     assert open_store(run).newest().step == 2
     failures += [errno.EIO] * 9
     expect_error(rf"step-00000002/{name}: cannot be read", open_store(run).newest)
@@ -378,7 +379,7 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(run, monkeypatch, c
         save(run, 2, keep_last=1)
         return verify(place, weights)
 
-    monkeypatch.setattr("gpt2_ddp.checkpoint.intact.verify", late)
+    monkeypatch.setattr("gpt2_ddp.checkpoint.verify.verify", late)
     assert find_checkpoint(run).path.name == "step-00000002"
     assert capsys.readouterr().err == ""
 

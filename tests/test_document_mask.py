@@ -7,7 +7,7 @@ from models import continued, tiny
 from runs import complete, rows, training_config
 
 from gpt2_ddp import evaluate
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.model.generate import Sampling
 from gpt2_ddp.tasks.trained_model import load_model
 from gpt2_ddp.training.initial_weights import find_model

@@ -12,14 +12,14 @@ from close import assert_close, float64, in_float64
 from ranks import run_ranks
 from runs import gpt_state, resolved, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.model.evaluate import EvalSet, evaluate
+from gpt2_ddp.evaluation.evaluate import EvalSet, evaluate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint

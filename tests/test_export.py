@@ -14,8 +14,8 @@ from models import SHAPES, continued, edit_json, edit_weights, tiny
 from nasty import CL100K_PATTERN
 from runs import gpt_state, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot, write_manifest, write_part
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.format import Snapshot, write_manifest, write_part
+from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import ExportConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig

@@ -22,7 +22,7 @@ from commands import ROOT, expect_error, launch
 from ranks import run_ranks
 from runs import assert_same, rows, train_all, training_config, verified
 
-from gpt2_ddp.tasks.own_code import find, trust
+from gpt2_ddp.tasks.user_task import find, trust
 
 FILES, LINES = 2, 40
 """Most files of a diff, and most added and removed lines."""

@@ -10,7 +10,7 @@ from commands import expect_error
 from disk import refuse
 
 from gpt2_ddp.cache import local_copy
-from gpt2_ddp.checkpoint.intact import free_name
+from gpt2_ddp.checkpoint.verify import free_name
 from gpt2_ddp.files import parse_json, user_folder, write_atomically
 
 

@@ -13,7 +13,7 @@ from golden_runs import GOLDEN
 from models import continued
 from runs import checkpoint_at
 
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.model.architecture import Attention, Context
 from gpt2_ddp.model.generate import BATCH_ROWS, Sampling, sample

@@ -29,13 +29,13 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.config import Benchmark, BenchmarkConfig
 from benchmarks.harness import environment_info
 from benchmarks.step import quiet_run, random_tokens, short_run
-from gpt2_ddp.checkpoint.run_files import is_event
 from gpt2_ddp.cluster import read_clock
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import read_json
 from gpt2_ddp.output import write_json
+from gpt2_ddp.records.rows import is_event
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
 from gpt2_ddp.training.task import Due

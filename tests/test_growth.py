@@ -14,15 +14,15 @@ import torch
 from ranks import run_ranks
 from runs import all_rows, checkpoint_at, edit_manifest, train, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Snapshot
-from gpt2_ddp.checkpoint.intact import verify
-from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
+from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER, Snapshot
 from gpt2_ddp.checkpoint.store import CheckpointStore
+from gpt2_ddp.checkpoint.verify import verify
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.project import PROJECT
+from gpt2_ddp.records.run_folder import RunFolder, RunLog
 from gpt2_ddp.state import Best, LogEnd, LossSum, Progress, Unjudged
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.optimizer import lr_at

@@ -22,14 +22,13 @@ from runs import complete, events, state_of, train, training_config
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed import launch as launching
-from gpt2_ddp.distributed import peers
+from gpt2_ddp.distributed import peers, precision
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.launch import pick_precision, start_run
+from gpt2_ddp.distributed.precision import settle_fast
 from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.errors import is_main_process
-from gpt2_ddp.training import precision
-from gpt2_ddp.training.precision import settle_fast
-from gpt2_ddp.training.run import describe_precision
+from gpt2_ddp.training.start import describe_precision
 
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
 

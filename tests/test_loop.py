@@ -92,7 +92,7 @@ def counted(config):
     synchronisation and in all later ones."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    from gpt2_ddp.training.strategy import Replicated
+    from gpt2_ddp.training.ddp import Replicated
 
     step, warm_up, syncs, reduced = loop.train_step, Replicated.warm_up, [], []
 

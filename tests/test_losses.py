@@ -9,9 +9,9 @@ from commands import snapshot
 from ranks import in_turn, run_ranks
 from runs import events, rows, said, saved_steps, state_of, status, train, train_with_faults, untimed
 
-from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.distributed.launch import build_accelerator
+from gpt2_ddp.records.rows import valid_rows
 from gpt2_ddp.state import Best, Losses, LossSum, Unjudged
 from gpt2_ddp.training.guard import Guard
 
@@ -137,7 +137,7 @@ PATIENCE = {"eval.every": 2, "checkpoint.keep_last": 1, "train.steps": 14, "trac
 
 def train_by_script(config, scores=SCRIPT):
     """Trains with the evaluations of a script; the outcome."""
-    from gpt2_ddp.training.run import Trainer
+    from gpt2_ddp.training.start import Trainer
 
     evaluate = Trainer.evaluate
 

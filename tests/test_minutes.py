@@ -14,7 +14,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.tasks.pretraining import Pretraining
-from gpt2_ddp.training import minutes
+from gpt2_ddp.training import run_length as minutes
 from gpt2_ddp.training.loop import train as train_task
 from gpt2_ddp.training.stop import StopRequest
 

@@ -23,21 +23,21 @@ from ranks import run_ranks, run_until_killed, wait_until
 from runs import assert_same, complete, edit_manifest, is_intact, newest_checkpoint, train_with_faults, training_config
 
 from gpt2_ddp.cache import local_copy
-from gpt2_ddp.checkpoint import mirror, mirror_process
-from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, seal
-from gpt2_ddp.checkpoint.intact import newest_intact
-from gpt2_ddp.checkpoint.mirror import FIELD, LEASE, Lease, Mirror
-from gpt2_ddp.checkpoint.mirror_process import MirrorProcess
+from gpt2_ddp.checkpoint.format import MODEL, list_checkpoints, seal
+from gpt2_ddp.checkpoint.verify import newest_intact
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
-from gpt2_ddp.data import missing
+from gpt2_ddp.data import fetch as missing
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json
-from gpt2_ddp.remote import Bucket, describe, fetch_data, reading
-from gpt2_ddp.run_urls import with_local_runs
+from gpt2_ddp.remote import mirror, mirror_process
+from gpt2_ddp.remote.copies import with_local_runs
+from gpt2_ddp.remote.mirror import FIELD, LEASE, Lease, Mirror
+from gpt2_ddp.remote.mirror_process import MirrorProcess
+from gpt2_ddp.remote.objects import Bucket, describe, fetch_data, reading
+from gpt2_ddp.remote.transfer import TransferConfig, transfer
 from gpt2_ddp.training.initial_weights import import_place
-from gpt2_ddp.transfer import TransferConfig, transfer
 
 NUMBERS, ENDED = count(), threading.Event()
 ENDED.set()

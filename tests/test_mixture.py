@@ -38,7 +38,7 @@ from gpt2_ddp.data.mixture import (
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.evaluate import Evaluation, mixed
+from gpt2_ddp.evaluation.evaluate import Evaluation, mixed
 from gpt2_ddp.state import FeedState, Mixture
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 

@@ -34,7 +34,8 @@ STEP_SECONDS, PEAK = 2.0, 1e9
 def train_by_the_clock(config):
     """Trains while steps take two seconds each, evaluations a hundred, and devices have 10^9 FLOP/s; what it says."""
     from gpt2_ddp.tasks import pretraining
-    from gpt2_ddp.training import loop, meters
+    from gpt2_ddp.training import loop
+    from gpt2_ddp.training import throughput as meters
 
     meters.peak_of_ranks = lambda device: 2 * PEAK  # of both processes
     now = [100.0]

@@ -11,7 +11,7 @@ from commands import expect_error
 from runs import same
 from torch import nn
 
-from gpt2_ddp.checkpoint.checkpoint import optimizer_state
+from gpt2_ddp.checkpoint.format import optimizer_state
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
@@ -27,6 +27,7 @@ from gpt2_ddp.model.optim import (
 )
 from gpt2_ddp.plan.memory import setting_of
 from gpt2_ddp.tasks.supervised import build_job_optimizer
+from gpt2_ddp.training.ddp import Replicated
 from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.optimizer import (
     GuardedOptimizer,
@@ -34,7 +35,6 @@ from gpt2_ddp.training.optimizer import (
     named_losses,
     set_values,
 )
-from gpt2_ddp.training.strategy import Replicated
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 

@@ -25,14 +25,14 @@ from ranks import run_ranks
 from runs import spoil, training_config
 
 from gpt2_ddp.config.cli import dump, load
-from gpt2_ddp.config.hints import complete
+from gpt2_ddp.config.help import complete
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.plan.memory import Setting, estimate, moments_of
 from gpt2_ddp.plan.plan import CPU_MARGIN, Seen, build_plan, find_target, format_plan, make_plan
 from gpt2_ddp.tasks.pretraining import Pretraining
-from gpt2_ddp.training.peaks import GPUS
+from gpt2_ddp.training.gpus import GPUS
 
 
 def everything(folder):

@@ -11,8 +11,6 @@ from golden_runs import GOLDEN
 from pages import load_docs
 from runs import all_rows
 
-from gpt2_ddp.checkpoint.metrics import Sample
-from gpt2_ddp.checkpoint.run_files import FIELDS
 from gpt2_ddp.config.base import leaves
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, Shard
@@ -20,7 +18,9 @@ from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.distributed.signals import INTERRUPTED
-from gpt2_ddp.scoring import METRICS
+from gpt2_ddp.evaluation.items import METRICS
+from gpt2_ddp.records.metrics import Sample
+from gpt2_ddp.records.rows import FIELDS
 from gpt2_ddp.state import FeedState, GPTData, JobData, Parent, Section, Setup, State
 
 FILES = (ROOT / "docs/files.md").read_text()

@@ -12,7 +12,7 @@ from ranks import in_turn, run_ranks
 from runs import checkpoint_at, complete, events, expect_defect, forge, reseal, said, training_config, verified
 from safetensors.torch import load_file, save_file
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER
+from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.files import read_json

@@ -10,7 +10,7 @@ import torch
 from ranks import run_ranks
 from runs import built, saved_steps, status, train
 
-from gpt2_ddp.checkpoint.checkpoint import optimizer_state
+from gpt2_ddp.checkpoint.format import optimizer_state
 from gpt2_ddp.training.replica_check import ReplicaMismatch, _describe, check_replicas, sum_of
 
 

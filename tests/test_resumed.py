@@ -104,9 +104,10 @@ def train_narrow(*arguments):
 def train_and_stop(config, bad, during, step, rank):
     """Trains; that rank is sent SIGTERM halfway `during` what follows step `step`. Returns the outcome, and how often
     the rest was polled."""
-    from gpt2_ddp import scoring
     from gpt2_ddp.checkpoint import store
-    from gpt2_ddp.training import run, stop
+    from gpt2_ddp.evaluation import items as scoring
+    from gpt2_ddp.training import start as run
+    from gpt2_ddp.training import stop
 
     now = SimpleNamespace(place="", polls=0, after=0)
 

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from gpt2_ddp.checkpoint import run_files
-from gpt2_ddp.checkpoint.intact import repaired
-from gpt2_ddp.checkpoint.run_files import chain_of, finite, head, read_events, read_lines, split_chain, valid_rows
+from gpt2_ddp.checkpoint.verify import repaired
+from gpt2_ddp.records import rows as run_files
+from gpt2_ddp.records.rows import chain_of, finite, head, read_events, read_lines, split_chain, valid_rows
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
 LINES = """{"step": 1}

@@ -28,11 +28,11 @@ from runs import (
     verified,
 )
 
-from gpt2_ddp.checkpoint.run_files import METRICS, STATUS, is_locked
-from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.encode import write_manifest
+from gpt2_ddp.records.rows import METRICS, STATUS, is_locked
+from gpt2_ddp.records.run_folder import RunFolder, RunLog
 
 
 def files(folder):

@@ -8,7 +8,7 @@ import pytest
 from golden_runs import GOLDEN
 from runs import state_after, state_of
 
-from gpt2_ddp.checkpoint.intact import parse_state
+from gpt2_ddp.checkpoint.verify import parse_state
 from gpt2_ddp.state import (
     FIRST_CHAIN,
     Best,

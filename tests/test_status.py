@@ -9,10 +9,10 @@ from commands import expect_error, held
 from ranks import run_ranks
 from runs import open_folder, status
 
-from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import this_process
+from gpt2_ddp.records.run_folder import RunLog
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.status import describe, health, show_status
 

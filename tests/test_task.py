@@ -12,8 +12,8 @@ from close import assert_close
 from runs import complete, untimed
 from torch import Tensor, nn
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.format import Checkpoint
+from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch
 from gpt2_ddp.data.order import Permutation

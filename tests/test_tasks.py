@@ -12,11 +12,11 @@ from hellaswag import items_file, made_items, write
 from ranks import in_turn, run_ranks
 from runs import rows, said, train, training_config
 
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
+from gpt2_ddp.evaluation.items import read_items
 from gpt2_ddp.files import read_json
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.scoring import read_items
 
 SETTINGS = {"device": "cpu", "mixed_precision": "no", "data": [str(CORPUS)]}
 

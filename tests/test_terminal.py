@@ -12,13 +12,13 @@ from commands import SCRIPTS, launch
 from pages import ROOT
 from runs import open_folder
 
-from gpt2_ddp.checkpoint.metrics import Metrics, describe, time_left
-from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.jobs import RegressionConfig
 from gpt2_ddp.config.training import LARGER, OWN_TEXT, ModelConfig, TrainingConfig
-from gpt2_ddp.data import missing
+from gpt2_ddp.data import fetch as missing
 from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.distributed import process
+from gpt2_ddp.records.metrics import Metrics, describe, time_left
+from gpt2_ddp.records.run_folder import RunLog
 from gpt2_ddp.tasks import command
 from gpt2_ddp.tasks.ending import next_training
 

@@ -8,9 +8,9 @@ import torch
 from ranks import run_ranks
 
 from gpt2_ddp.distributed.launch import build_accelerator
-from gpt2_ddp.training import peaks
-from gpt2_ddp.training.meters import Throughput, peak_of_ranks
-from gpt2_ddp.training.peaks import GPUS, peak_flops
+from gpt2_ddp.training import gpus as peaks
+from gpt2_ddp.training.gpus import GPUS, peak_flops
+from gpt2_ddp.training.throughput import Throughput, peak_of_ranks
 
 
 def read(throughput):

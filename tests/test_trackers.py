@@ -12,9 +12,9 @@ import pytest
 from ranks import RankError, run_ranks
 from runs import open_folder, rows, said, state_of, train, training_config
 
-from gpt2_ddp.checkpoint.run_files import METRICS, field_of, valid_rows
-from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.checkpoint.trackers import START, Trackers
+from gpt2_ddp.records.rows import METRICS, field_of, valid_rows
+from gpt2_ddp.records.run_folder import RunLog
+from gpt2_ddp.records.trackers import START, Trackers
 from gpt2_ddp.state import LogEnd, Progress
 
 

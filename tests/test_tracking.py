@@ -12,9 +12,9 @@ from disk import refuse
 from ranks import RankError, in_turn, run_ranks
 from runs import before_each_step, events, open_folder, open_store, rows, state_after, status, train, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot
-from gpt2_ddp.checkpoint.run_files import METRICS, chain_of, split_chain
-from gpt2_ddp.checkpoint.run_folder import RunLog
+from gpt2_ddp.checkpoint.format import Snapshot
+from gpt2_ddp.records.rows import METRICS, chain_of, split_chain
+from gpt2_ddp.records.run_folder import RunLog
 from gpt2_ddp.state import LogEnd, Pending, Progress
 
 

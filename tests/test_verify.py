@@ -28,16 +28,16 @@ from runs import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, MODEL, OPTIMIZER, STATE
-from gpt2_ddp.checkpoint.intact import find_checkpoint, record_defect
-from gpt2_ddp.checkpoint.run_files import METRICS
-from gpt2_ddp.checkpoint.run_folder import RunLog
+from gpt2_ddp.checkpoint.format import CONFIG, MANIFEST, MODEL, OPTIMIZER, STATE
+from gpt2_ddp.checkpoint.verify import find_checkpoint, record_defect
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.data.feed import Feed
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.files import read_json, sha256_file
 from gpt2_ddp.preparation.encode import write_manifest
+from gpt2_ddp.records.rows import METRICS
+from gpt2_ddp.records.run_folder import RunLog
 from gpt2_ddp.reports import recompute, verify
 from gpt2_ddp.state import LogEnd, Progress
 from gpt2_ddp.tasks.trained_model import load_model

@@ -20,12 +20,12 @@ from faults.mutations import check_told
 from ranks import run_ranks
 from runs import built, edit_manifest, spoil, training_config
 
-from gpt2_ddp.checkpoint.intact import find_checkpoint, newest_intact
+from gpt2_ddp.checkpoint.verify import find_checkpoint, newest_intact
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import ImportConfig, ReportConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.fetch import missing_data
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.missing import missing_data
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.imports import import_hf
 from gpt2_ddp.files import read_json

@@ -2,7 +2,7 @@
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from gpt2_ddp.tasks.own_code import installed_packages
+from gpt2_ddp.tasks.user_task import installed_packages
 
 installed_packages()
 get_checkpoint_conversion_mapping("gpt2")  # compiles 900 patterns

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot
+from gpt2_ddp.checkpoint.format import Snapshot
 
 
 def copied(snapshot: Snapshot, memory: dict[str, Tensor]) -> Snapshot:

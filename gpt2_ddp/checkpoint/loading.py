@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.checkpoint import DTYPES, OPTIMIZER, Checkpoint
+from gpt2_ddp.checkpoint.format import DTYPES, OPTIMIZER, Checkpoint
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.ranks import has_others, on_main
 from gpt2_ddp.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import (
+from gpt2_ddp.checkpoint.format import (
     Checkpoint,
     Snapshot,
     checkpoint_ref,
@@ -23,13 +23,13 @@ from gpt2_ddp.checkpoint.checkpoint import (
     write_manifest,
     write_part,
 )
-from gpt2_ddp.checkpoint.run_files import METRICS
-from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.distributed.environment import free_memory, processes_here
 from gpt2_ddp.distributed.ranks import from_main, gather, on_every_rank, runs_on_main
 from gpt2_ddp.distributed.watchdog import TIMEOUT
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_path, writing
+from gpt2_ddp.records.rows import METRICS
+from gpt2_ddp.records.run_folder import RunFolder, RunLog
 from gpt2_ddp.state import State
 
 SLOW_DISK = 20e6  # bytes per second of the slowest disk for checkpoints, in timeouts
@@ -110,7 +110,7 @@ class CheckpointStore:
         self._recover()
         if not any(self.folder.glob("step-*")):
             return None
-        from gpt2_ddp.checkpoint.intact import newest_intact
+        from gpt2_ddp.checkpoint.verify import newest_intact
 
         found = newest_intact(self.folder, weights, weights and self._run_folder.wants_lock, until)
         if found and weights:
@@ -205,7 +205,7 @@ class CheckpointStore:
             return
         self._run_folder.check_lock()
         if any(self.folder.glob(".step-*")):
-            from gpt2_ddp.checkpoint.intact import recover
+            from gpt2_ddp.checkpoint.verify import recover
 
             recover(self.folder)
 
@@ -248,7 +248,7 @@ class CheckpointStore:
         damaged or unreadable. Hashes the large files too if `weights`, once."""
         state, is_hashed = self._known.get(place, (None, False))
         if not is_hashed and (weights or not state):
-            from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, verify_recorded
+            from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify_recorded
 
             try:
                 state, is_hashed = verify_recorded(place, weights).state, weights

@@ -133,7 +133,7 @@ class Command(Section):
         try:
             config = handler(values)
         except ValidationError as error:
-            from gpt2_ddp.config.hints import describe
+            from gpt2_ddp.config.help import describe
 
             raise UserError.join(describe(cls, error)) from error
         found = [UserError(*mistake).mistakes[0] for mistake in config.mistakes()]

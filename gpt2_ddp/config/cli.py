@@ -48,7 +48,7 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         SystemExit: after `--help` or `--print_config`.
     """
     if {"-h", "--help"}.intersection(argv):
-        from gpt2_ddp.config.hints import help_text
+        from gpt2_ddp.config.help import help_text
 
         preset = _preset(default, {})
         defaults = flat(read_yaml(preset)) if preset else {}
@@ -166,7 +166,7 @@ def resolve(
 def _check_file(command: type[Command], file: str, content: dict[str, Any]) -> None:
     """Raises: UserError for a file of another command, and for a field that only a flag may turn on."""
     if len(content) > 1 and {key.partition(".")[0] for key in content}.isdisjoint(command.model_fields):
-        from gpt2_ddp.config.hints import other_file
+        from gpt2_ddp.config.help import other_file
 
         raise UserError("--config", file, other_file(content))
     values = flat(content)

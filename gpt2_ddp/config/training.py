@@ -349,7 +349,7 @@ class TrainingConfig(RunConfig):
             hint = "is for --launch.parallel fsdp only; add that flag, or remove this one"
             yield "launch.replicas", self.launch.replicas, hint
         if len(self.data.paths) > 1 or self.data.weights or self.data.phases:
-            from gpt2_ddp.config.hints import mixture_mistakes
+            from gpt2_ddp.config.help import mixture_mistakes
 
             yield from mixture_mistakes(self)
         if optim.decay_steps is not None and optim.warmup_steps >= optim.decay_steps:

@@ -224,7 +224,7 @@ def _check_environment(target: torch.device, backend: str) -> None:
 
 def pick_precision(name: str, target: torch.device, section: str = "") -> str:
     """`no`, `bf16` or `fp16`; for `auto` the precision of `accelerate launch`, else bf16 on GPUs that have it. `fast`:
-    bf16 on these GPUs; on CPUs it stays `fast`, which `training.precision` replaces. Raises UserError if it is
+    bf16 on these GPUs; on CPUs it stays `fast`, which `distributed.precision` replaces. Raises UserError if it is
     not available."""
     on_gpu = "bf16" if target.type == "cuda" and multiplies_bf16(target) else "no"
     fast = "fast" if target.type == "cpu" else on_gpu

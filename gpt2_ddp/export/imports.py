@@ -16,10 +16,10 @@ import torch
 from pydantic import ValidationError
 from safetensors import safe_open
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot, write_manifest, write_part
-from gpt2_ddp.checkpoint.intact import newest_intact
+from gpt2_ddp.checkpoint.format import Snapshot, write_manifest, write_part
+from gpt2_ddp.checkpoint.verify import newest_intact
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.hints import no_such_folder
+from gpt2_ddp.config.help import no_such_folder
 from gpt2_ddp.config.tools import ImportConfig
 from gpt2_ddp.config.training import ModelConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -31,7 +31,7 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.tokenizer_check import export_fault
 from gpt2_ddp.project import VERSION
-from gpt2_ddp.remote import describe
+from gpt2_ddp.remote.objects import describe
 from gpt2_ddp.state import FeedState, GPTData, Progress, Setup, State
 from gpt2_ddp.training.initial_weights import HUB, ON_THE_HUB, TRANSFORMERS, import_place
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.evaluation.evaluate import BATCH
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
-from gpt2_ddp.model.evaluate import BATCH
 from gpt2_ddp.model.gpt import GPT, LOSS_CHUNK
 from gpt2_ddp.model.optim import build_optimizer
 

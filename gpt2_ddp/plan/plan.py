@@ -16,27 +16,27 @@ import psutil
 import torch
 from accelerate import Accelerator
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.checkpoint.store import should_save_async
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import split_batch
-from gpt2_ddp.data.missing import missing_data
+from gpt2_ddp.data.fetch import missing_data
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.environment import free_memory, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device, pick_precision
+from gpt2_ddp.distributed.precision import settle_fast
 from gpt2_ddp.errors import UserError, is_main_process
 from gpt2_ddp.model.gpt import without_init
 from gpt2_ddp.output import check_can_make
 from gpt2_ddp.plan.memory import Memory, Setting, estimate, setting_of
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
-from gpt2_ddp.training.meters import device_name
+from gpt2_ddp.training.gpus import GPUS, peak_flops
 from gpt2_ddp.training.opening import Opened, open_run
-from gpt2_ddp.training.peaks import GPUS, peak_flops
-from gpt2_ddp.training.precision import settle_fast
+from gpt2_ddp.training.throughput import device_name
 
 CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
 FIRST_STEP = 4e7  # bytes that the first step on a CPU loads: libraries and kernels
@@ -64,7 +64,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
 
     def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
         if config.launch.parallel == "fsdp":
-            from gpt2_ddp.training.sharded import count_shards
+            from gpt2_ddp.training.fsdp import count_shards
 
             count_shards(processes, launch.replicas)
         split_batch(config.global_batch_windows, processes, 1)
@@ -317,7 +317,7 @@ def show_plan(config: PlanConfig) -> int:
 def make_plan(config: PlanConfig) -> Plan:
     """The plan. Raises: UserError for errors in the fields of plan.py; errors of the training are in the plan."""
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        from gpt2_ddp.training.sharded import follow_accelerate
+        from gpt2_ddp.training.fsdp import follow_accelerate
 
         config = config.model_copy(update={"launch": follow_accelerate(config.training).launch})
     machine = find_target(config, world_size())

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.output import text_table
+from gpt2_ddp.records.rows import finite
 from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
 
 OWN = ("seed", "run_name", "output_dir")

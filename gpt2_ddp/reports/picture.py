@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from gpt2_ddp.checkpoint.run_files import FIELDS, field_of
+from gpt2_ddp.records.rows import FIELDS, field_of
 from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.runs import RunRecord, share_tokens
 

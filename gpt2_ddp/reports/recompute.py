@@ -11,15 +11,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
-from gpt2_ddp.checkpoint.checkpoint import STATE, Checkpoint
-from gpt2_ddp.checkpoint.run_files import METRICS
+from gpt2_ddp.checkpoint.format import STATE, Checkpoint
 from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.saved import read_config
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.records.rows import METRICS
 from gpt2_ddp.state import FeedState
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import job_schedule

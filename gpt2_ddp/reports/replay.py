@@ -19,9 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.checkpoint.intact import verify
-from gpt2_ddp.checkpoint.run_files import (
+from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
+from gpt2_ddp.checkpoint.verify import verify
+from gpt2_ddp.config.cli import resolve
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.saved import read_config
+from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.environment import STOPPED
+from gpt2_ddp.distributed.launch import pick_device
+from gpt2_ddp.distributed.spawn import run_processes
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.records.rows import (
     METRICS,
     Outcome,
     field_of,
@@ -30,23 +39,14 @@ from gpt2_ddp.checkpoint.run_files import (
     read_lines,
     valid_rows,
 )
-from gpt2_ddp.config.cli import resolve
-from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.config.tools import VerifyConfig
-from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.distributed.environment import STOPPED
-from gpt2_ddp.distributed.launch import pick_device
-from gpt2_ddp.distributed.spawn import run_processes
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import TaskState
 from gpt2_ddp.tasks.jobs import make_job
-from gpt2_ddp.tasks.own_code import Code, trusted
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
+from gpt2_ddp.tasks.user_task import Code, trusted
 from gpt2_ddp.training.loop import train
-from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.task import Due, Task
+from gpt2_ddp.training.throughput import device_name
 
 Record = dict[str, Any]
 Rows = dict[int, Record]  # rows of metrics.jsonl by step

@@ -10,11 +10,11 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from gpt2_ddp.checkpoint.run_files import field_of
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
+from gpt2_ddp.records.rows import field_of
 from gpt2_ddp.reports.groups import content, describe, differing, group_runs
 from gpt2_ddp.reports.picture import as_png, draw
 from gpt2_ddp.reports.runs import RunRecord, is_finite, read_runs

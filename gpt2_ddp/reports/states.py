@@ -9,10 +9,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, STATE, Checkpoint
-from gpt2_ddp.checkpoint.intact import recorded_checkpoint
-from gpt2_ddp.checkpoint.run_files import METRICS, Outcome, is_rollback
+from gpt2_ddp.checkpoint.format import CONFIG, STATE, Checkpoint
+from gpt2_ddp.checkpoint.verify import recorded_checkpoint
 from gpt2_ddp.config.base import flat
+from gpt2_ddp.records.rows import METRICS, Outcome, is_rollback
 from gpt2_ddp.state import Best, Parent, TaskState
 from gpt2_ddp.training.guard import LATE
 

@@ -6,7 +6,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import (
+from gpt2_ddp.config.help import no_such_folder
+from gpt2_ddp.config.tools import StatusConfig
+from gpt2_ddp.distributed.process import Process
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import read_json
+from gpt2_ddp.records.rows import (
     FIELDS,
     METRICS,
     STATUS,
@@ -16,11 +21,6 @@ from gpt2_ddp.checkpoint.run_files import (
     read_events,
     time_left,
 )
-from gpt2_ddp.config.hints import no_such_folder
-from gpt2_ddp.config.tools import StatusConfig
-from gpt2_ddp.distributed.process import Process
-from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import read_json
 
 SILENT = 90.0
 """Seconds without a heartbeat after which a run on another machine counts as dead; heartbeats come every 5 s."""

@@ -15,9 +15,20 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, record_defect, verify
-from gpt2_ddp.checkpoint.run_files import (
+from gpt2_ddp.checkpoint.format import MANIFEST, Checkpoint, list_checkpoints, steps_of
+from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, record_defect, verify
+from gpt2_ddp.config.cli import read_yaml
+from gpt2_ddp.config.help import no_such_folder
+from gpt2_ddp.config.run import MOST_ITEMS, RunConfig
+from gpt2_ddp.config.saved import read_config
+from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
+from gpt2_ddp.data.mixture import recorded
+from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import sha256_file
+from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
     is_event,
@@ -26,24 +37,13 @@ from gpt2_ddp.checkpoint.run_files import (
     parse_lines,
     split_chain,
 )
-from gpt2_ddp.config.cli import read_yaml
-from gpt2_ddp.config.hints import no_such_folder
-from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.run import MOST_ITEMS, RunConfig
-from gpt2_ddp.config.tools import VerifyConfig
-from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
-from gpt2_ddp.data.mixture import recorded
-from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
-from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.layouts import tensor_defects
 from gpt2_ddp.reports.recompute import Recomputed, Record
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay
 from gpt2_ddp.reports.states import Known, config_differences
 from gpt2_ddp.state import FIRST_CHAIN, Count, FeedState, Mixture, Positive, next_chain
-from gpt2_ddp.tasks.own_code import trusted
 from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.user_task import trusted
 
 LINE = 1000
 """Most characters of a printed line: names and values in the files may hold newlines and escapes, to imitate others."""

@@ -11,11 +11,10 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint
-from gpt2_ddp.checkpoint.intact import find_checkpoint
-from gpt2_ddp.checkpoint.run_files import finite
+from gpt2_ddp.checkpoint.format import CONFIG, Checkpoint
+from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig
-from gpt2_ddp.config.kinds import read_config
+from gpt2_ddp.config.saved import read_config
 from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest, tokenizer_note
 from gpt2_ddp.data.mixture import source_weights
@@ -24,10 +23,11 @@ from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, print_line, truncate
+from gpt2_ddp.evaluation.evaluate import EvalSet, Evaluation, evaluate, mixed
+from gpt2_ddp.evaluation.items import METRICS, ItemSet, answer, judge, load_sets
 from gpt2_ddp.files import refuse_links, write_atomically
-from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.output import make_output_folder, text_table, write_json
-from gpt2_ddp.scoring import METRICS, ItemSet, answer, judge, load_sets
+from gpt2_ddp.records.rows import finite
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import means, score_each
 from gpt2_ddp.tasks.trained_model import load_model, load_weights, read_settings

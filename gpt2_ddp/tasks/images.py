@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from gpt2_ddp.config.hints import no_such_folder
+from gpt2_ddp.config.help import no_such_folder
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
 from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.ranks import on_every_rank

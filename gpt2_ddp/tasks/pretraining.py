@@ -11,8 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
-from gpt2_ddp.checkpoint.metrics import Sample
+from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
@@ -23,16 +22,17 @@ from gpt2_ddp.distributed.environment import free_memory, processes_here
 from gpt2_ddp.distributed.ranks import LONGEST, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, is_main_process, print_line
+from gpt2_ddp.evaluation.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.compiled import is_compiled
-from gpt2_ddp.model.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
+from gpt2_ddp.records.metrics import Sample
 from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, TaskState
 from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.task import Due, Loss, Poll
 
 if TYPE_CHECKING:
-    from gpt2_ddp.scoring import ItemSet
+    from gpt2_ddp.evaluation.items import ItemSet
 
 
 TASK_ITEMS = 500
@@ -51,11 +51,11 @@ class Pretraining:
     unit = "tokens"
     initial: Iterator[Any] = iter(())
     code: Any = None
-    """Where a subclass comes from, an `own_code.Code`; None in this package."""
+    """Where a subclass comes from, an `user_task.Code`; None in this package."""
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
         if config.train.minutes:
-            from gpt2_ddp.training.minutes import settle_minutes
+            from gpt2_ddp.training.run_length import settle_minutes
 
             config = settle_minutes(config, saved, self._has_own_schedule)
         self.config = config
@@ -179,7 +179,7 @@ class Pretraining:
     def _get_missing_data(self) -> None:
         config = self.config
         if self.accelerator.is_local_main_process and (config.data.urls or missing_folders(config)):
-            from gpt2_ddp.data.missing import get_data
+            from gpt2_ddp.data.fetch import get_data
 
             get_data(config)
 
@@ -188,7 +188,7 @@ class Pretraining:
         self.item_sets: list[ItemSet] = []
         evals = self.config.eval
         if evals.tasks:
-            from gpt2_ddp.scoring import load_sets, notes_on
+            from gpt2_ddp.evaluation.items import load_sets, notes_on
 
             sizes = TASK_ITEMS, self.tokenizer, self.config.model.block_size
             self.item_sets = on_main(partial(load_sets, "eval.tasks", evals.tasks, *sizes))
@@ -220,7 +220,7 @@ class Pretraining:
         torch.manual_seed(config.seed)
         make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
         if is_sharded:
-            from gpt2_ddp.training.sharded import make_model
+            from gpt2_ddp.training.fsdp import make_model
 
             self.model, initial = on_every_rank(partial(make_model, make))
             self.initial = initial if begins else iter(())
@@ -295,7 +295,7 @@ class Pretraining:
         for name, (_, part) in losses.items() if len(self.manifests) > 1 else ():
             scores |= {f"val_loss/{name}": part.loss, f"val_bits_per_byte/{name}": part.bits_per_byte}
         for items in self.item_sets:
-            from gpt2_ddp.scoring import answer, judge
+            from gpt2_ddp.evaluation.items import answer, judge
 
             length = size if is_compiled(model) else None
             found = judge(items, answer(self.accelerator, model, items.requests, BATCH, length, poll))
@@ -330,7 +330,7 @@ class Pretraining:
 def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
     """The task of a GPT run: `Pretraining`, or the class that `task` names or the run recorded. Collective."""
     if config.task or (saved and getattr(saved.state.task, "code", None)):
-        from gpt2_ddp.tasks.own_code import make
+        from gpt2_ddp.tasks.user_task import make
 
         return make(Pretraining, config, accelerator, saved)
     return Pretraining(config, accelerator, saved)

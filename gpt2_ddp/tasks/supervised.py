@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.checkpoint.loading import broadcast
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig

@@ -9,10 +9,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, Checkpoint
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.format import CONFIG, MODEL, Checkpoint
 from gpt2_ddp.checkpoint.loading import check_weights, fit_weights, saved_tokenizer
-from gpt2_ddp.config.kinds import read_config
+from gpt2_ddp.checkpoint.verify import find_checkpoint
+from gpt2_ddp.config.saved import read_config
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.tasks.own_code import trusted
+from gpt2_ddp.tasks.user_task import trusted
 
 if TYPE_CHECKING:
     from gpt2_ddp.tasks.pretraining import Pretraining

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, list_checkpoints, step_of
-from gpt2_ddp.checkpoint.intact import find_checkpoint
-from gpt2_ddp.config.hints import differences
+from gpt2_ddp.checkpoint.format import MANIFEST, Checkpoint, list_checkpoints, step_of
+from gpt2_ddp.checkpoint.verify import find_checkpoint
+from gpt2_ddp.config.help import differences
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.distributed.ranks import runs_on_main

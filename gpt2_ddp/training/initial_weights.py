@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from gpt2_ddp.cache import local_copy
-from gpt2_ddp.checkpoint.checkpoint import MODEL, Checkpoint
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.format import MODEL, Checkpoint
 from gpt2_ddp.checkpoint.loading import fit_weights, saved_tokenizer
-from gpt2_ddp.config.hints import complete, differences, no_such_folder
+from gpt2_ddp.checkpoint.verify import find_checkpoint
+from gpt2_ddp.config.help import complete, differences, no_such_folder
 from gpt2_ddp.config.training import WEIGHT_FIELDS, ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.process import run_module

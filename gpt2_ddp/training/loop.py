@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
-from gpt2_ddp.checkpoint.run_files import Outcome, finite
+from gpt2_ddp.checkpoint.format import list_checkpoints
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.records.rows import Outcome, finite
 from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.opening import finish_complete, open_run
 from gpt2_ddp.training.optimizer import named_losses
-from gpt2_ddp.training.run import Trainer, Training, build, finish, start
+from gpt2_ddp.training.start import Trainer, Training, build, finish, start
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import Due, MakeTask, check_numbers
 
@@ -87,7 +87,7 @@ def train_loop(run: Training) -> Ending:
         if diverged:
             return "diverged", diverged
         if run.steps is None:
-            from gpt2_ddp.training.minutes import settle_length
+            from gpt2_ddp.training.run_length import settle_length
 
             run = settle_length(run, begun)
         pending = run.progress.pending

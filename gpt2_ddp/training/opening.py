@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
-from gpt2_ddp.checkpoint.run_files import Outcome
-from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
+from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import elastic_nodes, machines
@@ -23,8 +21,10 @@ from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_ra
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import user_error_of
 from gpt2_ddp.model.compiled import check_compiler
+from gpt2_ddp.records.rows import Outcome
+from gpt2_ddp.records.run_folder import RunFolder, RunLog
 from gpt2_ddp.state import Progress
-from gpt2_ddp.training.strategy import Replicated
+from gpt2_ddp.training.ddp import Replicated
 from gpt2_ddp.training.task import MakeTask, Task
 
 
@@ -97,7 +97,7 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
     """
     begun = time.monotonic()
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        from gpt2_ddp.training.sharded import follow_accelerate
+        from gpt2_ddp.training.fsdp import follow_accelerate
 
         config = follow_accelerate(config)
     processes = start_run(config)
@@ -164,7 +164,7 @@ def _open_folder(
     if lock and elastic_nodes():
         folder.check_is_shared()
     if keep.mirror and lock:
-        from gpt2_ddp.checkpoint.mirror_process import open_mirror
+        from gpt2_ddp.remote.mirror_process import open_mirror
 
         mirror_status = open_mirror(keep.mirror, folder.path, watchdog, closing)
     log = RunLog(folder, mirror_status)
@@ -177,7 +177,7 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run.
     Compares configurations before it hashes. Collective. Raises: UserError."""
     if newest := store.newest(weights=False):
-        from gpt2_ddp.config.hints import check_resumable
+        from gpt2_ddp.config.help import check_resumable
 
         check_resumable(config, newest.kind, newest.config, newest.step)
     if (newest := store.newest()) or not config.get("train.branch_from"):
@@ -194,7 +194,7 @@ def _settle(config: Any, checkpoint: Checkpoint | None, device: torch.device, wa
 
         config = settle_model(config, checkpoint, watchdog)
     if config.train.mixed_precision == "fast":
-        from gpt2_ddp.training.precision import settle_fast
+        from gpt2_ddp.distributed.precision import settle_fast
 
         config = settle_fast(config, device, checkpoint.config["train"].get("mixed_precision") if checkpoint else "")
     return config
@@ -204,7 +204,7 @@ def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFol
     """What `launch.parallel` names."""
     if config.get("launch.parallel") != "fsdp":
         return Replicated(accelerator)
-    from gpt2_ddp.training.sharded import Sharded
+    from gpt2_ddp.training.fsdp import Sharded
 
     strategy = on_every_rank(partial(Sharded, accelerator, config))
     if folder.wants_lock and machines() > 1:

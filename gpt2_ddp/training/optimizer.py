@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.training.strategy import Replicated
+from gpt2_ddp.training.ddp import Replicated
 from gpt2_ddp.training.task import Loss
 
 

@@ -2,7 +2,7 @@
 
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.state import Pending
-from gpt2_ddp.training.run import Training
+from gpt2_ddp.training.start import Training
 
 
 def roll_back(run: Training) -> str:

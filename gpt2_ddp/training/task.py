@@ -9,13 +9,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
-from gpt2_ddp.checkpoint.metrics import Sample
-from gpt2_ddp.checkpoint.run_files import finite, is_own
+from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.data.feed import Feed, MicroBatch
 from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.records.metrics import Sample
+from gpt2_ddp.records.rows import finite, is_own
 from gpt2_ddp.state import Scores, TaskState
 
 Poll = Callable[[], None]

@@ -13,11 +13,11 @@ from disk import interpose, refuse
 from ranks import in_turn, run_ranks, start_ranks
 from runs import checkpoint_at, newest_checkpoint, open_folder, saved_steps, status, train, training_config, untimed
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL
-from gpt2_ddp.checkpoint.intact import verify
-from gpt2_ddp.checkpoint.run_folder import RunLog
+from gpt2_ddp.checkpoint.format import MODEL
+from gpt2_ddp.checkpoint.verify import verify
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.records.run_folder import RunLog
 
 SLOW = pytest.mark.slow
 
@@ -155,7 +155,7 @@ def test_a_failure_is_recorded_where_a_full_disk_has_room_for_no_second_file(mon
     def refuse_file(path, *_):
         raise UserError("file", path, "cannot be written (No space left on device)")
 
-    monkeypatch.setattr("gpt2_ddp.checkpoint.run_folder.write_atomically", refuse_file)
+    monkeypatch.setattr("gpt2_ddp.records.run_folder.write_atomically", refuse_file)
     log.write_failure(4, "the disk is full")
     assert status(folder.path) == {"state": "failed", "step": 4, "reason": "the disk is full"}
     other = tmp_path / "other.txt"

@@ -55,7 +55,7 @@ def faulty(config, folder, stage, victim, fault):
     from gpt2_ddp.data.feed import Feed
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
-    from gpt2_ddp.training.run import Trainer
+    from gpt2_ddp.training.start import Trainer
 
     task = Pretraining if isinstance(config, TrainingConfig) else Supervised
     rank = int(os.environ["RANK"])

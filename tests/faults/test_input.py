@@ -10,7 +10,7 @@ import yaml
 from commands import expect_error
 from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang, open_data
 
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config import tools
 from gpt2_ddp.config.base import leaves
 from gpt2_ddp.config.cli import PROJECT, dump, load
@@ -57,7 +57,7 @@ def check_outcome(command, argv, again):
     except UserError as error:
         check_told(error)
         return True
-    if hasattr(config, "trust_run_code"):  # a file cannot turn it on; test_own_code.py has that
+    if hasattr(config, "trust_run_code"):  # a file cannot turn it on; test_user_task.py has that
         config = config.model_copy(update={"trust_run_code": False})
     again.write_text(dump(config))
     assert load(command, ["--config", str(again)]) == config

@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError, print_line
-from gpt2_ddp.training.run import Training
+from gpt2_ddp.training.start import Training
 
 TIMED = 64
 """Steps that are timed, unless the warm-up is shorter. A checkpoint or a stop ends that earlier."""

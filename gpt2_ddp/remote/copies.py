@@ -6,11 +6,11 @@ from pkgutil import resolve_name
 
 from gpt2_ddp import script
 from gpt2_ddp.cache import local_copy
-from gpt2_ddp.checkpoint.run_files import RECORDS
 from gpt2_ddp.config.base import check_url
 from gpt2_ddp.config.cli import C
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
+from gpt2_ddp.records.rows import RECORDS
 
 RUN_FIELDS = {"checkpoint", "run", "runs"}
 """Fields of commands that name runs."""
@@ -42,7 +42,7 @@ def _local_run(path: str, field: str) -> str:
         folder = Path(local_copy(check_url(path)))
     except ValueError as error:
         raise UserError(field, path, str(error)) from error
-    from gpt2_ddp.remote import MANIFEST, reading
+    from gpt2_ddp.remote.objects import MANIFEST, reading
 
     with reading(path, field) as bucket:
         for record in RECORDS:

@@ -1,4 +1,4 @@
-"""What differs between DDP and sharding: here each rank has the whole model; `training.sharded` has the other way."""
+"""What differs between DDP and sharding: here each rank has the whole model; `training.fsdp` has the other way."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.checkpoint import Part
-from gpt2_ddp.checkpoint.metrics import Metrics
+from gpt2_ddp.checkpoint.format import Part
 from gpt2_ddp.errors import is_main_process
+from gpt2_ddp.records.metrics import Metrics
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.task import Task
 

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, Snapshot, optimizer_state
-from gpt2_ddp.checkpoint.metrics import Metrics, Sample
-from gpt2_ddp.checkpoint.run_files import Outcome
+from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER, Checkpoint, Snapshot, optimizer_state
 from gpt2_ddp.checkpoint.store import SLOW_DISK
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.distributed.environment import spare_core
@@ -29,13 +27,15 @@ from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.errors import user_error_of
 from gpt2_ddp.model.compiled import compiled, resolve_compile
 from gpt2_ddp.project import git_commit
+from gpt2_ddp.records.metrics import Metrics, Sample
+from gpt2_ddp.records.rows import Outcome
 from gpt2_ddp.state import LogEnd, OptimizerState, Scores, Setup, State
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.meters import Throughput, describe_hardware, device_name, has_same_devices, versions
 from gpt2_ddp.training.opening import Opened
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.task import Poll, check_numbers
+from gpt2_ddp.training.throughput import Throughput, describe_hardware, device_name, has_same_devices, versions
 
 
 @dataclass(frozen=True)

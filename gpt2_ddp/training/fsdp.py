@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gpt2_ddp.checkpoint.checkpoint import Part
-from gpt2_ddp.checkpoint.metrics import Metrics
+from gpt2_ddp.checkpoint.format import Part
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.ranks import from_main, let_wait, on_every_rank
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.records.metrics import Metrics
+from gpt2_ddp.training.ddp import Replicated
 from gpt2_ddp.training.stop import StopRequest
-from gpt2_ddp.training.strategy import Replicated
 
 ANSWERS = {
     "FSDP_VERSION": ("2", "only version 2 is supported"),

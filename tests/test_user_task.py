@@ -14,15 +14,15 @@ from commands import expect_error, expect_field, launch, run_script
 from runs import train, training_config
 
 from gpt2_ddp import api
-from gpt2_ddp.checkpoint.intact import find_checkpoint
+from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export import export
 from gpt2_ddp.export.check import ExportMismatch
-from gpt2_ddp.tasks import own_code
-from gpt2_ddp.tasks.own_code import find, make, recorded, trust
+from gpt2_ddp.tasks import user_task
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.trained_model import read_settings
+from gpt2_ddp.tasks.user_task import find, make, recorded, trust
 from gpt2_ddp.training import loop
 
 FILE = '''
@@ -223,7 +223,7 @@ def test_a_run_of_a_class_in_python_is_that_of_a_file(corpus, tmp_path, monkeypa
     assert loop.train(config, partial(make, Pretraining, given=kind)).outcome == "completed"
     code = recorded(checkpoint_of(tmp_path))
     assert code == find("mine.py:Mine")
-    assert own_code.is_trusted(find("mine.py:Mine"))
+    assert user_task.is_trusted(find("mine.py:Mine"))
 
 
 COMMANDS = [

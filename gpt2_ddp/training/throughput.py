@@ -86,7 +86,7 @@ def peak_of_ranks(device: torch.device) -> float | None:
     """FLOP/s of all ranks' devices together; None if one is unknown. Collective."""
     peak = None
     if device.type == "cuda":
-        from gpt2_ddp.training.peaks import peak_flops
+        from gpt2_ddp.training.gpus import peak_flops
 
         peak = peak_flops(device_name(device))
     found = gather_object([peak])

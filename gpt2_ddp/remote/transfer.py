@@ -1,4 +1,4 @@
-"""The process in which a training reads and writes what is at a URL: `python -m gpt2_ddp.transfer`.
+"""The process in which a training reads and writes what is at a URL: `python -m gpt2_ddp.remote.transfer`.
 
 So the libraries of storages, their threads and their crashes are not in the trainer. No torch, unless a run is
 restored.
@@ -10,10 +10,10 @@ import threading
 from pathlib import Path
 from typing import Literal
 
-from gpt2_ddp.checkpoint.mirror import Lease, Mirror
-from gpt2_ddp.checkpoint.run_files import PATIENCE, is_complete
 from gpt2_ddp.config.base import Command
-from gpt2_ddp.remote import Bucket, fetch_data, reading
+from gpt2_ddp.records.rows import PATIENCE, is_complete
+from gpt2_ddp.remote.mirror import Lease, Mirror
+from gpt2_ddp.remote.objects import Bucket, fetch_data, reading
 from gpt2_ddp.script import run_command
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: folders `step-XXXXXXXX/`, written whole; `checkpoint.intact` finds and verifies them.
+"""Checkpoints: folders `step-XXXXXXXX/`, written whole; `checkpoint.verify` finds and verifies them.
 
 A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, state.json, config.yaml, a tokenizer
 file if there is one, and manifest.json: size and SHA-256 of every file, itself included. No file is a pickle.

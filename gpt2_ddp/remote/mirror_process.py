@@ -17,7 +17,6 @@ from pathlib import Path
 from subprocess import PIPE, TimeoutExpired
 from typing import Any
 
-from gpt2_ddp.checkpoint.run_files import PATIENCE, is_complete
 from gpt2_ddp.distributed.environment import STOPPED, record_exit
 from gpt2_ddp.distributed.process import run_module, start_module, this_process
 from gpt2_ddp.distributed.ranks import LONGEST, on_main
@@ -25,6 +24,7 @@ from gpt2_ddp.distributed.signals import SIGNALS
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.files import read_json
+from gpt2_ddp.records.rows import PATIENCE, is_complete
 
 RESTART = 60.0
 """Least seconds from a start of the process to the next one, after a crash."""
@@ -132,7 +132,7 @@ def open_mirror(url: str, run: Path, watchdog: Watchdog, closing: ExitStack) -> 
     process = this_process()
     lease: dict[str, Any] = {"owner": f"{process.host}:{run.absolute()}", "id": uuid.uuid4().hex}
     lease |= {"machine": process.machine, "pid": process.pid, "started": process.started}
-    command = ["gpt2_ddp.transfer", f"--url={url.rstrip('/')}/{run.name}", f"--folder={run}"]
+    command = ["gpt2_ddp.remote.transfer", f"--url={url.rstrip('/')}/{run.name}", f"--folder={run}"]
     command.append(f"--lease={json.dumps(lease)}")
     on_main(lambda: run_module(*command, "--action=restore"))
     if not is_main_process():

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, Field
 
-from gpt2_ddp.checkpoint.run_files import METRICS, RECORDS, STATUS, is_event, parse_lines, read_events
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import below, write_atomically
-from gpt2_ddp.remote import CHECKPOINT, MANIFEST, Bucket, describe, listed_files
+from gpt2_ddp.records.rows import METRICS, RECORDS, STATUS, is_event, parse_lines, read_events
+from gpt2_ddp.remote.objects import CHECKPOINT, MANIFEST, Bucket, describe, listed_files
 from gpt2_ddp.state import FIRST_CHAIN
 
 if TYPE_CHECKING:
-    from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+    from gpt2_ddp.checkpoint.format import Checkpoint
 
 FIELD = "checkpoint.mirror"
 LEASE = "lease.json"
@@ -91,7 +91,7 @@ class Mirror:
             raise
 
     def _restore(self) -> None:
-        from gpt2_ddp.checkpoint.intact import newest_intact  # with torch
+        from gpt2_ddp.checkpoint.verify import newest_intact  # with torch
 
         folder = self._run / "checkpoints"
         here = newest_intact(folder, weights=False)
@@ -123,7 +123,7 @@ class Mirror:
 
     def _check_is_same_run(self, here: "Checkpoint") -> None:
         """Raises: UserError if the bucket has another run than the one of a checkpoint here."""
-        from gpt2_ddp.checkpoint.intact import parse_state
+        from gpt2_ddp.checkpoint.verify import parse_state
 
         for name in self._whole:
             with suppress(ValueError):
@@ -135,7 +135,7 @@ class Mirror:
 
     def _fetch(self, name: str) -> Path | None:
         """A hidden folder with the copy of a checkpoint; None, with a warning, if it is damaged."""
-        from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, verify
+        from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify
 
         aside = self._run / "checkpoints" / f".{name}.tmp"
         if aside.is_symlink():
@@ -158,8 +158,8 @@ class Mirror:
     def _set_aside_unrecorded(self) -> None:
         """Sets the checkpoints aside that the restored rows do not record: a machine went on for a while after its last
         copy, and another one trained the same steps."""
-        from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
-        from gpt2_ddp.checkpoint.intact import CorruptCheckpoint, free_name, record_defect, verify
+        from gpt2_ddp.checkpoint.format import list_checkpoints
+        from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, free_name, record_defect, verify
 
         for place in list_checkpoints(self._run / "checkpoints"):
             try:
@@ -178,7 +178,7 @@ class Mirror:
     def _refuse_damage(self, step: int) -> None:
         """Raises: UserError if the bucket has, or had, checkpoints after a step, of which none is whole. But a machine
         may have been lost while it copied the first one."""
-        from gpt2_ddp.checkpoint.intact import recorded_checkpoint
+        from gpt2_ddp.checkpoint.verify import recorded_checkpoint
 
         rows = parse_lines(io.BytesIO(self._bucket.read(METRICS) or b""))
         recorded = [found for line in rows if is_event(line.row) and (found := recorded_checkpoint(line.row))]

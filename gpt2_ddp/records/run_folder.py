@@ -13,7 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.checkpoint.run_files import (
+from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.distributed.process import this_process
+from gpt2_ddp.distributed.ranks import on_every_rank, on_main, runs_on_main
+from gpt2_ddp.errors import UserError, is_main_process
+from gpt2_ddp.files import fsync_path, make_folder, refuse_links, size_of, write_atomically, writing
+from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,
     STATUS,
@@ -24,12 +30,6 @@ from gpt2_ddp.checkpoint.run_files import (
     read_events,
     split_chain,
 )
-from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.process import this_process
-from gpt2_ddp.distributed.ranks import on_every_rank, on_main, runs_on_main
-from gpt2_ddp.errors import UserError, is_main_process
-from gpt2_ddp.files import fsync_path, make_folder, refuse_links, size_of, write_atomically, writing
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress, next_chain
 
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)  # the folder is gone, or another trainer has the lock
@@ -229,7 +229,7 @@ class RunLog:
         self._folder.check_lock()
         kept = head(self._rows, end.bytes)
         if chain_of(self._rows, end.bytes) != end.chain:
-            from gpt2_ddp.checkpoint.intact import repaired
+            from gpt2_ddp.checkpoint.verify import repaired
 
             kept = repaired(self._rows, progress.step - bool(progress.pending.row))  # that row follows the checkpoint
 

@@ -13,7 +13,7 @@ from gpt2_ddp.errors import print_line
 def get_data(config: TrainingConfig) -> None:
     """Copies the shards of URLs, and prepares missing ones. Raises: UserError."""
     for url, folder in config.data.urls.items():
-        run_module("gpt2_ddp.transfer", "--action=data", f"--url={url}", f"--folder={folder}")
+        run_module("gpt2_ddp.remote.transfer", "--action=data", f"--url={url}", f"--folder={folder}")
     if recipe := missing_data(config):
         run_module("gpt2_ddp", "prepare_data", "--config", recipe)
         print_size_note(config)

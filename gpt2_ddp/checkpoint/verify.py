@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from gpt2_ddp.checkpoint.checkpoint import (
+from gpt2_ddp.checkpoint.format import (
     CONFIG,
     FOLDER,
     FORMAT,
@@ -31,9 +31,8 @@ from gpt2_ddp.checkpoint.checkpoint import (
     seal,
     step_of,
 )
-from gpt2_ddp.checkpoint.run_files import METRICS, is_rollback, read_events, read_lines
 from gpt2_ddp.config.cli import parse_yaml
-from gpt2_ddp.config.hints import no_such_folder
+from gpt2_ddp.config.help import no_such_folder
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import (
@@ -48,6 +47,7 @@ from gpt2_ddp.files import (
     writing,
 )
 from gpt2_ddp.project import command_for
+from gpt2_ddp.records.rows import METRICS, is_rollback, read_events, read_lines
 from gpt2_ddp.state import KINDS, State
 
 LARGEST = {STATE: 2**26, CONFIG: 2**16}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpt2_ddp.config.hints import complete
+from gpt2_ddp.config.help import complete
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig

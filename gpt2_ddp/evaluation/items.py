@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.evaluation.evaluate import IGNORED, rounds
 from gpt2_ddp.files import parse_json, read_small
-from gpt2_ddp.model.evaluate import IGNORED, rounds
 
 METRICS = ("acc", "acc_norm")
 LONGEST = 2**30  # bytes of a file of items

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
-from gpt2_ddp.checkpoint.run_files import METRICS, read_lines, valid_rows
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.records.rows import METRICS, read_lines, valid_rows
 
 PROJECT = os.environ.get("WANDB_PROJECT") or "gpt2_ddp"
 """Name of the project in all trackers."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from accelerate import Accelerator
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.config.cli import split_flags
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.ranks import on_every_rank, on_main
