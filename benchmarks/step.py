@@ -33,8 +33,7 @@ from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.preparation.prepare import make_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
-from gpt2_ddp.training.opening import open_run
-from gpt2_ddp.training.start import Training, build, start
+from gpt2_ddp.training.start import Training, build, open_run, start
 from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"

@@ -38,8 +38,7 @@ from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train_step
-from gpt2_ddp.training.opening import open_run
-from gpt2_ddp.training.start import Trainer, build
+from gpt2_ddp.training.start import Trainer, build, open_run
 
 Job = TrainingConfig | JobConfig
 DEFAULTS = {

@@ -189,3 +189,13 @@ def check_limits(value: Any, levels: int = DEEPEST) -> Any:
     for item in inner:
         check_limits(item, levels - 1)
     return value
+
+
+def local_copy(url: str) -> str:
+    """The folder for a copy of what is at a URL or path. Raises: ValueError if it leads out of the cache, by a `..`;
+    UserError if this user has no home."""
+    try:
+        cache = user_folder("XDG_CACHE_HOME", ".cache")
+    except OSError as error:
+        raise UserError("HOME", "''", f"{error}; set HOME or XDG_CACHE_HOME to a folder for copies of {url}") from error
+    return str(below(cache / "gpt2_ddp", url.replace("://", "/").lstrip("/")))

@@ -42,16 +42,16 @@ data/order.py 20 tests/test_order.py tests/test_mixture.py -k order
 data/feed.py 24 tests/test_feed.py -k 'not (workers or windows)'
 data/mixture.py 24 tests/test_mixture.py
 training/loop.py 24 LOOP GUARD tests/test_background.py tests/test_branch.py -k '{STEPS} or {ENDS} or {BACK}'
-training/rollback.py 8 GUARD tests/test_branch.py -k '{BACK}'
+training/loop.py 8 GUARD tests/test_branch.py -k '{BACK}'
 training/guard.py 24 LATE GUARD tests/test_losses.py -k '{SUMS}'
-training/limits.py 8 GUARD tests/test_optim.py -k '{STATISTICS}'
+training/guard.py 8 GUARD tests/test_optim.py -k '{STATISTICS}'
 training/optimizer.py 20 tests/test_optim.py GUARD -k '{STATISTICS} or schedule'
 checkpoint/format.py 6 tests/test_checkpoint.py -k 'not killed'
 checkpoint/verify.py 14 tests/test_checkpoint.py -k 'not killed'
 checkpoint/store.py 18 tests/test_checkpoint.py tests/test_background.py -k 'not flipped'
 evaluation/evaluate.py 18 tests/test_evaluate.py tests/test_mixture.py -k 'not hang and (evaluate or of_a_mixture)'
 model/optim.py 16 tests/test_optim.py
-model/muon.py 14 tests/test_optim.py tests/test_loop.py -k 'optim or accumulation'
+model/optim.py 14 tests/test_optim.py tests/test_loop.py -k 'optim or accumulation'
 records/rows.py 16 tests/test_rows.py CHAIN
 records/run_folder.py 8 CHAIN
 reports/recompute.py 20 tests/test_verify.py tests/test_branch.py SCALED -k 'verify or branch or scale'
@@ -237,7 +237,7 @@ EQUIVALENT = [
         "both have a value per source",
     ),
     Equivalent(
-        "model/muon.py",
+        "model/optim.py",
         "orthogonal_updates",
         "b0a8a4da",
         "found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)",
@@ -245,7 +245,7 @@ EQUIVALENT = [
         "as many updates as matrices",
     ),
     Equivalent(
-        "model/muon.py",
+        "model/optim.py",
         "orthogonal",
         "2e1f92dd",
         "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
@@ -253,7 +253,7 @@ EQUIVALENT = [
         "two ways to the same matrix",
     ),
     Equivalent(
-        "training/limits.py",
+        "training/guard.py",
         "RunningStatistics.__init__",
         "0a827ef4",
         "self.load_state_dict((0, 0, 0))",
@@ -301,7 +301,7 @@ EQUIVALENT = [
         "the same step; the kernel would not have to wait",
     ),
     Equivalent(
-        "model/muon.py",
+        "model/optim.py",
         "muon_step",
         "8e2ea0a2",
         "for parameter, update in zip(parameters, updates, strict=True):",
@@ -309,7 +309,7 @@ EQUIVALENT = [
         "both have a value per parameter",
     ),
     Equivalent(
-        "model/muon.py",
+        "model/optim.py",
         "orthogonal",
         "2e1f92dd",
         "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
@@ -317,7 +317,7 @@ EQUIVALENT = [
         "the same matrix, by more arithmetic",
     ),
     Equivalent(
-        "model/muon.py",
+        "model/optim.py",
         "orthogonal",
         "2e1f92dd",
         "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",

@@ -28,7 +28,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = """
 ranks torch torch._dynamo accelerate datasets scipy.ndimage tiktoken tiktoken_ext.openai_public
 torch.distributed.algorithms.ddp_comm_hooks torch.profiler._cupti_monitor
-gpt2_ddp.data.tokenizer_file gpt2_ddp.distributed.peers gpt2_ddp.model.generate gpt2_ddp.model.muon
+gpt2_ddp.data.tokenizer_file gpt2_ddp.distributed.peers gpt2_ddp.model.generate gpt2_ddp.model.optim
 gpt2_ddp.tasks.images gpt2_ddp.tasks.jobs gpt2_ddp.tasks.pretraining gpt2_ddp.tasks.trained_model
 transformers.models.gpt2.modeling_gpt2 transformers.models.auto.modeling_auto
 gpt2_ddp.export.imports gpt2_ddp.training.replica_check gpt2_ddp.training.fsdp commands runs warm

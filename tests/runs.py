@@ -381,8 +381,7 @@ def built(config, make_task=None):
     from gpt2_ddp.tasks.jobs import make_job
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
-    from gpt2_ddp.training.opening import open_run
-    from gpt2_ddp.training.start import build
+    from gpt2_ddp.training.start import build, open_run
 
     usual = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
     with open_run(config, make_task or usual) as opened:

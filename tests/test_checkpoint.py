@@ -50,9 +50,8 @@ from gpt2_ddp.checkpoint.format import (
     write_manifest,
     write_part,
 )
-from gpt2_ddp.checkpoint.host_copy import copied
 from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
-from gpt2_ddp.checkpoint.store import CheckpointStore
+from gpt2_ddp.checkpoint.store import CheckpointStore, copied
 from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, find_checkpoint, verify
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.files import read_json, sha256_file, write_hashed

@@ -22,7 +22,6 @@ from faults.mutations import flip
 from ranks import run_ranks, run_until_killed, wait_until
 from runs import assert_same, complete, edit_manifest, is_intact, newest_checkpoint, train_with_faults, training_config
 
-from gpt2_ddp.cache import local_copy
 from gpt2_ddp.checkpoint.format import MODEL, list_checkpoints, seal
 from gpt2_ddp.checkpoint.verify import newest_intact
 from gpt2_ddp.config.cli import load
@@ -30,7 +29,7 @@ from gpt2_ddp.config.tools import EvaluateConfig, StatusConfig, VerifyConfig
 from gpt2_ddp.data import fetch as missing
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_json
+from gpt2_ddp.files import local_copy, read_json
 from gpt2_ddp.remote import mirror, mirror_process
 from gpt2_ddp.remote.copies import with_local_runs
 from gpt2_ddp.remote.mirror import FIELD, LEASE, Lease, Mirror

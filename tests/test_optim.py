@@ -16,14 +16,15 @@ from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.distributed.launch import build_accelerator
-from gpt2_ddp.model import muon, optim
+from gpt2_ddp.model import optim
+from gpt2_ddp.model import optim as muon
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.muon import orthogonal
 from gpt2_ddp.model.optim import (
     MOMENTUM,
     OPTIMIZERS,
     build_optimizer,
     muon_matrices,
+    orthogonal,
 )
 from gpt2_ddp.plan.memory import setting_of
 from gpt2_ddp.tasks.supervised import build_job_optimizer

@@ -269,7 +269,7 @@ def test_one_process_lets_go_of_its_folder(corpus, tmp_path):
 def recorded_early(config):
     """What status.json holds if a rank is lost before the task is made."""
     from gpt2_ddp.distributed import watchdog
-    from gpt2_ddp.training.opening import open_run
+    from gpt2_ddp.training.start import open_run
 
     records, report_to = [], watchdog.Watchdog.report_to
     watchdog.Watchdog.report_to = lambda self, report, record: (

@@ -5,12 +5,15 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.format import (
@@ -144,8 +147,6 @@ class CheckpointStore:
         if wait or not from_main(should_save_async(self._wish, here, spare_core)):
             on_every_rank(lambda: self._write(snapshot, last_good))
         elif snapshot.part.is_own:
-            from gpt2_ddp.checkpoint.host_copy import copied
-
             copy = copied(snapshot, self._memory)
             self.background.start(lambda: self._write(copy, last_good), self._patience + snapshot.bytes / SLOW_DISK)
 
@@ -291,3 +292,28 @@ def steps_to_keep(intact: dict[int, State], keep_last: int, last_good: float) ->
     ]
     best = {tokens: step for _, step, tokens in sorted(scored, reverse=True)}  # the lowest loss comes last
     return keep | {*good[-1:], *steps[len(good) :], *best.values()}
+
+
+def copied(snapshot: Snapshot, memory: dict[str, Tensor]) -> Snapshot:
+    """A copy that training does not change. The first allocates `memory`, later ones reuse it."""
+    copy = lambda part: {name: _copy(tensor, memory, name) for name, tensor in part.items()}  # noqa: E731
+    model, optimizer = map(copy, (snapshot.model, snapshot.optimizer))
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # once for all copies
+    return replace(snapshot, state=snapshot.state.model_copy(deep=True), model=model, optimizer=optimizer)
+
+
+def _copy(tensor: Tensor, memory: dict[str, Tensor], name: str) -> Tensor:
+    """Starts a copy to the host. From a GPU it goes to pinned memory, at the full speed of the bus."""
+    if name not in memory:
+        memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.is_cuda:  # exactly these bytes: `pin_memory` would round them up to a power of two
+            _pin(memory[name])
+    return memory[name].copy_(tensor, non_blocking=tensor.is_cuda)
+
+
+def _pin(tensor: Tensor) -> None:
+    """Pins the tensor's memory while it exists; if the system refuses, copies take longer."""
+    runtime: Any = torch.cuda.cudart()
+    if tensor.nbytes and int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
+        weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())

@@ -10,9 +10,8 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from gpt2_ddp.cache import local_copy
 from gpt2_ddp.errors import CREDENTIALS, QUERY, UserError
-from gpt2_ddp.files import check_limits
+from gpt2_ddp.files import check_limits, local_copy
 
 MOST = 20
 """Most user errors that one command prints."""

@@ -79,7 +79,7 @@ class DataConfig(Section):
     def urls(self) -> dict[str, str]:
         """The folders of the copies of sources that are URLs."""
         if urls := [path for path in self.path if "://" in path]:
-            from gpt2_ddp.cache import local_copy
+            from gpt2_ddp.files import local_copy
 
             return {url: local_copy(url) for url in urls}
         return {}

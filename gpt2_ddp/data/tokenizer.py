@@ -17,8 +17,8 @@ import numpy as np
 import tiktoken
 import tiktoken.registry
 
-from gpt2_ddp.data.alphabet import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, to_bytes
 from gpt2_ddp.data.manifest import token_dtype
+from gpt2_ddp.data.tokenizer_file import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, to_bytes
 from gpt2_ddp.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"

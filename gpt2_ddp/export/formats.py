@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gpt2_ddp.checkpoint.format import as_safetensors
-from gpt2_ddp.data.alphabet import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
+from gpt2_ddp.data.tokenizer_file import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.transformers_layout import fixed_fields, shape, to_transformers, transformers_config
 from gpt2_ddp.files import write_hashed, writing

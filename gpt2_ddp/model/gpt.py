@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, make_norm, rotation
-from gpt2_ddp.model.roles import Role, roles
+from gpt2_ddp.model.optim import Role, roles
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""

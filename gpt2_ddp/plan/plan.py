@@ -35,7 +35,7 @@ from gpt2_ddp.plan.memory import Memory, Setting, estimate, setting_of
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
 from gpt2_ddp.training.gpus import GPUS, peak_flops
-from gpt2_ddp.training.opening import Opened, open_run
+from gpt2_ddp.training.start import Opened, open_run
 from gpt2_ddp.training.throughput import device_name
 
 CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments

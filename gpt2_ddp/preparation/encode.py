@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.alphabet import GPT2_PATTERN
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, content_sha256, parse_manifest, token_dtype
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.tokenizer_file import GPT2_PATTERN
 from gpt2_ddp.distributed.workers import Pool, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import sha256_file, write_atomically

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import replace_surrogates
+from gpt2_ddp.data.tokenizer_file import END_OF_TEXT
 from gpt2_ddp.distributed.workers import Pool, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular, size_of

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.data.alphabet import END_OF_TEXT
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.data.tokenizer_file import LARGEST
+from gpt2_ddp.data.tokenizer_file import END_OF_TEXT, LARGEST
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
 from gpt2_ddp.preparation.source_files import library_files

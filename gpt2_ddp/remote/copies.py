@@ -5,11 +5,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from gpt2_ddp import script
-from gpt2_ddp.cache import local_copy
 from gpt2_ddp.config.base import check_url
 from gpt2_ddp.config.cli import C
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import sha256_file
+from gpt2_ddp.files import local_copy, sha256_file
 from gpt2_ddp.records.rows import RECORDS
 
 RUN_FIELDS = {"checkpoint", "run", "runs"}

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt2_ddp.cache import local_copy
 from gpt2_ddp.checkpoint.format import MODEL, Checkpoint
 from gpt2_ddp.checkpoint.loading import fit_weights, saved_tokenizer
 from gpt2_ddp.checkpoint.verify import find_checkpoint
@@ -21,6 +20,7 @@ from gpt2_ddp.distributed.process import run_module
 from gpt2_ddp.distributed.ranks import LONGEST, on_main
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError, print_line
+from gpt2_ddp.files import local_copy
 from gpt2_ddp.model.gpt import GPT
 
 FIELD, HUB = "train.init_from", "hub:"

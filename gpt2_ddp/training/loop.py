@@ -16,13 +16,13 @@ from gpt2_ddp.checkpoint.format import list_checkpoints
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.ranks import sum_over_ranks
+from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.records.rows import Outcome, finite
 from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
-from gpt2_ddp.training.opening import finish_complete, open_run
 from gpt2_ddp.training.optimizer import named_losses
-from gpt2_ddp.training.start import Trainer, Training, build, finish, start
+from gpt2_ddp.training.start import Trainer, Training, build, finish, finish_complete, open_run, start
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import Due, MakeTask, check_numbers
 
@@ -139,8 +139,6 @@ def _evaluate_log_sample(run: Training) -> None:
 
 
 def _roll_back(run: Training) -> str:
-    from gpt2_ddp.training.rollback import roll_back  # few runs need it
-
     return roll_back(run)
 
 
@@ -285,3 +283,28 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
         if given is not None:
             row |= check_numbers(method, given, row | run.progress.scores)
     return row
+
+
+def roll_back(run: Training) -> str:
+    """Loads the newest checkpoint from before the divergence, and skips the data read since. Collective. Returns why it
+    cannot, if no rollback or no good checkpoint is left; else an empty text."""
+    guard, store, feed = run.guard, run.store, run.task.feed
+    diverged_at, end, rollbacks = run.step, feed.state.position, run.progress.rollbacks
+    problem = guard.divergence
+    run.wait_for_save()
+    run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)
+    good = store.newest(guard.last_good)
+    if rollbacks >= run.config.rollbacks or not good:
+        if good:  # otherwise only bad ones exist
+            store.remove_after(guard.last_good)
+        return problem + (f", after {rollbacks} rollbacks" if rollbacks else "")
+    run.load(good)
+    run.progress.rollbacks, run.progress.pending = rollbacks + 1, Pending()
+    start = feed.next_position
+    feed.skip_range(start, end)
+    event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
+    run.log.append(event | {"order_digest": feed.state.order_digest})
+    store.remove_after(run.step)  # once the rollback is recorded
+    run.metrics.print(f"warning: {problem}; rolled back to step {run.step}; skips data positions [{start}, {end})")
+    run.throughput.restart()
+    return ""

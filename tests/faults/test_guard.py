@@ -26,8 +26,7 @@ from runs import (
 
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.state import Best, GuardState
-from gpt2_ddp.training.guard import LATE, Guard, Verdict
-from gpt2_ddp.training.limits import LONG, WARM_UP, RunningStatistics
+from gpt2_ddp.training.guard import LATE, LONG, WARM_UP, Guard, RunningStatistics, Verdict
 
 POISON = (12 * 9, 12 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
