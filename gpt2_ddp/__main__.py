@@ -40,7 +40,7 @@ def main() -> None:
         sys.argv = [name, *flags]
         run_command(jobs[name], "gpt2_ddp.tasks.command:start_job")
     if name not in scripts:
-        from gpt2_ddp.config.help import nearest
+        from gpt2_ddp.config.base import nearest
 
         hint = f"unknown script{nearest(name, [*scripts, *jobs])}"
         print(f"error: {UserError('script', name, hint)}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Crash-safe writing (temporary file, fsync, rename), disk errors as user errors, and checked reading."""
 
+import difflib
 import errno
 import hashlib
 import json
@@ -199,3 +200,23 @@ def local_copy(url: str) -> str:
     except OSError as error:
         raise UserError("HOME", "''", f"{error}; set HOME or XDG_CACHE_HOME to a folder for copies of {url}") from error
     return str(below(cache / "gpt2_ddp", url.replace("://", "/").lstrip("/")))
+
+
+def no_such_folder(path: str | os.PathLike[str]) -> str:
+    """The hint for a path where nothing is, with the nearest name beside it; empty if something is there."""
+    if os.path.lexists(path):
+        return ""
+    folder, name = os.path.split(os.path.normpath(path))
+    near: list[str] = []
+    with suppress(OSError, ValueError):
+        near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
+    return "there is no such folder" + "".join(f"; did you mean {os.path.join(folder, other)}?" for other in near)
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.format import MANIFEST, Checkpoint
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.help import check_resumable
+from gpt2_ddp.config.saved import check_resumable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file

@@ -9,8 +9,7 @@ import pytest
 from commands import expect_error
 from disk import refuse
 
-from gpt2_ddp.checkpoint.verify import free_name
-from gpt2_ddp.files import local_copy, parse_json, user_folder, write_atomically
+from gpt2_ddp.files import free_name, local_copy, parse_json, user_folder, write_atomically
 
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):

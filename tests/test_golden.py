@@ -17,7 +17,7 @@ from golden_runs import CASES, CIFAR, CORPUS, GOLDEN, KINDS, RESUMED, change, dr
 from ranks import run_ranks
 from runs import train, train_all
 
-from gpt2_ddp.config.help import complete
+from gpt2_ddp.config.saved import complete
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.reports.verify import verify_run
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.cli import dump, load
-from gpt2_ddp.config.help import check_resumable
+from gpt2_ddp.config.saved import check_resumable
 from gpt2_ddp.config.tools import ImportConfig
 from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.tokenizer import load_tokenizer

@@ -25,8 +25,8 @@ from ranks import run_ranks
 from runs import spoil, training_config
 
 from gpt2_ddp.config.cli import dump, load
-from gpt2_ddp.config.help import complete
 from gpt2_ddp.config.plan import PlanConfig
+from gpt2_ddp.config.saved import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.plan.memory import Setting, estimate, moments_of

@@ -18,7 +18,7 @@ from runs import (
 )
 from runs import run_small_job as train
 
-from gpt2_ddp.config.help import check_resumable
+from gpt2_ddp.config.saved import check_resumable
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import JobData

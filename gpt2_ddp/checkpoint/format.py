@@ -11,13 +11,14 @@ first also has the tensors that are not.
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -209,3 +210,54 @@ def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None =
     yield len(text).to_bytes(8, "little") + text
     for name in names:
         yield tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors in a file, or in files of its parts. Each is read when it is asked for: one at a time needs memory.
+    Raises: OSError; SafetensorError for files that do not belong together.
+
+    Attributes:
+        shapes, dtypes: of the whole tensors, by their names.
+    """
+
+    def __init__(self, files: Sequence[Path]):
+        self.shapes: dict[str, list[int]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._rows: dict[str, list[tuple[Path, int]]] = {}  # the files with a tensor, and how many rows each has
+        known = {name: dtype for dtype, name in DTYPES.items()}
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  it is no mapping
+                    found, before = opened.get_slice(name), self.shapes.get(name)
+                    shape, dtype = found.get_shape(), known.get(found.get_dtype())
+                    fits = before is None or (shape and before[1:] == shape[1:] and dtype == self.dtypes[name])
+                    if dtype is None or not fits:
+                        raise SafetensorError(f"{name} has a part of another kind in {file.name}")
+                    rows = shape[0] if shape else 1
+                    self.shapes[name] = [before[0] + rows, *shape[1:]] if before else shape
+                    self.dtypes[name] = dtype
+                    self._rows.setdefault(name, []).append((file, rows))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, name: str) -> Tensor:
+        files = self._rows[name]
+        if len(files) > 1:
+            return self.rows(name, 0, self.shapes[name][0])
+        with safe_open(files[0][0], "pt") as opened:
+            return opened.get_tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor, of which it has at least one."""
+        parts, first = [], 0
+        for file, rows in self._rows[name]:
+            begin, end = max(start - first, 0), min(stop - first, rows)
+            if begin < end:
+                with safe_open(file, "pt") as opened:
+                    parts.append(opened.get_slice(name)[begin:end])
+            first += rows
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

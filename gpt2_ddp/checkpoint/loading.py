@@ -1,70 +1,17 @@
 """From the files of a checkpoint into a run. Imported at a resume or a rollback, and by commands."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.format import DTYPES, OPTIMIZER, Checkpoint
+from gpt2_ddp.checkpoint.format import OPTIMIZER, Checkpoint, Tensors
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.ranks import has_others, on_main
 from gpt2_ddp.errors import UserError
-
-
-class Tensors(Mapping[str, Tensor]):
-    """The tensors in a file, or in files of its parts. Each is read when it is asked for: one at a time needs memory.
-    Raises: OSError; SafetensorError for files that do not belong together.
-
-    Attributes:
-        shapes, dtypes: of the whole tensors, by their names.
-    """
-
-    def __init__(self, files: Sequence[Path]):
-        self.shapes: dict[str, list[int]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._rows: dict[str, list[tuple[Path, int]]] = {}  # the files with a tensor, and how many rows each has
-        known = {name: dtype for dtype, name in DTYPES.items()}
-        for file in files:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  it is no mapping
-                    found, before = opened.get_slice(name), self.shapes.get(name)
-                    shape, dtype = found.get_shape(), known.get(found.get_dtype())
-                    fits = before is None or (shape and before[1:] == shape[1:] and dtype == self.dtypes[name])
-                    if dtype is None or not fits:
-                        raise SafetensorError(f"{name} has a part of another kind in {file.name}")
-                    rows = shape[0] if shape else 1
-                    self.shapes[name] = [before[0] + rows, *shape[1:]] if before else shape
-                    self.dtypes[name] = dtype
-                    self._rows.setdefault(name, []).append((file, rows))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, name: str) -> Tensor:
-        files = self._rows[name]
-        if len(files) > 1:
-            return self.rows(name, 0, self.shapes[name][0])
-        with safe_open(files[0][0], "pt") as opened:
-            return opened.get_tensor(name)
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor, of which it has at least one."""
-        parts, first = [], 0
-        for file, rows in self._rows[name]:
-            begin, end = max(start - first, 0), min(stop - first, rows)
-            if begin < end:
-                with safe_open(file, "pt") as opened:
-                    parts.append(opened.get_slice(name)[begin:end])
-            first += rows
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def saved_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -3,15 +3,13 @@ run has none."""
 
 import errno
 import hashlib
-import json
 import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,14 +30,15 @@ from gpt2_ddp.checkpoint.format import (
     step_of,
 )
 from gpt2_ddp.config.cli import parse_yaml
-from gpt2_ddp.config.help import no_such_folder
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import (
     LFS_HINT,
     check_file_name,
+    free_name,
     fsync_path,
     is_lfs_pointer,
+    no_such_folder,
     parse_json,
     read_small,
     regular,
@@ -47,7 +46,7 @@ from gpt2_ddp.files import (
     writing,
 )
 from gpt2_ddp.project import command_for
-from gpt2_ddp.records.rows import METRICS, is_rollback, read_events, read_lines
+from gpt2_ddp.records.rows import METRICS, is_rollback, read_events
 from gpt2_ddp.state import KINDS, State
 
 LARGEST = {STATE: 2**26, CONFIG: 2**16}
@@ -299,31 +298,3 @@ def recover(folder: Path) -> None:
                 fsync_path(folder)
         for leftover in folder.glob(".step-*"):
             shutil.rmtree(leftover)
-
-
-def repaired(file: Path, step: int) -> Iterator[bytes]:
-    """The rows that a resumed run keeps of a damaged file: the sound ones up to this step. Copies the file aside, with
-    a warning. Raises: UserError."""
-    message = f"is missing; the rows up to step {step} are lost"
-    if file.is_file():
-        aside = free_name(file.with_name(f"{file.name}.damaged"))
-        with writing(file):
-            shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
-            fsync_path(aside)
-        message = f"a row before the checkpoint is missing or changed; rows up to step {step} are kept"
-        message += f"; a copy is in {aside.name}"
-    print(f"warning: {file}: {message}", file=sys.stderr)
-    for line in read_lines(file):
-        if type(line.row.get("step")) is int and line.row["step"] <= step:
-            with suppress(ValueError):  # numbers that JSON lacks
-                json.dumps(line.row, allow_nan=False)
-                yield f"{line.text}\n".encode()
-
-
-def free_name(path: Path) -> Path:
-    """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
-    found, number = path, 1
-    while os.path.lexists(found):
-        number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found

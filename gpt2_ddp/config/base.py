@@ -1,10 +1,14 @@
 """Base classes of all configurations: frozen, typed sections that report all user errors at once."""
 
+import difflib
+import json
 import os
 import re
-from collections.abc import Container, Iterator, Mapping
+import shlex
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -132,8 +136,6 @@ class Command(Section):
         try:
             config = handler(values)
         except ValidationError as error:
-            from gpt2_ddp.config.help import describe
-
             raise UserError.join(describe(cls, error)) from error
         found = [UserError(*mistake).mistakes[0] for mistake in config.mistakes()]
         if found:
@@ -171,3 +173,125 @@ def nested(values: Mapping[str, Any], single: Container[str] = ()) -> dict[str, 
         elif isinstance(inner := found.setdefault(section, {}), dict):
             inner[field] = value
     return found
+
+
+def describe(command: type[Command], error: ValidationError) -> list[str]:
+    """The first of pydantic's errors of each field, as `field = value: problem; hint`."""
+    known = dict(leaves(command))
+    found: dict[str, str] = {}
+    for details in error.errors():
+        parts = [str(part) for part in details["loc"]]
+        name = parts[0] if parts[0] in known else ".".join(parts[:2])  # without items, kinds of a value
+        is_unknown = details["type"] == "extra_forbidden" and name not in known
+        if is_unknown:
+            hint = _unknown(command, name, details["input"])
+        elif name not in known:
+            name, keys = parts[0], [key.partition(".")[2] for key in known if key.startswith(f"{parts[0]}.")]
+            hint = f"is a section; set its keys, like {name}.{keys[0]}"
+        else:
+            hint = _problem(command, name, known[name], details)
+        found.setdefault(name, UserError(name, shown(details["input"]), hint).mistakes[0])
+    return [*found.values()][:MOST]
+
+
+def _unknown(command: type[Command], name: str, value: object) -> str:
+    """The hint for an unknown key."""
+    fields, above = dict(leaves(command)), name.rpartition(".")[0]
+    if above in fields:
+        return f"unknown key; {above} takes a value and has no keys"
+    if name.startswith("-") or (isinstance(value, NoValue) and not re.fullmatch(r"[\w.]+", name)):
+        return "unknown key; flags begin with --, and a value that begins with - is given as --FLAG=VALUE"
+    return f"unknown key{nearest(name, [*fields, *sections(command)])}"
+
+
+def _problem(command: type[Command], name: str, field: FieldInfo, details: Any) -> str:
+    """The problem of a field's value, and what it should be."""
+    kind, value = details["type"], details["input"]
+    takes_list = get_origin(field.annotation) is tuple
+    wanted = f"should be {expected(field)}"
+    if isinstance(value, list | tuple) and not takes_list:
+        several = [other for other, of in leaves(command) if get_origin(of.annotation) is tuple]
+        flag = f", such as --{several[0]}" if several else ""
+        return f"takes one value; others have their own flags{flag}" if name == command.positional else wanted
+    if isinstance(value, NoValue):
+        wanted = "needs a value"
+        if str in kinds_of(field.annotation):
+            wanted += f"; write one that begins with - as --{name}=VALUE"
+    elif kind == "value_error":
+        wanted = details["msg"].removeprefix("Value error, ")
+    elif kind == "extra_forbidden":
+        wanted = f"has the unknown key {details['loc'][-1]}; {wanted}"
+    elif kind.endswith("_parsing") and re.match(r"[-+]?\d", str(value)) and bool not in kinds_of(field.annotation):
+        wanted += ", in digits, like 1000000" if int in kinds_of(field.annotation) else ", like 1000 or 1e-3"
+    elif kind == "finite_number":
+        wanted = wanted.replace("a number", "a finite number")
+    elif kind == "int_parsing_size":
+        wanted = "has an integer of more than 64 bits"
+    return wanted if field.default in (None, ()) else f"{wanted}; the default is {shown(field.default)}"
+
+
+def shown(value: object) -> str:
+    """A value as it is written in a command or a file."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list | tuple) and all(isinstance(item, str | int | float) for item in value):
+        return shlex.join(map(str, value)) if value else "[]"
+    return str(value) if str(value).strip() else repr(value)
+
+
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+LENGTHS = {"min_length": "at least", "max_length": "at most"}  # in characters
+
+
+WORDS = {int: "a whole number", float: "a number", str: "a text"}
+
+
+def expected(field: FieldInfo) -> str:
+    """The values that a field takes, in words: `a whole number (above 0), auto or null`."""
+    return any_of(_expected(field.annotation, field.metadata, field.title))
+
+
+def any_of(choices: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+
+
+def _expected(annotation: Any, metadata: Sequence[Any], title: str | None = None) -> list[str]:
+    """The kinds of values of a type with these constraints."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        kind, *details = inside
+        fields = [detail for detail in details if isinstance(detail, FieldInfo)]
+        limits = [limit for field in fields for limit in field.metadata]
+        return _expected(kind, [*metadata, *details, *limits], next((field.title for field in fields), title))
+    if annotation is NoneType:
+        return ["null"]
+    if title:
+        return [title]
+    if origin is Literal:
+        return [*inside]
+    if origin in (Union, UnionType):
+        return [*chain.from_iterable(_expected(kind, metadata) for kind in inside)]
+    if origin is tuple:
+        count = "one or several values" if Ellipsis in inside else f"{len(inside)} values"
+        return [f"{count}; each is {any_of(_expected(inside[0], ()))}"]
+    if annotation is bool:
+        return ["true", "false"]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [" and ".join(annotation.model_fields)]
+    bounds = " and ".join(_bounds(metadata, BOUNDS) or [f"{bound} characters" for bound in _bounds(metadata, LENGTHS)])
+    return [WORDS[annotation] + f" ({bounds})" * bool(bounds)]
+
+
+def _bounds(metadata: Sequence[Any], words: Mapping[str, str]) -> list[str]:
+    values = [(word, getattr(constraint, key, None)) for constraint in metadata for key, word in words.items()]
+    return [f"{word} {value:,}" for word, value in values if value is not None]
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The hint for an unknown name: the nearest of the `known`, or --help."""
+    tails = {key.rpartition(".")[2]: key for key in reversed(known)}
+    near = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1)  # `lr` finds optim.lr
+    return f"; did you mean {tails[near[0]]}?" if near else "; --help lists all names"

@@ -1,8 +1,10 @@
 """The kinds of runs and their configuration classes."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.config.help import complete
+from gpt2_ddp.config.base import Command, flat, nested
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -22,3 +24,37 @@ def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
     except UserError as error:
         mistakes = [f"in {place}: {mistake}; restore the run's original file" for mistake in error.mistakes]
         raise UserError.join(mistakes) from error
+
+
+def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of `command` in a saved configuration of any release, as `dump` writes them, without validation: newer
+    fields have defaults, and so have empty texts, which older releases took for null. Fields that no longer exist are
+    left out. `saved` is parsed output of `dump`."""
+    values, given = flat(command.model_construct().model_dump(mode="json")), flat(saved)
+    kept = {name: default if given.get(name, "") == "" else given[name] for name, default in values.items()}
+    return nested(kept)
+
+
+def differences(config: Command, saved: Mapping[str, Any], parts: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+    """(field, value, saved value) of the fields in `parts` (sections and fields) that differ."""
+    before, now = flat(complete(type(config), saved)), flat(config.model_dump(mode="json"))
+    inside = tuple(f"{part}." for part in parts)
+    names = [name for name in now if f"{name}.".startswith(inside) and name != "data.path"]
+    return [(name, now[name], before[name]) for name in names if now[name] != before[name]]
+
+
+def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step: int) -> None:
+    """Checks that this configuration can resume a checkpoint with the configuration `saved`: the fields in `kept`
+    must be equal, except as `may_change` allows. Fields missing in `saved` have their defaults there. Unknown
+    ones are ignored. Raises: UserError, which names every field that differs."""
+    if kind != config.kind:
+        hint = f"the run folder holds a run of another kind, {kind}; choose another run_name"
+        raise UserError("run_name", config.run_name, hint)
+    mistakes = []
+    for name, now, before in differences(config, saved, config.kept):
+        if not config.may_change(name, before, step):
+            file = Path(config.output_dir, config.run_name, "config.yaml")
+            hint = f"the run was started with {before}; restore it (--config {file}), or choose another run_name"
+            mistakes += UserError(name, now, hint).mistakes
+    if mistakes:
+        raise UserError.join(mistakes)

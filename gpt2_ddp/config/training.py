@@ -349,8 +349,6 @@ class TrainingConfig(RunConfig):
             hint = "is for --launch.parallel fsdp only; add that flag, or remove this one"
             yield "launch.replicas", self.launch.replicas, hint
         if len(self.data.paths) > 1 or self.data.weights or self.data.phases:
-            from gpt2_ddp.config.help import mixture_mistakes
-
             yield from mixture_mistakes(self)
         if optim.decay_steps is not None and optim.warmup_steps >= optim.decay_steps:
             yield (
@@ -408,3 +406,26 @@ def training_default(flags: Mapping[str, Any]) -> str:
     (built_in,) = DataConfig().path
     data = os.path.normpath(str(flags.get("data.path", built_in)))
     return BUILT_IN if data == built_in else OWN_TEXT
+
+
+MOST_SOURCES = 32
+"""Most sources of a mixture: with more, the largest source could get less than its share of a block."""
+
+
+def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
+    """User errors between the fields of several folders in a `TrainingConfig`, as `Command.mistakes`."""
+    data, paths = config.data, config.data.paths
+    if len({os.path.normpath(path) for path in paths}) < len(paths):
+        yield "data.path", " ".join(paths), "contains a folder twice; name it once and set data.weights"
+    if len(paths) > MOST_SOURCES:
+        yield "data.path", f"{len(paths)} folders", f"should be at most {MOST_SOURCES}; prepare several as one"
+    given = {"data.weights": data.weights} if data.weights else {}
+    given |= {f"data.phases, number {number}": phase.weights for number, phase in enumerate(data.phases, 1)}
+    for field, weights in given.items():
+        if len(weights) != len(paths) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+            hint = f"should be {len(paths)} numbers, one for each folder of data.path, each at least 0, not all 0"
+            yield field, " ".join(map(str, weights)), hint
+    for before, phase, begins in zip([0, *config.phase_begins], data.phases, config.phase_begins, strict=False):
+        if begins <= before:
+            hint = f"should begin a block of {config.block_tokens} tokens or more after the last phase"
+            yield "data.phases", phase.at_tokens, hint

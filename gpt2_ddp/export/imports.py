@@ -19,13 +19,12 @@ from safetensors import safe_open
 from gpt2_ddp.checkpoint.format import Snapshot, write_manifest, write_part
 from gpt2_ddp.checkpoint.verify import newest_intact
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.help import no_such_folder
 from gpt2_ddp.config.tools import ImportConfig
 from gpt2_ddp.config.training import ModelConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.export.transformers_layout import CLASSES, SHAPE, fixed_fields, to_transformers
-from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, read_json, regular, sha256_file
+from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, no_such_folder, read_json, regular, sha256_file
 from gpt2_ddp.model.architecture import ARCHITECTURES, mlp_width
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import locked_output, publish

@@ -5,15 +5,25 @@ line ends with its `chain`, a hash of all lines up to it, so changed and removed
 """
 
 import fcntl
+import json
 import math
 import re
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from gpt2_ddp.files import parse_json, read_json, regular
+from gpt2_ddp.files import (
+    free_name,
+    fsync_path,
+    parse_json,
+    read_json,
+    regular,
+    writing,
+)
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
 METRICS, STATUS, CONFIG = "metrics.jsonl", "status.json", "config.yaml"
@@ -197,3 +207,22 @@ def chain_of(file: Path, size: int) -> str:
         if own != chain or not line.endswith(b"\n"):
             return ""
     return chain
+
+
+def repaired(file: Path, step: int) -> Iterator[bytes]:
+    """The rows that a resumed run keeps of a damaged file: the sound ones up to this step. Copies the file aside, with
+    a warning. Raises: UserError."""
+    message = f"is missing; the rows up to step {step} are lost"
+    if file.is_file():
+        aside = free_name(file.with_name(f"{file.name}.damaged"))
+        with writing(file):
+            shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
+            fsync_path(aside)
+        message = f"a row before the checkpoint is missing or changed; rows up to step {step} are kept"
+        message += f"; a copy is in {aside.name}"
+    print(f"warning: {file}: {message}", file=sys.stderr)
+    for line in read_lines(file):
+        if type(line.row.get("step")) is int and line.row["step"] <= step:
+            with suppress(ValueError):  # numbers that JSON lacks
+                json.dumps(line.row, allow_nan=False)
+                yield f"{line.text}\n".encode()

@@ -229,7 +229,7 @@ class RunLog:
         self._folder.check_lock()
         kept = head(self._rows, end.bytes)
         if chain_of(self._rows, end.bytes) != end.chain:
-            from gpt2_ddp.checkpoint.verify import repaired
+            from gpt2_ddp.records.rows import repaired
 
             kept = repaired(self._rows, progress.step - bool(progress.pending.row))  # that row follows the checkpoint
 

@@ -159,7 +159,8 @@ class Mirror:
         """Sets the checkpoints aside that the restored rows do not record: a machine went on for a while after its last
         copy, and another one trained the same steps."""
         from gpt2_ddp.checkpoint.format import list_checkpoints
-        from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, free_name, record_defect, verify
+        from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, record_defect, verify
+        from gpt2_ddp.files import free_name
 
         for place in list_checkpoints(self._run / "checkpoints"):
             try:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from gpt2_ddp.checkpoint.format import CONFIG, MODEL, OPTIMIZER, STATE, Checkpoint
-from gpt2_ddp.checkpoint.loading import OF_ADAM, OF_SGD, Tensors, layout_of, optimizer_defect, weights_defect
+from gpt2_ddp.checkpoint.format import CONFIG, MODEL, OPTIMIZER, STATE, Checkpoint, Tensors
+from gpt2_ddp.checkpoint.loading import OF_ADAM, OF_SGD, layout_of, optimizer_defect, weights_defect
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.saved import read_config

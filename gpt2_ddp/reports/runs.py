@@ -13,9 +13,8 @@ import numpy as np
 
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
-from gpt2_ddp.config.help import no_such_folder
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import read_json
+from gpt2_ddp.files import no_such_folder, read_json
 from gpt2_ddp.records.rows import CONFIG, METRICS, STATUS, field_of, is_event, read_lines, valid_rows
 from gpt2_ddp.reports.status import health
 

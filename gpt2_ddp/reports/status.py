@@ -6,11 +6,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_ddp.config.help import no_such_folder
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import read_json
+from gpt2_ddp.files import no_such_folder, read_json
 from gpt2_ddp.records.rows import (
     FIELDS,
     METRICS,

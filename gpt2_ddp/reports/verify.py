@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError
 from gpt2_ddp.checkpoint.format import MANIFEST, Checkpoint, list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, record_defect, verify
 from gpt2_ddp.config.cli import read_yaml
-from gpt2_ddp.config.help import no_such_folder
 from gpt2_ddp.config.run import MOST_ITEMS, RunConfig
 from gpt2_ddp.config.saved import read_config
 from gpt2_ddp.config.tools import VerifyConfig
@@ -27,7 +26,7 @@ from gpt2_ddp.data.manifest import Manifest, read_manifest, token_dtype
 from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.shards import TokenStream, Windows, check_shard
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import sha256_file
+from gpt2_ddp.files import no_such_folder, sha256_file
 from gpt2_ddp.records.rows import (
     CONFIG,
     METRICS,

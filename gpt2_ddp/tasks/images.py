@@ -21,12 +21,11 @@ from accelerate import Accelerator
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from gpt2_ddp.config.help import no_such_folder
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
 from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.ranks import on_every_rank
 from gpt2_ddp.errors import UserError, print_line, truncate
-from gpt2_ddp.files import regular
+from gpt2_ddp.files import no_such_folder, regular
 from gpt2_ddp.preparation.source_files import files_below, open_bytes
 from gpt2_ddp.tasks.supervised import Samples
 

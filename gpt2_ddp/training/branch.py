@@ -6,8 +6,8 @@ from typing import Any
 
 from gpt2_ddp.checkpoint.format import MANIFEST, Checkpoint, list_checkpoints, step_of
 from gpt2_ddp.checkpoint.verify import find_checkpoint
-from gpt2_ddp.config.help import differences
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.saved import differences
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.distributed.ranks import runs_on_main
 from gpt2_ddp.errors import UserError

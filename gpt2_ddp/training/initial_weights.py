@@ -13,14 +13,14 @@ from torch import Tensor
 from gpt2_ddp.checkpoint.format import MODEL, Checkpoint
 from gpt2_ddp.checkpoint.loading import fit_weights, saved_tokenizer
 from gpt2_ddp.checkpoint.verify import find_checkpoint
-from gpt2_ddp.config.help import complete, differences, no_such_folder
+from gpt2_ddp.config.saved import complete, differences
 from gpt2_ddp.config.training import WEIGHT_FIELDS, ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.process import run_module
 from gpt2_ddp.distributed.ranks import LONGEST, on_main
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError, print_line
-from gpt2_ddp.files import local_copy
+from gpt2_ddp.files import local_copy, no_such_folder
 from gpt2_ddp.model.gpt import GPT
 
 FIELD, HUB = "train.init_from", "hub:"

@@ -193,7 +193,7 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run.
     Compares configurations before it hashes. Collective. Raises: UserError."""
     if newest := store.newest(weights=False):
-        from gpt2_ddp.config.help import check_resumable
+        from gpt2_ddp.config.saved import check_resumable
 
         check_resumable(config, newest.kind, newest.config, newest.step)
     if (newest := store.newest()) or not config.get("train.branch_from"):
