@@ -90,6 +90,7 @@ check: $(VENV)/.installed-dev  ## check formatting, lint and types; edits nothin
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache
 	! grep -rnE --include=*.py '(all|is)close|approx\(|testing.assert_close|atol=' tests  # tests/close.py compares numbers
 
 format: $(VENV)/.installed-dev  ## apply the formatter and the safe lint fixes

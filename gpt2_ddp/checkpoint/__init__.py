@@ -1,1 +1,1 @@
-"""Checkpoints and the run folder: writing, verifying, keeping; metrics and trackers."""
+"""Checkpoints: written, verified, kept, loaded."""

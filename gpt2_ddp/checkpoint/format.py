@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from gpt2_ddp.files import (
     writing,
 )
 from gpt2_ddp.state import State
-
-if TYPE_CHECKING:
-    from gpt2_ddp.checkpoint.loading import Tensors
 
 FORMAT = 1
 """Format of a checkpoint folder."""
@@ -113,8 +110,6 @@ class Checkpoint:
 
     def tensors(self, file: str) -> "Tensors":
         """The tensors of `MODEL` or `OPTIMIZER`, to be read. Raises: as `Tensors`."""
-        from gpt2_ddp.checkpoint.loading import Tensors
-
         return Tensors([self.path / name for name in part_names(file, self.files)])
 
     def sha256(self, file: str) -> list[str]:

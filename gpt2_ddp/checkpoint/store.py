@@ -26,6 +26,7 @@ from gpt2_ddp.checkpoint.format import (
     write_manifest,
     write_part,
 )
+from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, newest_intact, recover, verify_recorded
 from gpt2_ddp.distributed.environment import free_memory, processes_here
 from gpt2_ddp.distributed.ranks import from_main, gather, on_every_rank, runs_on_main
 from gpt2_ddp.distributed.watchdog import TIMEOUT
@@ -113,8 +114,6 @@ class CheckpointStore:
         self._recover()
         if not any(self.folder.glob("step-*")):
             return None
-        from gpt2_ddp.checkpoint.verify import newest_intact
-
         found = newest_intact(self.folder, weights, weights and self._run_folder.wants_lock, until)
         if found and weights:
             self._known[found.path] = found.state, True
@@ -206,8 +205,6 @@ class CheckpointStore:
             return
         self._run_folder.check_lock()
         if any(self.folder.glob(".step-*")):
-            from gpt2_ddp.checkpoint.verify import recover
-
             recover(self.folder)
 
     def place(self, step: int) -> Path:
@@ -249,8 +246,6 @@ class CheckpointStore:
         damaged or unreadable. Hashes the large files too if `weights`, once."""
         state, is_hashed = self._known.get(place, (None, False))
         if not is_hashed and (weights or not state):
-            from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, verify_recorded
-
             try:
                 state, is_hashed = verify_recorded(place, weights).state, weights
             except (CorruptCheckpoint, UserError) as damage:

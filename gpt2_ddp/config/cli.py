@@ -20,6 +20,7 @@ from yaml.error import MarkedYAMLError
 from yaml.reader import ReaderError
 
 from gpt2_ddp.config.base import MOST, Command, NoValue, OnlyFlag, check_name, flat, kinds_of, leaves, nested, sections
+from gpt2_ddp.config.help import help_text, other_file
 from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import DEEPEST, check_limits, read_small
 from gpt2_ddp.project import PROJECT
@@ -48,8 +49,6 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         SystemExit: after `--help` or `--print_config`.
     """
     if {"-h", "--help"}.intersection(argv):
-        from gpt2_ddp.config.help import help_text
-
         preset = _preset(default, {})
         defaults = flat(read_yaml(preset)) if preset else {}
         print(help_text(command, preset, defaults, () if "all" in argv else command.first))
@@ -166,8 +165,6 @@ def resolve(
 def _check_file(command: type[Command], file: str, content: dict[str, Any]) -> None:
     """Raises: UserError for a file of another command, and for a field that only a flag may turn on."""
     if len(content) > 1 and {key.partition(".")[0] for key in content}.isdisjoint(command.model_fields):
-        from gpt2_ddp.config.help import other_file
-
         raise UserError("--config", file, other_file(content))
     values = flat(content)
     for name, field in leaves(command):

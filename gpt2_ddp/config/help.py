@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.config.base import Command, kinds_of, leaves, sections
+from gpt2_ddp.config.tools import PrepareConfig
 
 if TYPE_CHECKING:
     pass
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 def other_file(content: Mapping[str, Any]) -> str:
     """The hint for a file of which no key is a field of the command: it was written for another one."""
-    from gpt2_ddp.config.tools import PrepareConfig
-
     if "distributed_type" in content:
         return "is a configuration of Accelerate; write `accelerate launch --config_file FILE SCRIPT`"
     if content.keys() <= PrepareConfig.model_fields.keys():

@@ -25,6 +25,7 @@ from gpt2_ddp.config.run import (
     RunConfig,
     TrackingConfig,
 )
+from gpt2_ddp.files import local_copy
 
 FEWEST_WARM_UP = 12
 """Fewest steps of the warm-up with `train.minutes`, which times steps of it."""
@@ -79,8 +80,6 @@ class DataConfig(Section):
     def urls(self) -> dict[str, str]:
         """The folders of the copies of sources that are URLs."""
         if urls := [path for path in self.path if "://" in path]:
-            from gpt2_ddp.files import local_copy
-
             return {url: local_copy(url) for url in urls}
         return {}
 

@@ -2,17 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import AGAIN, MANIFEST, Manifest, read_manifest
+from gpt2_ddp.data.mixture import MixedWindows, mix
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.state import Mixture
-
-if TYPE_CHECKING:
-    from gpt2_ddp.data.mixture import MixedWindows
 
 
 class Corpus(NamedTuple):
@@ -51,8 +49,6 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
         weights = {0: 1.0} if manifests[0].tokens("val") > 1 else {}
         source, mixture = sources[0], None
     else:
-        from gpt2_ddp.data.mixture import mix
-
         source, weights, mixture = mix(config, manifests, sources)
     names = config.data.names
     validation = {

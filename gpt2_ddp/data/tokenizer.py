@@ -18,7 +18,7 @@ import tiktoken
 import tiktoken.registry
 
 from gpt2_ddp.data.manifest import token_dtype
-from gpt2_ddp.data.tokenizer_file import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, to_bytes
+from gpt2_ddp.data.tokenizer_file import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, read_definition, to_bytes
 from gpt2_ddp.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -95,8 +95,6 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
         }
         return Tokenizer(name_or_path, definition)
     if name_or_path not in encoding_names():
-        from gpt2_ddp.data.tokenizer_file import read_definition
-
         path = Path(name_or_path)
         path = path / TOKENIZER_FILE if os.path.isdir(path) else path
         return Tokenizer(path.name, *read_definition(path, encoding_names()))

@@ -28,6 +28,7 @@ from gpt2_ddp.distributed.environment import (
     usable_cores,
     world_size,
 )
+from gpt2_ddp.distributed.peers import connect
 from gpt2_ddp.distributed.ranks import COLLECTIVE, let_wait
 from gpt2_ddp.errors import UserError
 
@@ -60,8 +61,6 @@ def start_run(config: RunConfig) -> PartialState:
     if world_size() == 1:
         processes = start()
     else:
-        from gpt2_ddp.distributed.peers import connect
-
         processes = connect(start, train.patience_seconds)
         let_wait(dist.group.WORLD)
     if str(processes.device).startswith("cuda") and not train.deterministic:
@@ -78,8 +77,6 @@ def build_accelerator(
     if world_size() == 1 or timeout != COLLECTIVE:
         start(timeout=timeout)
     else:
-        from gpt2_ddp.distributed.peers import connect
-
         connect(start, None)
         everyone: Any = dist.group.WORLD
         everyone.set_timeout(timeout)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Losses of windows, and scores of evaluation tasks."""

@@ -34,6 +34,7 @@ from gpt2_ddp.output import check_can_make
 from gpt2_ddp.plan.memory import Memory, Setting, estimate, setting_of
 from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.pretraining import Pretraining, make_pretraining
+from gpt2_ddp.training.fsdp import count_shards, follow_accelerate
 from gpt2_ddp.training.gpus import GPUS, peak_flops
 from gpt2_ddp.training.start import Opened, open_run
 from gpt2_ddp.training.throughput import device_name
@@ -64,8 +65,6 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
 
     def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
         if config.launch.parallel == "fsdp":
-            from gpt2_ddp.training.fsdp import count_shards
-
             count_shards(processes, launch.replicas)
         split_batch(config.global_batch_windows, processes, 1)
         return make_pretraining(config, accelerator, saved)
@@ -317,8 +316,6 @@ def show_plan(config: PlanConfig) -> int:
 def make_plan(config: PlanConfig) -> Plan:
     """The plan. Raises: UserError for errors in the fields of plan.py; errors of the training are in the plan."""
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        from gpt2_ddp.training.fsdp import follow_accelerate
-
         config = config.model_copy(update={"launch": follow_accelerate(config.training).launch})
     machine = find_target(config, world_size())
     training = config.training

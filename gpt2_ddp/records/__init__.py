@@ -1,1 +1,1 @@
-"""TODO."""
+"""What a run folder records: rows, status, numbers for people."""

@@ -3,16 +3,14 @@
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.records.rows import FIELDS, finite, is_own, speed_of, time_left
 from gpt2_ddp.records.run_folder import RunLog
-
-if TYPE_CHECKING:
-    from gpt2_ddp.records.trackers import Trackers
+from gpt2_ddp.records.trackers import Trackers
 
 
 def describe(row: dict[str, Any]) -> list[str]:
@@ -47,8 +45,6 @@ class Metrics:
     def start_trackers(self, config: RunConfig, run_id: str) -> None:
         """Starts the trackers of `tracking.log_with` on the main process."""
         if self._log.is_main and config.tracking.log_with:
-            from gpt2_ddp.records.trackers import Trackers
-
             self.trackers = Trackers(self.attempt, config, run_id, self._log.path)
 
     def log(self, row: dict[str, Any], steps: int | None) -> None:

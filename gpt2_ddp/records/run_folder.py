@@ -28,6 +28,7 @@ from gpt2_ddp.records.rows import (
     is_locked,
     is_rollback,
     read_events,
+    repaired,
     split_chain,
 )
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress, next_chain
@@ -229,8 +230,6 @@ class RunLog:
         self._folder.check_lock()
         kept = head(self._rows, end.bytes)
         if chain_of(self._rows, end.bytes) != end.chain:
-            from gpt2_ddp.records.rows import repaired
-
             kept = repaired(self._rows, progress.step - bool(progress.pending.row))  # that row follows the checkpoint
 
         def rows() -> Iterator[bytes]:

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Runs and data at URLs."""

@@ -41,6 +41,7 @@ def _local_run(path: str, field: str) -> str:
         folder = Path(local_copy(check_url(path)))
     except ValueError as error:
         raise UserError(field, path, str(error)) from error
+    # fsspec and numpy: not for --help and runs on this machine
     from gpt2_ddp.remote.objects import MANIFEST, reading
 
     with reading(path, field) as bucket:

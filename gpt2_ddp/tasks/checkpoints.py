@@ -28,6 +28,7 @@ from gpt2_ddp.evaluation.items import METRICS, ItemSet, answer, judge, load_sets
 from gpt2_ddp.files import refuse_links, write_atomically
 from gpt2_ddp.output import make_output_folder, text_table, write_json
 from gpt2_ddp.records.rows import finite
+from gpt2_ddp.tasks.images import unlabelled
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import means, score_each
 from gpt2_ddp.tasks.trained_model import load_model, load_weights, read_settings
@@ -213,8 +214,6 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
     settings, record = _job_settings(config, checkpoint), checkpoint.state.record
     if not isinstance(settings, ClassifierConfig) or not settings.data.images:
         raise UserError("images", " ".join(config.images), NO_IMAGES)
-    from gpt2_ddp.tasks.images import unlabelled  # imports Pillow, which other jobs do not need
-
     model = image_model(settings, record)
     on_every_rank(partial(load_weights, checkpoint, model))
     images = on_every_rank(partial(unlabelled, config.images, settings.data, record["image_shape"]))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +15,9 @@ from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.corpus import open_corpus
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
+from gpt2_ddp.data.fetch import get_data
 from gpt2_ddp.data.manifest import missing_folders, tokenizer_note
+from gpt2_ddp.data.mixture import MixedOrder, alone, check_goes_on, phases_of
 from gpt2_ddp.data.order import Order, Permutation
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.distributed.environment import free_memory, processes_here
@@ -23,17 +25,20 @@ from gpt2_ddp.distributed.ranks import LONGEST, check_ranks_agree, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError, is_main_process, print_line
 from gpt2_ddp.evaluation.evaluate import BATCH, IGNORED, EvalSet, evaluate, mixed
+from gpt2_ddp.evaluation.items import ItemSet, answer, judge, load_sets, notes_on
 from gpt2_ddp.model.compiled import is_compiled
+from gpt2_ddp.model.generate import Sampling, sample_texts
 from gpt2_ddp.model.gpt import GPT, count_parameters, without_init
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.records.metrics import Sample
 from gpt2_ddp.state import CODE, GPTData, OwnCode, Scores, TaskState
+from gpt2_ddp.tasks.user_task import make
+from gpt2_ddp.training.branch import advise_branch
+from gpt2_ddp.training.fsdp import make_model
+from gpt2_ddp.training.initial_weights import load_initial_weights
 from gpt2_ddp.training.optimizer import lr_at
+from gpt2_ddp.training.run_length import settle_minutes
 from gpt2_ddp.training.task import Due, Loss, Poll
-
-if TYPE_CHECKING:
-    from gpt2_ddp.evaluation.items import ItemSet
-
 
 TASK_ITEMS = 500
 """Most items of each task that an evaluation during training scores."""
@@ -55,8 +60,6 @@ class Pretraining:
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
         if config.train.minutes:
-            from gpt2_ddp.training.run_length import settle_minutes
-
             config = settle_minutes(config, saved, self._has_own_schedule)
         self.config = config
         self.accelerator: Any = accelerator
@@ -87,8 +90,6 @@ class Pretraining:
         length = config.model_dump(mode="json")["train"]
         if not is_branch and all(length[name] == saved.config["train"].get(name) for name in ("steps", "epochs")):
             return
-        from gpt2_ddp.training.branch import advise_branch
-
         zero = f"the learning rate is 0 from step {end:,} on"
         if is_branch:
             hint = f"{zero}, where this branch begins; give it a decay of its own, such as --optim.decay_steps {steps}"
@@ -157,8 +158,6 @@ class Pretraining:
             if value and not self.validates:
                 raise UserError(field, value, f"{' '.join(paths)} has no validation split; remove this setting")
         if self._saved:
-            from gpt2_ddp.data.mixture import alone, check_goes_on
-
             check_goes_on(config, self._saved.state, corpus.mixture or alone(self.manifest.hash))
         self.order = self.make_order(corpus.sources)
         self.epoch_size = len(self.order)
@@ -179,8 +178,6 @@ class Pretraining:
     def _get_missing_data(self) -> None:
         config = self.config
         if self.accelerator.is_local_main_process and (config.data.urls or missing_folders(config)):
-            from gpt2_ddp.data.fetch import get_data
-
             get_data(config)
 
     def load_tasks(self) -> None:
@@ -188,8 +185,6 @@ class Pretraining:
         self.item_sets: list[ItemSet] = []
         evals = self.config.eval
         if evals.tasks:
-            from gpt2_ddp.evaluation.items import load_sets, notes_on
-
             sizes = TASK_ITEMS, self.tokenizer, self.config.model.block_size
             self.item_sets = on_main(partial(load_sets, "eval.tasks", evals.tasks, *sizes))
             for note in notes_on(self.item_sets, self._data.tasks if self._data else {}):
@@ -199,8 +194,6 @@ class Pretraining:
         """The order of the windows of all folders' training splits."""
         if len(sources) == 1:
             return Permutation(self.config.seed, len(sources[0]))
-        from gpt2_ddp.data.mixture import MixedOrder, phases_of
-
         config, windows = self.config, [*map(len, sources)]
         return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
 
@@ -220,8 +213,6 @@ class Pretraining:
         torch.manual_seed(config.seed)
         make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
         if is_sharded:
-            from gpt2_ddp.training.fsdp import make_model
-
             self.model, initial = on_every_rank(partial(make_model, make))
             self.initial = initial if begins else iter(())
         else:
@@ -232,8 +223,6 @@ class Pretraining:
             on_main(self._load_initial_weights)
 
     def _load_initial_weights(self) -> None:
-        from gpt2_ddp.training.initial_weights import load_initial_weights
-
         self.initial = load_initial_weights(self.config, self.model, self.tokenizer)
 
     def build_feed(self) -> None:
@@ -295,8 +284,6 @@ class Pretraining:
         for name, (_, part) in losses.items() if len(self.manifests) > 1 else ():
             scores |= {f"val_loss/{name}": part.loss, f"val_bits_per_byte/{name}": part.bits_per_byte}
         for items in self.item_sets:
-            from gpt2_ddp.evaluation.items import answer, judge
-
             length = size if is_compiled(model) else None
             found = judge(items, answer(self.accelerator, model, items.requests, BATCH, length, poll))
             scores |= {f"{items.name}_{metric}": value for metric, value in found.items()}
@@ -304,8 +291,6 @@ class Pretraining:
 
     def sample(self, poll: Poll) -> list[Sample]:
         """Each prompt and its continuation by at most 200 tokens."""
-        from gpt2_ddp.model.generate import Sampling, sample_texts
-
         prompts, sampling = self.config.tracking.sample_prompt, Sampling(200, seed=self.config.seed)
         texts = sample_texts(self.model, self.tokenizer, prompts, sampling, poll)
         return [*map(Sample, prompts, texts)]
@@ -330,8 +315,6 @@ class Pretraining:
 def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
     """The task of a GPT run: `Pretraining`, or the class that `task` names or the run recorded. Collective."""
     if config.task or (saved and getattr(saved.state.task, "code", None)):
-        from gpt2_ddp.tasks.user_task import make
-
         return make(Pretraining, config, accelerator, saved)
     return Pretraining(config, accelerator, saved)
 

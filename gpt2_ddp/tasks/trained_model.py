@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -20,10 +19,8 @@ from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
+from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.user_task import trusted
-
-if TYPE_CHECKING:
-    from gpt2_ddp.tasks.pretraining import Pretraining
 
 
 def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, Tokenizer]:
@@ -50,8 +47,6 @@ def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, T
 def own_task(checkpoint: Checkpoint, trust_code: bool) -> "Pretraining | None":
     """The task of a class of one's own, without its data; None for runs of this package's."""
     if code := trusted(checkpoint, trust_code):
-        from gpt2_ddp.tasks.pretraining import Pretraining
-
         return code.load(Pretraining)(read_settings(checkpoint))
     return None
 

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.format import Part
+from gpt2_ddp.checkpoint.loading import fill
 from gpt2_ddp.errors import is_main_process
 from gpt2_ddp.records.metrics import Metrics
 from gpt2_ddp.training.stop import StopRequest
@@ -65,8 +66,6 @@ class Replicated:
 
     def fill(self, targets: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
         """Copies values of a checkpoint into the targets of all ranks, by their names (`loading.fill`). Collective."""
-        from gpt2_ddp.checkpoint.loading import fill
-
         fill(targets, values)
 
     def sample(self, model: nn.Module, stop: StopRequest, metrics: Metrics, function: Callable[[], Any]) -> Any:

@@ -22,6 +22,7 @@ from gpt2_ddp.records.rows import Outcome, finite
 from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.optimizer import named_losses
+from gpt2_ddp.training.run_length import settle_length
 from gpt2_ddp.training.start import Trainer, Training, build, finish, finish_complete, open_run, start
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import Due, MakeTask, check_numbers
@@ -87,8 +88,6 @@ def train_loop(run: Training) -> Ending:
         if diverged:
             return "diverged", diverged
         if run.steps is None:
-            from gpt2_ddp.training.run_length import settle_length
-
             run = settle_length(run, begun)
         pending = run.progress.pending
         if pending or pending.save or run.stop.is_agreed:

@@ -22,11 +22,15 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER, Checkpoint, Snapshot, optimizer_state
+from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
 from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.saved import check_resumable
 from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core
 from gpt2_ddp.distributed.launch import make_accelerator, pick_precision, start_run
+from gpt2_ddp.distributed.peers import PeerWatchdog
+from gpt2_ddp.distributed.precision import settle_fast
 from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import user_error_of
@@ -35,10 +39,15 @@ from gpt2_ddp.project import git_commit
 from gpt2_ddp.records.metrics import Metrics, Sample
 from gpt2_ddp.records.rows import Outcome
 from gpt2_ddp.records.run_folder import RunFolder, RunLog
+from gpt2_ddp.remote.mirror_process import open_mirror
 from gpt2_ddp.state import LogEnd, OptimizerState, Progress, Scores, Setup, State
+from gpt2_ddp.training.branch import advise_branch, branch_off, find_parent
 from gpt2_ddp.training.ddp import Replicated
+from gpt2_ddp.training.fsdp import Sharded, follow_accelerate
 from gpt2_ddp.training.guard import Guard
+from gpt2_ddp.training.initial_weights import settle_model
 from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_values
+from gpt2_ddp.training.replica_check import check_replicas
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.task import MakeTask, Poll, Task, check_numbers
 from gpt2_ddp.training.throughput import Throughput, describe_hardware, device_name, has_same_devices, versions
@@ -113,8 +122,6 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
     """
     begun = time.monotonic()
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        from gpt2_ddp.training.fsdp import follow_accelerate
-
         config = follow_accelerate(config)
     processes = start_run(config)
     watchdog = _start_watchdog(processes, config.train.patience_seconds)
@@ -164,8 +171,6 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
 def _start_watchdog(processes: PartialState, patience: float | None) -> Watchdog:
     if processes.num_processes == 1:
         return Watchdog(patience)
-    from gpt2_ddp.distributed.peers import PeerWatchdog
-
     return PeerWatchdog(processes.process_index, processes.num_processes, patience)
 
 
@@ -180,8 +185,6 @@ def _open_folder(
     if lock and elastic_nodes():
         folder.check_is_shared()
     if keep.mirror and lock:
-        from gpt2_ddp.remote.mirror_process import open_mirror
-
         mirror_status = open_mirror(keep.mirror, folder.path, watchdog, closing)
     log = RunLog(folder, mirror_status)
     store = CheckpointStore(folder, log, keep.keep_last, keep.background, config.train.patience_seconds or TIMEOUT)
@@ -193,25 +196,17 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run.
     Compares configurations before it hashes. Collective. Raises: UserError."""
     if newest := store.newest(weights=False):
-        from gpt2_ddp.config.saved import check_resumable
-
         check_resumable(config, newest.kind, newest.config, newest.step)
     if (newest := store.newest()) or not config.get("train.branch_from"):
         return newest
-    from gpt2_ddp.training.branch import branch_off, find_parent
-
     return branch_off(find_parent(config), config)
 
 
 def _settle(config: Any, checkpoint: Checkpoint | None, device: torch.device, watchdog: Watchdog) -> Any:
     """The configuration with the model of `train.init_from`, and a precision in place of `fast`."""
     if config.get("train.init_from"):
-        from gpt2_ddp.training.initial_weights import settle_model
-
         config = settle_model(config, checkpoint, watchdog)
     if config.train.mixed_precision == "fast":
-        from gpt2_ddp.distributed.precision import settle_fast
-
         config = settle_fast(config, device, checkpoint.config["train"].get("mixed_precision") if checkpoint else "")
     return config
 
@@ -220,8 +215,6 @@ def _choose_strategy(config: RunConfig, accelerator: Accelerator, folder: RunFol
     """What `launch.parallel` names."""
     if config.get("launch.parallel") != "fsdp":
         return Replicated(accelerator)
-    from gpt2_ddp.training.fsdp import Sharded
-
     strategy = on_every_rank(partial(Sharded, accelerator, config))
     if folder.wants_lock and machines() > 1:
         folder.check_is_shared(strategy.part.is_own)
@@ -239,8 +232,6 @@ def _how_to_train_on(run: Opened) -> str:
             return "its learning rate has decayed to 0; choose another run_name to train for more epochs"
         return "raise its steps or epochs to train further"
     if optim.is_over(run.step):
-        from gpt2_ddp.training.branch import advise_branch
-
         return f"its learning rate has decayed to 0; {advise_branch(run.folder.path, optim)}"
     rate = run.task.schedule(run.step + 1)["lr"]
     return f"raise its steps or epochs to train further, at learning rate {rate:g}"
@@ -306,8 +297,6 @@ class Trainer(Opened):
 
     def load(self, start: Checkpoint) -> None:
         """Loads a checkpoint on all ranks, in place. Collective."""
-        from gpt2_ddp.checkpoint.loading import load_model_state, load_optimizer_state
-
         model, state = self.task.model, start.state
         self.guard.flush()
         files = (MODEL, OPTIMIZER) if self.strategy.part.is_own else ()
@@ -328,8 +317,6 @@ class Trainer(Opened):
         """Compares weights and optimizer state of all ranks. Collective. Raises: ReplicaMismatch, on every rank."""
         strategy = self.strategy
         if self.accelerator.num_processes > strategy.part.count:
-            from gpt2_ddp.training.replica_check import check_replicas
-
             tensors = self.task.model, self.optimizer.plain
             check_replicas(self.accelerator, *tensors, self.step, strategy.local, strategy.replicas)
 

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 
 from gpt2_ddp.project import VERSION
 from gpt2_ddp.state import Setup
+from gpt2_ddp.training.gpus import peak_flops
 from gpt2_ddp.training.task import Task
 
 
@@ -86,8 +87,6 @@ def peak_of_ranks(device: torch.device) -> float | None:
     """FLOP/s of all ranks' devices together; None if one is unknown. Collective."""
     peak = None
     if device.type == "cuda":
-        from gpt2_ddp.training.gpus import peak_flops
-
         peak = peak_flops(device_name(device))
     found = gather_object([peak])
     return None if None in found else sum(found)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from runs import training_config
 
-from gpt2_ddp.config.help import MOST
+from gpt2_ddp.config.base import MOST
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.errors import FIELD, HINT, VALUE
 
