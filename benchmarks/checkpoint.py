@@ -50,7 +50,9 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
 
 def contenders(run: Training, file: Path) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
     """How each contender saves and resumes a run: ours in its folder, the other one in `file`."""
-    model, optimizer, store = run.task.model, run.optimizer.plain, run.store
+    model = run.task.model
+    optimizer = run.optimizer.plain
+    store = run.store
 
     def save_ours(background: bool) -> None:
         store.wait()
@@ -86,7 +88,8 @@ def turn(run: Training, save: Callable[[], None], resume: Callable[[], None]) ->
     still = written = lost = seconds(run, save)
     while run.store.background.is_working:
         step = seconds(run, partial(train_step, run))
-        written, lost = written + step, lost + step - usual
+        written += step
+        lost += step - usual
     run.wait_for_save()
     return still, written, lost, seconds(run, resume)
 

@@ -107,7 +107,8 @@ class Enough(Exception):
 
 def time_steps(contender: Contender, device: torch.device, steps: int) -> StepTiming | str:
     """The timing of a contender's steps after `WARM_UP`; or the package or memory that it lacks."""
-    number, times = count(1), []
+    number = count(1)
+    times = []
 
     def done() -> None:
         if next(number) in (WARM_UP, WARM_UP + steps):

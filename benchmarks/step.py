@@ -37,7 +37,9 @@ from gpt2_ddp.training.start import Training, build, open_run, start
 from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"
-ENDLESS, GRAD_CLIP = 10**9, 1.0  # steps of a contender, and the norm to which it clips gradients
+# steps of a contender, and the norm to which it clips gradients
+ENDLESS = 10**9
+GRAD_CLIP = 1.0
 
 
 def measure(config: BenchmarkConfig) -> Iterator[Case]:
@@ -101,7 +103,8 @@ def bare(done: Done, config: TrainingConfig, device: torch.device) -> None:
 def nanogpt(done: Done, config: TrainingConfig, device: torch.device, checkout: str) -> None:
     """The model and the optimizer of a checkout of nanoGPT, in the loop of its train.py."""
     sys.path.insert(0, checkout)
-    theirs, optim = import_module("model"), config.optim
+    theirs = import_module("model")
+    optim = config.optim
     names = {*theirs.GPTConfig.__dataclass_fields__} & {*ModelConfig.model_fields}
     padded = -(-read_shard(config)[0] // 64) * 64
     shape = theirs.GPTConfig(**{name: getattr(config.model, name) for name in names}, vocab_size=padded)
@@ -114,8 +117,11 @@ def loop(done: Done, config: TrainingConfig, device: torch.device, model: nn.Mod
     """Endless steps of plain PyTorch on random windows. The model returns the loss, or a tuple of logits and loss."""
     how = config.train.compile
     run = compiled(model, how if how == "off" or isinstance(model, GPT) else "model")
-    batch, size, stream = int(config.train.micro_batch_size), config.model.block_size, read_shard(config)[1]
-    rng, autocast = np.random.default_rng(0), config.train.mixed_precision == "bf16"
+    batch = int(config.train.micro_batch_size)
+    size = config.model.block_size
+    stream = read_shard(config)[1]
+    rng = np.random.default_rng(0)
+    autocast = config.train.mixed_precision == "bf16"
     while True:
         rows = [stream[at : at + size + 1].astype(np.int64) for at in rng.integers(0, len(stream) - size, batch)]
         tokens = torch.from_numpy(np.stack(rows))
@@ -134,7 +140,9 @@ def hugging_face(done: Done, config: TrainingConfig, device: torch.device) -> No
     """transformers' class of the architecture in the loop of Accelerate's documentation."""
     import transformers
 
-    train, size, (ids, stream) = config.train, config.model.block_size, read_shard(config)
+    train = config.train
+    size = config.model.block_size
+    ids, stream = read_shard(config)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=train.mixed_precision)
     kind = getattr(transformers, CLASSES[config.model.architecture])
     model = kind(kind.config_class(**transformers_config(config.model, ids, ids - 1)))

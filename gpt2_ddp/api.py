@@ -217,7 +217,8 @@ def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
     ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
     if not len(ids):
         raise UserError("text", "", "has no tokens to score")
-    whole, size = torch.cat([torch.tensor([tokenizer.eot]), ids]).to(model.wte.weight.device), model.config.block_size
+    whole = torch.cat([torch.tensor([tokenizer.eot]), ids]).to(model.wte.weight.device)
+    size = model.config.block_size
     windows = (whole[start : start + size + 1] for start in range(0, len(ids), size))
     with torch.no_grad():
         nll = sum(model(part[None, :-1], part[None, 1:], reduction="none").double().sum().item() for part in windows)

@@ -36,7 +36,9 @@ from gpt2_ddp.output import text_table
 AFTERMATH = 5.0  # seconds that a failed rank 0 serves the store for ranks that still wait
 Facts = dict[str, Any]  # facts about a rank and its machine (`gather_facts`)
 SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
-BYTES, REPEATS = 2**26, 9  # of a timed all-reduce, in fp32
+# of a timed all-reduce, in fp32
+BYTES = 2**26
+REPEATS = 9
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
@@ -61,7 +63,8 @@ def check_cluster(config: CheckClusterConfig) -> None:
     if rank == 0:
         shown = ("rank", "host", "device", "python", "torch", "accelerate", "cuda", "nccl")
         print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]))
-        seconds, n = max(seconds for seconds, _ in measured), len(ranks)
+        seconds = max(seconds for seconds, _ in measured)
+        n = len(ranks)
         bandwidth = BYTES / seconds / 1e9 * 2 * (n - 1) / n  # as nccl-tests defines it
         print(f"\nall-reduce of {BYTES:,} bytes: bus bandwidth {bandwidth:.4g} GB/s")
     if wrong := [number for number, (_, is_wrong) in enumerate(measured) if is_wrong]:
@@ -70,7 +73,8 @@ def check_cluster(config: CheckClusterConfig) -> None:
 
 def connect(rank: int, timeout: float) -> Store:
     """The store of this world: torchrun's own, or else one that rank 0 serves. Raises: UserError."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if serves:
         try:
@@ -179,9 +183,11 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
 def time_all_reduce(accelerator: Accelerator, progress: Callable[[], None]) -> tuple[float, bool]:
     """The median seconds of all-reduces of `BYTES` on this rank, and whether the first one had a wrong sum. Calls
     `progress` before each. The numbers are whole and their sums below 2^24, so fp32 is exact in any order of sums."""
-    device, factors = accelerator.device, [rank % 8 + 1 for rank in range(accelerator.num_processes)]
+    device = accelerator.device
+    factors = [rank % 8 + 1 for rank in range(accelerator.num_processes)]
     index = torch.arange(BYTES // 4, device=device) % 128
-    value, expected = (index * factors[accelerator.process_index]).float(), (index * sum(factors)).float()
+    value = (index * factors[accelerator.process_index]).float()
+    expected = (index * sum(factors)).float()
     dist.all_reduce(value)
     is_wrong = not torch.equal(value, expected)
     value.zero_()

@@ -125,7 +125,8 @@ def compare_job(name: str, job: Job, steps: int, repeats: int, found: Sequence[S
     """Measures every strategy of one job, `repeats` times, interleaved."""
     runs: dict[Strategy, list[RunResult]] = {way: [] for way in found}
     differences = dict.fromkeys(runs, 0.0)
-    reference, weights = folder / f"{name}.pt", folder / "weights.pt"
+    reference = folder / f"{name}.pt"
+    weights = folder / "weights.pt"
     for repeat, way in product(range(repeats), runs):
         run = run_way(f"{name}-{way.name}-{repeat}", job, way, steps, weights)
         if not reference.exists():
@@ -172,7 +173,9 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """The table. A figure is the median of the repeats, with the least and the largest."""
     lines = []
     for row in rows:
-        seconds, speed_up, metrics = row["seconds"], row["speed_up"], row["metrics"]
+        seconds = row["seconds"]
+        speed_up = row["speed_up"]
+        metrics = row["metrics"]
         metric = "val_accuracy" if "val_accuracy" in metrics else "val_loss"
         lines.append([
             row["job"],

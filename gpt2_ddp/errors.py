@@ -6,7 +6,10 @@ import re
 import sys
 from contextlib import suppress
 
-FIELD, VALUE, HINT = 100, 160, 320  # maximum characters of the three parts of a message
+# maximum characters of the three parts of a message
+FIELD = 100
+VALUE = 160
+HINT = 320
 CREDENTIALS = re.compile(r"(?<=://)[^\s'\"]*@")
 """User and password in a URL. A secret may have slashes."""
 QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")

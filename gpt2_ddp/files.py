@@ -215,7 +215,8 @@ def no_such_folder(path: str | os.PathLike[str]) -> str:
 
 def free_name(path: Path) -> Path:
     """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
-    found, number = path, 1
+    found = path
+    number = 1
     while os.path.lexists(found):
         number += 1
         found = path.with_name(f"{path.name}-{number}")

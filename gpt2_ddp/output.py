@@ -79,7 +79,8 @@ def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
         raise _unusable(output, error) from error
     is_fixed = os.path.ismount(output) or (output.is_dir() and not os.access(output.parent, os.W_OK))
     base = output if is_fixed else output.parent
-    aside, path = base / f".{output.name}.tmp", base / f".{output.name}.lock"
+    aside = base / f".{output.name}.tmp"
+    path = base / f".{output.name}.lock"
     with writing(output):
         base.mkdir(parents=True, exist_ok=True)
         lock = _lock(output, path, waiting)

@@ -9,7 +9,13 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from gpt2_ddp.config.cli import C, Default, load
-from gpt2_ddp.distributed.environment import DIVERGED, check_launcher, processes_here, record_exit, under_launcher
+from gpt2_ddp.distributed.environment import (
+    DIVERGED,
+    check_launcher,
+    processes_here,
+    record_exit,
+    under_launcher,
+)
 from gpt2_ddp.distributed.process import CHILD, end_with_parent, main_process_here, wait_for_end
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.distributed.streams import standard_streams

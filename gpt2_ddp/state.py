@@ -66,7 +66,8 @@ class Best(Section):
 
     def after(self, step: int, scores: Scores) -> "Best":
         """The best evaluation once `scores` are known. Scores without a val_loss change nothing."""
-        loss, tokens = scores.get("val_loss", math.nan), scores.get("val_tokens")
+        loss = scores.get("val_loss", math.nan)
+        tokens = scores.get("val_tokens")
         loss = math.nan if loss is None else loss
         if math.isfinite(loss) and (loss < self.val_loss or tokens != self.tokens):
             return Best(step=step, val_loss=loss, tokens=tokens)

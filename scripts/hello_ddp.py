@@ -13,13 +13,21 @@ import sys
 import torch.distributed.nn  # before the process group: a later import would keep it from ending
 from accelerate import Accelerator
 
-SEED, TRAIN, TEST = 1337, 10_000, 2_000  # points to train on, and to test on
-EPOCHS, BATCH, LR = 40, 10_000, 0.1  # BATCH: points of one step, over all processes
+# points to train on, and to test on
+SEED = 1337
+TRAIN = 10_000
+TEST = 2_000
+# BATCH: points of one step, over all processes
+EPOCHS = 40
+BATCH = 10_000
+LR = 0.1
 
 
 def main() -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())  # meets the other processes; takes one GPU
-    rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    device = accelerator.device
 
     generator = torch.Generator().manual_seed(SEED)  # every process makes the same points
     drawn = [torch.randn(2, n, 1, generator=generator).to(device) for n in (TRAIN, TEST)]

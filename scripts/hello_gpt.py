@@ -24,11 +24,26 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.optim import AdamW, Optimizer
 
-DATA, CHECKPOINT = Path("data/stdlib"), Path("runs/hello_gpt.pt")
-LAYERS, HEADS, WIDTH, CONTEXT = 2, 3, 192, 128  # 1.3M parameters; GPT-2 (124M) has 12, 12, 768, 1024
-BATCH, MICRO = 16, 4  # windows of one step over all processes; windows of one forward pass on one process
-SEED, STEPS, LR, WARMUP, WEIGHT_DECAY, MAX_NORM = 1337, 300, 2e-3, 30, 0.1, 1.0
-LOG_EVERY, EVAL_EVERY, SAVE_EVERY, EVAL_WINDOWS = 10, 100, 50, 96
+DATA = Path("data/stdlib")
+CHECKPOINT = Path("runs/hello_gpt.pt")
+# 1.3M parameters; GPT-2 (124M) has 12, 12, 768, 1024
+LAYERS = 2
+HEADS = 3
+WIDTH = 192
+CONTEXT = 128
+# windows of one step over all processes; windows of one forward pass on one process
+BATCH = 16
+MICRO = 4
+SEED = 1337
+STEPS = 300
+LR = 2e-3
+WARMUP = 30
+WEIGHT_DECAY = 0.1
+MAX_NORM = 1.0
+LOG_EVERY = 10
+EVAL_EVERY = 100
+SAVE_EVERY = 50
+EVAL_WINDOWS = 96
 GPUS = torch.cuda.device_count()
 
 
@@ -102,7 +117,8 @@ def lr_at(step: int) -> float:  # in earnest: model/optim.py
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, gpt: GPT, val: Tensor) -> float:  # in earnest: evaluation/evaluate.py
     """Loss of EVAL_WINDOWS windows, evenly spread. Each process scores its share; then the processes add their sums."""
-    numbers, total = torch.arange(EVAL_WINDOWS) * len(val) // EVAL_WINDOWS, torch.zeros((), device=accelerator.device)
+    numbers = torch.arange(EVAL_WINDOWS) * len(val) // EVAL_WINDOWS
+    total = torch.zeros((), device=accelerator.device)
     for share in numbers.split(MICRO)[accelerator.process_index :: accelerator.num_processes]:
         total += gpt(val[share].to(accelerator.device)) * len(share)
     return torch.as_tensor(accelerator.reduce(total, "sum")).item() / EVAL_WINDOWS
@@ -127,7 +143,9 @@ def load(gpt: GPT, adamw: Optimizer) -> int:  # in earnest: training/start.py
 
 def main() -> None:  # in earnest: training/loop.py
     accelerator = Accelerator(cpu=not GPUS)  # connects the processes; each takes one GPU
-    rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    device = accelerator.device
     manifest = json.loads((DATA / "manifest.json").read_text())
     train, val = (read_windows(manifest, split) for split in ("train", "val"))
     torch.manual_seed(SEED)  # the same initial weights on every process

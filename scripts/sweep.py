@@ -40,7 +40,10 @@ class Member(NamedTuple):
 
 def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
     """All runs of a command line, variant by variant. Raises: UserError, also for values that train_gpt2.py refuses."""
-    shared, is_own, fields, found = [], False, [], list[Member]()
+    shared = []
+    is_own = False
+    fields = []
+    found = list[Member]()
     own = {*SweepConfig.first, "run_name", "seed", *(text.partition("=")[0] for text in config.vary)}
     for word in argv:
         is_own = word[2:].partition("=")[0] in own if word.startswith("--") else is_own
@@ -63,7 +66,11 @@ def find_members(config: SweepConfig, argv: list[str]) -> list[Member]:
 def train_all(members: list[Member], at_once: int, gpus: list[str]) -> dict[Path, str]:
     """Trains the runs. One that fails ends alone; one that a killed sweep left saving waits. Returns how those ended
     that are not complete, by their folders. Raises: Stopped."""
-    todo, heard, running, incomplete = [*members], [], {}, {}  # running: by slot
+    # running: by slot
+    todo = [*members]
+    heard = []
+    running = {}
+    incomplete = {}
     uninstall = install_handlers(lambda number, frame: heard.append(number), last=False)
     try:
         while running or (todo and not heard):
@@ -154,7 +161,8 @@ def main(config: SweepConfig) -> int:
     for member in members:  # once, not by several runs at a time
         if recipe := missing_data(member.config):
             run_module("gpt2_ddp", "prepare_data", "--config", recipe)
-    count, visible = device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible and count else [*map(str, range(count))]
     incomplete = train_all(members, config.at_once or len(gpus) or 1, gpus)
     return compare(members, incomplete, Path(config.output_dir, f"{config.run_name}-sweep.json"))

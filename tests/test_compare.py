@@ -9,7 +9,17 @@ from ranks import run_ranks
 from runs import job_config, training_config
 
 import gpt2_ddp.compare as module
-from gpt2_ddp.compare import COLUMNS, RunResult, as_markdown, compare, difference, measure, numbers, read_job, ways
+from gpt2_ddp.compare import (
+    COLUMNS,
+    RunResult,
+    as_markdown,
+    compare,
+    difference,
+    measure,
+    numbers,
+    read_job,
+    ways,
+)
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.files import read_json
 

@@ -15,7 +15,13 @@ from commands import ROOT, WITH_FLAGS, expect_error, launch
 
 from gpt2_ddp.config.base import Command, flat, kinds_of, leaves
 from gpt2_ddp.config.cli import dump, load
-from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
+from gpt2_ddp.config.jobs import (
+    CLUSTERS,
+    OWN_IMAGES,
+    ClassifierConfig,
+    RegressionConfig,
+    classifier_default,
+)
 from gpt2_ddp.config.saved import check_resumable, complete
 from gpt2_ddp.config.tools import GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import BUILT_IN, OWN_TEXT, TrainingConfig, training_default

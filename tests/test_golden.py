@@ -13,7 +13,18 @@ import yaml
 from cifar import write_cifar
 from close import assert_close
 from conftest import once
-from golden_runs import CASES, CIFAR, CORPUS, GOLDEN, KINDS, RESUMED, change, draws, make_config, summary
+from golden_runs import (
+    CASES,
+    CIFAR,
+    CORPUS,
+    GOLDEN,
+    KINDS,
+    RESUMED,
+    change,
+    draws,
+    make_config,
+    summary,
+)
 from ranks import run_ranks
 from runs import train, train_all
 

@@ -8,7 +8,16 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from cifar import pictures, png, write_archive, write_cifar, write_folders, write_idx, write_images, write_parquet
+from cifar import (
+    pictures,
+    png,
+    write_archive,
+    write_cifar,
+    write_folders,
+    write_idx,
+    write_images,
+    write_parquet,
+)
 from commands import expect_error, expect_field
 from PIL import Image
 

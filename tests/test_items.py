@@ -14,7 +14,16 @@ from ranks import run_ranks
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.evaluation.items import Item, Request, answer, encode_pair, judge, load_sets, make_set, read_items
+from gpt2_ddp.evaluation.items import (
+    Item,
+    Request,
+    answer,
+    encode_pair,
+    judge,
+    load_sets,
+    make_set,
+    read_items,
+)
 from gpt2_ddp.files import read_json
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.tasks.checkpoints import with_errors, write_scores

@@ -7,7 +7,17 @@ from unittest.mock import patch
 import torch
 from commands import snapshot
 from ranks import in_turn, run_ranks
-from runs import events, rows, said, saved_steps, state_of, status, train, train_with_faults, untimed
+from runs import (
+    events,
+    rows,
+    said,
+    saved_steps,
+    state_of,
+    status,
+    train,
+    train_with_faults,
+    untimed,
+)
 
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.distributed.launch import build_accelerator

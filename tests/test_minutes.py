@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 from ranks import RankError, run_ranks, run_until_killed
-from runs import assert_same, events, is_intact, said, saved_steps, train, train_all, training_config
+from runs import (
+    assert_same,
+    events,
+    is_intact,
+    said,
+    saved_steps,
+    train,
+    train_all,
+    training_config,
+)
 
 from gpt2_ddp.config.cli import load, read_yaml, resolve
 from gpt2_ddp.config.training import TrainingConfig, training_default

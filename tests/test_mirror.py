@@ -20,7 +20,15 @@ import pytest
 from commands import expect_error
 from faults.mutations import flip
 from ranks import run_ranks, run_until_killed, wait_until
-from runs import assert_same, complete, edit_manifest, is_intact, newest_checkpoint, train_with_faults, training_config
+from runs import (
+    assert_same,
+    complete,
+    edit_manifest,
+    is_intact,
+    newest_checkpoint,
+    train_with_faults,
+    training_config,
+)
 
 from gpt2_ddp.checkpoint.format import MODEL, list_checkpoints, seal
 from gpt2_ddp.checkpoint.verify import newest_intact

@@ -17,7 +17,16 @@ from close import assert_close
 from commands import expect_field
 from conftest import module_text, write_shards
 from ranks import in_turn, run_ranks
-from runs import complete, edit_manifest, gpt_state, permuted, rows, train, training_config, verified
+from runs import (
+    complete,
+    edit_manifest,
+    gpt_state,
+    permuted,
+    rows,
+    train,
+    training_config,
+    verified,
+)
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import EvaluateConfig

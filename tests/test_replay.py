@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 from commands import expect_error
 from ranks import in_turn, run_ranks
-from runs import checkpoint_at, complete, events, expect_defect, forge, reseal, said, training_config, verified
+from runs import (
+    checkpoint_at,
+    complete,
+    events,
+    expect_defect,
+    forge,
+    reseal,
+    said,
+    training_config,
+    verified,
+)
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.format import MODEL, OPTIMIZER

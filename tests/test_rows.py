@@ -6,7 +6,16 @@ import math
 import pytest
 
 from gpt2_ddp.records import rows as run_files
-from gpt2_ddp.records.rows import chain_of, finite, head, read_events, read_lines, repaired, split_chain, valid_rows
+from gpt2_ddp.records.rows import (
+    chain_of,
+    finite,
+    head,
+    read_events,
+    read_lines,
+    repaired,
+    split_chain,
+    valid_rows,
+)
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
 LINES = """{"step": 1}

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.format import Checkpoint
 from gpt2_ddp.checkpoint.verify import find_checkpoint
-from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
+from gpt2_ddp.config.run import (
+    ClipConfig,
+    GuardConfig,
+    KeepConfig,
+    LoopConfig,
+    RunConfig,
+    TrackingConfig,
+)
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch
 from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.state import Scores, TaskState

@@ -10,7 +10,17 @@ import pytest
 from commands import expect_error
 from disk import refuse
 from ranks import RankError, in_turn, run_ranks
-from runs import before_each_step, events, open_folder, open_store, rows, state_after, status, train, training_config
+from runs import (
+    before_each_step,
+    events,
+    open_folder,
+    open_store,
+    rows,
+    state_after,
+    status,
+    train,
+    training_config,
+)
 
 from gpt2_ddp.checkpoint.format import Snapshot
 from gpt2_ddp.records.rows import METRICS, chain_of, split_chain

@@ -32,9 +32,12 @@ from gpt2_ddp.state import State
 
 FORMAT = 1
 """Format of a checkpoint folder."""
-STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
+STATE = "state.json"
+CONFIG = "config.yaml"
+MANIFEST = "manifest.json"
 FOLDER = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 DTYPES = {
     torch.uint64: "U64",
     torch.int64: "I64",
@@ -140,7 +143,8 @@ def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
 def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:
     """Writes and fsyncs a part's files of a checkpoint into its folder; the first part's have all but the tensors, too.
     Returns the files' entries in the manifest. Raises: UserError, as `files.writing`."""
-    number, count = snapshot.part.number, snapshot.part.count
+    number = snapshot.part.number
+    count = snapshot.part.count
     contents: dict[str, Iterable[Any]] = {
         part_name(MODEL, number, count): as_safetensors(snapshot.model),
         part_name(OPTIMIZER, number, count): as_safetensors(snapshot.optimizer),
@@ -193,12 +197,14 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
 
 def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, equal to the library's. Copies one tensor at a time, from a device only."""
-    places, end = list(DTYPES), 0
+    places = list(DTYPES)
+    end = 0
     names = sorted(tensors, key=lambda name: (places.index(tensors[name].dtype), name))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for name in names:
         tensor = tensors[name]
-        place, end = [end, end + tensor.nbytes], end + tensor.nbytes
+        place = [end, end + tensor.nbytes]
+        end += tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -223,8 +229,10 @@ class Tensors(Mapping[str, Tensor]):
         for file in files:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  it is no mapping
-                    found, before = opened.get_slice(name), self.shapes.get(name)
-                    shape, dtype = found.get_shape(), known.get(found.get_dtype())
+                    found = opened.get_slice(name)
+                    before = self.shapes.get(name)
+                    shape = found.get_shape()
+                    dtype = known.get(found.get_dtype())
                     fits = before is None or (shape and before[1:] == shape[1:] and dtype == self.dtypes[name])
                     if dtype is None or not fits:
                         raise SafetensorError(f"{name} has a part of another kind in {file.name}")
@@ -248,9 +256,11 @@ class Tensors(Mapping[str, Tensor]):
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor, of which it has at least one."""
-        parts, first = [], 0
+        parts = []
+        first = 0
         for file, rows in self._rows[name]:
-            begin, end = max(start - first, 0), min(stop - first, rows)
+            begin = max(start - first, 0)
+            end = min(stop - first, rows)
             if begin < end:
                 with safe_open(file, "pt") as opened:
                     parts.append(opened.get_slice(name)[begin:end])

@@ -70,7 +70,8 @@ def check_weights(weights: Mapping[str, Tensor], model: nn.Module, source: objec
 
 def weights_defect(weights: Mapping[str, Tensor], model: nn.Module) -> str:
     """The first tensor whose shape or dtype is not that of the plain module; empty if all fit."""
-    found, own = layout_of(weights), layout_of(model.state_dict())
+    found = layout_of(weights)
+    own = layout_of(model.state_dict())
     for name in sorted({*found, *own}):
         if found.get(name) != own.get(name):
             return f"{name} has shape {described(found.get(name))}, in the model {described(own.get(name))}"
@@ -122,7 +123,8 @@ def load_optimizer_state(state: Any, model: nn.Module, optimizer: Optimizer, fil
     fill(loaded, state)
 
 
-OF_ADAM, OF_SGD = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
+OF_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+OF_SGD = {"momentum_buffer"}
 """Names of the state of a parameter that Adam and AdamW keep; and SGD and Muon."""
 
 
@@ -130,7 +132,8 @@ def state_names(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) ->
     """Names of the state of each parameter, by the parameter's name. A class of somebody's own may keep any."""
     if not type(optimizer).__module__.startswith("gpt2_ddp.model."):
         return {}
-    is_adam, is_sgd = isinstance(optimizer, torch.optim.Adam), isinstance(optimizer, torch.optim.SGD)
+    is_adam = isinstance(optimizer, torch.optim.Adam)
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
     names: dict[nn.Parameter, set[str]] = {}
     for group in optimizer.param_groups:
         if is_sgd or (is_adam and "momentum" in group):

@@ -57,7 +57,9 @@ class Background:
     def start(self, task: Callable[[], object], timeout: float) -> None:
         """Waits for the previous task, and starts this one."""
         self.wait()
-        self._begun, self.timeout, self.is_working = time.monotonic(), timeout, True
+        self._begun = time.monotonic()
+        self.timeout = timeout
+        self.is_working = True
         self._thread = threading.Thread(target=self._run, args=(task,), name="background", daemon=True)
         self._thread.start()
 
@@ -81,7 +83,8 @@ class Background:
     def wait(self) -> None:
         """Waits until the task has ended, and raises its error, once."""
         self.join()
-        error, self.error = self.error, None
+        error = self.error
+        self.error = None
         if error:
             raise error
 
@@ -99,8 +102,12 @@ class CheckpointStore:
     def __init__(
         self, folder: RunFolder, log: RunLog, keep_last: int = 3, wish: bool | str = False, patience: float = TIMEOUT
     ):
-        self.folder, self._run_folder, self._log = folder.checkpoints, folder, log
-        self._keep_last, self._wish, self._patience = keep_last, wish, patience
+        self.folder = folder.checkpoints
+        self._run_folder = folder
+        self._log = log
+        self._keep_last = keep_last
+        self._wish = wish
+        self._patience = patience
         self.background, self._processes = Background(), processes_here()
         self._memory: dict[str, Tensor] = {}  # reused by the copies of background saves
         # of checkpoints written or read: the state, None of a damaged one; whether the large files were hashed, too
@@ -168,7 +175,8 @@ class CheckpointStore:
     def _write(self, snapshot: Snapshot, last_good: float) -> None:
         """Writes this rank's part, if it is its own. The first part's rank completes the checkpoint once all parts are
         on disk. Not collective: the ranks with a part call it, in any thread."""
-        place, part = self.place(snapshot.state.step), snapshot.part
+        place = self.place(snapshot.state.step)
+        part = snapshot.part
         if not part.is_own:
             return
         try:
@@ -189,7 +197,8 @@ class CheckpointStore:
     def _complete(self, place: Path, files: Mapping[str, dict[str, Any]]) -> None:
         """Writes the manifest, and gives the folder its name."""
         self._log.sync()
-        temporary, replaced = _hidden(place, "tmp"), _hidden(place, "replaced")
+        temporary = _hidden(place, "tmp")
+        replaced = _hidden(place, "replaced")
         write_manifest(files, temporary)
         with writing(place):
             if place.exists():  # a step saved again: deleted once the new one is in place
@@ -213,7 +222,8 @@ class CheckpointStore:
 
     def listing(self) -> dict[str, Any]:
         """The newest checkpoint, the steps of all, and folders of rejected ones, as rows have them. Not collective."""
-        there, rejected = list_checkpoints(self.folder), [file.name for file in self.folder.glob("step-*.rejected*")]
+        there = list_checkpoints(self.folder)
+        rejected = [file.name for file in self.folder.glob("step-*.rejected*")]
         listing = {"checkpoint": checkpoint_ref(there[-1]) if there else None, "kept": steps_of(there)}
         return listing | ({"rejected": sorted(rejected)} if rejected else {})
 
@@ -247,9 +257,11 @@ class CheckpointStore:
         state, is_hashed = self._known.get(place, (None, False))
         if not is_hashed and (weights or not state):
             try:
-                state, is_hashed = verify_recorded(place, weights).state, weights
+                state = verify_recorded(place, weights).state
+                is_hashed = weights
             except (CorruptCheckpoint, UserError) as damage:
-                state, is_hashed = None, True
+                state = None
+                is_hashed = True
                 print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
             self._known[place] = state, is_hashed
         return state
@@ -276,7 +288,8 @@ def steps_to_keep(intact: dict[int, State], keep_last: int, last_good: float) ->
     """The steps whose checkpoints are kept, of those that are `intact`, by ascending step. Kept are the newest
     `keep_last`, and the best of each number of tokens scored (losses over other tokens do not compare). A rollback may
     need the newest up to `last_good` and all later ones; the first step's goes once a later one is good."""
-    steps, good = [*intact], [step for step in intact if step <= last_good]
+    steps = [*intact]
+    good = [step for step in intact if step <= last_good]
     keep = {*steps[-keep_last:]}
     if len(good) > 1:
         keep -= {state.progress.first_step for state in intact.values()}

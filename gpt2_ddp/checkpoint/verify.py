@@ -64,7 +64,8 @@ class CorruptCheckpoint(Exception):
     suffix = "corrupt"  # of its folder, once it is set aside
 
     def __init__(self, file: Path, reason: str):
-        self.file, self.reason = file, reason
+        self.file = file
+        self.reason = reason
         super().__init__(f"{truncate(file, 1000)}: {reason}")
 
 
@@ -110,7 +111,8 @@ def verify_recorded(place: Path, weights: bool = True) -> Checkpoint:
 def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], before: int) -> str:
     """Why a checkpoint is not the one that the events of its run record; empty if it is. It was written after the first
     `before` events. A kill may have come before its row; then no checkpoint of its step or a later one follows."""
-    folder, later = checkpoint.path, events[before:]
+    folder = checkpoint.path
+    later = events[before:]
     step = step_of(folder) if FOLDER.fullmatch(folder.name) else checkpoint.step
     if step != checkpoint.step:
         return f"holds the state of step {checkpoint.step}"
@@ -247,7 +249,8 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
     try:
         manifest = parse_json(content)
         files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        format, sealed = manifest.get("format"), manifest["sha256"] == seal(manifest)
+        format = manifest.get("format")
+        sealed = manifest["sha256"] == seal(manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(file, f"cannot be read ({error})") from error
     if not sealed:

@@ -186,7 +186,8 @@ def describe(command: type[Command], error: ValidationError) -> list[str]:
         if is_unknown:
             hint = _unknown(command, name, details["input"])
         elif name not in known:
-            name, keys = parts[0], [key.partition(".")[2] for key in known if key.startswith(f"{parts[0]}.")]
+            name = parts[0]
+            keys = [key.partition(".")[2] for key in known if key.startswith(f"{parts[0]}.")]
             hint = f"is a section; set its keys, like {name}.{keys[0]}"
         else:
             hint = _problem(command, name, known[name], details)
@@ -196,7 +197,8 @@ def describe(command: type[Command], error: ValidationError) -> list[str]:
 
 def _unknown(command: type[Command], name: str, value: object) -> str:
     """The hint for an unknown key."""
-    fields, above = dict(leaves(command)), name.rpartition(".")[0]
+    fields = dict(leaves(command))
+    above = name.rpartition(".")[0]
     if above in fields:
         return f"unknown key; {above} takes a value and has no keys"
     if name.startswith("-") or (isinstance(value, NoValue) and not re.fullmatch(r"[\w.]+", name)):
@@ -206,7 +208,8 @@ def _unknown(command: type[Command], name: str, value: object) -> str:
 
 def _problem(command: type[Command], name: str, field: FieldInfo, details: Any) -> str:
     """The problem of a field's value, and what it should be."""
-    kind, value = details["type"], details["input"]
+    kind = details["type"]
+    value = details["input"]
     takes_list = get_origin(field.annotation) is tuple
     wanted = f"should be {expected(field)}"
     if isinstance(value, list | tuple) and not takes_list:
@@ -260,7 +263,8 @@ def any_of(choices: Sequence[str]) -> str:
 
 def _expected(annotation: Any, metadata: Sequence[Any], title: str | None = None) -> list[str]:
     """The kinds of values of a type with these constraints."""
-    origin, inside = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    inside = get_args(annotation)
     if origin is Annotated:
         kind, *details = inside
         fields = [detail for detail in details if isinstance(detail, FieldInfo)]

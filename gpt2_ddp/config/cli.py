@@ -19,7 +19,18 @@ from pydantic.fields import FieldInfo
 from yaml.error import MarkedYAMLError
 from yaml.reader import ReaderError
 
-from gpt2_ddp.config.base import MOST, Command, NoValue, OnlyFlag, check_name, flat, kinds_of, leaves, nested, sections
+from gpt2_ddp.config.base import (
+    MOST,
+    Command,
+    NoValue,
+    OnlyFlag,
+    check_name,
+    flat,
+    kinds_of,
+    leaves,
+    nested,
+    sections,
+)
 from gpt2_ddp.config.help import help_text, other_file
 from gpt2_ddp.errors import UserError, print_line, truncate
 from gpt2_ddp.files import DEEPEST, check_limits, read_small
@@ -73,7 +84,9 @@ def split_flags(command: type[Command], argv: Sequence[str]) -> tuple[list[str],
     fields = dict(leaves(command))
     flags: list[tuple[str, list[str]]] = []
     others: list[str] = []
-    words, room, before_others = others, 0, ""
+    words = others
+    room = 0
+    before_others = ""
     for word in argv:
         if FLAG.match(word):
             name, is_whole, value = word.removeprefix("--").partition("=")

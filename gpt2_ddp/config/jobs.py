@@ -207,7 +207,8 @@ class ClassifierConfig(JobConfig):
             yield "model.sync_batchnorm", "true", hint
 
 
-CLUSTERS, OWN_IMAGES = "configs/jobs/mlp_clusters.yaml", "configs/jobs/images.yaml"
+CLUSTERS = "configs/jobs/mlp_clusters.yaml"
+OWN_IMAGES = "configs/jobs/images.yaml"
 
 
 def classifier_default(flags: Mapping[str, Any]) -> str:

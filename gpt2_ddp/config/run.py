@@ -2,7 +2,14 @@
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
 from gpt2_ddp.config.base import Command, Section, check_url, flat
 

@@ -30,14 +30,16 @@ def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]
     """All fields of `command` in a saved configuration of any release, as `dump` writes them, without validation: newer
     fields have defaults, and so have empty texts, which older releases took for null. Fields that no longer exist are
     left out. `saved` is parsed output of `dump`."""
-    values, given = flat(command.model_construct().model_dump(mode="json")), flat(saved)
+    values = flat(command.model_construct().model_dump(mode="json"))
+    given = flat(saved)
     kept = {name: default if given.get(name, "") == "" else given[name] for name, default in values.items()}
     return nested(kept)
 
 
 def differences(config: Command, saved: Mapping[str, Any], parts: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
     """(field, value, saved value) of the fields in `parts` (sections and fields) that differ."""
-    before, now = flat(complete(type(config), saved)), flat(config.model_dump(mode="json"))
+    before = flat(complete(type(config), saved))
+    now = flat(config.model_dump(mode="json"))
     inside = tuple(f"{part}." for part in parts)
     names = [name for name in now if f"{name}.".startswith(inside) and name != "data.path"]
     return [(name, now[name], before[name]) for name in names if now[name] != before[name]]

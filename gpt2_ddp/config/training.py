@@ -333,7 +333,8 @@ class TrainingConfig(RunConfig):
         return max(round(0.06 * self.eval.every * self.global_batch_windows), 16) * self.model.block_size
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        optim, train = self.optim, self.train
+        optim = self.optim
+        train = self.train
         if not self.inherited:
             yield from self._model_mistakes()
         yield from self._length_mistakes()
@@ -358,7 +359,8 @@ class TrainingConfig(RunConfig):
 
     def _length_mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors of the run's length, and of a schedule that does not fit `train.minutes`."""
-        optim, train = self.optim, self.train
+        optim = self.optim
+        train = self.train
         given = [name for name in self.alternatives if self.get(name) is not None]
         if not given:
             yield "train.steps", None, "set train.steps, train.epochs or train.minutes"
@@ -376,20 +378,24 @@ class TrainingConfig(RunConfig):
 
     def _model_mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors of the shape, and of a step's tokens, which depend on it."""
-        width, heads, keys = self.model.n_embd, self.model.n_head, self.model.key_heads
+        width = self.model.n_embd
+        heads = self.model.n_head
+        keys = self.model.key_heads
         gpt2 = self.model.architecture == "gpt2"
         unit = heads if gpt2 else 2 * heads  # rotary positions rotate pairs
         if width % unit:
             yield "model.n_embd", width, f"should be a multiple of {unit}, for model.n_head {heads}"
         if heads % keys or (gpt2 and keys != heads):
             yield "model.n_kv_head", keys, f"should divide model.n_head ({heads}), or be null for gpt2"
-        tokens, size = self.train.global_batch_tokens, self.model.block_size
+        tokens = self.train.global_batch_tokens
+        size = self.model.block_size
         if tokens % size or tokens > MOST_ITEMS * size:
             hint = f"should be a multiple of model.block_size ({size}), up to {MOST_ITEMS:,} times as much"
             yield "train.global_batch_tokens", tokens, hint
 
 
-BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"
+BUILT_IN = "configs/gpt2_stdlib.yaml"
+OWN_TEXT = "configs/gpt2_small_corpus.yaml"
 LARGER = {1_000_000_000: "configs/gpt2_124m.yaml", 20_000_000: "configs/gpt2_medium_corpus.yaml"}
 """Presets for a GPU, by the bytes of text from which on they suit; README.md has the table."""
 
@@ -413,7 +419,8 @@ MOST_SOURCES = 32
 
 def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
     """User errors between the fields of several folders in a `TrainingConfig`, as `Command.mistakes`."""
-    data, paths = config.data, config.data.paths
+    data = config.data
+    paths = config.data.paths
     if len({os.path.normpath(path) for path in paths}) < len(paths):
         yield "data.path", " ".join(paths), "contains a folder twice; name it once and set data.weights"
     if len(paths) > MOST_SOURCES:

@@ -27,7 +27,8 @@ class Corpus(NamedTuple):
 def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
     """Opens the folders by their small files; hashes only the tokenizer. `check`: read the headers of all shards.
     Raises: UserError if a folder has no usable shards, or another tokenizer than the first, or another's shards."""
-    paths, size = config.data.paths, config.model.block_size
+    paths = config.data.paths
+    size = config.model.block_size
     manifests = [read_manifest(Path(path)) for path in paths]
     folders = [(Path(path), manifest) for path, manifest in zip(paths, manifests, strict=True)]
     file = folders[0][0] / manifests[0].tokenizer
@@ -47,7 +48,8 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
             raise UserError("data.path", folder, f"{hint}; use more text or a smaller model.block_size")
     if len(sources) == 1:
         weights = {0: 1.0} if manifests[0].tokens("val") > 1 else {}
-        source, mixture = sources[0], None
+        source = sources[0]
+        mixture = None
     else:
         source, weights, mixture = mix(config, manifests, sources)
     names = config.data.names

@@ -119,9 +119,13 @@ class Feed:
         source: Source | None = None,
         accelerator: Accelerator | None = None,
     ):
-        self.order, self.batch, self.source = order, batch, source
+        self.order = order
+        self.batch = batch
+        self.source = source
         self._accelerator, self._epoch_size = accelerator, len(order)
-        self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0
+        self.ended_epoch = False
+        self.skipped_end = False
+        self.waited = 0.0
         self._loader: Any = None
         self.seek(FeedState())
 
@@ -161,7 +165,8 @@ class Feed:
         They raise UserError if the source cannot be read."""
         assert next(self._micro_batches, None) is None, "the step before has a micro-batch that was not taken"
         positions, items = next(self._plan)
-        epoch, digest = int(positions[0]) // self._epoch_size, next_digest(self.state.order_digest, items)
+        epoch = int(positions[0]) // self._epoch_size
+        digest = next_digest(self.state.order_digest, items)
         self.skipped_end = epoch > self.state.position // self._epoch_size
         self.state = self.state.model_copy(update={"position": int(positions[-1]) + 1, "order_digest": digest})
         self.ended_epoch = self.next_position // self._epoch_size > epoch
@@ -176,10 +181,12 @@ class Feed:
 
     def _steps(self) -> Plan:
         """The steps from the state on, endlessly."""
-        position, skipped = self.next_position, self.state.skipped_ranges
+        position = self.next_position
+        skipped = self.state.skipped_ranges
         while True:
             end = (position // self._epoch_size + 1) * self._epoch_size if self.batch.by_epoch else 2**63
-            parts, wanted = [], self.batch.size
+            parts = []
+            wanted = self.batch.size
             while wanted and position < end:
                 stop = min(position + wanted, end, *(start for start, _ in skipped if start > position))
                 parts.append(np.arange(position, stop))

@@ -45,7 +45,8 @@ class MixedOrder(Order):
     """
 
     def __init__(self, seed: int, windows: Sequence[int], phases: Sequence[Phase], names: Sequence[str]):
-        self.phases, self.names = phases, names
+        self.phases = phases
+        self.names = names
         self._orders = [Permutation(seed, n, f"{number}/" if number else "") for number, n in enumerate(windows)]
         self._slots = Permutation(seed, BLOCK, "block/")
         self._length = sum(n for n, weight in zip(windows, phases[0].weights, strict=True) if weight)
@@ -60,7 +61,8 @@ class MixedOrder(Order):
         for number in set(numbers.tolist()):
             here = numbers == number
             of_sources, of_uses = self._block(number)
-            sources[here], uses[here] = of_sources[offsets[here]], of_uses[offsets[here]]
+            sources[here] = of_sources[offsets[here]]
+            uses[here] = of_uses[offsets[here]]
         items = np.empty(len(positions), np.uint64)
         for source in set(sources.tolist()):
             here = sources == source
@@ -75,7 +77,8 @@ class MixedOrder(Order):
 
     def by_source(self, state: FeedState, unit: str, per_item: int) -> dict[str, float]:
         """Row fields at a state: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of the source."""
-        end, skipped = state.position, state.skipped_ranges
+        end = state.position
+        skipped = state.skipped_ranges
         reached = self.uses(end)
         gaps = [self.uses(min(stop, end)) - self.uses(start) for start, stop in skipped if start < end]
         trained = (reached - sum(gaps)) * per_item
@@ -164,7 +167,9 @@ def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
     for all positions that the run has reached. Raises: UserError if they differ."""
     before = recorded(saved.record)
     assert before, "a GPT's state has the hash of its data"
-    paths, known, size = config.data.paths, before.manifests, config.model.block_size
+    paths = config.data.paths
+    known = before.manifests
+    size = config.model.block_size
     if len(paths) < len(known):
         hint = f"the run was started with {len(known)} folders; restore them, or start a new run"
         raise UserError("data.path", " ".join(paths), hint)

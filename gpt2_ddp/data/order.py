@@ -13,7 +13,8 @@ import numpy as np
 from gpt2_ddp.state import FeedState
 
 ROUNDS = 8
-FEW, AHEAD = 256, 2048
+FEW = 256
+AHEAD = 2048
 """Requests for fewer than FEW positions compute and cache AHEAD items. 4 items take as long as 400 (estimate)."""
 
 
@@ -47,7 +48,9 @@ class Permutation(Order):
     """
 
     def __init__(self, seed: int, n_items: int, stream: str = ""):
-        self.seed, self.n_items, self.stream = seed, n_items, stream
+        self.seed = seed
+        self.n_items = n_items
+        self.stream = stream
         self.base = math.isqrt(n_items - 1) + 1
         self._first, self._cached = 0, np.empty(0, np.uint64)  # items at the positions from _first on
 
@@ -89,7 +92,8 @@ class Permutation(Order):
             mixed >>= 33
             mixed += left
             mixed %= self.base
-            left, right = right, mixed
+            left = right
+            right = mixed
         return left * self.base + right
 
 

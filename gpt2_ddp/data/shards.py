@@ -80,7 +80,9 @@ class TokenStream:
                 if part.max() >= self.vocab_size:
                     hint = f"holds token id {part.max()}, outside the vocabulary of {self.vocab_size}; {AGAIN}"
                     raise UserError("shard", self._files[shard][0], hint)
-                filled, start, shard = filled + len(part), after, shard + 1
+                filled += len(part)
+                start = after
+                shard += 1
         return rows
 
 
@@ -132,7 +134,8 @@ class Windows:
     """The windows of `stream`, read by number."""
 
     def __init__(self, stream: TokenStream, block_size: int):
-        self.stream, self.block_size = stream, block_size
+        self.stream = stream
+        self.block_size = block_size
 
     def __len__(self) -> int:
         return count_windows(len(self.stream), self.block_size)

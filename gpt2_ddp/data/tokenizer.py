@@ -18,11 +18,18 @@ import tiktoken
 import tiktoken.registry
 
 from gpt2_ddp.data.manifest import token_dtype
-from gpt2_ddp.data.tokenizer_file import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, read_definition, to_bytes
+from gpt2_ddp.data.tokenizer_file import (
+    BYTE_OF_CHARACTER,
+    END_OF_TEXT,
+    GPT2_PATTERN,
+    read_definition,
+    to_bytes,
+)
 from gpt2_ddp.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
-BYTES, BYTES_PATTERN = "bytes", r"(?s:.{1,1000})"
+BYTES = "bytes"
+BYTES_PATTERN = r"(?s:.{1,1000})"
 """Tokenizer of UTF-8 bytes, where id 256 is end-of-text. The pattern bounds the length of a part."""
 
 
@@ -41,8 +48,10 @@ class Tokenizer:
 
     def __init__(self, name: str, definition: Mapping[str, Any], sha256: str | None = None):
         self.name, self.encoding = name, tiktoken.Encoding(**{"name": name, **definition})
-        self.vocab_size, self.eot = self.encoding.n_vocab, self.encoding.eot_token
-        self.tokens, self.specials = definition["mergeable_ranks"], definition["special_tokens"]
+        self.vocab_size = self.encoding.n_vocab
+        self.eot = self.encoding.eot_token
+        self.tokens = definition["mergeable_ranks"]
+        self.specials = definition["special_tokens"]
         self.pattern = definition["pat_str"]
         self.sha256 = sha256 or self._hash()
 

@@ -59,7 +59,8 @@ def read_definition(path: Path, names: Sequence[str]) -> tuple[dict[str, Any], s
 
 def _definition(definition: dict[str, Any]) -> dict[str, Any]:
     """Arguments of tiktoken's `Encoding`. Raises: ValueError where it would encode differently."""
-    model, splitter = definition["model"], definition["pre_tokenizer"]
+    model = definition["model"]
+    splitter = definition["pre_tokenizer"]
     special_tokens = {token["content"]: token["id"] for token in definition["added_tokens"]}
     if definition["normalizer"] or END_OF_TEXT not in special_tokens:
         raise ValueError(f"it changes the text, or has no token {END_OF_TEXT}")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from gpt2_ddp.errors import UserError
 
-DIVERGED, STOPPED = 3, 75
+DIVERGED = 3
+STOPPED = 75
 """Exit codes of a run: diverged, which the same command would repeat; stopped early with a checkpoint (EX_TEMPFAIL)."""
 EXIT_CODES = "GPT2_DDP_EXIT_CODES"  # environment variable: the file of exit codes that cloud/launch.sh reads
 ROOT = Path("/")  # folder of Linux's `proc` and `sys`
@@ -180,7 +181,8 @@ def _quota() -> float:
 
 def _control_groups() -> list[Path]:
     """Folders of this process's control group (version 2) and of every group above."""
-    mount, found = ROOT / "sys/fs/cgroup", re.search("^0::/(.*)", _read(ROOT / "proc/self/cgroup"), re.MULTILINE)
+    mount = ROOT / "sys/fs/cgroup"
+    found = re.search("^0::/(.*)", _read(ROOT / "proc/self/cgroup"), re.MULTILINE)
     group = Path(found[1] if found else "")  # in a container it may be absent: there, the mount is the group itself
     return [mount / folder for folder in (group, *group.parents)]
 

@@ -15,7 +15,11 @@ import torch.distributed as dist
 import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.commands.config import config_args
-from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+)
 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import (
@@ -104,7 +108,8 @@ def connect_processes(
             that is not a number.
     """
     check_launcher()
-    started, asked = world_size(), processes_asked_for()
+    started = world_size()
+    asked = processes_asked_for()
     allow_open_files()
     if started < asked:
         hint = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
@@ -212,9 +217,11 @@ def _check_environment(target: torch.device, backend: str) -> None:
     for option, (nothing, hint) in UNUSED_OPTIONS.items():
         variable = f"ACCELERATE_{option.upper()}"
         if variable in os.environ:
-            name, value = variable, os.environ[variable]
+            name = variable
+            value = os.environ[variable]
         else:
-            name, value = f"--{option}", launcher_option(option.replace("_", ".")) if under_launcher() else ""
+            name = f"--{option}"
+            value = launcher_option(option.replace("_", ".")) if under_launcher() else ""
         if value not in ("", *nothing):
             raise UserError(name, value, f"of `accelerate launch` changes nothing here; {hint}")
 

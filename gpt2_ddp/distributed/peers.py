@@ -25,7 +25,15 @@ from gpt2_ddp.distributed.environment import RANK_NAMES, world_size
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.distributed.ranks import COLLECTIVE, WATCHED
 from gpt2_ddp.distributed.signals import Stopped, before_forced_end
-from gpt2_ddp.distributed.watchdog import AFTERMATH, HEARTBEAT_INTERVAL, SILENCE, TIMEOUT, Heartbeat, Verdict, Watchdog
+from gpt2_ddp.distributed.watchdog import (
+    AFTERMATH,
+    HEARTBEAT_INTERVAL,
+    SILENCE,
+    TIMEOUT,
+    Heartbeat,
+    Verdict,
+    Watchdog,
+)
 from gpt2_ddp.errors import UserError, is_main_process, print_own
 
 CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
@@ -37,7 +45,8 @@ GRACE = 2.0  # seconds to wait for an expected heartbeat, error message or exit
 def connect(start: Callable[..., PartialState], patience: float | None) -> PartialState:
     """The result of `start(timeout=...)`, which connects the ranks. Raises: UserError, on every rank, if they do not
     connect within `patience` seconds (None: CONNECTING)."""
-    seconds, connected = max(patience or CONNECTING, LEAST_CONNECTING), threading.Event()
+    seconds = max(patience or CONNECTING, LEAST_CONNECTING)
+    connected = threading.Event()
     threading.Thread(target=_watch_connecting, args=(connected, seconds), name="connecting", daemon=True).start()
     try:
         return start(timeout=timedelta(seconds=seconds))
@@ -92,7 +101,8 @@ def judge(seen: Sequence[Observed], patience: float, silence_only: bool = False)
     if ends & {"failed", "refused"}:  # other ranks lost their collective because of it
         return _judge_errors(running)
     limit = min(max(patience, SILENCE), AFTERMATH if "lost" in ends else math.inf)
-    lines, stuck = [], []
+    lines = []
+    stuck = []
     for beat, silent in running:
         if silent > GRACE and beat.process.is_gone:
             lines.append(f"{beat.name}: ended without an error message; last stage: {beat.place}; was it killed?")
@@ -132,7 +142,8 @@ class PeerWatchdog(Watchdog):
     _number = count()
 
     def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None, exit_code: int = 1):
-        unknown, others = Process("an unknown host", "", 0, 0), range(1, world) if rank == 0 else [0]
+        unknown = Process("an unknown host", "", 0, 0)
+        others = range(1, world) if rank == 0 else [0]
         self.seen = {other: (Heartbeat(unknown, other), 0.0) for other in others}  # with their times on `_clock`
         self.how_ended = self.error = ""
         self.verdict: Verdict | None = None
@@ -179,7 +190,8 @@ class PeerWatchdog(Watchdog):
 
     def end(self, how: str, error: str = "") -> None:
         """Sends the end of this rank, and its error, to the other ranks. For any thread."""
-        self.error, self.how_ended = error, how
+        self.error = error
+        self.how_ended = how
         self._wait(lambda: self._sent.end == how)
 
     def close(self) -> None:
@@ -258,7 +270,8 @@ class PeerWatchdog(Watchdog):
             self.end("stopped")  # of rank 0, to the others
             os.kill(os.getpid(), signal.SIGTERM)
         self._wake.set()
-        rank, beat = self._rank, self.outgoing()
+        rank = self._rank
+        beat = self.outgoing()
         # each rank waits longer than the rank below it, so that only one reports
         patience = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(rank, 8)
         seen = [Observed(beat._replace(idle=beat.idle - GRACE) if rank else beat, 0.0)]
@@ -283,6 +296,7 @@ class PeerWatchdog(Watchdog):
         if self._rank == 0:
             self._wait(lambda: self.seen[verdict.by][0].end == "left", 2 * AFTERMATH)
             return
-        main, deadline = self.seen[0][0].process, time.monotonic() + 2 * AFTERMATH
+        main = self.seen[0][0].process
+        deadline = time.monotonic() + 2 * AFTERMATH
         while main.is_here and not main.is_gone and time.monotonic() < deadline:
             time.sleep(0.05)

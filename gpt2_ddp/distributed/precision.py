@@ -13,9 +13,11 @@ from torch import Tensor
 from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.distributed.ranks import on_main
 
-ROWS, WIDEST = 256, 384
+ROWS = 256
+WIDEST = 384
 """Rows of the measured inputs, and most inputs and outputs of the matrix."""
-LEAST, SECONDS = 3, 0.1
+LEAST = 3
+SECONDS = 0.1
 """Rounds of the measurement: so many, then more until that time is over."""
 MARGIN = 1.1
 """How much faster bf16 has to be: nearer ones differ by noise, and fp32 is more accurate."""
@@ -37,10 +39,13 @@ def measure(matrix: tuple[int, int], clock: Callable[[], float] = time.thread_ti
     no random numbers. Other processes may use the cores. So it takes the fastest of several turns on one thread, in
     CPU time: several threads wait for each other, and share each product alike."""
     inputs, outputs = (min(width, WIDEST) for width in matrix)
-    x, weight = torch.ones(ROWS, inputs), torch.ones(outputs, inputs)
+    x = torch.ones(ROWS, inputs)
+    weight = torch.ones(outputs, inputs)
     dtypes = {"no": torch.float32, "bf16": torch.bfloat16}
     seconds = dict.fromkeys(dtypes, math.inf)
-    threads, begun, rounds = torch.get_num_threads(), time.monotonic(), 0
+    threads = torch.get_num_threads()
+    begun = time.monotonic()
+    rounds = 0
     torch.set_num_threads(1)
     while rounds < LEAST or time.monotonic() - begun < SECONDS:
         for name, dtype in dtypes.items():
@@ -54,7 +59,8 @@ def measure(matrix: tuple[int, int], clock: Callable[[], float] = time.thread_ti
 
 def _train_layer(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     """The products of a linear layer, with the casts of autocast; fp32 [B, inputs] and [outputs, inputs]."""
-    x, weight = x.to(dtype), weight.to(dtype)
+    x = x.to(dtype)
+    weight = weight.to(dtype)
     y = torch.nn.functional.linear(x, weight)
     torch.mm(y, weight)  # the inputs' gradient, if y were that of the outputs
     torch.mm(y.mT, x).float()

@@ -109,7 +109,8 @@ def end_with_parent(number: int) -> None:
     Commands of a shell must not call this: `nohup python ... &` should outlive its shell. A thread waits for the end:
     PR_SET_PDEATHSIG would fire when the parent's *thread* ends that started this process, and exists on Linux only.
     """
-    parent, launcher = multiprocessing.parent_process(), os.getppid()
+    parent = multiprocessing.parent_process()
+    launcher = os.getppid()
 
     def signal_at_end() -> None:
         if parent is not None:

@@ -61,7 +61,10 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _state.first, _state.had_handler, _state.handler, _state.active = "", False, None, True
+    _state.first = ""
+    _state.had_handler = False
+    _state.handler = None
+    _state.active = True
     _state.exit_code = 1
     threading.Thread(target=_listen, args=(reader, print_line), name="signals", daemon=True).start()
     restore = _set_handlers()
@@ -101,7 +104,9 @@ def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     _state.first = ""
-    handler_before, _state.handler, _state.had_handler = _state.handler, handler, True
+    handler_before = _state.handler
+    _state.handler = handler
+    _state.had_handler = True
     restore = _set_handlers()
 
     def uninstall() -> None:
@@ -153,7 +158,9 @@ def _listen(reader: int, print_line: Callable[[str], None]) -> None:
         while byte := pipe.read(1):
             if reported or byte[0] not in SIGNALS:
                 continue
-            reported, ends, name = True, _state.handler is None, signal.Signals(byte[0]).name
+            reported = True
+            ends = _state.handler is None
+            name = signal.Signals(byte[0]).name
             time.sleep(QUICK_SECONDS if ends else 0)
             if _state.active:
                 print_line(f"{name} received: stopping")

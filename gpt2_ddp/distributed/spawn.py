@@ -131,7 +131,9 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
 def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[Any, UserError | None]:
     """The main rank's result and error, once all ranks have ended. Soon after one fails, the others are ended;
     if a signal stopped that one, they are signalled to stop first."""
-    answer, deadline, running = None, math.inf, ranks
+    answer = None
+    deadline = math.inf
+    running = ranks
     while running:
         # a rank's end may not show in these: what it has forked holds the other ends of its pipes
         wait([rank.sentinel for rank in running] + ([receiver] if answer is None else []), POLL_SECONDS)

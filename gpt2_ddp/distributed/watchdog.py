@@ -94,16 +94,24 @@ class Watchdog:
     """
 
     def __init__(self, patience: float | None, exit_code: int = 1, rank: int = 0):
-        self._patience, self._exit_code, self._rank = patience, exit_code, rank
+        self._patience = patience
+        self._exit_code = exit_code
+        self._rank = rank
         # what the main thread records; each call costs some attribute writes
         self.first_limit = patience + SILENCE if patience else FIRST_TIMEOUT
         self.thread, self._begun = threading.get_ident(), dict[str, int]()
-        self.stage, self.step, self.timeout, self.is_first = "starting", 0, FIRST_TIMEOUT, False
+        self.stage = "starting"
+        self.step = 0
+        self.timeout = FIRST_TIMEOUT
+        self.is_first = False
         self.count = self.count_before = 0  # progress in total, and before this step
         # what the watchdog's thread observes; `_clock` counts seconds while this process is awake
         self.beat, self.ended = Heartbeat(this_process(), rank), threading.Event()
         self._clock = self._progressed = self._awake_since = 0.0
-        self._woke, self._seen_count, self._slowest, self._had_timeout = time.monotonic(), 0, 0.0, True
+        self._woke = time.monotonic()
+        self._seen_count = 0
+        self._slowest = 0.0
+        self._had_timeout = True
         self._record: Callable[[str, bool], None] = lambda reason, is_refused: None
         self._threads: list[threading.Thread] = []
         self._start(self._watch)
@@ -118,13 +126,17 @@ class Watchdog:
         """Records progress and the stage that begins, with `timeout` seconds on top of the usual limit. `step`: the one
         that begins; None: the current one."""
         if step is not None and step != self.step:
-            self.step, self.count_before = step, self.count
+            self.step = step
+            self.count_before = self.count
         self.is_first = self._begun.setdefault(stage, self.step) == self.step
-        self.stage, self.timeout, self.count = stage, timeout, self.count + 1
+        self.stage = stage
+        self.timeout = timeout
+        self.count = self.count + 1
 
     def progress(self) -> None:
         """Records progress in the stage, and ends its additional timeout."""
-        self.timeout, self.count = 0.0, self.count + 1
+        self.timeout = 0.0
+        self.count = self.count + 1
 
     def failed(self, error: BaseException) -> None:
         """Sends this rank's error or stop to the other ranks, if there are any."""
@@ -149,7 +161,8 @@ class Watchdog:
 
     def status(self) -> dict[str, Any]:
         """This rank's stage, step and process; times in seconds since 1970, and the limit in seconds."""
-        beat, now = self.beat, time.time()
+        beat = self.beat
+        now = time.time()
         times = {"heartbeat": round(now, 1), "progress": round(now - beat.idle, 1), "limit": round(beat.limit, 1)}
         return {"step": beat.step, "stage": beat.stage, **beat.process._asdict(), **times}
 
@@ -163,22 +176,27 @@ class Watchdog:
     def _observe(self) -> None:
         """Updates this rank's heartbeat."""
         now = time.monotonic()
-        elapsed, self._woke = now - self._woke, now
+        elapsed = now - self._woke
+        self._woke = now
         self._clock += min(elapsed, 2 * HEARTBEAT_INTERVAL)
         if elapsed > SUSPENDED:  # what was observed before is outdated
             self._awake_since = self._clock
         limit = self._patience or max(TIMEOUT, 10 * self._slowest)
         if self.is_first:
             limit = max(limit, self.first_limit)
-        idle, stack = self._clock - max(self._progressed, self._awake_since), ""
+        idle = self._clock - max(self._progressed, self._awake_since)
+        stack = ""
         if self.count != self._seen_count:
             self._slowest = max(self._slowest, 0.0 if self._had_timeout else idle)
-            self._seen_count, self._progressed, idle = self.count, self._clock, 0.0
+            self._seen_count = self.count
+            self._progressed = self._clock
+            idle = 0.0
         self._had_timeout = self.timeout > 0
         if idle >= 2 * HEARTBEAT_INTERVAL:
             stack = stack_of(self.thread)
             if 'bdb.py"' in stack or 'pydevd.py"' in stack:  # debugged
-                self._progressed, idle = self._clock, 0.0
+                self._progressed = self._clock
+                idle = 0.0
         progress = [self._collectives(), self.count - self.count_before]
         place = self.beat.turn + 1, self.stage, self.step, progress
         self.beat = Heartbeat(*self.beat[:2], *place, idle, limit + self.timeout, stack)

@@ -31,7 +31,8 @@ class _Worker(SpawnProcess):
     terminate = SpawnProcess.kill  # SIGTERM is blocked
 
     def start(self) -> None:
-        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
         try:
             with block_signals():
                 super().start()
@@ -95,13 +96,15 @@ def in_order(work: Callable[[Item], T], items: Iterable[Item], pool: Pool) -> It
 
 def batches(items: Iterable[T], size: Callable[[T], float], least: float) -> Iterator[list[T]]:
     """The items in lists whose sizes add up to `least` or more; the last may have less."""
-    batch, total = [], 0
+    batch = []
+    total = 0
     for item in items:
         batch.append(item)
         total += size(item)
         if total >= least:
             yield batch
-            batch, total = [], 0
+            batch = []
+            total = 0
     if batch:
         yield batch
 

@@ -124,5 +124,6 @@ def _batch(data: EvalSet, windows: np.ndarray, batch_size: int) -> tuple[Tensor,
     for row, start in enumerate((windows * block_size).tolist()):
         length = min(block_size, len(stream) - start - 1)
         tokens = torch.from_numpy(stream.read(np.array([start]), length + 1)[0].astype(np.int64))
-        x[row, :length], y[row, :length] = tokens[:-1], tokens[1:]
+        x[row, :length] = tokens[:-1]
+        y[row, :length] = tokens[1:]
     return x, y

@@ -217,7 +217,8 @@ def answer(
 def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[Tensor, Tensor]:
     """Inputs and targets int64 [rows, length]; IGNORED where there is nothing to score."""
     width = length or max((len(request.tokens) for request in requests), default=2) - 1
-    x, y = torch.zeros(rows, width, dtype=torch.int64), torch.full((rows, width), IGNORED)
+    x = torch.zeros(rows, width, dtype=torch.int64)
+    y = torch.full((rows, width), IGNORED)
     for row, (tokens, scored) in enumerate(requests):
         end = len(tokens) - 1
         x[row, :end] = torch.tensor(tokens[:-1])

@@ -15,7 +15,8 @@ from gpt2_ddp.preparation.tokenizer_check import difference, sample_text
 MODULES = 50  # of Python, about a million characters to compare token ids on
 WINDOWS = 2
 """Windows of the model's whole context, to compare logits on."""
-TOLERANCE, RELATIVE = 1e-4, 1e-5
+TOLERANCE = 1e-4
+RELATIVE = 1e-5
 """Largest difference of logits by rounding in fp32, absolute or relative to the largest logit."""
 
 
@@ -63,7 +64,8 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
 
 def _compare_weights(theirs: Any, model: GPT) -> int:
-    loaded, wanted = theirs.state_dict(), to_transformers(model.state_dict(), model)
+    loaded = theirs.state_dict()
+    wanted = to_transformers(model.state_dict(), model)
     for name, weight in wanted.items():
         if not torch.equal(loaded[name].view(torch.int32), weight.view(torch.int32)):
             raise ExportMismatch(f"{name} differs from the checkpoint's after loading with transformers")

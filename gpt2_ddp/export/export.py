@@ -72,7 +72,8 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
         findings = check_export(folder, model, tokenizer, own)
         if gguf:
             write_gguf(model, tokenizer, folder / GGUF)
-        feed, scores = checkpoint.state.feed, checkpoint.state.progress.scores
+        feed = checkpoint.state.feed
+        scores = checkpoint.state.progress.scores
         rows = [f"| {name} | {score:,} |" for name, score in scores.items() if score is not None]
         card = (
             Path(__file__)

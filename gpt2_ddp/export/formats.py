@@ -16,7 +16,12 @@ from gpt2_ddp.checkpoint.format import as_safetensors
 from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.data.tokenizer_file import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.transformers_layout import fixed_fields, shape, to_transformers, transformers_config
+from gpt2_ddp.export.transformers_layout import (
+    fixed_fields,
+    shape,
+    to_transformers,
+    transformers_config,
+)
 from gpt2_ddp.files import write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import write_json
@@ -57,7 +62,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    ranks, pattern = tokenizer.tokens, tokenizer.pattern
+    ranks = tokenizer.tokens
+    pattern = tokenizer.pattern
     bpe: Any = tokenizers.Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
     bpe.decoder = decoders.ByteLevel()
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == GPT2_PATTERN)
@@ -94,7 +100,8 @@ def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
     """Writes the model and its tokenizer. Raises: UserError if writing fails, or llama.cpp has no such tokenizer."""
     from gguf import GGUFWriter
 
-    fields, tensors = _fields(model, tokenizer), _tensors(model)
+    fields = _fields(model, tokenizer)
+    tensors = _tensors(model)
     writer = GGUFWriter(file, model.config.architecture)
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in fields.items():
@@ -114,7 +121,8 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
     """Shape and tokenizer. Raises: UserError, where llama.cpp cannot encode so."""
     from gguf import Keys, LlamaFileType, TokenType
 
-    config, definition = model.config, tokenizer_json(tokenizer)
+    config = model.config
+    definition = tokenizer_json(tokenizer)
     merges = definition["model"]["merges"] if definition["pre_tokenizer"].get("use_regex") else []
     if not merges:  # `bytes` has none, but llama.cpp requires some
         hint = "is not a byte-level BPE like GPT-2's, so llama.cpp would encode text differently; remove --gguf"

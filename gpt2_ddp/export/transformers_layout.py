@@ -113,7 +113,8 @@ def their_names(name: str, config: ModelConfig) -> list[str]:
 def to_transformers(state: Mapping[str, Tensor], model: GPT) -> dict[str, Tensor]:
     """The tensors of an equal model of transformers' class, as views: of weights, or gradients, by name. The rows of
     the vocabulary that are padding are left out."""
-    config, views = model.config, {}
+    config = model.config
+    views = {}
     keys = config.n_embd // config.n_head * config.key_heads
     for name, weight in state.items():
         theirs = their_names(name, config)

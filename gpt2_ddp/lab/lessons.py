@@ -19,7 +19,17 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from gpt2_ddp.lab.experiment import distance, experiment, gradient, largest, make_model, make_rows, mse, share, train
+from gpt2_ddp.lab.experiment import (
+    distance,
+    experiment,
+    gradient,
+    largest,
+    make_model,
+    make_rows,
+    mse,
+    share,
+    train,
+)
 
 
 @experiment(
@@ -53,7 +63,8 @@ def no_sync(accelerator: Accelerator):
     micro_batches = [part.chunk(4) for part in share(make_rows(32), accelerator)]
     found = {}
     for way, saves in (("every", False), ("last", True)):
-        model, sizes = DDP(make_model()), []
+        model = DDP(make_model())
+        sizes = []
         model.register_comm_hook(sizes, record_bytes)
         for i, rows in enumerate(zip(*micro_batches, strict=True)):
             with model.no_sync() if saves and i < 3 else nullcontext():
@@ -72,7 +83,8 @@ def no_sync(accelerator: Accelerator):
 def unused_parameters(accelerator: Accelerator):
     rows = share(make_rows(32), accelerator)
     for way, finds in (("default", False), ("found", True)):
-        model, done = make_model(), 0
+        model = make_model()
+        done = 0
         model.register_parameter("unused", nn.Parameter(torch.zeros(1)))  # like the other head of a multi-task model
         model = DDP(model, find_unused_parameters=finds)
         try:
@@ -94,7 +106,8 @@ def unused_parameters(accelerator: Accelerator):
 def batch_norm(accelerator: Accelerator):
     rows = make_rows(32)
     for way, norm in (("plain", nn.BatchNorm1d), ("group", partial(nn.GroupNorm, 4))):
-        model, big = DDP(make_model().insert(1, norm(16))), make_model().insert(1, norm(16))
+        model = DDP(make_model().insert(1, norm(16)))
+        big = make_model().insert(1, norm(16))
         mine = gradient(model, share(rows, accelerator))
         yield {way: largest(distance(mine, gradient(big, rows)))}
 
@@ -216,7 +229,8 @@ def brief_group(seconds: float) -> Any:
 )
 def unequal_batches(accelerator: Accelerator):
     for way in ("alone", "joined"):
-        model, done = DDP(make_model(), process_group=brief_group(2.0)), 0
+        model = DDP(make_model(), process_group=brief_group(2.0))
+        done = 0
         with Join([model]) if way == "joined" else nullcontext():
             for _ in range(3 + accelerator.process_index):
                 with suppress(RuntimeError):  # the timeout
@@ -244,11 +258,13 @@ def sum_over_ranks(value: float, group: Any) -> float:
     ),
 )
 def collective_on_one_rank(accelerator: Accelerator):
-    rows, model = make_rows(32), make_model()
+    rows = make_rows(32)
+    model = make_model()
     loss = mse(model, *share(rows, accelerator)).item()
     yield {"true_mean": mse(model, *rows).item()}
     for way, logs in (("alone", accelerator.is_main_process), ("all", True)):
-        group, logged = brief_group(1.0), []
+        group = brief_group(1.0)
+        logged = []
         with suppress(RuntimeError):  # the timeout
             for _ in range(3):
                 sum_over_ranks(len(rows[0]) / accelerator.num_processes, group)  # the rows of the step
@@ -270,7 +286,8 @@ def every_rank_saves(accelerator: Accelerator):
     with TemporaryDirectory(prefix="ddp_lab") as own:
         folder = Path(gather_object([own])[0])
         for way, saves in (("every", True), ("one", accelerator.is_main_process)):
-            path, read = folder / way, 0
+            path = folder / way
+            read = 0
             if saves and is_first:
                 torch.save(make_model().state_dict(), path)
             accelerator.wait_for_everyone()

@@ -137,9 +137,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        kind, size = ARCHITECTURES[config.architecture], config.n_embd // config.n_head
+        kind = ARCHITECTURES[config.architecture]
+        size = config.n_embd // config.n_head
         self.sizes = [config.n_embd, config.key_heads * size, config.key_heads * size]
-        self.head_size, self.dropout, self.layer = size, config.dropout, layer
+        self.head_size = size
+        self.dropout = config.dropout
+        self.layer = layer
         self.shares_keys = config.key_heads < config.n_head
         self.c_attn = nn.Linear(config.n_embd, sum(self.sizes), bias=kind.norm is None)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=kind.norm is None)
@@ -198,7 +201,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         kind = ARCHITECTURES[config.architecture]
-        self.dropout, self.activation = config.dropout, kind.activation
+        self.dropout = config.dropout
+        self.activation = kind.activation
         width = mlp_width(config)
         self.c_fc = nn.Linear(config.n_embd, width * (1 + kind.gated), bias=kind.norm is None)
         self.c_proj = nn.Linear(width, config.n_embd, bias=kind.norm is None)

@@ -39,7 +39,8 @@ def missing_compiler(device: torch.device) -> str | None:
 def resolve_compile(before: str | None, model: nn.Module, accelerator: Accelerator) -> tuple[str, str | None]:
     """The value of `train.compile: auto` (off, blocks or model), and what inductor lacks if that turned it off.
     `before`: the saved run's value on the same devices."""
-    device, how = accelerator.device, "blocks" if accelerator.num_processes > 1 else "model"
+    device = accelerator.device
+    how = "blocks" if accelerator.num_processes > 1 else "model"
     if device.type != "cuda" or not hasattr(model, "compile_blocks"):
         how = "off"
     how = before or how

@@ -68,7 +68,8 @@ def _continue(
     poll: Callable[[], None],
 ) -> Iterator[tuple[int, int]]:
     """Rows and new tokens of a batch. `draws`: the random numbers of each row."""
-    size, device = model.config.block_size, model.wte.weight.device
+    size = model.config.block_size
+    device = model.wte.weight.device
     given = [([*prompt] or [eot])[-size:] for prompt in prompts]
     shortest = min(map(len, given))
     rows = torch.tensor([prompt[:shortest] for prompt in given], device=device)  # [B, n]
@@ -108,7 +109,8 @@ def next_logits(model: GPT, rows: Tensor, cache: Tensor) -> Tensor:
     or has all tokens but the last. It is filled again if attention of one's own leaves out a layer."""
     cache = cache[..., : rows.size(1), :]
     begin = 0 if cache[..., 0, 0].isnan().any() else rows.size(1) - 1
-    tokens, before = rows[:, begin:], F.pad(rows, (1, 0))[:, begin:-1]
+    tokens = rows[:, begin:]
+    before = F.pad(rows, (1, 0))[:, begin:-1]
     positions = torch.arange(begin, rows.size(1), device=rows.device)[None]  # [1, t]
     x = model.embed(tokens, before, positions)
     context = model.context(tokens, positions, cache=cache)

@@ -20,7 +20,8 @@ from gpt2_ddp.model.optim import Role, roles
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
-PAIR_HASH, PAIR_DROPOUT = 92_821, 0.3
+PAIR_HASH = 92_821
+PAIR_DROPOUT = 0.3
 """Prime factor of the first token in the hash of a pair; dropout of the embeddings of pairs, which would learn a text
 by heart in its second epoch (docs/speedrun.md)."""
 LOSS_CHUNK = 8192
@@ -95,14 +96,17 @@ class GPT(nn.Module):
         Returns:
             Cross-entropy in nats: fp32 scalar, or [B, T] with reduction `none`. Logits: [B, T, vocab_size].
         """
-        positions, mask = torch.arange(tokens.size(1), device=tokens.device), None  # [T]; causal
+        # [T]; causal
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+        mask = None
         if self.config.document_mask:
             positions, mask = self._within_documents(tokens)
         x = self.embed(tokens, F.pad(tokens[:, :-1], (1, 0)), positions)  # [B, T, C]
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16:
             x = x.bfloat16()  # the residual stream, as with sharded weights: half the bytes
-        x, context = F.dropout(x, self.config.dropout, self.training), self.context(tokens, positions, mask)
+        x = F.dropout(x, self.config.dropout, self.training)
+        context = self.context(tokens, positions, mask)
         for block in self.h:
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, context, use_reentrant=False)
@@ -114,7 +118,8 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """The loss of hidden states [B, T, C], as `forward` returns it."""
-        rows, goals = self.ln_f(x).flatten(0, 1), targets.flatten()
+        rows = self.ln_f(x).flatten(0, 1)
+        goals = targets.flatten()
         score = lambda rows, goals, kind: F.cross_entropy(self._logits(rows), goals, reduction=kind)  # noqa: E731
         if (chunk := loss_chunk(rows)) and len(rows) > chunk:  # the backward pass computes each chunk's logits again
             parts = zip(rows.split(chunk), goals.split(chunk), strict=True)
@@ -160,7 +165,8 @@ class GPT(nn.Module):
         """Positions within documents, int64 [B, T], and the causal mask within each, bool [B, 1, T, T]. A document
         begins with end-of-text. Tokens before a window's first one belong to a document that began earlier."""
         assert self.eot is not None, "a document mask needs the id of end-of-text"
-        begins, index = tokens == self.eot, torch.arange(tokens.size(1), device=tokens.device)
+        begins = tokens == self.eot
+        index = torch.arange(tokens.size(1), device=tokens.device)
         positions = index - (begins * index).cummax(dim=1).values
         document = begins.cumsum(dim=1)  # [B, T], index in the window
         mask = (document[:, None, :, None] == document[:, None, None, :]) & (index[:, None] >= index)
@@ -168,7 +174,8 @@ class GPT(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """Head without its norm: [..., C] -> [..., V]."""
-        weight, bias = (self.lm_head or self.wte).weight, self.padding_mask
+        weight = (self.lm_head or self.wte).weight
+        bias = self.padding_mask
         if self.soft_cap is None:
             return F.linear(x, weight, bias)
         share = torch.tanh(F.linear(x / self.soft_cap, weight).float())

@@ -115,7 +115,8 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
     return sorted(matrices, key=Tensor.numel, reverse=True)
 
 
-STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Newton-Schulz iteration by Jordan: singular values end between about 0.7 and 1.2."""
 TOGETHER = 2**22
 """Most elements of matrices that are orthogonalized together."""
@@ -130,7 +131,8 @@ def orthogonal_updates(
     mesh = parameters[0].device_mesh["shards"] if hasattr(parameters[0], "device_mesh") else None
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if mesh:
-        rank, world = mesh.get_local_rank(), mesh.size()
+        rank = mesh.get_local_rank()
+        world = mesh.size()
         direction = gathered(parameters, direction, dtype, mesh).__getitem__
     found: dict[int, Tensor] = {}
     for batch in batches(parameters, range(rank, len(parameters), world), dtype):
@@ -196,7 +198,8 @@ def local(tensor: Any) -> Tensor:
 def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor]) -> None:
     """Step of `torch.optim.Muon`. The update of an [A, B] matrix is Nesterov's momentum, orthogonalized and scaled by
     √max(1, A/B) (the "original" adjustment): its spectral norm is about the learning rate at any width."""
-    gradients, bad = [local(parameter.grad) for parameter in parameters], bad.bool()
+    gradients = [local(parameter.grad) for parameter in parameters]
+    bad = bad.bool()
     for gradient, buffer in zip(gradients, buffers, strict=True):
         buffer.lerp_(torch.where(bad, buffer, gradient), 1 - group["momentum"])  # lerp to itself keeps it
     direction = lambda n: gradients[n].lerp(buffers[n], group["momentum"])  # noqa: E731
@@ -224,7 +227,8 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     and multiplies X once: half of the arithmetic. bf16 is too coarse for that, as singular values are squared first.
     """
     a, b, c = COEFFICIENTS
-    is_tall, stack = matrices.size(-2) > matrices.size(-1), matrices.flatten(0, -3)
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    stack = matrices.flatten(0, -3)
     x = (stack.mT if is_tall else stack).to(dtype)
     x = x / torch.stack([one.norm() for one in x])[:, None, None].clamp(min=1e-7)
     if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1):  # nearer to a square, it takes more arithmetic

@@ -133,7 +133,8 @@ def _logits(setting: Setting, tokens: int, trains: bool = False) -> float:
     """fp32: logits and log-softmax; in the backward pass the gradients of both and log-softmax, and tanh of capped
     logits. In half precision: logits in half and in fp32, and log-softmax. Compiled for a GPU: logits, in whose place
     their gradients come."""
-    model, train = setting.config.model, setting.config.train
+    model = setting.config.model
+    train = setting.config.train
     if setting.kind == "cuda" and train.compile != "off":
         return float(setting.number_bytes * tokens * setting.vocab_size)
     chunk = min(tokens, LOSS_CHUNK) if setting.kind == "cuda" else tokens

@@ -60,7 +60,8 @@ class Seen:
 def preflight(config: TrainingConfig, processes: int) -> Seen:
     """Does the work of a training up to its first step (`training.loop.train`, `run.build`), with the same user errors.
     `processes` are the planned training's; this one is alone, or has as many."""
-    seen, launch = Seen(), config.launch
+    seen = Seen()
+    launch = config.launch
     config = config.model_copy(update={"launch": launch.model_copy(update={"replicas": 1})})  # for this process alone
 
     def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
@@ -73,7 +74,8 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
         try:
             _check_folder(Path(config.output_dir, config.run_name))
             with open_run(config, make_task, lock=False) as run:
-                seen.model, seen.step = run.config.model, run.step
+                seen.model = run.config.model
+                seen.step = run.step
                 if not (file := missing_data(config)):
                     _look_at(run, seen)
                 elif not (recipe := load(PrepareConfig, ["--config", file])).source_name.startswith("hub:"):
@@ -234,7 +236,8 @@ class Plan:
     @property
     def largest(self) -> int:
         """The most windows of a micro-batch that fit a process's memory, up to the configured number; 0: none fits."""
-        config, processes = self.config, min(self.machine.processes, self.config.global_batch_windows)
+        config = self.config
+        processes = min(self.machine.processes, self.config.global_batch_windows)
         for size in range(config.train.micro_batch_size, 0, -1):
             micro_batch = split_batch(config.global_batch_windows, processes, size)
             if estimate(replace(self.setting, micro_batch=micro_batch)).peak <= self.machine.memory:
@@ -267,7 +270,9 @@ class Plan:
     def seconds(self) -> dict[str, float]:
         """Wall time of the remaining work, by kind; empty if unknown. First and last step are evaluated. An evaluation
         has a third of a step's arithmetic per token."""
-        config, steps, done = self.config, self.steps, self.step
+        config = self.config
+        steps = self.steps
+        done = self.step
         if not steps or not self.speed:
             return {}
         step, evaluation, checkpoint = self._durations(self.speed)
@@ -368,7 +373,10 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
 
 def format_plan(plan: Plan) -> Iterator[str]:
     """The plan as lines of text."""
-    config, machine, setting, memory = plan.config, plan.machine, plan.setting, plan.memory
+    config = plan.config
+    machine = plan.machine
+    setting = plan.setting
+    memory = plan.memory
     windows = config.global_batch_windows
     assumed = "" if plan.corpus.windows else " (assumed: the data do not exist yet)"
     step = f"{machine.processes} x {plan.accumulation} x {setting.micro_batch} (processes x accumulation x batch)"
@@ -404,7 +412,8 @@ def _what_fits(plan: Plan) -> str:
         return "the host has no memory for the copy; --checkpoint.background false fits"
     if plan.largest:
         return f"--train.micro_batch_size {plan.largest} fits"
-    config, least = plan.config, estimate(replace(plan.setting, micro_batch=1)).peak
+    config = plan.config
+    least = estimate(replace(plan.setting, micro_batch=1)).peak
     flags = [] if config.train.activation_checkpointing else ["--train.activation_checkpointing true"]
     if config.launch.parallel == "ddp" and plan.machine.processes > 1:
         flags.append("--launch.parallel fsdp")
@@ -430,7 +439,8 @@ def _why_unknown(plan: Plan) -> str:
 
 
 def _training(plan: Plan) -> str:
-    steps, windows = plan.steps, plan.corpus.windows
+    steps = plan.steps
+    windows = plan.corpus.windows
     minutes = None if plan.corpus.steps else plan.config.train.minutes
     if minutes and not steps:
         return f"no step fits into {minutes:g} minutes, or the speed is unknown"

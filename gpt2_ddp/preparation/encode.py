@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, content_sha256, parse_manifest, token_dtype
+from gpt2_ddp.data.manifest import (
+    HEADER_BYTES,
+    MANIFEST,
+    Manifest,
+    Shard,
+    content_sha256,
+    parse_manifest,
+    token_dtype,
+)
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.data.tokenizer_file import GPT2_PATTERN
@@ -33,7 +41,9 @@ from gpt2_ddp.preparation.source_files import BLOCK, LARGEST, Part
 from gpt2_ddp.preparation.sources import DocumentChunk, Source, read_pieces
 from gpt2_ddp.preparation.split import Cut, empty_split, read_split
 
-SAMPLE, EVERY = 512, 2**18  # tiktoken also encodes 0.2 % of the characters, in 3 % of the time (estimate)
+# tiktoken also encodes 0.2 % of the characters, in 3 % of the time (estimate)
+SAMPLE = 512
+EVERY = 2**18
 WITHOUT = "without it (pip uninstall gigatoken), tiktoken encodes the text"
 WORD_END = re.compile(r"(?<=\S)(?=[ \n])")
 """Places where GPT-2's pattern divides every text: no token crosses them."""
@@ -48,7 +58,8 @@ def encode_item(tokenizer_name: str, config: PrepareConfig, item: Item) -> Encod
     parts, pieces = item
     counts: Counter[str] = Counter()
     tokenizer = _cached_tokenizer(tokenizer_name)
-    quick, unchecked = _cached_fast_encoder(tokenizer), EVERY
+    quick = _cached_fast_encoder(tokenizer)
+    unchecked = EVERY
     beginning = np.array([tokenizer.eot], token_dtype(tokenizer.vocab_size))
     encoded: dict[str, list[np.ndarray]] = {}
     for piece in pieces or read_pieces(config, parts, counts):
@@ -69,7 +80,8 @@ def write_splits(
     Raises: UserError if the source cannot be read, or gives no tokens for a split."""
     for cached in (_cached_tokenizer, _cached_fast_encoder):
         cached.cache_clear()  # an earlier preparation of this process may have had another file of this name
-    config, vocab_size = source.config, _cached_tokenizer(tokenizer).vocab_size
+    config = source.config
+    vocab_size = _cached_tokenizer(tokenizer).vocab_size
     names = ("train", "val") if config.val_fraction else ("train",)
     counts: Counter[str] = Counter()
     writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size) for split in names}
@@ -162,7 +174,9 @@ class ShardWriter:
     """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int):
-        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+        self.folder = folder
+        self.split = split
+        self.shard_tokens = shard_tokens
         self.dtype = token_dtype(vocab_size)
         self._paths: list[Path] = []
         self._room = 0  # tokens that the last shard lacks

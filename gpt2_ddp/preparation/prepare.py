@@ -90,7 +90,8 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
     if not os.path.exists(folder / MANIFEST):
         return None
     manifest = read_manifest(folder)
-    recipe, made_with = _recipe(config), manifest.recipe
+    recipe = _recipe(config)
+    made_with = manifest.recipe
     differing = [f"{name} {made_with.get(name)}" for name in recipe if made_with.get(name) != recipe[name]]
     if differing:
         hint = f"has shards made with {', '.join(differing)}; choose another output, or delete it"
@@ -132,7 +133,8 @@ def _clear(folder: Path) -> None:
 
 def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
     """Fills the folder `aside`, which then becomes the output."""
-    folder, start = Path(config.folder), time.perf_counter()
+    folder = Path(config.folder)
+    start = time.perf_counter()
     if config.tokenizer not in ("bpe", *encoding_names()):
         check_tokenizer(tokenizer_file(config.tokenizer))
     source = scan(config, pool)
@@ -242,7 +244,9 @@ def _training_texts(pieces: Iterable[DocumentChunk], most: float, counts: Counte
 
 def random_sample(texts: Iterable[str], most: int) -> list[str]:
     """At most `most` characters of the texts: whole texts, always the same ones, each with the same probability."""
-    draw, sample, characters = random.Random(0), [], 0
+    draw = random.Random(0)
+    sample = []
+    characters = 0
     for text in texts:
         heapq.heappush(sample, (-draw.random(), text))
         characters += len(text)

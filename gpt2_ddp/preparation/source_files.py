@@ -24,7 +24,8 @@ from gpt2_ddp.files import LFS_HINT, LFS_POINTER, regular, sha256_file
 from gpt2_ddp.preparation.row_sources import row_source
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-TABLE, SMALL_TABLE = 0.59, 4000
+TABLE = 0.59
+SMALL_TABLE = 4000
 """A module of more than 4,000 bytes is a table if so many of its lines are an entry: a literal and nothing else. With
 tables left out, and those of `encodings` and the help texts of `pydoc_data`, a model learns to write code."""
 LINE = re.compile(rb"^[ \t]*[^#\s]", re.MULTILINE)
@@ -303,7 +304,8 @@ def file_entries(config: PrepareConfig, paths: Iterable[Path], known: Iterable[E
     root = os.path.join(common_folder(roots), "")
     hashes = {entry[:3]: entry.sha256 for entry in known}
     for path in paths:
-        file, sha256 = (str(path).removeprefix(root), 0, 0), ""
+        file = (str(path).removeprefix(root), 0, 0)
+        sha256 = ""
         with suppress(OSError):
             found = regular(path).stat()
             file = (file[0], found.st_size, found.st_mtime_ns)

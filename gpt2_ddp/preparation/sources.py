@@ -338,7 +338,9 @@ def look_at(config: PrepareConfig, paths: list[Path]) -> list[Look]:
     """The state and the parts of each file, and what there is to say of it."""
     found = []
     for path, entry in zip(paths, file_entries(config, paths), strict=True):
-        kind, parts, note = kind_of(path), [], ""
+        kind = kind_of(path)
+        parts = []
+        note = ""
         try:
             head = head_of(regular(path))
             if refused := first_match(REFUSED, head):
@@ -416,7 +418,8 @@ def divide(blocks: Blocks, separator: str, counts: Counter[str]) -> Iterator[Blo
 
 def _numbered(blocks: Blocks, separator: str, counts: Counter[str]) -> Iterator[tuple[int, str]]:
     """Parts of the documents between separators, with the number of the document."""
-    number, held = 0, ""
+    number = 0
+    held = ""
     for block in blocks:
         *whole, held = (held + block).split(separator)
         yield from enumerate(whole, number)
@@ -432,13 +435,15 @@ def _numbered(blocks: Blocks, separator: str, counts: Counter[str]) -> Iterator[
 
 def without_line_breaks(blocks: Blocks) -> Iterator[str]:
     """The document without line breaks at its beginning and its end."""
-    held, begun = "", False
+    held = ""
+    begun = False
     for block in blocks:
         block = held + block
         if not begun:
             block = block.lstrip("\r\n")
         text = block.rstrip("\r\n")
-        begun, held = begun or bool(text), block[len(text) :]
+        begun = begun or bool(text)
+        held = block[len(text) :]
         yield text
 
 

@@ -26,7 +26,9 @@ from gpt2_ddp.files import (
 )
 from gpt2_ddp.state import FIRST_CHAIN, next_chain
 
-METRICS, STATUS, CONFIG = "metrics.jsonl", "status.json", "config.yaml"
+METRICS = "metrics.jsonl"
+STATUS = "status.json"
+CONFIG = "config.yaml"
 RECORDS = (METRICS, CONFIG, STATUS)
 LONGEST_LINE = 2**26
 """Most bytes of a line that is read as a row. A line may have no end: a hole of a file looks like zeros."""
@@ -168,7 +170,9 @@ def lines_of(stream: BinaryIO) -> Iterator[bytes]:
 def parse_lines(lines: Iterable[bytes]) -> Iterator[Line]:
     """The lines of a .jsonl file, as `lines_of` yields them. A part of a longer one is no row."""
     for line in lines:
-        text, row, is_whole = line.removesuffix(b"\n"), None, line.endswith(b"\n")
+        text = line.removesuffix(b"\n")
+        row = None
+        is_whole = line.endswith(b"\n")
         if is_whole:
             with suppress(ValueError):
                 row = parse_json(text)
@@ -178,7 +182,8 @@ def parse_lines(lines: Iterable[bytes]) -> Iterator[Line]:
 
 def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[dict[str, Any]], int]:
     """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has it."""
-    events, before = [], 0
+    events = []
+    before = 0
     with file.open("rb") if file.is_file() else BytesIO() as stream:
         for line in parse_lines(line for line in lines_of(stream) if b'"event"' in line or chain.encode() in line):
             if is_event(line.row) and type(line.row.get("step")) is int:

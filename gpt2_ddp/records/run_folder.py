@@ -43,7 +43,8 @@ class RunFolder:
     creates, locks and repairs nothing."""
 
     def __init__(self, config: RunConfig, lock: bool = True):
-        self.path, self.wants_lock = Path(config.output_dir) / config.run_name, lock
+        self.path = Path(config.output_dir) / config.run_name
+        self.wants_lock = lock
         self.checkpoints = self.path / "checkpoints"
         self._is_new = not os.path.exists(self.path)  # also for a name that is too long
         self._lock: int | None = None
@@ -126,7 +127,8 @@ class RunLog:
         self._more = more
         self.is_gone = False  # by the last heartbeat
         self._state, self._writing, self._appending = "", threading.RLock(), threading.Lock()
-        self._rows, self.chain = self.path / METRICS, FIRST_CHAIN
+        self._rows = self.path / METRICS
+        self.chain = FIRST_CHAIN
         self._size = size_of(self._rows)  # after this process's last change
         self._is_lost = False  # whether another program has changed the rows
 
@@ -185,7 +187,8 @@ class RunLog:
                 os.close(file)
 
     def _put_status(self, status: Row, durable: bool = True) -> None:
-        file, content = self.path / STATUS, json.dumps(status) + "\n"
+        file = self.path / STATUS
+        content = json.dumps(status) + "\n"
         if not file.is_file() or file.read_text(errors="replace") != content:
             write_atomically(file, content, durable)
 

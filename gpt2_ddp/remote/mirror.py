@@ -66,7 +66,10 @@ class Mirror:
     """The copy of a run. The process of a killed trainer copies the rest first. `lease`: of the trainer."""
 
     def __init__(self, bucket: Bucket, run: Path, lease: Lease):
-        self._run, self._bucket, self._url, self._own = run, bucket, bucket.url, lease
+        self._run = run
+        self._bucket = bucket
+        self._url = bucket.url
+        self._own = lease
         self._ended = threading.Event()
         self._status = os.open(run / ".mirror", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         fcntl.lockf(self._status, fcntl.LOCK_EX)
@@ -97,7 +100,9 @@ class Mirror:
         here = newest_intact(folder, weights=False)
         if here:
             self._check_is_same_run(here)
-        step, is_taken, damaged = here.step if here else -1, False, 0
+        step = here.step if here else -1
+        is_taken = False
+        damaged = 0
         for name, sha256 in self._whole.items():
             if not is_taken and int(name[5:]) <= step:
                 if not damaged or self._fetch(name):
@@ -201,14 +206,18 @@ class Mirror:
         over = threading.Event()
         renewing = threading.Thread(target=self._renew_loop, args=(over,), daemon=True)
         renewing.start()
-        failures, is_last, step = 0, False, None
+        failures = 0
+        is_last = False
+        step = None
         while True:
             try:
                 if is_last:
                     over.set()
                     renewing.join()  # or a late renewal would follow the last status and the end of the lease
                 self._copy(is_last)
-                step, problem, failures = max(self._whole, default=None), "", 0
+                step = max(self._whole, default=None)
+                problem = ""
+                failures = 0
             except Exception as error:  # each kind of storage has its own
                 problem = describe(error)
                 if not failures:
@@ -264,7 +273,9 @@ class Mirror:
                 break
             if first is None:
                 remaining = EXPIRES - max(time.time() - lease.time, 0)
-                first, until = content, time.monotonic() + max(remaining, EXPIRES / 3)  # two renewals at least
+                # two renewals at least
+                first = content
+                until = time.monotonic() + max(remaining, EXPIRES / 3)
                 warn(f"waiting for {truncate(lease.owner)}, which trained this run until now", "note")
             if content != first:
                 hint = f"{lease.owner} trains this run now; stop it, or choose another run_name"

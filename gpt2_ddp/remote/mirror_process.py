@@ -31,7 +31,8 @@ RESTART = 60.0
 SILENCE = 180.0
 """Seconds without progress after which the process is killed at the end of the run. A part of an object may have 100
 MB."""
-FIRST_NOTE, NOTES = 10.0, 30.0
+FIRST_NOTE = 10.0
+NOTES = 30.0
 """Seconds until a line says what the end of the run waits for, and between two of these lines."""
 FAILED = 1
 """Exit code of the process if the storage failed to the last."""
@@ -41,7 +42,9 @@ class MirrorProcess:
     """The process. `command`: the words that start it. `wait_longer`: called while its end is waited for."""
 
     def __init__(self, command: list[str], run: Path, wait_longer: Callable[[], object] = lambda: None):
-        self._command, self._run, self._wait_longer = command, run, wait_longer
+        self._command = command
+        self._run = run
+        self._wait_longer = wait_longer
         self._start()
 
     def _start(self) -> None:
@@ -88,14 +91,16 @@ class MirrorProcess:
         self._process.stdin.close()
         self._wait_longer()
         begun = progressed = time.monotonic()
-        before, note = self._progress(), begun + FIRST_NOTE
+        before = self._progress()
+        note = begun + FIRST_NOTE
         limit = SILENCE if is_complete(self._run) else PATIENCE + FIRST_NOTE
         while (code := self._process.poll()) is None:
             with suppress(TimeoutExpired):
                 self._process.wait(0.5)
             now = time.monotonic()
             if (progress := self._progress()) != before:
-                before, progressed = progress, now
+                before = progress
+                progressed = now
                 self._wait_longer()
             if now > note:
                 self._print_note(now - progressed)

@@ -12,7 +12,14 @@ from fsspec.callbacks import Callback
 
 from gpt2_ddp.data.manifest import LARGEST_MANIFEST, parse_manifest
 from gpt2_ddp.errors import UserError, without_credentials
-from gpt2_ddp.files import below, check_file_name, parse_json, refuse_links, regular, write_atomically
+from gpt2_ddp.files import (
+    below,
+    check_file_name,
+    parse_json,
+    refuse_links,
+    regular,
+    write_atomically,
+)
 
 MANIFEST = "manifest.json"
 CHECKPOINT = re.compile(r"step-\d{8,18}")

@@ -30,7 +30,8 @@ class TransferConfig(Command):
 
 
 def transfer(config: TransferConfig) -> int:
-    folder, ended = Path(config.folder), threading.Event()
+    folder = Path(config.folder)
+    ended = threading.Event()
 
     def see_end() -> None:
         sys.stdin.read()

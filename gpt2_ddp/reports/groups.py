@@ -20,9 +20,11 @@ PLACES = ("checkpoint.mirror", "data.prepare")
 """Fields that only describe where files are. The path of the data is one, too, if all runs have the same data."""
 CELLS = 1_000_000
 """Cells of the sum in place of an integral."""
-VALUE, LINE = 60, 130
+VALUE = 60
+LINE = 130
 """Most characters of a field's value in a heading, and of a line in a terminal."""
-NAMED, PREFIX = 3, 4
+NAMED = 3
+PREFIX = 4
 """Most runs of a group whose names are shown, and least characters that stand for longer names."""
 
 
@@ -115,7 +117,8 @@ def _ignored(runs: Sequence[RunRecord]) -> set[str]:
 
 def differing(runs: Sequence[RunRecord]) -> list[str]:
     """The fields in which readable configurations differ, without those that make no difference."""
-    known, ignored = [run.config for run in runs if run.config], _ignored(runs)
+    known = [run.config for run in runs if run.config]
+    ignored = _ignored(runs)
     names = dict.fromkeys(name for config in known for name in config if name not in ignored)
     return [name for name in names if len({repr(config.get(name, ...)) for config in known}) > 1]
 
@@ -126,12 +129,14 @@ def compare(one: dict[str, float], two: dict[str, float], comparisons: int = 1) 
     pairs = [two[seed] - one[seed] for seed in one if seed in two]
     if not pairs:
         return Difference("not compared: no seed with this score in both groups")
-    n, difference = len(pairs), fmean(pairs)
+    n = len(pairs)
+    difference = fmean(pairs)
     if n == 1:
         return Difference(f"{difference:+.3g} (one seed: no spread)", difference, n=n)
     error = stdev(pairs) / math.sqrt(n)
     width = critical_value(1 - 0.05 / comparisons, n - 1) * error
-    low, high = difference - width, difference + width
+    low = difference - width
+    high = difference + width
     differs = not low <= 0 <= high
     verb = "differs" if differs else "no difference shown"
     count = f"{n} seeds" + f", {comparisons} comparisons" * (comparisons > 1)
@@ -182,9 +187,11 @@ def content(groups: Sequence[Group]) -> list[Row]:
 def describe(groups: Sequence[Group]) -> list[str]:
     """A table as lines of text. Below the numbered rows are headings, differences to the first group, and remarks."""
     found = content(groups)
-    rows, below = [["group", "completed", "n", *{f"last {group['score']}" for group in found}]], []
+    rows = [["group", "completed", "n", *{f"last {group['score']}" for group in found}]]
+    below = []
     for number, (group, runs) in enumerate(zip(found, groups, strict=True), 1):
-        mean, deviation = group["mean"], group["sd"]
+        mean = group["mean"]
+        deviation = group["sd"]
         figure = "–" if mean is None else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.2g}")
         rows.append([str(number), f"{group['completed']} of {len(group['runs'])}", str(group["n"]), figure])
         difference = [group["difference"]["text"]] if group["difference"] else []

@@ -34,7 +34,8 @@ def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) 
         return []
     if defect := weights_defect(weights, model):
         return [f"{place}/{MODEL}: {defect}"]
-    layouts, names = layout_of(checkpoint.tensors(OPTIMIZER)), _state_names(config, model, kind)
+    layouts = layout_of(checkpoint.tensors(OPTIMIZER))
+    names = _state_names(config, model, kind)
     shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
     defect = optimizer_defect(layouts, shapes, names)
     state = checkpoint.state

@@ -41,16 +41,20 @@ class Recomputed:
     def __init__(
         self, config: RunConfig, start: Record, kind: type[Pretraining], sources: Sequence[Sized], returns: set[int]
     ):
-        self.config, self.kind, self.returns = config, kind, returns
+        self.config = config
+        self.kind = kind
+        self.returns = returns
         self.rates: Callable[[int], dict[str, float]] = lambda step: {}
         if isinstance(config, TrainingConfig):
-            self.unit, self.per_item = "tokens", config.model.block_size
+            self.unit = "tokens"
+            self.per_item = config.model.block_size
             if not all(map(len, sources)):
                 raise UserError("model.block_size", self.per_item, f"in {METRICS}: longer than the training split")
             order = kind(config).make_order(sources)
             batch = GlobalBatch(config.global_batch_windows, lambda size: [])
         else:
-            self.unit, self.per_item = "samples", 1
+            self.unit = "samples"
+            self.per_item = 1
             order = Permutation(config.seed, start["epoch_size"])
             batch = GlobalBatch(start["global_batch_size"], lambda size: [], by_epoch=True)
         self.feed = Feed(order, batch)
@@ -64,7 +68,8 @@ class Recomputed:
     def row_defects(self, row: Record) -> Iterator[str]:
         """Why the next row does not follow from the data and the rows before. No row may follow one with defects.
         Raises: UserError for an unusable configuration."""
-        event, step = row.get("event"), row["step"]
+        event = row.get("event")
+        step = row["step"]
         if "config" in row:
             self._set_rates(row)
             self.lasts.add(row.get("steps") or self.first_step)
@@ -92,7 +97,8 @@ class Recomputed:
             return
         self._advance(step)
         self.row_step = step
-        state, order = self.feed.state, self.feed.order
+        state = self.feed.state
+        order = self.feed.order
         right: Record = {
             self.unit: state.consumed * self.per_item,
             "epoch": round(state.position / len(order), 4),
@@ -117,7 +123,8 @@ class Recomputed:
 
     def state_defects(self, place: str, checkpoint: Checkpoint) -> list[str]:
         """Why a checkpoint, after the last of the rows so far, has not the state of its step."""
-        step, pending = checkpoint.step, checkpoint.state.progress.pending.row
+        step = checkpoint.step
+        pending = checkpoint.state.progress.pending.row
         reached = self.step, self.row_step, self.feed.state
         defects = []
         if step < self.step:
@@ -193,7 +200,8 @@ class Recomputed:
         self.log_every = None if has_own_rows else config.tracking.log_every
         if isinstance(config, TrainingConfig):
             self.eval_every = None if has_own_rows else config.eval.every
-            optim, schedule = config.optim, self.kind(config).schedule
+            optim = config.optim
+            schedule = self.kind(config).schedule
             is_known = optim.decay_steps is not None or optim.schedule == "constant"
             self.rates = lambda step: schedule(step) if is_known or step < optim.warmup_steps else {}
         else:

@@ -86,11 +86,13 @@ def replay(run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpo
     what = f"replay from step {span.start} to {span.stop}"
     if span.start not in intact:
         return what, [f"{what}: its checkpoint is damaged, so it cannot be trained again"]
-    begin, end = intact[span.start], intact.get(span.stop)
+    begin = intact[span.start]
+    end = intact.get(span.stop)
     # the next checkpoint has the settings of these steps, which may differ from those before a stop
     after = next((intact[step] for step in intact if step >= span.stop), None)
     maker = after or begin
-    state, code = maker.state.record, trusted(maker, command.trust_run_code)
+    state = maker.state.record
+    code = trusted(maker, command.trust_run_code)
     with TemporaryDirectory(prefix="replay-") as folder:
         config = _config(begin.kind, after.config if after else settings, folder, command.data, state)
         processes, reasons = _how_exactly(config, state)
@@ -123,7 +125,9 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
             defects.append(f"{METRICS}: step {step} has no row when trained again")
         other = again.get(step, row)
         for name in {**other, **row}:
-            old, new, kind = row.get(name), other.get(name), field_of(name).kind
+            old = row.get(name)
+            new = other.get(name)
+            kind = field_of(name).kind
             is_close = isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=NEARLY)
             is_near = not exact and (kind == "counted" or is_close)
             is_renamed = "/" in name and None in (old, new)  # a source's folder may have another name here

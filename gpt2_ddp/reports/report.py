@@ -21,7 +21,9 @@ from gpt2_ddp.reports.runs import RunRecord, is_finite, read_runs
 
 UNKNOWN = "–"
 ORIGIN = ("command", "commit", "hardware", "processes", "device", "versions")  # of the newest start
-SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH = 12, 8, 3000
+SAMPLED_STEPS = 12
+SAMPLES = 8
+SAMPLE_LENGTH = 3000
 """Newest steps of a run whose samples are shown, samples shown of each, and characters of all runs' samples of it."""
 
 
@@ -71,7 +73,9 @@ def page(runs: Sequence[RunRecord], png: bytes) -> str:
 
 def _newest(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
     """A run's state, the `settings`, and the newest value of each field of the rows."""
-    reason, end, best = run.status.get("reason"), run.rows[-1]["step"], run.best()
+    reason = run.status.get("reason")
+    end = run.rows[-1]["step"]
+    best = run.best()
     cells = {"state": f"{run.state}: {reason}" if reason else run.state}
     cells |= {name: _text(run.config[name]) for name in settings if name in run.config}
     for name in run.fields:

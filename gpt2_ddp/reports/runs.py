@@ -15,7 +15,15 @@ from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import no_such_folder, read_json
-from gpt2_ddp.records.rows import CONFIG, METRICS, STATUS, field_of, is_event, read_lines, valid_rows
+from gpt2_ddp.records.rows import (
+    CONFIG,
+    METRICS,
+    STATUS,
+    field_of,
+    is_event,
+    read_lines,
+    valid_rows,
+)
 from gpt2_ddp.reports.status import health
 
 SCORED = ("val_loss", "val_bits_per_byte")
@@ -138,7 +146,8 @@ def _read_run(folder: Path, name: str) -> RunRecord:
 
 def _read_rows(file: Path, notes: list[str]) -> list[Row]:
     """All rows with a step; `notes` get the number of other lines."""
-    rows, unreadable = [], 0
+    rows = []
+    unreadable = 0
     for line in read_lines(file):
         row = line.row
         step = row.get("step")

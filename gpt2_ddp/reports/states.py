@@ -84,7 +84,8 @@ class Known:
 
     def _event_defects(self, row: Record) -> Iterator[str]:
         """Events that list checkpoints which no row recorded; ends of other steps than the newest checkpoint's."""
-        event, step = row.get("event"), row["step"]
+        event = row.get("event")
+        step = row["step"]
         saved = recorded_checkpoint(row) if event else None
         if self._has_ended:  # a resumed run drops the end before it
             yield "follows the end of the run"
@@ -110,14 +111,17 @@ class Known:
             yield f"the end is at step {step}, the newest checkpoint at {newest}"
 
     def _add_step(self, row: Record) -> Iterator[str]:
-        step, before = row["step"], self._facts
-        skipped, first = row.get("skipped"), before.row.get("skipped")
+        step = row["step"]
+        before = self._facts
+        skipped = row.get("skipped")
+        first = before.row.get("skipped")
         if isinstance(skipped, int) and isinstance(first, int) and not 0 <= skipped - first <= step - before.step:
             yield f"skipped of step {step} is {skipped}, of step {before.step} {first}"
         for passed in self._returns[bisect_left(self._returns, before.step) : bisect_left(self._returns, step)]:
             self._before[passed] = before
         scores = before.scores | {name: row[name] for name in self._names if name in row}
-        scored_at, best = before.scored_at, before.best
+        scored_at = before.scored_at
+        best = before.best
         if "val_loss" in row:
             scored_at = step
             best = best.after(step, {name: _number(row.get(name)) for name in ("val_loss", "val_tokens")})
@@ -125,16 +129,19 @@ class Known:
 
     def defects(self, place: str, checkpoint: Checkpoint) -> Iterator[str]:
         """Fields of a checkpoint, after the last of these rows, that the rows contradict."""
-        found, right = {}, {}
+        found = {}
+        right = {}
         for name, value, other in (*self._progress(checkpoint), *self._sums(checkpoint), *self._identity(checkpoint)):
-            found[name], right[name] = value, other
+            found[name] = value
+            right[name] = other
         for name, other in right.items():
             if found[name] != other:
                 yield f"{place}/{STATE}: {name} is {found[name]}, in {METRICS} {other}"
         yield from config_differences(f"{place}/{CONFIG}", checkpoint.config, self._config)
 
     def _progress(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
-        progress, facts = checkpoint.state.progress, self._facts
+        progress = checkpoint.state.progress
+        facts = self._facts
         parent = progress.branched_from
         branch = {name: self._branch.get(name) for name in Parent.model_fields} if self._branch else None
         yield "progress.rollbacks", progress.rollbacks, self._rollbacks
@@ -149,8 +156,11 @@ class Known:
 
     def _sums(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
         """Of the row of the checkpoint's own step, if there is one."""
-        state, step = checkpoint.state, checkpoint.step
-        facts, pending, losses = self._facts, state.progress.pending, state.losses
+        state = checkpoint.state
+        step = checkpoint.step
+        facts = self._facts
+        pending = state.progress.pending
+        losses = state.losses
         row = pending.row or (facts.row if facts.step == step else {})
         if "order_digest" in row:
             yield "feed.order_digest", state.feed.order_digest, row["order_digest"]
@@ -166,8 +176,10 @@ class Known:
         yield from self._guard(checkpoint, row)
 
     def _guard(self, checkpoint: Checkpoint, row: Record) -> Iterator[tuple[str, Any, Any]]:
-        state, step = checkpoint.state, checkpoint.step
-        guard, settings = state.guard, self._config.get("guard")
+        state = checkpoint.state
+        step = checkpoint.step
+        guard = state.guard
+        settings = self._config.get("guard")
         if isinstance(settings, dict) and all(settings.get(name) is None for name in SIGMAS):
             yield "guard.losses", [*guard.losses], [0, 0, 0]
             yield "optimizer.norms", [*state.optimizer.norms], [0, 0, 0]
@@ -196,7 +208,8 @@ class Known:
     def _identity(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
         """The run, what it trains on and with, as the start before recorded it. A class may add numbers of its own to
         the task's state, which change."""
-        state, task = checkpoint.state, checkpoint.state.task
+        state = checkpoint.state
+        task = checkpoint.state.task
         changing = {*(task.model_extra or ()), "step"}
         if type(task) is TaskState:
             return
@@ -209,7 +222,8 @@ class Known:
 
 def config_differences(file: str, found: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
     """The fields of a configuration that are not those in the rows."""
-    now, before = flat(found), flat(right)
+    now = flat(found)
+    before = flat(right)
     names = [name for name in before | now if now.get(name, ...) != before.get(name, ...)]
     return [f"{file}: {name} is {now.get(name)}, in {METRICS} {before.get(name)}" for name in names]
 
@@ -219,7 +233,9 @@ def _epoch_after(before: Facts, row: Record) -> tuple[float, float] | None:
     if "train_loss" in row or "loss_mean" not in row:  # the epoch ended, or nothing was trained
         return (0.0, 0) if "train_loss" in row else before.epoch
     unit = "samples" if "samples" in row else "tokens"
-    loss, first, last = _number(row["loss_mean"]), _number(before.row.get(unit, 0)), _number(row.get(unit))
+    loss = _number(row["loss_mean"])
+    first = _number(before.row.get(unit, 0))
+    last = _number(row.get(unit))
     is_whole = row.get("skipped") == before.row.get("skipped", 0) and "not_finite" not in row
     if before.epoch is None or loss is None or first is None or last is None or not is_whole:
         return None

@@ -112,9 +112,13 @@ def health(folder: Path, now: float | None = None) -> Health:
     written = min((folder / STATUS).stat().st_mtime, now)
     try:
         status = read_json(folder / STATUS)
-        state, step, reason = str(status["state"]), int(status.get("step", 0)), str(status.get("reason", ""))
-        beat, progress = float(status.get("heartbeat", written)), float(status.get("progress", written))
-        limit, at = float(status.get("limit", 0)), f"at {status.get('stage', 'its beginning')}"
+        state = str(status["state"])
+        step = int(status.get("step", 0))
+        reason = str(status.get("reason", ""))
+        beat = float(status.get("heartbeat", written))
+        progress = float(status.get("progress", written))
+        limit = float(status.get("limit", 0))
+        at = f"at {status.get('stage', 'its beginning')}"
         facts = {name: kind(status[name]) for name, kind in Process.__annotations__.items() if state == "running"}
         if not all(abs(number) < LATEST for number in (step, beat, progress, limit)):  # false for NaN
             raise ValueError
@@ -123,7 +127,9 @@ def health(folder: Path, now: float | None = None) -> Health:
     if not facts:
         words = f"a trainer is starting; the run was {state}" if is_locked(folder) else reason.partition("\n")[0]
         return Health("starting" if is_locked(folder) else state, step, now - written, words)
-    beat, progress = min(beat, now), min(progress, now)  # another machine's clock may be ahead
+    # another machine's clock may be ahead
+    beat = min(beat, now)
+    progress = min(progress, now)
     who = Process(**facts)
     is_silent = now - beat > SILENT
     if who.is_gone or (is_silent and not who.is_here):

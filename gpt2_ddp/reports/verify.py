@@ -109,7 +109,8 @@ class Log:
         if not chain or chain != next_chain(self.chain, text):
             self.defects.append(f"{place}: its chain is wrong: this row was changed, or one before it is missing")
             return
-        self.chain, self.last = chain, row
+        self.chain = chain
+        self.last = row
         self._count += 1
         if is_event(row):
             self.events.append(row)
@@ -138,7 +139,8 @@ def verify_run(command: VerifyConfig) -> int:
     """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the defects of each check, and
     a `note` for what could not be checked. With `--replay`, trains a part of the run again.
     Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in `--data`."""
-    run, n_defects = Path(command.run), 0
+    run = Path(command.run)
+    n_defects = 0
     if not any(os.path.isfile(run / name) for name in (CONFIG, METRICS)):
         hint = no_such_folder(run) or "has no config.yaml; name a run folder of a training script"
         raise UserError("run", run, hint)

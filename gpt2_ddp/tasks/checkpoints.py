@@ -94,7 +94,8 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     model, tokenizer, streams, weights, note = on_every_rank(load)
     if note:
         print_line(f"note: {note}")
-    size, lengths = settings.model.block_size, tokenizer.token_bytes()
+    size = settings.model.block_size
+    lengths = tokenizer.token_bytes()
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     found = {
         number: evaluate(accelerator, prepared, EvalSet(stream, size, config.tokens, lengths), config.batch_size)
@@ -102,7 +103,8 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     }
 
     def as_text(result: Evaluation) -> str:
-        loss, bits = f"{config.split} loss {result.loss:.6f}", f"{result.bits_per_byte:.6f} bits per byte"
+        loss = f"{config.split} loss {result.loss:.6f}"
+        bits = f"{result.bits_per_byte:.6f} bits per byte"
         scored = f"{result.tokens:,} tokens ({round(result.bytes):,} bytes)"
         return f"{loss}, perplexity {result.perplexity:.4f}, {bits} over {scored}"
 
@@ -211,7 +213,8 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
 
 def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
     """A line with the likeliest class of each of `images`. Saves predictions if `output` names a folder."""
-    settings, record = _job_settings(config, checkpoint), checkpoint.state.record
+    settings = _job_settings(config, checkpoint)
+    record = checkpoint.state.record
     if not isinstance(settings, ClassifierConfig) or not settings.data.images:
         raise UserError("images", " ".join(config.images), NO_IMAGES)
     model = image_model(settings, record)

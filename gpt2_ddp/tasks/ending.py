@@ -35,9 +35,12 @@ def print_end(run: Path, script: str) -> None:
 
 def next_training(folder: Path, manifest: "Manifest") -> str:
     """The command that trains on prepared data, with the preset that suits the size of its text."""
-    from gpt2_ddp.data.manifest import text_bytes  # numpy, which the parent of a small job does not load
+    from gpt2_ddp.data.manifest import (
+        text_bytes,  # numpy, which the parent of a small job does not load
+    )
 
-    words, hint = [command_for("train_gpt2")], ""
+    words = [command_for("train_gpt2")]
+    hint = ""
     if str(folder) not in DataConfig().path:
         if preset := preset_for(text_bytes(manifest)):
             words.append(f"--config {preset}")

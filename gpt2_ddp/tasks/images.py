@@ -61,7 +61,8 @@ def decode(
     """The images uint8 [N, 3, H, W] of rows of `datasets`; their names are the file, or the row of `place`. `shape`:
     [3, H, W] of each; (): of the first. Raises: UserError of `field` where one cannot be decoded, or memory does not
     suffice."""
-    inputs, names = torch.empty(0), []
+    inputs = torch.empty(0)
+    names = []
     for row, image in enumerate(stored):
         is_file = image and image["path"] and not image["bytes"]
         names.append(image["path"] if is_file else f"{place}, row {row}")
@@ -126,7 +127,8 @@ def number_classes(
     allows no others; None: those of the data, sorted. Raises: any exception for other labels."""
     labels = {}
     for split, table in tables.items():
-        kind, column = table.features["label"], table["label"][:]
+        kind = table.features["label"]
+        column = table["label"][:]
         labels[split] = kind.int2str(column) if hasattr(kind, "int2str") else column
     found = [*map(str, sorted(set().union(*labels.values())))]
     if config.name in CIFAR_CLASSES and isinstance(labels["train"][0], int):

@@ -37,7 +37,8 @@ def make_job(config: JobConfig, accelerator: Accelerator, facts: Mapping[str, An
 
 def regression_job(config: RegressionConfig, *_: object) -> Job:
     """Points on y = weight * x + bias, x and the noise normal; squared error."""
-    data, generator = config.data, torch.Generator().manual_seed(config.seed)
+    data = config.data
+    generator = torch.Generator().manual_seed(config.seed)
 
     def points(n: int) -> Samples:
         x, noise = torch.randn(2, n, generator=generator)
@@ -48,7 +49,8 @@ def regression_job(config: RegressionConfig, *_: object) -> Job:
 
 def classifier_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None) -> Job:
     """Images; or two clusters, uniform in the cubes [-1, 0] and [0, 1] of `features` dimensions, for an MLP."""
-    data, generator = config.data, torch.Generator().manual_seed(config.seed)
+    data = config.data
+    generator = torch.Generator().manual_seed(config.seed)
     if data.images:
         return image_job(config, accelerator, facts)
 
@@ -56,7 +58,8 @@ def classifier_job(config: ClassifierConfig, accelerator: Accelerator, facts: Ma
         labels = torch.arange(n) % 2
         return Samples(torch.rand(n, data.features, generator=generator) + (labels[:, None] - 1), labels)
 
-    train, test = points(data.points), points(data.test_points)
+    train = points(data.points)
+    test = points(data.test_points)
     return Job(MLP(data.features, config.model.hidden, 2), train, test, CROSS_ENTROPY, _hits)
 
 
@@ -65,7 +68,9 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
     if config.model.sync_batchnorm and accelerator.device.type != "cuda":
         hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; remove the flag"
         raise UserError("model.sync_batchnorm", "true", hint)
-    from gpt2_ddp.tasks.images import load_images  # imports Pillow and pyarrow, which other jobs do not need
+    from gpt2_ddp.tasks.images import (
+        load_images,  # imports Pillow and pyarrow, which other jobs do not need
+    )
 
     images = load_images(accelerator, config.data, config.seed, facts)
     model = image_model(config, images.facts)
@@ -133,9 +138,12 @@ def crop_and_flip(images: Tensor, numbers: np.ndarray) -> Tensor:
     """Each image uint8 [B, 3, H, W] moved by up to 4 pixels each way, zeros coming in, and mirrored with probability
     1/2, by its random number int64 [B]."""
     *_, H, W = images.shape
-    device, places = images.device, 2 * PADDING + 1
+    device = images.device
+    places = 2 * PADDING + 1
     number = torch.from_numpy(numbers).to(device, non_blocking=True)[:, None]  # [B, 1]
-    top, left, flipped = number % places, number // places % places, number // places**2 % 2
+    top = number % places
+    left = number // places % places
+    flipped = number // places**2 % 2
     columns = torch.arange(W, device=device)
     columns = torch.where(flipped > 0, columns.flip(0), columns) + left  # [B, W]
     rows = torch.arange(H, device=device) + top  # [B, H]
@@ -234,7 +242,9 @@ class TransformerLM(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        model, length = config.model, config.data.length  # the longest sequence
+        # the longest sequence
+        model = config.model
+        length = config.data.length
         block = model.n_embd, model.n_head, model.d_ff, model.dropout
         self.embedding = nn.Embedding(model.vocab_size, model.n_embd)
         self.dropout = nn.Dropout(model.dropout)

@@ -68,7 +68,8 @@ class Pretraining:
         self.units_per_item = config.model.block_size
         self._needs_weights = bool(config.train.init_from) and not saved
         if accelerator:
-            windows, processes = config.global_batch_windows, accelerator.num_processes
+            windows = config.global_batch_windows
+            processes = accelerator.num_processes
             self.micro_batch = split_batch(windows, processes, config.train.micro_batch_size)
         if saved and not self._has_own_schedule:
             self._check_learning_rate(saved)
@@ -81,8 +82,10 @@ class Pretraining:
     def _check_learning_rate(self, saved: Checkpoint) -> None:
         """Raises: UserError if all remaining steps would have the learning rate 0, in a branch or in a run that was
         made longer. (A run that began with as many steps goes on, with a note.)"""
-        config, epoch_size = self.config, saved.state.setup.epoch_size
-        steps, end = self.total_steps(epoch_size), self._end_of_decay(epoch_size)
+        config = self.config
+        epoch_size = saved.state.setup.epoch_size
+        steps = self.total_steps(epoch_size)
+        end = self._end_of_decay(epoch_size)
         optim = config.optim.model_copy(update={"decay_steps": end})
         if not (steps and end and steps > max(end, saved.step) and optim.is_over(saved.step)):
             return
@@ -101,10 +104,13 @@ class Pretraining:
     def _end_of_decay(self, epoch_size: int) -> int | None:
         """`optim.decay_steps`; for null the last step, or the first after a longer warm-up. A resumed run's schedule
         keeps its end, unless no step so far depends on it."""
-        optim, saved, steps = self.config.optim, self._saved, self.total_steps(epoch_size)
+        optim = self.config.optim
+        saved = self._saved
+        steps = self.total_steps(epoch_size)
         if optim.decay_steps is not None or not steps:
             return optim.decay_steps
-        end, kept = max(steps, optim.warmup_steps + 1), saved and saved.config["optim"]["decay_steps"]
+        end = max(steps, optim.warmup_steps + 1)
+        kept = saved and saved.config["optim"]["decay_steps"]
         if saved and kept and not optim.model_copy(update={"decay_steps": kept}).may_end_at(end, saved.step):
             return kept
         return end
@@ -116,17 +122,21 @@ class Pretraining:
         """Replaces `eval.tokens: auto` and `optim.decay_steps: null` in the configuration, once the data are open.
 
         A resumed run keeps its tokens."""
-        config, optim, saved = self.config, self.config.optim, self._saved
+        config = self.config
+        optim = self.config.optim
+        saved = self._saved
         known = saved.config if saved else config.model_dump()
         tokens = config.eval.tokens
         if tokens == "auto":
             tokens = known["eval"]["tokens"]
         if tokens == "auto":
             tokens = config.auto_eval_tokens
-        end, kept = self._end_of_decay(self.epoch_size), known["optim"]["decay_steps"]
+        end = self._end_of_decay(self.epoch_size)
+        kept = known["optim"]["decay_steps"]
         if optim.decay_steps is None and end and kept not in (None, end):
             print_line(f"note: optim.decay_steps changes from {kept} to {end}; no step so far depends on it")
-        evals, optim = config.eval.model_copy(update={"tokens": tokens}), optim.model_copy(update={"decay_steps": end})
+        evals = config.eval.model_copy(update={"tokens": tokens})
+        optim = optim.model_copy(update={"decay_steps": end})
         self.config = config.model_copy(update={"eval": evals, "optim": optim})
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
@@ -148,11 +158,15 @@ class Pretraining:
 
     def open_data(self) -> None:
         """Opens the data by their small files, and resolves the configuration. Raises: UserError."""
-        config, accelerator, paths = self.config, self.accelerator, self.config.data.paths
+        config = self.config
+        accelerator = self.accelerator
+        paths = self.config.data.paths
         check = accelerator.is_local_main_process  # 10,000 shards x 1,024 ranks are 10 million headers
         self.corpus = corpus = on_every_rank(lambda: open_corpus(config, check))
         self.validates = bool(corpus.validation)
-        self.manifests, self.tokenizer, self.manifest = corpus.manifests, corpus.tokenizer, corpus.manifests[0]
+        self.manifests = corpus.manifests
+        self.tokenizer = corpus.tokenizer
+        self.manifest = corpus.manifests[0]
         check_ranks_agree({f"folder {n} of data.path": f"hash {one.hash}" for n, one in enumerate(self.manifests, 1)})
         for field, value in (("eval.patience", config.eval.patience), ("eval.tasks", " ".join(config.eval.tasks))):
             if value and not self.validates:
@@ -162,7 +176,8 @@ class Pretraining:
         self.order = self.make_order(corpus.sources)
         self.epoch_size = len(self.order)
         self.resolve()
-        steps, warmup = self.total_steps(self.epoch_size), config.optim.warmup_steps
+        steps = self.total_steps(self.epoch_size)
+        warmup = config.optim.warmup_steps
         if steps and steps <= warmup:
             print_line(f"note: the run ends at step {steps:,}, before the end of optim.warmup_steps = {warmup:,}")
         end = self.config.optim.decay_steps
@@ -194,7 +209,8 @@ class Pretraining:
         """The order of the windows of all folders' training splits."""
         if len(sources) == 1:
             return Permutation(self.config.seed, len(sources[0]))
-        config, windows = self.config, [*map(len, sources)]
+        config = self.config
+        windows = [*map(len, sources)]
         return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
 
     def make_model(self, vocab_size: int, eot: int | None = None) -> GPT:
@@ -204,7 +220,8 @@ class Pretraining:
 
     def build_model(self) -> None:
         """Makes the model with its initial weights. Raises: UserError if memory or `train.init_from` does not fit."""
-        config, is_sharded = self.config, self.config.launch.parallel == "fsdp"
+        config = self.config
+        is_sharded = self.config.launch.parallel == "fsdp"
         loads = self._saved or self._needs_weights
         begins = is_main_process() and not loads  # others receive their weights, or load a checkpoint's
         is_whole = torch.get_default_device().type != "meta" and (begins or not is_sharded)  # plan.py's is on meta
@@ -234,7 +251,8 @@ class Pretraining:
 
     def check_hashes(self, record: bool = True) -> None:
         """Hashes the shards that have changed since they were last hashed (`verify_shards`). Raises: UserError."""
-        data, accelerator = self.config.data, self.accelerator
+        data = self.config.data
+        accelerator = self.accelerator
         share = accelerator.local_process_index, processes_here(), record
         for path, manifest in zip(data.paths, self.manifests, strict=True):
             on_every_rank(partial(verify_shards, Path(path), manifest, *share))
@@ -268,8 +286,10 @@ class Pretraining:
         """Validation loss over `eval.tokens` tokens, in nats per token and in bits per byte, and the scores of
         `eval.tasks`. Several folders share the tokens equally; each one's loss is returned too, and `val_loss` is
         their weighted mean."""
-        config, validation = self.config, self.corpus.validation
-        size, tokens = config.model.block_size, config.eval.tokens
+        config = self.config
+        validation = self.corpus.validation
+        size = config.model.block_size
+        tokens = config.eval.tokens
         assert tokens != "auto", "eval.tokens is resolved when the run starts"
         if not validation:
             return {}
@@ -291,7 +311,8 @@ class Pretraining:
 
     def sample(self, poll: Poll) -> list[Sample]:
         """Each prompt and its continuation by at most 200 tokens."""
-        prompts, sampling = self.config.tracking.sample_prompt, Sampling(200, seed=self.config.seed)
+        prompts = self.config.tracking.sample_prompt
+        sampling = Sampling(200, seed=self.config.seed)
         texts = sample_texts(self.model, self.tokenizer, prompts, sampling, poll)
         return [*map(Sample, prompts, texts)]
 
@@ -322,10 +343,13 @@ def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Ch
 def check_memory(model: ModelConfig, vocab_size: int, processes: int = 0) -> None:
     """Raises: UserError if this machine has less free memory than the weights take or, with training `processes` in it,
     their weights, gradients and one value of the optimizer for each."""
-    count, free = count_parameters(model, vocab_size), free_memory()
-    size, what = 4 * count, "their weights take"
+    count = count_parameters(model, vocab_size)
+    free = free_memory()
+    size = 4 * count
+    what = "their weights take"
     if processes:
-        size, what = 12 * count * processes, "weights, gradients and optimizer take at least"
+        size = 12 * count * processes
+        what = "weights, gradients and optimizer take at least"
     if size > free:
         hint = f"{what} {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
         raise UserError("model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model")

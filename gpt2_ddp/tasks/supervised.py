@@ -93,8 +93,11 @@ class Supervised:
         accelerator: Accelerator,
         saved: Checkpoint | None,
     ):
-        self.config, self.accelerator, self._make_job = config, accelerator, make_job
-        launched, processes = config.launch.processes, accelerator.num_processes
+        self.config = config
+        self.accelerator = accelerator
+        self._make_job = make_job
+        launched = config.launch.processes
+        processes = accelerator.num_processes
         if config.launch.threads:
             torch.set_num_threads(config.launch.threads)
         if launched not in (None, processes):
@@ -112,7 +115,8 @@ class Supervised:
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Creates the job, and compares its data with the run's."""
-        config, accelerator = self.config, self.accelerator
+        config = self.config
+        accelerator = self.accelerator
         watchdog.heartbeat("preparing data", timeout=LONGEST.total_seconds())
         torch.manual_seed(config.seed)
         self.job = self._make_job(config, accelerator, self._data and self._data.model_dump())
@@ -197,7 +201,8 @@ def job_schedule(config: JobConfig, epoch_steps: int) -> Callable[[int], float]:
     """The learning rate of each optimizer step, of which the first is 1: that of `lr_at`, in epochs.
     `epoch_steps`: optimizer steps of an epoch."""
     optim = config.optim
-    warmup, steps = round(optim.warmup_epochs * epoch_steps), config.train.epochs * epoch_steps
+    warmup = round(optim.warmup_epochs * epoch_steps)
+    steps = config.train.epochs * epoch_steps
     in_steps = OptimConfig(lr=optim.lr, min_lr=0.0, schedule=optim.schedule, warmup_steps=warmup, decay_steps=steps)
     return lambda step: lr_at(step, in_steps)
 
@@ -232,7 +237,9 @@ def score_each(
     dropped. The model, plain or prepared, is in evaluation mode.
     `score`: (model, inputs, targets) -> named scores [batch]. `batch_size`: samples per forward pass and rank.
     `poll`: called before each batch, by all ranks equally often; what it raises ends the scoring."""
-    count, world, rank = len(samples), accelerator.num_processes, accelerator.process_index
+    count = len(samples)
+    world = accelerator.num_processes
+    rank = accelerator.process_index
     padding = -count % (batch_size * world) if world > 1 else 0
     items = np.arange(count + padding).clip(max=count - 1)
     batches = np.split(items, range(batch_size, len(items), batch_size))

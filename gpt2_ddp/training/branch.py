@@ -19,7 +19,8 @@ from gpt2_ddp.state import LogEnd, Parent, Progress
 def find_parent(config: Any) -> Checkpoint:
     """The checkpoint of `train.branch_from`, every file hashed. Collective. Raises: UserError if there is none, or if
     fields that a branch must keep differ; names each of them. Or if no step is left after the parent's."""
-    field, path = "train.branch_from", Path(config.get("train.branch_from"))
+    field = "train.branch_from"
+    path = Path(config.get("train.branch_from"))
     parent = find_checkpoint(path, field, weights=False)
     if parent.kind != config.kind:
         raise UserError(field, path, f"is of a {parent.kind} run; name one of a {config.kind} run")
@@ -55,7 +56,8 @@ def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
     The state that the next step depends on is the parent's: position, order digest and skipped ranges, the guard's
     state, the loss scaler, unfinished sums. Ids, rollbacks, scores and pending work are the new run's.
     """
-    sha256, run_id = sha256_file(parent.path / MANIFEST), parent.state.progress.run_id
+    sha256 = sha256_file(parent.path / MANIFEST)
+    run_id = parent.state.progress.run_id
     begins = Parent(parent=str(parent.path), run_id=run_id, step=parent.step, checkpoint_sha256=sha256)
     own = {"progress": Progress(step=parent.step, branched_from=begins), "log": LogEnd()}
     return replace(parent, state=parent.state.model_copy(update=own), config=config.model_dump(mode="json"))

@@ -85,7 +85,9 @@ class Sharded(Replicated):
     keeps_gradients = False
 
     def __init__(self, accelerator: Accelerator, config: Any):
-        self.accelerator, self._config, replicas = accelerator, config.launch, config.launch.replicas
+        self.accelerator = accelerator
+        self._config = config.launch
+        replicas = config.launch.replicas
         shards = count_shards(accelerator.num_processes, replicas)
         if accelerator.mixed_precision == "fp16":
             raise UserError("train.mixed_precision", "fp16", "is not supported with launch.parallel fsdp; use bf16")

@@ -53,7 +53,9 @@ class RunningStatistics:
         return count, mean, variance
 
 
-FIRST_BLOCK, BLOCK = 5, 20  # steps of the blocks whose mean losses are compared
+# steps of the blocks whose mean losses are compared
+FIRST_BLOCK = 5
+BLOCK = 20
 LONG = 100  # losses above the limit in a row that are a divergence
 
 
@@ -81,7 +83,8 @@ class Climb:
         """Takes the loss of a step. Returns whether `LONG` losses in a row were above the limit."""
         if phase != self.state.phase:  # other data have other losses
             self.state = ClimbState(phase=phase, start=self.state.start)
-        state, limit = self.state, self.limit
+        state = self.state
+        limit = self.limit
         if loss > limit:
             state.above = state.above or step
         else:
@@ -139,14 +142,17 @@ class Guard:
     """
 
     def __init__(self, config: GuardConfig, first_step: int = 0, device: torch.device | str = "cpu"):
-        self.config, self._first_step = config, first_step
+        self.config = config
+        self._first_step = first_step
         self.norms: Any = None  # running statistics, with `sigmas`
         self.ordinary: Any = None  # of good losses
         if config.sigmas:
             self.norms, self.ordinary = RunningStatistics(device), RunningStatistics()
         self.losses = Losses()
         self.newest: StepNumbers | None = None
-        self.problem, self.divergence, self.bad_steps = "", "", 0
+        self.problem = ""
+        self.divergence = ""
+        self.bad_steps = 0
         self.climb = Climb(config.climb)
         self._copied: tuple[int, int, Later] | None = None  # step, units, numbers of this rank
         self._summed: Later | None = None
@@ -188,32 +194,37 @@ class Guard:
 
     def _advance(self) -> None:
         """Starts the sum of the numbers that were copied, and counts those whose sum was started."""
-        started, self._summed = self._summed, None
+        started = self._summed
+        self._summed = None
         if self._copied:
             step, units, copied = self._copied
             bad, skipped, norm, loss, *others = copied()
             part = [loss, units] if math.isfinite(loss) else [0, 0]
-            self._summed, self._copied = self._start_sum([1, step, bad, skipped, norm, *part, units, *others]), None
+            self._summed = self._start_sum([1, step, bad, skipped, norm, *part, units, *others])
+            self._copied = None
         if started:
             ranks, step, bad, skipped, norm, loss, valid, units, *others = started()
             mean = loss / units if valid == units else math.nan
             # what is equal on all ranks is divided without rounding
             self.newest = StepNumbers(round(step / ranks), norm / ranks, mean, others)
             self._unjudged.append(Unjudged(self.newest.step, mean, bad > 0))
-            sums, trained = self.losses, LossSum(loss, round(valid), round(units))
+            sums = self.losses
+            trained = LossSum(loss, round(valid), round(units))
             sums.since_row = LossSum(*map(add, sums.since_row, trained))
             sums.epoch = LossSum(*map(add, sums.epoch, (0, 0, trained.units) if skipped else trained))
             sums.skipped += skipped > 0
 
     def end_row(self) -> LossSum:
         """The losses since the row before, as a row is written."""
-        sums, self.losses.since_row = self.losses.since_row, LossSum()
+        sums = self.losses.since_row
+        self.losses.since_row = LossSum()
         return sums
 
     def end_epoch(self) -> float:
         """The mean loss of the epoch, which ends. Collective."""
         self.flush()
-        mean, self.losses.epoch = self.losses.epoch.mean, LossSum()
+        mean = self.losses.epoch.mean
+        self.losses.epoch = LossSum()
         return mean
 
     def judge(self, step: int, phase: int = 0) -> Verdict:
@@ -243,7 +254,8 @@ class Guard:
     def _judge_climb(self, loss: float, phase: int) -> Verdict:
         if not self.climb.add(self.judged, loss, phase):
             return Verdict.OK
-        limit, best = self.climb.limit, self.climb.state.best
+        limit = self.climb.limit
+        best = self.climb.state.best
         climbed = f"the loss has been above {limit:.4f} for {LONG} steps, up to step {self.judged}: {loss:.4f}"
         self.divergence = f"{climbed}; its lowest mean was {best:.4f} (guard.climb)"
         return Verdict.DIVERGED

@@ -23,7 +23,8 @@ from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import local_copy, no_such_folder
 from gpt2_ddp.model.gpt import GPT
 
-FIELD, HUB = "train.init_from", "hub:"
+FIELD = "train.init_from"
+HUB = "hub:"
 ON_THE_HUB = f"a model on the Hub is {HUB}OWNER/NAME, like {HUB}openai-community/gpt2"
 POSITIONS = "wpe.weight"
 TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
@@ -47,7 +48,8 @@ def settle_model(config: Any, saved: Checkpoint | None, watchdog: Watchdog) -> A
 def find_model(config: TrainingConfig) -> ModelConfig:
     """The model section of `train.init_from`; imports a transformers model, and reads only small files of a run.
     Raises: UserError if there is no such model, if `GPT` does not support it, or if given fields differ."""
-    named, place = config.train.init_from or "", _place(config)
+    named = config.train.init_from or ""
+    place = _place(config)
     is_run = place == Path(named)
     if is_run and (hint := no_such_folder(named)):
         raise UserError(FIELD, named, f"{hint}; {ON_THE_HUB}")

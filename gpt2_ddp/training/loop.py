@@ -23,7 +23,15 @@ from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.optimizer import named_losses
 from gpt2_ddp.training.run_length import settle_length
-from gpt2_ddp.training.start import Trainer, Training, build, finish, finish_complete, open_run, start
+from gpt2_ddp.training.start import (
+    Trainer,
+    Training,
+    build,
+    finish,
+    finish_complete,
+    open_run,
+    start,
+)
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import Due, MakeTask, check_numbers
 
@@ -48,7 +56,9 @@ class Result:
 def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
     """Trains from the newest checkpoint to the last step. The main process passes each row to `on_row`. Raises:
     UserError; SystemExit 75 if only other machines were stopped, for an elastic launcher to start this rank again."""
-    begun, outcome, stop = time.perf_counter(), "completed", None
+    begun = time.perf_counter()
+    outcome = "completed"
+    stop = None
     with open_run(config, make_task) as run:
         if run.is_complete:
             finish_complete(run)
@@ -74,7 +84,8 @@ Ending = tuple[Outcome, str]
 
 def train_loop(run: Training) -> Ending:
     """Trains the remaining steps of a run that was started."""
-    progress, begun = run.progress, time.monotonic()
+    progress = run.progress
+    begun = time.monotonic()
     if progress.is_new:  # a rollback may need a checkpoint
         progress.pending = Pending(row=_position(run), evaluate=True, save=run.config.rollbacks > 0)
     elif progress.pending:  # a resumed run saves again once this is done
@@ -99,7 +110,8 @@ def train_loop(run: Training) -> Ending:
 def finish_pending(run: Training) -> Ending | None:
     """Evaluates, writes the row, samples and saves, as far as this is pending. Collective. A stop interrupts all but
     the save, and the rest stays pending. Returns how the run ended; None if it goes on."""
-    progress, stop = run.progress, run.stop
+    progress = run.progress
+    stop = run.stop
     _evaluate_log_sample(run)
     if run.guard.judge_evaluation(progress.val_loss, progress.best) is Verdict.DIVERGED:
         problem = _roll_back(run)
@@ -116,14 +128,17 @@ def finish_pending(run: Training) -> Ending | None:
 
 
 def _evaluate_log_sample(run: Training) -> None:
-    pending, metrics, stop = run.progress.pending, run.metrics, run.stop
+    pending = run.progress.pending
+    metrics = run.metrics
+    stop = run.stop
     is_long = pending.evaluate or pending.sample
     with suppress(Interrupted):
         if pending.evaluate:
             with stop.timed("evaluation"):
                 scores = run.evaluate(stop.poll)
             has_row = bool(scores) or run.step > run.progress.first_step  # before the first step: scores only
-            pending.row, pending.evaluate = (pending.row | scores if has_row else {}), False
+            pending.row = pending.row | scores if has_row else {}
+            pending.evaluate = False
             pending.save = pending.save or (run.progress.is_best and run.patience is not None)
         if pending.row:
             metrics.log(pending.row, run.steps)
@@ -168,7 +183,10 @@ def train_step(run: Trainer) -> StepResult:
     A rank's loss is the sum over its units, divided by the units of all ranks, times the number of ranks, as DDP
     averages over them. So each unit weighs the same. Gradients are all-reduced once, in the last backward pass.
     """
-    accelerator, task, optimizer, number = run.accelerator, run.task, run.optimizer, run.progress.step + 1
+    accelerator = run.accelerator
+    task = run.task
+    optimizer = run.optimizer
+    number = run.progress.step + 1
     run.watchdog.heartbeat("data", number)
     step = task.feed.next_step()
     units = len(step.items) * task.units_per_item
@@ -184,10 +202,12 @@ def train_step(run: Trainer) -> StepResult:
             sums[name] = sums.get(name, 0) + loss.detach()
         n_valid += batch.n_valid * task.units_per_item
         run.watchdog.heartbeat("step" if batch.last else "data")
-    due, row_fields = task.due(number, last=number == run.steps), getattr(task, "row_fields", None)
+    due = task.due(number, last=number == run.steps)
+    row_fields = getattr(task, "row_fields", None)
     fields = row_fields(number) if row_fields and (due.log or due.evaluate) else None
     grad_norm = run.strategy.clip(run.parameters, task.config.optim.grad_clip or math.inf)
-    settings, skipped = task.schedule(number), run.guard.judge_gradient(grad_norm)
+    settings = task.schedule(number)
+    skipped = run.guard.judge_gradient(grad_norm)
     bad = optimizer.step(settings, grad_norm, skipped)
     if after_step := getattr(task, "after_step", None):
         after_step(number)
@@ -206,7 +226,8 @@ def next_step(run: Training) -> str:
             result = train_step(run)
             poll_save(run)
             run.stop.check()
-            feed, guard = run.task.feed, run.guard
+            feed = run.task.feed
+            guard = run.guard
             verdict = guard.judge(run.progress.step, feed.order.phase_at(feed.state.position))
         if guard.bad_steps == 1 and guard.judged == guard.first_bad:
             bad = f"warning: step {guard.judged} is bad: {guard.problem}"
@@ -251,7 +272,8 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
 
 def _position(run: Training) -> dict[str, Any]:
     """The first fields of a row: step, epoch, and units trained on."""
-    task, feed = run.task, run.task.feed
+    task = run.task
+    feed = run.task.feed
     epoch = round(feed.state.position / len(feed.order), 4)
     row = {"step": run.step, "epoch": epoch, task.unit: feed.state.consumed * task.units_per_item}
     return row | feed.order.by_source(feed.state, task.unit, task.units_per_item)
@@ -261,7 +283,8 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
     """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the device."""
     feed = run.task.feed
     run.watchdog.heartbeat("all-reduce")
-    numbers, losses = run.guard.flush(), run.guard.end_row()
+    numbers = run.guard.flush()
+    losses = run.guard.end_row()
     assert numbers
     others = dict(zip([*result.losses][1:], (total / result.units for total in numbers.others), strict=True))
     not_finite = losses.units - losses.valid
@@ -287,8 +310,12 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
 def roll_back(run: Training) -> str:
     """Loads the newest checkpoint from before the divergence, and skips the data read since. Collective. Returns why it
     cannot, if no rollback or no good checkpoint is left; else an empty text."""
-    guard, store, feed = run.guard, run.store, run.task.feed
-    diverged_at, end, rollbacks = run.step, feed.state.position, run.progress.rollbacks
+    guard = run.guard
+    store = run.store
+    feed = run.task.feed
+    diverged_at = run.step
+    end = feed.state.position
+    rollbacks = run.progress.rollbacks
     problem = guard.divergence
     run.wait_for_save()
     run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)

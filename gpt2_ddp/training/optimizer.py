@@ -28,7 +28,9 @@ class GuardedOptimizer:
     def __init__(self, optimizer: AcceleratedOptimizer, strategy: Replicated):
         self.plain: Optimizer = optimizer.optimizer
         accelerator = strategy.accelerator
-        self._prepared, self._accelerator, self._scaler = optimizer, accelerator, accelerator.scaler
+        self._prepared = optimizer
+        self._accelerator = accelerator
+        self._scaler = accelerator.scaler
         self._keeps_gradients = strategy.keeps_gradients
         self._waits = not all(group.get("fused") for group in self.plain.param_groups)
         self._skip = torch.zeros(())

@@ -58,7 +58,8 @@ def settle_length(run: Training, begun: float) -> Training:
 
 def _saves_per_step(config: Any) -> float:
     """The most checkpoints a step. With `eval.patience`, each evaluation may be the best, which is saved."""
-    every, evaluations = config.checkpoint.every, config.eval.every
+    every = config.checkpoint.every
+    evaluations = config.eval.every
     if config.eval.patience is None:
         return 1 / every
     return 1 / every + 1 / evaluations - 1 / math.lcm(every, evaluations)
@@ -71,7 +72,9 @@ def passed_since(begun: float) -> float:
 
 def _measure(run: Training, begun: float) -> dict[str, Any]:
     """The number of steps, and what it follows from. Raises: UserError if no further step fits."""
-    config, stop, task = run.config, run.stop, run.task
+    config = run.config
+    stop = run.stop
+    task = run.task
     step_seconds = stop.typical("step") or stop.typical("first step")
     evaluation = stop.typical("evaluation")
     if not config.eval.tasks:  # the first evaluation may have compiled; forward passes are a third of a step's work

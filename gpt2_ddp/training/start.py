@@ -50,7 +50,13 @@ from gpt2_ddp.training.optimizer import GuardedOptimizer, named_losses, set_valu
 from gpt2_ddp.training.replica_check import check_replicas
 from gpt2_ddp.training.stop import StopRequest
 from gpt2_ddp.training.task import MakeTask, Poll, Task, check_numbers
-from gpt2_ddp.training.throughput import Throughput, describe_hardware, device_name, has_same_devices, versions
+from gpt2_ddp.training.throughput import (
+    Throughput,
+    describe_hardware,
+    device_name,
+    has_same_devices,
+    versions,
+)
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,8 @@ def _open_folder(
     config: RunConfig, lock: bool, watchdog: Watchdog, closing: ExitStack
 ) -> tuple[RunFolder, RunLog, CheckpointStore]:
     """The run's folder, records and checkpoints, until `closing`."""
-    keep, mirror_status = config.checkpoint, dict
+    keep = config.checkpoint
+    mirror_status = dict
     folder = RunFolder(config, lock)
     closing.callback(folder.release)
     folder.open()
@@ -290,14 +297,17 @@ class Trainer(Opened):
 
     def snapshot(self) -> Snapshot:
         """This rank's part of a checkpoint, of the run's own tensors. Collective."""
-        strategy, model = self.strategy, self.task.model
-        weights, moments = model.state_dict(), optimizer_state(model, self.optimizer.plain)
+        strategy = self.strategy
+        model = self.task.model
+        weights = model.state_dict()
+        moments = optimizer_state(model, self.optimizer.plain)
         held = strategy.held(weights), strategy.held(moments)
         return Snapshot(self.state(), self.config_yaml, *held, self.task.files, strategy.part)
 
     def load(self, start: Checkpoint) -> None:
         """Loads a checkpoint on all ranks, in place. Collective."""
-        model, state = self.task.model, start.state
+        model = self.task.model
+        state = start.state
         self.guard.flush()
         files = (MODEL, OPTIMIZER) if self.strategy.part.is_own else ()
         weights, moments = on_every_rank(lambda: [*map(start.tensors, files)]) or ({}, {})
@@ -356,7 +366,8 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task)
     optimizer = GuardedOptimizer(prepared, run.strategy)
     on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))  # checks their names
-    device, threads = run.accelerator.device, torch.get_num_threads()
+    device = run.accelerator.device
+    threads = torch.get_num_threads()
     trainer = Trainer(
         **vars(replace(run, steps=steps)),
         model=model,
@@ -383,7 +394,9 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
 
 def _resolve_compile(run: Opened) -> str:
     """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices are the same."""
-    accelerator, how, before = run.accelerator, run.config.train.compile, run.checkpoint and run.checkpoint.state.setup
+    accelerator = run.accelerator
+    how = run.config.train.compile
+    before = run.checkpoint and run.checkpoint.state.setup
     if how == "auto":
         known = before.compile if before and has_same_devices(before, accelerator) else None
         how, missing = resolve_compile(known, run.task.model, accelerator)
@@ -397,9 +410,11 @@ def _resolve_compile(run: Opened) -> str:
 
 
 def _record_start(run: Trainer) -> None:
-    config, progress = run.config, run.progress
+    config = run.config
+    progress = run.progress
     run.store.prune(run.guard.last_good)  # keep_last may have been lowered since, for a full disk
-    feed, task = run.task.feed.state, run.task.state_dict()
+    feed = run.task.feed.state
+    task = run.task.state_dict()
     listing = run.store.listing()
     begins = State.of(config.kind, progress=progress, feed=feed, setup=run.setup, task=task)
     start = {"event": "start", **begins.identity, "steps": run.steps}
@@ -425,7 +440,8 @@ class Training(Trainer):
         once `wait_for_save` returns, any other once this returns."""
         self.wait_for_save()
         self.check_replicas()
-        snapshot, is_complete = self.snapshot(), self.is_complete
+        snapshot = self.snapshot()
+        is_complete = self.is_complete
         self.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK)
         # the last step gets no verdict
         good = self.step if is_complete and not self.guard.is_suspicious else self.guard.last_good
@@ -448,7 +464,9 @@ class Training(Trainer):
 def start(trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = None) -> Iterator[Training]:
     """Installs the signal handlers, starts the trackers, and records that the run is running; an exception inside is
     recorded as its failure. The main process passes each row to `on_row`. Collective."""
-    config, accelerator, log = trainer.config, trainer.accelerator, trainer.log
+    config = trainer.config
+    accelerator = trainer.accelerator
+    log = trainer.log
     throughput = Throughput(trainer.task, accelerator.device)
     metrics = Metrics(log, on_row)
     stop = StopRequest(trainer.begun, config.train.max_minutes, trainer.watchdog.progress)
@@ -491,9 +509,12 @@ def finish(run: Training, outcome: Outcome, reason: str = "") -> None:
 
 def describe_start(run: Training) -> str:
     """What is about to be trained, and on what, for people."""
-    accelerator, task, (parts, rows) = run.accelerator, run.task, run.task.feed.micro_batches
+    accelerator = run.accelerator
+    task = run.task
+    parts, rows = run.task.feed.micro_batches
     begins = f"resumes from step {run.step}" if run.step else "starts"
-    count, kind = accelerator.num_processes, accelerator.device.type
+    count = accelerator.num_processes
+    kind = accelerator.device.type
     precision = describe_precision(accelerator.mixed_precision, accelerator.device)
     kind += ", fsdp" * (run.config.get("launch.parallel") == "fsdp") + f", precision {precision}"
     what = f"{sum(map(Tensor.numel, run.parameters)):,} parameters, {count} x {kind}"

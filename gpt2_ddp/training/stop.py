@@ -35,15 +35,18 @@ class StopRequest:
     """
 
     def __init__(self, begun: float, max_minutes: float | None = None, progress: Callable[[], None] = lambda: None):
-        self.reason, self.is_agreed = "", False
+        self.reason = ""
+        self.is_agreed = False
         self._progress = progress
         self._deadlines: list[tuple[float, str]] = []
         if is_main_process() and max_minutes:
             self._deadlines.append((begun + 60 * max_minutes, f"train.max_minutes = {max_minutes}"))
         if is_main_process() and (end := os.environ.get("SLURM_JOB_END_TIME", "")):  # in seconds since 1970
             self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
-        self._is_by_signal, self._is_all_by_signals = False, True
-        self._start_sum, self._done = late_sums(), 0.0
+        self._is_by_signal = False
+        self._is_all_by_signals = True
+        self._start_sum = late_sums()
+        self._done = 0.0
         self._sums = self._start_sum([0, 0, 0])
         self._seconds = defaultdict[str, deque[float]](lambda: deque(maxlen=RECENT))
         self.restore_handlers = install_handlers(self._on_signal)
@@ -119,7 +122,8 @@ class StopRequest:
     def run_on_main(self, work: Callable[[], T]) -> T | None:
         """The result of `work`, which polls, on the main process; None on the others, which poll meanwhile. Raises:
         Interrupted, on all ranks."""
-        result, self._done = None, 0.0
+        result = None
+        self._done = 0.0
         if is_main_process():
             result = work()
             self.poll(done=True)

@@ -24,23 +24,28 @@ class Throughput:
     """Units (tokens, samples) per second of training, without pauses. All ranks must create it together."""
 
     def __init__(self, task: Task, device: torch.device):
-        self.task, self.device = task, device
+        self.task = task
+        self.device = device
         self.peak = peak_of_ranks(device)
         self.restart()
 
     def restart(self) -> None:
         """Starts a new measurement."""
         feed = self.task.feed
-        self._start, self._consumed, self._waited = time.perf_counter(), feed.state.consumed, feed.waited
+        self._start = time.perf_counter()
+        self._consumed = feed.state.consumed
+        self._waited = feed.waited
 
     def read(self) -> dict[str, float | None]:
         """A row's speed since the last call: units per second, MFU (None if a device's peak is unknown), and the share
         of time spent waiting for data. Also this process's memory in bytes. The device must be idle."""
-        feed, seconds = self.task.feed, time.perf_counter() - self._start
+        feed = self.task.feed
+        seconds = time.perf_counter() - self._start
         waited = feed.waited - self._waited
         speed = (feed.state.consumed - self._consumed) * self.task.units_per_item / seconds
         self.restart()
-        gpu, mfu = self.device.type == "cuda", speed * self.task.flops_per_unit / self.peak if self.peak else None
+        gpu = self.device.type == "cuda"
+        mfu = speed * self.task.flops_per_unit / self.peak if self.peak else None
         return {
             f"{self.task.unit}_per_second": round(speed, 1),
             **({"mfu": mfu} if self.task.flops_per_unit else {}),
@@ -53,7 +58,8 @@ class Throughput:
         """Excludes the time of the `with` block."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # steps still in the queue belong to the training
-        start, measured_since = time.perf_counter(), self._start
+        start = time.perf_counter()
+        measured_since = self._start
         yield
         if self._start == measured_since:  # a rollback starts a new measurement
             self._start += time.perf_counter() - start

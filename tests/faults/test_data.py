@@ -9,7 +9,16 @@ from functools import partial
 
 import pytest
 from commands import expect_error
-from faults.mutations import CASES, change_json, check_told, flip, mangle, no_hang, open_data, put_something_else
+from faults.mutations import (
+    CASES,
+    change_json,
+    check_told,
+    flip,
+    mangle,
+    no_hang,
+    open_data,
+    put_something_else,
+)
 from golden_runs import CORPUS
 from ranks import run_ranks
 from runs import edit_manifest, state_of

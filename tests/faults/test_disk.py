@@ -11,7 +11,16 @@ import pytest
 from commands import run_script
 from disk import interpose, refuse
 from ranks import in_turn, run_ranks, start_ranks
-from runs import checkpoint_at, newest_checkpoint, open_folder, saved_steps, status, train, training_config, untimed
+from runs import (
+    checkpoint_at,
+    newest_checkpoint,
+    open_folder,
+    saved_steps,
+    status,
+    train,
+    training_config,
+    untimed,
+)
 
 from gpt2_ddp.checkpoint.format import MODEL
 from gpt2_ddp.checkpoint.verify import verify

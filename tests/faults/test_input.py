@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import expect_error
-from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang, open_data
+from faults.mutations import (
+    CASES,
+    NASTY,
+    change_value,
+    check_told,
+    flip,
+    mangle,
+    no_hang,
+    open_data,
+)
 
 from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config import tools
