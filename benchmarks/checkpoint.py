@@ -21,7 +21,12 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
 from gpt2_ddp.training.start import Training
 
-FIGURES = ("training stands still", "until on disk", "training time lost", "resume: read, verify, put")
+FIGURES = (
+    "training stands still",
+    "until on disk",
+    "training time lost",
+    "resume: read, verify, put",
+)
 """Seconds that a turn measures."""
 CHANGES = {
     "model.block_size": 64,
@@ -48,7 +53,9 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
         yield Case(f"{what}, {size / 1e9:.2f} GB", "s", seconds_of, more_is_better=False)
 
 
-def contenders(run: Training, file: Path) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+def contenders(
+    run: Training, file: Path
+) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
     """How each contender saves and resumes a run: ours in its folder, the other one in `file`."""
     model = run.task.model
     optimizer = run.optimizer.plain
@@ -81,8 +88,9 @@ def contenders(run: Training, file: Path) -> dict[str, tuple[Callable[[], None],
 
 
 def turn(run: Training, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
-    """Saves while the training continues, and resumes; returns the seconds of `FIGURES`. The time lost is that of the
-    save, and the excess of the steps until the checkpoint is on disk over the median of the steps before."""
+    """Saves while the training continues, and resumes; returns the seconds of `FIGURES`. The time
+    lost is that of the save, and the excess of the steps until the checkpoint is on disk over the
+    median of the steps before."""
     os.sync()
     usual = median(seconds(run, partial(train_step, run)) for _ in range(3))
     still = written = lost = seconds(run, save)

@@ -37,7 +37,8 @@ class StepTiming(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One measured quantity: `figures` of each contender, one per turn; more is better for rates only."""
+    """One measured quantity: `figures` of each contender, one per turn; more is better for rates
+    only."""
 
     what: str
     unit: str
@@ -45,9 +46,14 @@ class Case(NamedTuple):
     more_is_better: bool = True
 
     def ratios(self, baseline: str) -> list[float]:
-        """How many times better ours was than the baseline in each turn; empty where ours was not measured."""
+        """How many times better ours was than the baseline in each turn; empty where ours was not
+        measured."""
         pairs = zip(self.figures.get(OURS, []), self.figures[baseline], strict=False)
-        return [ours / other if self.more_is_better else other / ours for ours, other in pairs if ours and other]
+        return [
+            ours / other if self.more_is_better else other / ours
+            for ours, other in pairs
+            if ours and other
+        ]
 
     def lines(self) -> Iterator[list[str]]:
         """Rows of the table below `HEADER`, one per contender."""
@@ -58,7 +64,8 @@ class Case(NamedTuple):
 
 
 def run_benchmarks(config: BenchmarkConfig) -> list[list[Case]]:
-    """The command: the cases of each benchmark, which is a module with `measure(config)`. Raises: UserError."""
+    """The command: the cases of each benchmark, which is a module with `measure(config)`. Raises:
+    UserError."""
     output = make_output_folder(config.output)
     found = []
     for name in config.only:
@@ -66,7 +73,11 @@ def run_benchmarks(config: BenchmarkConfig) -> list[list[Case]]:
         found.append(cases)
         table = markdown_table(HEADER, [line for case in cases for line in case.lines()])
         print(f"{name}\n\n{table}\n", flush=True)
-        record = {"benchmark": name, **environment_info(), "settings": config.model_dump(mode="json")}
+        record = {
+            "benchmark": name,
+            **environment_info(),
+            "settings": config.model_dump(mode="json"),
+        }
         record["cases"] = [case._asdict() for case in cases]
         write_json(output / f"{name}.json", record)
     return found
@@ -86,7 +97,8 @@ def interleave(contenders: dict[str, Callable[[], T]], repeats: int) -> dict[str
 def time_contenders(
     contenders: dict[str, Contender], device: torch.device, config: BenchmarkConfig
 ) -> dict[str, list[StepTiming]]:
-    """Times `config.repeats` turns, each contender in a new process. Prints who lacks a package or memory."""
+    """Times `config.repeats` turns, each contender in a new process. Prints who lacks a package or
+    memory."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes inherit it
     turns = {
         name: partial(start_processes, time_steps, 1, contender, device, config.steps)
@@ -128,5 +140,6 @@ def time_steps(contender: Contender, device: torch.device, steps: int) -> StepTi
 
 
 def spent(device: torch.device) -> float:
-    """On a GPU, wall seconds once all its work is done; on a CPU, CPU seconds of this process with all threads."""
+    """On a GPU, wall seconds once all its work is done; on a CPU, CPU seconds of this process with
+    all threads."""
     return time.process_time() if device.type == "cpu" else read_clock(device)

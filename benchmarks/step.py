@@ -1,4 +1,5 @@
-"""A training step through the whole loop, next to the same model in a bare loop and to other trainers' steps."""
+"""A training step through the whole loop, next to the same model in a bare loop and to other
+trainers' steps."""
 
 import io
 import sys
@@ -53,12 +54,16 @@ def measure(config: BenchmarkConfig) -> Iterator[Case]:
         what = f"{Path(config.preset).stem}, {batch} x {run.model.block_size}, {precision}, compile {how}"
         tokens = run.train.global_batch_tokens
         unit = "tokens/s" if device.type == "cuda" else "tokens/CPU s"
-        yield Case(what, unit, {name: [tokens / one.seconds for one in of] for name, of in timings.items()})
+        yield Case(
+            what, unit, {name: [tokens / one.seconds for one in of] for name, of in timings.items()}
+        )
         memory = {name: [one.memory / 2**20 for one in of] for name, of in timings.items()}
         yield Case(what, "peak MiB", memory, more_is_better=False)
 
 
-def contenders(config: BenchmarkConfig, run: TrainingConfig, device: torch.device) -> dict[str, Contender]:
+def contenders(
+    config: BenchmarkConfig, run: TrainingConfig, device: torch.device
+) -> dict[str, Contender]:
     """The contenders of a training, by name."""
     found: dict[str, Contender] = {
         OURS: partial(ours, config=run),
@@ -71,7 +76,8 @@ def contenders(config: BenchmarkConfig, run: TrainingConfig, device: torch.devic
 
 
 def ours(done: Done, config: TrainingConfig) -> None:
-    """The training as it is, with order, digest, guard and rows. No evaluation and no checkpoint is ever due."""
+    """The training as it is, with order, digest, guard and rows. No evaluation and no checkpoint is
+    ever due."""
 
     class Timed(Pretraining):
         def due(self, step: int, last: bool) -> Due:
@@ -97,7 +103,13 @@ def quiet_run(config: TrainingConfig, task: type[Pretraining]) -> Iterator[Train
 def bare(done: Done, config: TrainingConfig, device: torch.device) -> None:
     """Our model and optimizer in a loop without Accelerate and without our bookkeeping."""
     model = GPT(config.model, read_shard(config)[0]).to(device)
-    loop(done, config, device, model, build_optimizer(model, config.optim, config.train.mixed_precision == "bf16"))
+    loop(
+        done,
+        config,
+        device,
+        model,
+        build_optimizer(model, config.optim, config.train.mixed_precision == "bf16"),
+    )
 
 
 def nanogpt(done: Done, config: TrainingConfig, device: torch.device, checkout: str) -> None:
@@ -107,14 +119,19 @@ def nanogpt(done: Done, config: TrainingConfig, device: torch.device, checkout: 
     optim = config.optim
     names = {*theirs.GPTConfig.__dataclass_fields__} & {*ModelConfig.model_fields}
     padded = -(-read_shard(config)[0] // 64) * 64
-    shape = theirs.GPTConfig(**{name: getattr(config.model, name) for name in names}, vocab_size=padded)
+    shape = theirs.GPTConfig(
+        **{name: getattr(config.model, name) for name in names}, vocab_size=padded
+    )
     model = theirs.GPT(shape).to(device)
     optimizer = model.configure_optimizers(optim.weight_decay, optim.lr, optim.betas, device.type)
     loop(done, config, device, model, optimizer)
 
 
-def loop(done: Done, config: TrainingConfig, device: torch.device, model: nn.Module, optimizer: Optimizer) -> None:
-    """Endless steps of plain PyTorch on random windows. The model returns the loss, or a tuple of logits and loss."""
+def loop(
+    done: Done, config: TrainingConfig, device: torch.device, model: nn.Module, optimizer: Optimizer
+) -> None:
+    """Endless steps of plain PyTorch on random windows. The model returns the loss, or a tuple of
+    logits and loss."""
     how = config.train.compile
     run = compiled(model, how if how == "off" or isinstance(model, GPT) else "model")
     batch = int(config.train.micro_batch_size)
@@ -123,9 +140,14 @@ def loop(done: Done, config: TrainingConfig, device: torch.device, model: nn.Mod
     rng = np.random.default_rng(0)
     autocast = config.train.mixed_precision == "bf16"
     while True:
-        rows = [stream[at : at + size + 1].astype(np.int64) for at in rng.integers(0, len(stream) - size, batch)]
+        rows = [
+            stream[at : at + size + 1].astype(np.int64)
+            for at in rng.integers(0, len(stream) - size, batch)
+        ]
         tokens = torch.from_numpy(np.stack(rows))
-        tokens = tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
+        tokens = (
+            tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
+        )
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             found: Any = run(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         loss: Tensor = found[1] if isinstance(found, tuple) else found
@@ -146,8 +168,12 @@ def hugging_face(done: Done, config: TrainingConfig, device: torch.device) -> No
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=train.mixed_precision)
     kind = getattr(transformers, CLASSES[config.model.architecture])
     model = kind(kind.config_class(**transformers_config(config.model, ids, ids - 1)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay)
-    windows: Any = torch.from_numpy(stream[: len(stream) // size * size].astype(np.int64)).view(-1, size)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay
+    )
+    windows: Any = torch.from_numpy(stream[: len(stream) // size * size].astype(np.int64)).view(
+        -1, size
+    )
     loader = DataLoader(windows, int(train.micro_batch_size), shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     run = compiled(model, "off" if train.compile == "off" else "model")
@@ -165,14 +191,21 @@ def hugging_face(done: Done, config: TrainingConfig, device: torch.device) -> No
 def read_shard(config: TrainingConfig) -> tuple[int, np.ndarray]:
     """The size of the vocabulary, and the shard's tokens: uint16 [n], a memory map."""
     folder = Path(config.data.paths[0])
-    return read_manifest(folder).vocab_size, np.memmap(folder / "train_000000.bin", "<u2", "r", HEADER_BYTES)
+    return read_manifest(folder).vocab_size, np.memmap(
+        folder / "train_000000.bin", "<u2", "r", HEADER_BYTES
+    )
 
 
 def short_run(
-    config: BenchmarkConfig, folder: Path, batch: int, precision: str, how: str, changes: Mapping[str, int]
+    config: BenchmarkConfig,
+    folder: Path,
+    batch: int,
+    precision: str,
+    how: str,
+    changes: Mapping[str, int],
 ) -> TrainingConfig:
-    """The preset's training with one micro-batch per step, on the tokens in `folder/random`; its windows are shorter
-    on a CPU. Raises: UserError."""
+    """The preset's training with one micro-batch per step, on the tokens in `folder/random`; its
+    windows are shorter on a CPU. Raises: UserError."""
     size = config.block_size or (256 if pick_device(config.device).type == "cpu" else None)
     changes = ({"model.block_size": size} if size else {}) | dict(changes)
     size = resolve(TrainingConfig, [config.preset], changes).model.block_size

@@ -2,8 +2,9 @@
 
     python docker/pip_settings.py FILE FOLDER
 
-FILE gets pip's configuration. FOLDER gets what it names on this machine: constraint files, folders of wheels, indexes
-in folders, client certificates. During the build, FOLDER is /run/pip. Standard library only.
+FILE gets pip's configuration. FOLDER gets what it names on this machine: constraint files, folders
+of wheels, indexes in folders, client certificates. During the build, FOLDER is /run/pip. Standard
+library only.
 """
 
 import os
@@ -16,7 +17,15 @@ from urllib.parse import quote, unquote, urlsplit
 
 MOUNTED = "/run/pip"
 CERTIFICATE = "/run/secrets/ca"  # docker/build.sh brings it, as a secret
-PATHS = ("constraint", "build-constraint", "requirement", "find-links", "index-url", "extra-index-url", "client-cert")
+PATHS = (
+    "constraint",
+    "build-constraint",
+    "requirement",
+    "find-links",
+    "index-url",
+    "extra-index-url",
+    "client-cert",
+)
 """Settings whose words may be paths or `file:` URLs of this machine."""
 LINE = re.compile(r"(?P<section>:env:|global|install)\.(?P<name>[a-z-]+)='(?P<value>.*)'")
 
@@ -28,8 +37,8 @@ def main(file: str, folder: str) -> None:
 
 
 def settings(listed: str, folder: Path) -> str:
-    """The configuration file of the output of `pip config list`, in which the environment's settings come first and
-    win. Copies what they name into `folder`."""
+    """The configuration file of the output of `pip config list`, in which the environment's
+    settings come first and win. Copies what they name into `folder`."""
     found: dict[str, str] = {}
     for line in listed.splitlines():
         if match := LINE.fullmatch(line):
@@ -43,12 +52,14 @@ def settings(listed: str, folder: Path) -> str:
 
 
 def brought(word: str, folder: Path) -> str:
-    """A word of a setting for the build. The file or folder that it names on this machine is brought into `folder`."""
+    """A word of a setting for the build. The file or folder that it names on this machine is
+    brought into `folder`."""
     is_url = word.startswith("file:")
     path = Path(unquote(urlsplit(word).path) if is_url else os.path.expanduser(word)).absolute()
     if not path.exists():
         return word
-    top = path.parent if path.name == "simple" else path  # pages of an index link to packages beside it
+    # pages of an index link to packages beside it
+    top = path.parent if path.name == "simple" else path
     place = Path(str(len(list(folder.iterdir()))), top.name)
     copy(top, folder / place)
     there = f"{MOUNTED}/{place / path.relative_to(top)}"

@@ -1,8 +1,10 @@
-"""Writes the lower part of docs/ddp-lab.md: runs the lab, and keeps what is above NOTE, which is written by hand.
+"""Writes the lower part of docs/ddp-lab.md: runs the lab, and keeps what is above NOTE, which is
+written by hand.
 
     python docs/lab.py        # less than 20 s on two cores
 
-`tests/test_lab.py` fails if the lower part differs from the code, or its figures from those of a run.
+`tests/test_lab.py` fails if the lower part differs from the code, or its figures from those of a
+run.
 """
 
 import inspect
@@ -28,9 +30,14 @@ def code_of(experiment: Experiment) -> str:
     """The source of the measuring function, after the functions of its module that it uses."""
     decorated = inspect.getsource(experiment.measure)
     found = decorated[decorated.index("\ndef ") + 1 :]
-    for name, used in reversed(vars(inspect.getmodule(experiment.measure)).items()):  # used parts come first
+    # used parts come first
+    for name, used in reversed(vars(inspect.getmodule(experiment.measure)).items()):
         ours = getattr(used, "__module__", "") == experiment.measure.__module__
-        if ours and (inspect.isfunction(used) or inspect.isclass(used)) and re.search(rf"\b{name}\b", found):
+        if (
+            ours
+            and (inspect.isfunction(used) or inspect.isclass(used))
+            and re.search(rf"\b{name}\b", found)
+        ):
             found = f"{inspect.getsource(used)}\n\n{found}"
     return found.rstrip()
 
@@ -42,7 +49,8 @@ def part(name: str, measured: str) -> str:
 
 
 def page(text: str, measured: Mapping[str, str]) -> str:
-    """The page with its generated part written anew. `measured`: the figures as text, by name of the experiment."""
+    """The page with its generated part written anew. `measured`: the figures as text, by name of
+    the experiment."""
     parts = [part(name, measured[name]) for name in EXPERIMENTS]
     code = "\n\n".join(inspect.getsource(getattr(helpers, name)) for name in HELPERS)
     parts.append(f"## Helpers\n\n```python\n{code}```\n")
@@ -51,8 +59,16 @@ def page(text: str, measured: Mapping[str, str]) -> str:
 
 if __name__ == "__main__":
     found = run_experiments(tuple(EXPERIMENTS))
-    failed = [name for name, numbers in found.items() if not EXPERIMENTS[name].holds(SimpleNamespace(**numbers))]
+    failed = [
+        name
+        for name, numbers in found.items()
+        if not EXPERIMENTS[name].holds(SimpleNamespace(**numbers))
+    ]
     assert not failed, failed
-    figures = {name: EXPERIMENTS[name].measured.format_map(numbers) for name, numbers in found.items()}
-    DOCUMENTATION.write_text(page(DOCUMENTATION.read_text(encoding="utf-8"), figures), encoding="utf-8")
+    figures = {
+        name: EXPERIMENTS[name].measured.format_map(numbers) for name, numbers in found.items()
+    }
+    DOCUMENTATION.write_text(
+        page(DOCUMENTATION.read_text(encoding="utf-8"), figures), encoding="utf-8"
+    )
     print(f"wrote {DOCUMENTATION}")

@@ -1,4 +1,5 @@
-"""Pretraining that measures the gradient noise scale (McCandlish et al., 2018, appendix A.1) in ordinary steps.
+"""Pretraining that measures the gradient noise scale (McCandlish et al., 2018, appendix A.1) in
+ordinary steps.
 
     python scripts/train_gpt2.py --task docs/noise_scale.py:NoiseScale
 
@@ -26,38 +27,49 @@ DECAY = 0.9
 
 
 class NoiseScale(Pretraining):
-    """Pretraining whose rows have the noise scale: noise (trace of the covariance of a token's gradient) divided by
-    signal (squared norm of the mean gradient).
+    """Pretraining whose rows have the noise scale: noise (trace of the covariance of a token's
+    gradient) divided by signal (squared norm of the mean gradient).
 
-    At the second micro-batch of a step, `.grad` is the gradient of this rank's first one: a small batch. That of the
-    whole step is the gradient of a large batch. Their squared norms give unbiased estimates of noise and signal.
+    At the second micro-batch of a step, `.grad` is the gradient of this rank's first one: a small
+    batch. That of the whole step is the gradient of a large batch. Their squared norms give
+    unbiased estimates of noise and signal.
 
     Attributes:
-        averages: of signal and noise, over the logged steps. They lack the same bias correction, which cancels.
+        averages: of signal and noise, over the logged steps. They lack the same bias correction,
+            which cancels.
     """
 
-    def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
+    def __init__(
+        self,
+        config: TrainingConfig,
+        accelerator: Accelerator | None = None,
+        saved: Checkpoint | None = None,
+    ):
         super().__init__(config, accelerator, saved)
         self.averages = (0.0, 0.0)
         self._position, self._count = -1, 0
         self._square: Tensor | None = None
 
     def build_feed(self) -> None:
-        """As `Pretraining`. Raises: UserError, on every rank, if a step has one micro-batch, or with fsdp."""
+        """As `Pretraining`. Raises: UserError, on every rank, if a step has one micro-batch, or
+        with fsdp."""
         super().build_feed()
         on_every_rank(self._check_measurable)
 
     def _check_measurable(self) -> None:
         shares = self.feed.batch.share(self.feed.step_size)
         if self.config.launch.parallel == "fsdp":
-            raise UserError("launch.parallel", "fsdp", "the noise scale cannot be measured; use ddp")
+            raise UserError(
+                "launch.parallel", "fsdp", "the noise scale cannot be measured; use ddp"
+            )
         if len(shares) < 2:
             hint = "the noise scale needs two micro-batches per step on each process; choose a smaller one"
             raise UserError("train.micro_batch_size", self.config.train.micro_batch_size, hint)
         self._batch = len(shares[0][0])  # the first micro-batch of each rank is full
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
-        """As `Pretraining`. Before, measures the gradient of a step's first micro-batch if the row will be written."""
+        """As `Pretraining`. Before, measures the gradient of a step's first micro-batch if the row
+        will be written."""
         feed = self.feed
         if feed.state.position != self._position:  # the first micro-batch of a step
             self._position, self._count, self._square = feed.state.position, 0, None
@@ -74,16 +86,28 @@ class NoiseScale(Pretraining):
             return {}
         accelerator, step_size, units = self.accelerator, self.feed.step_size, self.units_per_item
         world = accelerator.num_processes
-        squares: Tensor = sum_over_ranks(accelerator, torch.stack([self._square, self._squared_norm()]))
+        squares: Tensor = sum_over_ranks(
+            accelerator, torch.stack([self._square, self._squared_norm()])
+        )
         small, big = (value / world for value in squares.tolist())
         # the loop's sum over a rank's tokens is scaled by world / all tokens, and by the loss scale
-        small *= (step_size / self._batch / world / (accelerator.scaler.get_scale() if accelerator.scaler else 1)) ** 2
+        small *= (
+            step_size
+            / self._batch
+            / world
+            / (accelerator.scaler.get_scale() if accelerator.scaler else 1)
+        ) ** 2
         new = estimate(small, big, self._batch * units, step_size * units)
         if all(map(math.isfinite, new)):
-            signal, noise = (DECAY * before + (1 - DECAY) * now for before, now in zip(self.averages, new, strict=True))
+            signal, noise = (
+                DECAY * before + (1 - DECAY) * now
+                for before, now in zip(self.averages, new, strict=True)
+            )
             self.averages = signal, noise
         signal, noise = self.averages
-        return {"noise_scale": noise / signal} if signal > 0 and math.isfinite(noise / signal) else {}
+        return (
+            {"noise_scale": noise / signal} if signal > 0 and math.isfinite(noise / signal) else {}
+        )
 
     def state_dict(self) -> GPTData:
         """The task's state, with the averages."""

@@ -1,4 +1,5 @@
-"""Writes docs/own-class.md: a class of one's own from the first command to an export and a comparison.
+"""Writes docs/own-class.md: a class of one's own from the first command to an export and a
+comparison.
 
     python docs/own_class.py        # about two minutes on two cores
 
@@ -90,10 +91,20 @@ def main() -> None:
 def run(command: str, folder: Path) -> str:
     """What the command prints, without the lines that say nothing of the class."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state")}
+    environment = os.environ | {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "XDG_STATE_HOME": str(folder / "state"),
+    }
     words = shlex.split(command)
-    done = subprocess.run(words, cwd=folder, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
-    lines = [line.replace(f"{folder}/", "") for line in done.stdout.splitlines() if not LEFT_OUT.match(line)]
+    done = subprocess.run(
+        words, cwd=folder, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True
+    )
+    lines = [
+        line.replace(f"{folder}/", "")
+        for line in done.stdout.splitlines()
+        if not LEFT_OUT.match(line)
+    ]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -1,8 +1,10 @@
-"""Records the README's picture: a killed run resumes with another number of processes, and is verified.
+"""Records the README's picture: a killed run resumes with another number of processes, and is
+verified.
 
     python docs/record.py        # a minute on two cores; writes docs/resume-dark.svg and docs/resume-light.svg
 
-Needs `rich`, which requirements-dev.txt brings. What the picture shows is what the commands printed.
+Needs `rich`, which requirements-dev.txt brings. What the picture shows is what the commands
+printed.
 """
 
 import os
@@ -32,7 +34,9 @@ TWO = "torchrun --nproc_per_node 2 scripts/train_gpt2.py --config demo.yaml"
 ONE = "python scripts/train_gpt2.py --config demo.yaml"
 VERIFY = "python scripts/verify_run.py runs/demo"
 KILLED_AT, WIDTH = 50, 112
-LIGHT = TerminalTheme((255, 255, 255), (36, 41, 47), [(36, 41, 47), (190, 30, 30), (20, 120, 40)] + [(36, 41, 47)] * 5)
+LIGHT = TerminalTheme(
+    (255, 255, 255), (36, 41, 47), [(36, 41, 47), (190, 30, 30), (20, 120, 40)] + [(36, 41, 47)] * 5
+)
 SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>.{unique_id}-matrix {{ font: {char_height}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
 line-height: {line_height}px; font-variant-ligatures: none }} svg > rect {{ stroke: #8886 }} {styles}</style>
@@ -52,7 +56,12 @@ def record(folder: Path) -> list[tuple[str, str]]:
 
     def run(command: str) -> subprocess.Popen:
         return subprocess.Popen(
-            command.split(), cwd=folder, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True
+            command.split(),
+            cwd=folder,
+            env=environment,
+            stdout=-1,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     done, killed = [], ""
@@ -72,7 +81,9 @@ def record(folder: Path) -> list[tuple[str, str]]:
 
 def shown(command: str, printed: str) -> Text:
     """The text of the picture, without the lines about the data and the next commands."""
-    text = Text.assemble(("$ ", "bold"), (command, "bold red" if command[:4] == "kill" else "bold"), "\n")
+    text = Text.assemble(
+        ("$ ", "bold"), (command, "bold red" if command[:4] == "kill" else "bold"), "\n"
+    )
     for line in printed.partition("report: ")[0].splitlines():
         if not re.match(r"demo |step |ok |runs/demo", line):
             continue

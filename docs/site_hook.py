@@ -1,7 +1,8 @@
-"""Hook of mkdocs.yml: adds the pages of the repository's root to the site, and rewrites links that leave docs/.
+"""Hook of mkdocs.yml: adds the pages of the repository's root to the site, and rewrites links that
+leave docs/.
 
-README.md is the first page. A link to another file of the repository, such as `../gpt2_ddp/api.py`, becomes a link to
-`project.urls.Repository` of pyproject.toml; without that, it becomes plain text.
+README.md is the first page. A link to another file of the repository, such as `../gpt2_ddp/api.py`,
+becomes a link to `project.urls.Repository` of pyproject.toml; without that, it becomes plain text.
 """
 
 import posixpath
@@ -11,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"index.md": "README.md", "README.zh-CN.md": "README.zh-CN.md", "CONTRIBUTING.md": "CONTRIBUTING.md"}
+PAGES = {
+    "index.md": "README.md",
+    "README.zh-CN.md": "README.zh-CN.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+}
 """Page of the site -> file of the repository's root."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 SOURCE = re.compile(r'(srcset|src)="docs/')
@@ -19,14 +24,19 @@ SOURCE = re.compile(r'(srcset|src)="docs/')
 
 def repository() -> str:
     """Address of the repository's files, or empty."""
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
-    address = next((url for name, url in urls.items() if name.lower() in ("repository", "source", "homepage")), "")
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get(
+        "urls", {}
+    )
+    address = next(
+        (url for name, url in urls.items() if name.lower() in ("repository", "source", "homepage")),
+        "",
+    )
     return f"{address.rstrip('/')}/blob/main" if address else ""
 
 
 def rewrite(text: str, folder: str, files: str) -> str:
-    """The text of a page in `folder` of the repository ("" or docs), with links as the site needs them; code is left
-    as it is. `files`: what `repository` returned."""
+    """The text of a page in `folder` of the repository ("" or docs), with links as the site needs
+    them; code is left as it is. `files`: what `repository` returned."""
 
     def link(found: re.Match) -> str:
         image, words, target = found.groups()
@@ -40,7 +50,11 @@ def rewrite(text: str, folder: str, files: str) -> str:
         if page:
             return f"{image}[{LINK.sub(link, words)}]({page}{hash_}{anchor})"
         words = LINK.sub(link, words)
-        return f"{image}[{words}]({files}/{path}{hash_}{anchor})" if files and path[:2] != ".." else words
+        return (
+            f"{image}[{words}]({files}/{path}{hash_}{anchor})"
+            if files and path[:2] != ".."
+            else words
+        )
 
     parts = re.split(r"(^```.*?^```[^\n]*$|`[^`\n]+`)", text, flags=re.MULTILINE | re.DOTALL)
     code = parts[1::2]  # put aside meanwhile: the words of a link may hold code

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from gpt2_ddp.errors import UserError
     from gpt2_ddp.tasks.pretraining import Pretraining
 
-# GNU OpenMP, which runs torch's threads on Linux, reads this variable when torch is imported, so it is set here. Its
-# threads wait for each other in a busy loop, by default of 300,000 rounds. On a busy machine such a loop takes the core
-# that the other thread needs. docs/benchmarks.md has the speeds.
+# GNU OpenMP, which runs torch's threads on Linux, reads this variable when torch is imported, so it
+# is set here. Its threads wait for each other in a busy loop, by default of 300,000 rounds. On a
+# busy machine such a loop takes the core that the other thread needs. docs/benchmarks.md has the
+# speeds.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
@@ -40,7 +41,11 @@ _API = (
     "train",
     "verify",
 )
-_MODULES = {**dict.fromkeys(_API, "api"), "TrainingConfig": "config.training", "UserError": "errors"}
+_MODULES = {
+    **dict.fromkeys(_API, "api"),
+    "TrainingConfig": "config.training",
+    "UserError": "errors",
+}
 _MODULES["Pretraining"] = "tasks.pretraining"
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 

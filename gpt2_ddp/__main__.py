@@ -1,4 +1,5 @@
-"""Runs the scripts by name, from any folder: `gpt2-ddp SCRIPT` is `python scripts/SCRIPT.py`. A small job needs no
+"""Runs the scripts by name, from any folder: `gpt2-ddp SCRIPT` is `python scripts/SCRIPT.py`. A
+small job needs no
 script: `gpt2-ddp train_KIND` trains it.
 
 gpt2-ddp train_gpt2 --data.path data/mine
@@ -9,8 +10,11 @@ torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.ya
 import os
 import sys
 
-if __name__ == "__main__" and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
-    del sys.path[0]  # `python -m` imports from the working folder first, which may hold a stranger's yaml.py
+if __name__ == "__main__" and sys.path[0] == os.getcwd() != os.path.dirname(
+    os.path.dirname(os.path.abspath(__file__))
+):
+    # `python -m` imports from the working folder first, which may hold a stranger's yaml.py
+    del sys.path[0]
 
 import runpy
 from pathlib import Path
@@ -23,14 +27,21 @@ from gpt2_ddp.project import PROJECT
 
 @standard_streams()
 def main() -> None:
-    """Runs the script named by the first word of the command line. The other words are its arguments."""
+    """Runs the script named by the first word of the command line. The other words are its
+    arguments."""
     scripts = {file.stem: file for file in sorted((PROJECT / "scripts").glob("*.py"))}
     name, *flags = sys.argv[1:] or ["--help"]
-    jobs = {f"train_{job.kind}": job for job in JobConfig.__subclasses__() if f"train_{job.kind}" not in scripts}
+    jobs = {
+        f"train_{job.kind}": job
+        for job in JobConfig.__subclasses__()
+        if f"train_{job.kind}" not in scripts
+    }
     if name in ("-h", "--help"):
         print("usage: gpt2-ddp SCRIPT [--help] ...")
         summaries = {script: _summary(file) for script, file in scripts.items()}
-        for script, summary in (summaries | {job: config.__doc__ for job, config in jobs.items()}).items():
+        for script, summary in (
+            summaries | {job: config.__doc__ for job, config in jobs.items()}
+        ).items():
             print(f"  {script:20}{summary}")
         print(f"--config configs/NAME.yaml also names a file in {PROJECT / 'configs'}")
         return

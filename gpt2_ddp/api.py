@@ -1,4 +1,5 @@
-"""The Python interface: the scripts as functions. User errors raise `UserError`. docs/python.md has examples."""
+"""The Python interface: the scripts as functions. User errors raise `UserError`. docs/python.md has
+examples."""
 
 import os
 import pickle
@@ -33,7 +34,8 @@ _trained: list[str] = []
 
 
 def load_config(*files: str, **changes: Any) -> TrainingConfig:
-    """The configuration of a training, as train_gpt2.py would have it: defaults < files, left to right < changes.
+    """The configuration of a training, as train_gpt2.py would have it: defaults < files, left to
+    right < changes.
 
     Args:
         files: YAML files, those of `configs/` from any folder. None: the file that suits the data.
@@ -42,9 +44,12 @@ def load_config(*files: str, **changes: Any) -> TrainingConfig:
     return resolve(TrainingConfig, files, changes, training_default)
 
 
-def prepare(source: Place | Sequence[Place] = "stdlib", output: Place | None = None, **settings: Any) -> Manifest:
-    """Creates a folder of token shards, as prepare_data.py does, or keeps a prepared one. Returns its manifest:
-    `.tokens("train")`, `.vocab_size`, ... `settings` are other flags of prepare_data.py, such as `tokenizer="gpt2"`.
+def prepare(
+    source: Place | Sequence[Place] = "stdlib", output: Place | None = None, **settings: Any
+) -> Manifest:
+    """Creates a folder of token shards, as prepare_data.py does, or keeps a prepared one. Returns
+    its manifest: `.tokens("train")`, `.vocab_size`, ... `settings` are other flags of
+    prepare_data.py, such as `tokenizer="gpt2"`.
     """
     from gpt2_ddp.preparation.prepare import prepare
 
@@ -64,19 +69,22 @@ def train(
     processes: int | None = None,
     on_row: OnRow | None = None,
 ) -> "Result":
-    """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does. Returns `outcome`
-    (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`, `run` (the folder), `checkpoint`
-    (the newest) and `best` (the one with the lowest val_loss if it is older, else None).
+    """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does.
+    Returns `outcome` (completed, stopped or diverged), `step`, `metrics` (val_loss, ...),
+    `seconds`, `run` (the folder), `checkpoint` (the newest) and `best` (the one with the lowest
+    val_loss if it is older, else None).
 
-    After Ctrl-C or a notebook's stop button, in the main thread, the run saves a checkpoint; its outcome is `stopped`.
-    Another Ctrl-C, a second or more later, raises KeyboardInterrupt at once.
+    After Ctrl-C or a notebook's stop button, in the main thread, the run saves a checkpoint; its
+    outcome is `stopped`. Another Ctrl-C, a second or more later, raises KeyboardInterrupt at once.
 
     Args:
-        task: class of the training, whose source the run records; None: the one that `config.task` names, or that the
-            run recorded, or else `Pretraining`.
-        on_row: called in the main process with each row of metrics.jsonl, once written; an exception ends the run.
-        processes: None: train in this process, which may be a launcher's rank. A number: start so many new processes on
-            this machine, one per GPU if there are GPUs; a script then needs `if __name__ == "__main__":`.
+        task: class of the training, whose source the run records; None: the one that `config.task`
+            names, or that the run recorded, or else `Pretraining`.
+        on_row: called in the main process with each row of metrics.jsonl, once written; an
+            exception ends the run.
+        processes: None: train in this process, which may be a launcher's rank. A number: start so
+            many new processes on this machine, one per GPU if there are GPUs; a script then needs
+            `if __name__ == "__main__":`.
 
     Raises:
         ChildProcessError: one of `processes` crashed; its traceback is on stderr.
@@ -85,7 +93,9 @@ def train(
     if processes is None:
         return _train(config, task, on_row)
     if processes < 1:
-        raise UserError("processes", processes, "should be at least 1, or None to train in this process")
+        raise UserError(
+            "processes", processes, "should be at least 1, or None to train in this process"
+        )
     for name, value in {"config": config, "task": task, "on_row": on_row}.items():
         _check_importable(name, value)
     try:
@@ -93,13 +103,17 @@ def train(
     except Stopped as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped
     except SystemExit as end:
-        raise ChildProcessError("a process of the training crashed; its traceback is on stderr") from end
+        raise ChildProcessError(
+            "a process of the training crashed; its traceback is on stderr"
+        ) from end
 
 
 def _check_importable(name: str, value: object) -> None:
     """Raises: UserError if a new process cannot import what `value` refers to."""
     try:
-        is_sent = b"__main__" not in pickle.dumps(value) or hasattr(sys.modules["__main__"], "__file__")
+        is_sent = b"__main__" not in pickle.dumps(value) or hasattr(
+            sys.modules["__main__"], "__file__"
+        )
     except (pickle.PicklingError, AttributeError, TypeError):
         is_sent = False
     if not is_sent:
@@ -137,12 +151,15 @@ def load_model(
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     trust_run_code: bool = False,
 ) -> "tuple[GPT, Tokenizer]":
-    """A trained GPT (fp32, in evaluation mode) and its tokenizer. `model(ids)` returns logits [B, T, V] for ids int64
-    [B, T] and a vocabulary of V tokens. `encode(text)` returns ids [n], `decode(ids)` the text; `eot` is end-of-text.
+    """A trained GPT (fp32, in evaluation mode) and its tokenizer. `model(ids)` returns logits [B,
+    T, V] for ids int64 [B, T] and a vocabulary of V tokens. `encode(text)` returns ids [n],
+    `decode(ids)` the text; `eot` is end-of-text.
 
     Args:
-        checkpoint: a run folder, for its newest intact one; or one in it, RUN/checkpoints/step-XXXXXXXX.
-        trust_run_code: execute the class that the run recorded, even if it was never given on this machine.
+        checkpoint: a run folder, for its newest intact one; or one in it,
+            RUN/checkpoints/step-XXXXXXXX.
+        trust_run_code: execute the class that the run recorded, even if it was never given on this
+            machine.
     """
     from gpt2_ddp.checkpoint.verify import find_checkpoint
     from gpt2_ddp.distributed.launch import pick_device
@@ -167,16 +184,20 @@ def generate(  # noqa: PLR0913
 
     Args:
         prompts: texts to continue, one or several; empty: the start of a document.
-        max_new_tokens: most tokens to add to each prompt; the end-of-text token ends a text earlier.
+        max_new_tokens: most tokens to add to each prompt; the end-of-text token ends a text
+            earlier.
         temperature: divisor of the logits; 0: always the likeliest token.
-        top_k, top_p: sample among the k likeliest tokens, and among the likeliest whose probabilities add up to top_p.
+        top_k, top_p: sample among the k likeliest tokens, and among the likeliest whose
+            probabilities add up to top_p.
         seed: with a prompt's index, determines its sample.
     """
     from gpt2_ddp.model.generate import Sampling, sample_texts
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     GenerateConfig(**sampling._asdict())  # checks them
-    return sample_texts(model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, sampling)
+    return sample_texts(
+        model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, sampling
+    )
 
 
 def evaluate(
@@ -187,9 +208,9 @@ def evaluate(
     tokens: int | None = None,
     batch_size: int = 16,
 ) -> "Evaluation":
-    """Scores a model on a split of prepared data, in this process alone: each token except the first, once. Returns
-    `loss` (nats per token), `perplexity`, `bits_per_byte`, and the `tokens` and `bytes` that were scored. The model is
-    in evaluation mode from then on.
+    """Scores a model on a split of prepared data, in this process alone: each token except the
+    first, once. Returns `loss` (nats per token), `perplexity`, `bits_per_byte`, and the `tokens`
+    and `bytes` that were scored. The model is in evaluation mode from then on.
 
     Args:
         data: the folder of token shards.
@@ -208,8 +229,8 @@ def evaluate(
 
 
 def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
-    """Scores a text as a document, like `evaluate`. A text longer than the model's context is scored in windows, each
-    without the text before it."""
+    """Scores a text as a document, like `evaluate`. A text longer than the model's context is
+    scored in windows, each without the text before it."""
     import torch
 
     from gpt2_ddp.evaluation.evaluate import Evaluation
@@ -221,15 +242,18 @@ def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
     size = model.config.block_size
     windows = (whole[start : start + size + 1] for start in range(0, len(ids), size))
     with torch.no_grad():
-        nll = sum(model(part[None, :-1], part[None, 1:], reduction="none").double().sum().item() for part in windows)
+        nll = sum(
+            model(part[None, :-1], part[None, 1:], reduction="none").double().sum().item()
+            for part in windows
+        )
     return Evaluation(nll, len(ids), int(tokenizer.token_bytes()[ids].sum()))
 
 
 def load_rows(run: Place) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl, one for each logged step, also while it still trains.
 
-    Keys are those of the file: step, tokens, loss, lr, ...; val_loss only where there was an evaluation. Left out are
-    events, steps that a rollback has undone, and unreadable lines.
+    Keys are those of the file: step, tokens, loss, lr, ...; val_loss only where there was an
+    evaluation. Left out are events, steps that a rollback has undone, and unreadable lines.
     """
     from gpt2_ddp.reports.runs import read_runs
 
@@ -240,8 +264,9 @@ def load_rows(run: Place) -> list[dict[str, Any]]:
 
 
 def verify(run: Place, **settings: Any) -> bool:
-    """Checks that all records of a run agree, and prints the lines of verify_run.py. Returns whether the run is intact.
-    `settings` are other flags of verify_run.py, such as `replay="40:60"`.
+    """Checks that all records of a run agree, and prints the lines of verify_run.py. Returns
+    whether the run is intact. `settings` are other flags of verify_run.py, such as
+    `replay="40:60"`.
     """
     from gpt2_ddp.reports.verify import verify_run
 

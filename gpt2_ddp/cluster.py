@@ -1,8 +1,9 @@
 """The check of new machines: connections, equal versions, correctness and speed of the all-reduce.
 
-Ranks find each other in the key-value store at MASTER_ADDR and MASTER_PORT, before there is a process group, which
-could hang. Every wait is bounded, and its error names the ranks that are missing. torch's own store retries for twice
-its timeout, prints its stack in C++ each time, and reports a timeout whatever the reason. So plain sockets try first.
+Ranks find each other in the key-value store at MASTER_ADDR and MASTER_PORT, before there is a
+process group, which could hang. Every wait is bounded, and its error names the ranks that are
+missing. torch's own store retries for twice its timeout, prints its stack in C++ each time, and
+reports a timeout whatever the reason. So plain sockets try first.
 """
 
 import hashlib
@@ -35,15 +36,25 @@ from gpt2_ddp.output import text_table
 
 AFTERMATH = 5.0  # seconds that a failed rank 0 serves the store for ranks that still wait
 Facts = dict[str, Any]  # facts about a rank and its machine (`gather_facts`)
-SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
+SAME_EVERYWHERE = (
+    "world_size",
+    "device_type",
+    "python",
+    "torch",
+    "accelerate",
+    "gpt2_ddp",
+    "cuda",
+    "nccl",
+)
 # of a timed all-reduce, in fp32
 BYTES = 2**26
 REPEATS = 9
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
-    """Checks this process's world; rank 0 prints the results. Raises UserError for ranks that do not
-    connect, differ or sum wrongly. If a rank dies or hangs later, all end with an `error:` line and exit code 2."""
+    """Checks this process's world; rank 0 prints the results. Raises UserError for ranks that do
+    not connect, differ or sum wrongly. If a rank dies or hangs later, all end with an `error:` line
+    and exit code 2."""
     if world_size() == 1:
         build_accelerator(config.device, "no")  # raises where more were asked for
         print(f"note: only one process, so there is nothing to check; {USE_TORCHRUN.format(n=2)}")
@@ -51,9 +62,12 @@ def check_cluster(config: CheckClusterConfig) -> None:
     rank = int(os.environ["RANK"])
     try:
         store = connect(rank, config.timeout_seconds)
-        ranks = rendezvous(store, gather_facts(rank, pick_device(config.device)), config.timeout_seconds)
+        ranks = rendezvous(
+            store, gather_facts(rank, pick_device(config.device)), config.timeout_seconds
+        )
     except UserError as error:
-        if rank and not error.on_every_rank:  # run_command prints on rank 0 only, which may be the missing one
+        # run_command prints on rank 0 only, which may be the missing one
+        if rank and not error.on_every_rank:
             print(f"error: {error}", file=sys.stderr)
             error.is_printed = True
         raise
@@ -72,7 +86,8 @@ def check_cluster(config: CheckClusterConfig) -> None:
 
 
 def connect(rank: int, timeout: float) -> Store:
-    """The store of this world: torchrun's own, or else one that rank 0 serves. Raises: UserError."""
+    """The store of this world: torchrun's own, or else one that rank 0 serves. Raises:
+    UserError."""
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -80,14 +95,18 @@ def connect(rank: int, timeout: float) -> Store:
         try:
             socket.create_server(("", port)).close()
         except OSError as error:
-            raise UserError("MASTER_PORT", port, f"rank 0 cannot open this port ({error.strerror})") from error
+            raise UserError(
+                "MASTER_PORT", port, f"rank 0 cannot open this port ({error.strerror})"
+            ) from error
     else:
         _await_answer(address, port, timeout)
-    share = {"wait_for_workers": False, "multi_tenant": True}  # the process group's rendezvous will share the server
+    # the process group's rendezvous will share the server
+    share = {"wait_for_workers": False, "multi_tenant": True}
     host = "localhost" if serves else address
     store = dist.TCPStore(host, port, is_master=serves, timeout=timedelta(seconds=timeout), **share)  # pyright: ignore[reportPrivateImportUsage]
     if serves:
-        _await_answer(address, port, timeout)  # the other ranks connect to this address, and so will the process group
+        # the other ranks connect to this address, and so will the process group
+        _await_answer(address, port, timeout)
     return PrefixStore(f"check_cluster/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -101,7 +120,9 @@ def _await_answer(address: str, port: int, timeout: float) -> None:
         except OSError as error:
             if left <= 0.1:
                 here = f"rank {os.environ['RANK']} on {socket.gethostname()}"
-                reason = f"{here} cannot connect to it within {timeout:g} s ({error.strerror or error})"
+                reason = (
+                    f"{here} cannot connect to it within {timeout:g} s ({error.strerror or error})"
+                )
                 raise UserError("MASTER_ADDR", f"{address}:{port}", reason) from error
         time.sleep(0.1)  # the name may be resolvable, or rank 0 start, a moment later
 
@@ -126,8 +147,8 @@ def gather_facts(rank: int, device: torch.device) -> Facts:
 
 
 def rendezvous(store: Store, facts: Facts, timeout: float) -> list[Facts]:
-    """Waits `timeout` seconds until all ranks have connected; returns their facts by rank. Raises UserError if ranks
-    are missing, two have the same rank, or they differ in SAME_EVERYWHERE."""
+    """Waits `timeout` seconds until all ranks have connected; returns their facts by rank. Raises
+    UserError if ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE."""
     rank, keys = facts["rank"], [f"facts/{rank}" for rank in range(facts["world_size"])]
     if store.add(f"seats/{rank}", 1) > 1:
         raise UserError("RANK", rank, f"a second process (on {facts['host']}) has this rank")
@@ -156,15 +177,26 @@ def _names(found: Iterable[Facts]) -> str:
 def _difference(found: list[Facts], name: str) -> list[str]:
     """The error of a fact that differs: each value, and the ranks that have it."""
     values = dict.fromkeys(facts[name] for facts in found)
-    texts = [f"{value} on ranks {_names(facts for facts in found if facts[name] == value)}" for value in values]
-    return UserError(name, "; ".join(texts), "must be equal on all ranks").mistakes if len(values) > 1 else []
+    texts = [
+        f"{value} on ranks {_names(facts for facts in found if facts[name] == value)}"
+        for value in values
+    ]
+    return (
+        UserError(name, "; ".join(texts), "must be equal on all ranks").mistakes
+        if len(values) > 1
+        else []
+    )
 
 
-def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[tuple[float, bool]]:
-    """All-reduces on all ranks, with a watchdog; returns what `time_all_reduce` found on each rank."""
+def _measure(
+    config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int
+) -> list[tuple[float, bool]]:
+    """All-reduces on all ranks, with a watchdog; returns what `time_all_reduce` found on each
+    rank."""
     watchdog = PeerWatchdog(rank, len(ranks), config.timeout_seconds, store, exit_code=2)
     watchdog.heartbeat("connecting to the other ranks")
-    patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watchdog's error comes first: it names ranks
+    # the watchdog's error comes first: it names ranks
+    patience = timedelta(seconds=2 * config.timeout_seconds + 60)
     try:
         accelerator = build_accelerator(config.device, "no", timeout=patience)
         watchdog.heartbeat(f"all-reduce of {BYTES:,} bytes")
@@ -173,7 +205,8 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
         everyone = gather_object([mine])
     except RuntimeError as error:  # the only class that lost connections have in common
         watchdog.failed(error)
-        time.sleep(patience.total_seconds())  # until the watchdog ends all processes, with one error
+        # until the watchdog ends all processes, with one error
+        time.sleep(patience.total_seconds())
         raise
     watchdog.close()
     dist.destroy_process_group()
@@ -181,8 +214,9 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
 
 
 def time_all_reduce(accelerator: Accelerator, progress: Callable[[], None]) -> tuple[float, bool]:
-    """The median seconds of all-reduces of `BYTES` on this rank, and whether the first one had a wrong sum. Calls
-    `progress` before each. The numbers are whole and their sums below 2^24, so fp32 is exact in any order of sums."""
+    """The median seconds of all-reduces of `BYTES` on this rank, and whether the first one had a
+    wrong sum. Calls `progress` before each. The numbers are whole and their sums below 2^24, so
+    fp32 is exact in any order of sums."""
     device = accelerator.device
     factors = [rank % 8 + 1 for rank in range(accelerator.num_processes)]
     index = torch.arange(BYTES // 4, device=device) % 128

@@ -1,7 +1,7 @@
 """The same training by one process, nn.DataParallel and DDP, measured in turn.
 
-Every run is a set of new processes. Global batch, samples, seed, steps, micro-batch per device and threads per process
-are equal for all strategies.
+Every run is a set of new processes. Global batch, samples, seed, steps, micro-batch per device and
+threads per process are equal for all strategies.
 """
 
 import os
@@ -50,12 +50,21 @@ DEFAULTS = {
 """The jobs, and the default configuration and number of timed steps of each."""
 
 WARM_UP = 3  # steps before the clock starts; they train like all others
-COLUMNS = ["job", "way", "wall s", "speed-up", "peak MB per process", "final metric", "Δ parameters"]
+COLUMNS = [
+    "job",
+    "way",
+    "wall s",
+    "speed-up",
+    "peak MB per process",
+    "final metric",
+    "Δ parameters",
+]
 Row = dict[str, Any]  # the numbers of one strategy for one job
 
 
 class Strategy(NamedTuple):
-    """A strategy on `devices` GPUs or CPU processes; DataParallel uses several GPUs from one process."""
+    """A strategy on `devices` GPUs or CPU processes; DataParallel uses several GPUs from one
+    process."""
 
     name: str
     processes: int
@@ -73,7 +82,8 @@ class RunResult:
 
 
 def compare(config: CompareConfig) -> list[Row]:
-    """The command: measures, and prints the table. After each job, writes table and numbers to `output`."""
+    """The command: measures, and prints the table. After each job, writes table and numbers to
+    `output`."""
     refuse_launcher()
     device = pick_device(config.device).type
     gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -89,16 +99,21 @@ def compare(config: CompareConfig) -> list[Row]:
             rows += compare_job(name, job, steps, config.repeats, found, Path(folder))
             write_atomically(output / "compare.md", as_markdown(rows) + "\n")
             settings = config.model_dump(mode="json")
-            write_json(output / "compare.json", {"machine": machine, "settings": settings, "rows": rows})
+            write_json(
+                output / "compare.json", {"machine": machine, "settings": settings, "rows": rows}
+            )
     print(as_markdown(rows))
     return rows
 
 
 def read_job(word: str, config: CompareConfig, device: str, folder: Path) -> tuple[str, Job, int]:
-    """The name, configuration and steps of a job, KIND or KIND:FILE, changed for a comparison. Raises: UserError."""
+    """The name, configuration and steps of a job, KIND or KIND:FILE, changed for a comparison.
+    Raises: UserError."""
     kind, _, file = word.partition(":")
     if kind not in DEFAULTS:
-        raise UserError("jobs", word, f"is not a job; use {', '.join(DEFAULTS)}, with or without :CONFIGURATION")
+        raise UserError(
+            "jobs", word, f"is not a job; use {', '.join(DEFAULTS)}, with or without :CONFIGURATION"
+        )
     default, steps = DEFAULTS[kind]
     file = file or default
     # not compiled: nn.DataParallel cannot
@@ -111,9 +126,13 @@ def read_job(word: str, config: CompareConfig, device: str, folder: Path) -> tup
 
 
 def ways(processes: Sequence[int], gpus: int) -> list[Strategy]:
-    """The strategies that this machine can measure, the single process first; a note names each other one."""
+    """The strategies that this machine can measure, the single process first; a note names each
+    other one."""
     found = [Strategy("single", 1, 1)]
-    for way in [Strategy("DataParallel", 1, max(gpus, 2)), *(Strategy(f"DDP-{n}", n, n) for n in processes)]:
+    for way in [
+        Strategy("DataParallel", 1, max(gpus, 2)),
+        *(Strategy(f"DDP-{n}", n, n) for n in processes),
+    ]:
         if way.devices > gpus and (gpus or way.processes == 1):
             print(f"note: {way.name} is not measured: it needs {way.devices} GPUs", file=sys.stderr)
         else:
@@ -121,7 +140,9 @@ def ways(processes: Sequence[int], gpus: int) -> list[Strategy]:
     return found
 
 
-def compare_job(name: str, job: Job, steps: int, repeats: int, found: Sequence[Strategy], folder: Path) -> list[Row]:
+def compare_job(
+    name: str, job: Job, steps: int, repeats: int, found: Sequence[Strategy], folder: Path
+) -> list[Row]:
     """Measures every strategy of one job, `repeats` times, interleaved."""
     runs: dict[Strategy, list[RunResult]] = {way: [] for way in found}
     differences = dict.fromkeys(runs, 0.0)
@@ -155,12 +176,14 @@ def numbers(runs: list[RunResult], singles: list[RunResult], steps: int, differe
 
 
 def difference(file: Path, reference: Path) -> float:
-    """Norm of the difference between two files' vectors of parameters, relative to the reference's norm."""
+    """Norm of the difference between two files' vectors of parameters, relative to the reference's
+    norm."""
     return distance(torch.load(file), torch.load(reference))
 
 
 def run_way(name: str, job: Job, way: Strategy, steps: int, weights: Path) -> RunResult:
-    """One run of a job with one strategy, for `steps` steps from the same weights, in new processes."""
+    """One run of a job with one strategy, for `steps` steps from the same weights, in new
+    processes."""
     train: dict[str, object] = {}
     data_parallel = way.processes < way.devices
     if data_parallel:  # each GPU's part of a micro-batch is as large as with the other strategies
@@ -189,9 +212,12 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return markdown_table(COLUMNS, lines)
 
 
-def measure(config: TrainingConfig | JobConfig, data_parallel: bool, steps: int, weights: Path) -> RunResult:
-    """Trains `WARM_UP` and then `steps` steps, timed, on every rank. Keeps no checkpoint; writes the final parameters
-    to the file `weights`, as a vector. With `data_parallel`, one process splits each micro-batch among all GPUs."""
+def measure(
+    config: TrainingConfig | JobConfig, data_parallel: bool, steps: int, weights: Path
+) -> RunResult:
+    """Trains `WARM_UP` and then `steps` steps, timed, on every rank. Keeps no checkpoint; writes
+    the final parameters to the file `weights`, as a vector. With `data_parallel`, one process
+    splits each micro-batch among all GPUs."""
     gpt2 = isinstance(config, TrainingConfig)
     replicas = ReplicatedGPT if gpt2 else nn.DataParallel
     with open_run(config, Pretraining if gpt2 else partial(Supervised, make_job)) as opened:
@@ -211,8 +237,8 @@ def measure(config: TrainingConfig | JobConfig, data_parallel: bool, steps: int,
 
 
 def time_steps(run: Trainer, steps: int) -> float:
-    """Trains steps, which all ranks begin together; returns this rank's seconds. DataParallel's last work, too, is on
-    the first GPU."""
+    """Trains steps, which all ranks begin together; returns this rank's seconds. DataParallel's
+    last work, too, is on the first GPU."""
     run.accelerator.wait_for_everyone()
     begun = read_clock(run.accelerator.device)
     for _ in range(steps):
@@ -221,11 +247,12 @@ def time_steps(run: Trainer, steps: int) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU the most that tensors took (the fullest GPU's, of several), on the CPU the largest resident set,
-    PyTorch's own libraries included."""
+    """Bytes: on a GPU the most that tensors took (the fullest GPU's, of several), on the CPU the
+    largest resident set, PyTorch's own libraries included."""
     if device.type == "cuda":
         return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
-    if sys.platform == "linux":  # ru_maxrss would be that of the parent, where it was larger when it started this one
+    # ru_maxrss would be that of the parent, where it was larger when it started this one
+    if sys.platform == "linux":
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
@@ -239,6 +266,9 @@ class ReplicatedGPT(nn.Module):
         self.replicas = nn.DataParallel(model)
 
     def forward(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """int64 [B, T], int64 [B, T] -> fp32 scalar, or [B, T] with reduction `none`; as `GPT.forward`."""
+        """int64 [B, T], int64 [B, T] -> fp32 scalar, or [B, T] with reduction `none`; as
+        `GPT.forward`."""
         losses = self.replicas(tokens, targets, reduction="none")
-        return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+        return (
+            losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+        )

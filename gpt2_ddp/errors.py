@@ -1,4 +1,5 @@
-"""User errors, which the main process prints. All other errors are bugs and end with a traceback."""
+"""User errors, which the main process prints. All other errors are bugs and end with a
+traceback."""
 
 import errno
 import os
@@ -17,7 +18,8 @@ QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
 
 
 class UserError(Exception):
-    """One or several errors in the user's input; a command prints each on an `error:` line and exits with 2.
+    """One or several errors in the user's input; a command prints each on an `error:` line and
+    exits with 2.
 
     Args:
         field: the input as the user wrote it (`optim.lr`, a file, a folder).
@@ -55,8 +57,8 @@ def without_credentials(text: str) -> str:
 
 
 def user_error_of(error: BaseException) -> BaseException:
-    """The UserError of an exception for too little memory of this machine, which torch, numpy, Python and Linux raise
-    by different classes; else the exception itself."""
+    """The UserError of an exception for too little memory of this machine, which torch, numpy,
+    Python and Linux raise by different classes; else the exception itself."""
     is_of_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     is_of_linux = isinstance(error, OSError) and error.errno == errno.ENOMEM
     if not (is_of_torch or is_of_linux or isinstance(error, MemoryError)):
@@ -76,8 +78,8 @@ def print_own(error: UserError) -> None:
 
 
 def truncate(what: object, most: int = VALUE) -> str:
-    """One line of at most `most` characters: escapes unprintable ones, omits the middle of longer text, and the
-    credentials of URLs."""
+    """One line of at most `most` characters: escapes unprintable ones, omits the middle of longer
+    text, and the credentials of URLs."""
     text = without_credentials(str(what))
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     half = (most - 5) // 2
@@ -85,14 +87,18 @@ def truncate(what: object, most: int = VALUE) -> str:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, or no rank: variables that a launcher would set are missing or wrong."""
-    rank, world, *address = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    """Whether this is rank 0, or no rank: variables that a launcher would set are missing or
+    wrong."""
+    rank, world, *address = (
+        os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
     is_rank = rank.isdecimal() and world.isdecimal() and all(address)
     return not is_rank or not 0 < int(rank) < int(world)
 
 
 def print_line(line: str) -> None:
-    """Prints an error or a note to stderr, on the main process. Does nothing if stderr is closed."""
+    """Prints an error or a note to stderr, on the main process. Does nothing if stderr is
+    closed."""
     if is_main_process():
         with suppress(OSError):
             print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""Crash-safe writing (temporary file, fsync, rename), disk errors as user errors, and checked reading."""
+"""Crash-safe writing (temporary file, fsync, rename), disk errors as user errors, and checked
+reading."""
 
 import difflib
 import errno
@@ -15,7 +16,8 @@ from typing import Any
 
 from gpt2_ddp.errors import UserError, truncate
 
-PIECE = 2**20  # bytes hashed and written at a time, so that the second of the two reads the CPU's cache
+# bytes hashed and written at a time, so that the second of the two reads the CPU's cache
+PIECE = 2**20
 LARGEST_JSON = 2**24  # bytes of a file with one JSON object
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """Beginning of a file that git-LFS puts in the place of a large one."""
@@ -25,7 +27,8 @@ NO_NAME = re.compile(r"[\\\x00-\x1f\x7f-\x9f]")  # characters that no name from 
 
 
 def below(folder: Path, name: str) -> Path:
-    """The path of `name` below a folder. For each name from outside: in a URL, in a manifest, in a state, of an object.
+    """The path of `name` below a folder. For each name from outside: in a URL, in a manifest, in a
+    state, of an object.
     Raises: ValueError for a name that leads out of the folder, and for the folder itself."""
     parts = {*name.split("/")}
     if name.startswith("/") or ".." in parts or parts <= {"", "."} or NO_NAME.search(name):
@@ -34,7 +37,8 @@ def below(folder: Path, name: str) -> Path:
 
 
 def check_file_name(name: str) -> str:
-    """The name of a file, from outside. Raises: ValueError unless a folder can have a file of this name."""
+    """The name of a file, from outside. Raises: ValueError unless a folder can have a file of this
+    name."""
     below(Path(), name)
     if "/" in name:
         raise ValueError(f"{truncate(name, 100)} is in another folder")
@@ -42,7 +46,8 @@ def check_file_name(name: str) -> str:
 
 
 def refuse_links(*paths: Path) -> None:
-    """Raises: UserError if a path is a link. Whoever made its folder chose what a write through it would change."""
+    """Raises: UserError if a path is a link. Whoever made its folder chose what a write through it
+    would change."""
     for path in paths:
         if path.is_symlink():
             hint = "is a link, and nothing is written through links in a run folder; put what it links to in its place"
@@ -56,17 +61,21 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         hint = "free space on that disk, or check its rights and limits, then run the same command again"
-        raise UserError("file", path, f"cannot be written ({error.strerror or error}); {hint}") from error
+        raise UserError(
+            "file", path, f"cannot be written ({error.strerror or error}); {hint}"
+        ) from error
 
 
 def write_atomically(path: Path, content: str | Iterable[bytes], durable: bool = True) -> None:
-    """Replaces `path` with `content`. Readers find the whole old or the whole new file, after a crash, too. If not
-    `durable`, a crash of the machine may leave any content. Raises: UserError as `writing`; the old file remains."""
+    """Replaces `path` with `content`. Readers find the whole old or the whole new file, after a
+    crash, too. If not `durable`, a crash of the machine may leave any content. Raises: UserError as
+    `writing`; the old file remains."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
             temporary.unlink(missing_ok=True)  # of a crash
-            with temporary.open("xb") as file:  # a link of that name is not followed: a received folder may have one
+            # a link of that name is not followed: a received folder may have one
+            with temporary.open("xb") as file:
                 file.writelines([content.encode()] if isinstance(content, str) else content)
                 file.flush()
                 if durable:
@@ -81,11 +90,17 @@ def write_atomically(path: Path, content: str | Iterable[bytes], durable: bool =
 
 
 def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
-    """Writes buffers of bytes to a file, and waits until they are on disk. Returns their number, and their SHA-256 in
-    hex, computed from memory: comparing it with the file finds disk errors. Raises: OSError."""
+    """Writes buffers of bytes to a file, and waits until they are on disk. Returns their number,
+    and their SHA-256 in hex, computed from memory: comparing it with the file finds disk errors.
+    Raises: OSError."""
     sha256 = hashlib.sha256()
-    with path.open("wb") as file, ThreadPoolExecutor(1) as helper:  # one core hashes a piece while another writes it
-        for piece in (view[at : at + PIECE] for view in map(memoryview, buffers) for at in range(0, len(view), PIECE)):
+    # one core hashes a piece while another writes it
+    with path.open("wb") as file, ThreadPoolExecutor(1) as helper:
+        for piece in (
+            view[at : at + PIECE]
+            for view in map(memoryview, buffers)
+            for at in range(0, len(view), PIECE)
+        ):
             hashed = helper.submit(sha256.update, piece)
             file.write(piece)
             hashed.result()
@@ -95,7 +110,8 @@ def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and its missing parents, and waits until their names are on disk. Raises: OSError."""
+    """Makes a folder and its missing parents, and waits until their names are on disk. Raises:
+    OSError."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in missing:
@@ -121,8 +137,9 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def user_folder(variable: str, below_home: str) -> Path:
-    """The folder that an environment variable names, or the one below the user's home. Raises: OSError for a user
-    without a home, as in a container that runs with a number of a user that it does not know."""
+    """The folder that an environment variable names, or the one below the user's home. Raises:
+    OSError for a user without a home, as in a container that runs with a number of a user that it
+    does not know."""
     if folder := os.environ.get(variable):
         return Path(folder).expanduser()
     try:
@@ -143,8 +160,8 @@ def sha256_file(path: Path) -> str:
 
 
 def regular(path: Path) -> Path:
-    """`path`, if it is a regular file: opening a pipe would block, and reading a device may never end. Raises: OSError
-    for others."""
+    """`path`, if it is a regular file: opening a pipe would block, and reading a device may never
+    end. Raises: OSError for others."""
     try:
         mode = path.stat().st_mode
     except ValueError as error:  # a NUL, or half of a surrogate pair
@@ -164,7 +181,8 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file that anybody may have written. Raises: OSError; ValueError, as `parse_json`."""
+    """The object in a JSON file that anybody may have written. Raises: OSError; ValueError, as
+    `parse_json`."""
     value = parse_json(read_small(file, LARGEST_JSON))
     if not isinstance(value, dict):
         raise ValueError("is not a JSON object")
@@ -172,8 +190,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of JSON text that anybody may have written; numbers may be NaN or infinite. Raises: ValueError, also
-    as `check_limits`."""
+    """The value of JSON text that anybody may have written; numbers may be NaN or infinite. Raises:
+    ValueError, also as `check_limits`."""
     try:
         return check_limits(json.loads(text))
     except RecursionError as error:
@@ -181,36 +199,48 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_limits(value: Any, levels: int = DEEPEST) -> Any:
-    """The value of JSON or YAML. Raises: ValueError for more than so many levels, and integers above 64 bits."""
+    """The value of JSON or YAML. Raises: ValueError for more than so many levels, and integers
+    above 64 bits."""
     if not levels:
         raise ValueError(f"is nested more than {DEEPEST} levels deep")
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise ValueError("has an integer of more than 64 bits")
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     for item in inner:
         check_limits(item, levels - 1)
     return value
 
 
 def local_copy(url: str) -> str:
-    """The folder for a copy of what is at a URL or path. Raises: ValueError if it leads out of the cache, by a `..`;
-    UserError if this user has no home."""
+    """The folder for a copy of what is at a URL or path. Raises: ValueError if it leads out of the
+    cache, by a `..`; UserError if this user has no home."""
     try:
         cache = user_folder("XDG_CACHE_HOME", ".cache")
     except OSError as error:
-        raise UserError("HOME", "''", f"{error}; set HOME or XDG_CACHE_HOME to a folder for copies of {url}") from error
+        raise UserError(
+            "HOME", "''", f"{error}; set HOME or XDG_CACHE_HOME to a folder for copies of {url}"
+        ) from error
     return str(below(cache / "gpt2_ddp", url.replace("://", "/").lstrip("/")))
 
 
 def no_such_folder(path: str | os.PathLike[str]) -> str:
-    """The hint for a path where nothing is, with the nearest name beside it; empty if something is there."""
+    """The hint for a path where nothing is, with the nearest name beside it; empty if something is
+    there."""
     if os.path.lexists(path):
         return ""
     folder, name = os.path.split(os.path.normpath(path))
     near: list[str] = []
     with suppress(OSError, ValueError):
         near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
-    return "there is no such folder" + "".join(f"; did you mean {os.path.join(folder, other)}?" for other in near)
+    return "there is no such folder" + "".join(
+        f"; did you mean {os.path.join(folder, other)}?" for other in near
+    )
 
 
 def free_name(path: Path) -> Path:

@@ -36,7 +36,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def make_output_folder(output: str | Path) -> Path:
-    """Creates the folder that `--output` names. Raises: UserError if that fails, or it is read-only."""
+    """Creates the folder that `--output` names. Raises: UserError if that fails, or it is
+    read-only."""
     folder = Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,18 +67,21 @@ def check_can_make(folder: Path) -> None:
 
 @contextmanager
 def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
-    """Locks `output`, and yields an empty hidden folder next to it, for `publish`. Removes lock and folder at the end.
+    """Locks `output`, and yields an empty hidden folder next to it, for `publish`. Removes lock and
+    folder at the end.
 
-    The hidden folder is inside `output` if that is a disk's root, or its parent is not writable. If another process has
-    the lock, prints `waiting` and waits. Raises UserError if `waiting` is empty then, if writing fails, or, before any
-    work, if `output` is a file or read-only.
+    The hidden folder is inside `output` if that is a disk's root, or its parent is not writable. If
+    another process has the lock, prints `waiting` and waits. Raises UserError if `waiting` is empty
+    then, if writing fails, or, before any work, if `output` is a file or read-only.
     """
     output = Path(os.path.realpath(output))
     try:
         check_can_make(output)
     except OSError as error:
         raise _unusable(output, error) from error
-    is_fixed = os.path.ismount(output) or (output.is_dir() and not os.access(output.parent, os.W_OK))
+    is_fixed = os.path.ismount(output) or (
+        output.is_dir() and not os.access(output.parent, os.W_OK)
+    )
     base = output if is_fixed else output.parent
     aside = base / f".{output.name}.tmp"
     path = base / f".{output.name}.lock"
@@ -99,9 +103,11 @@ def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
 def _lock(output: Path, path: Path, waiting: str) -> IO[str]:
     """The open, locked file `path`."""
     for _ in range(ATTEMPTS):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # no link of somebody else
+        # no link of somebody else
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         lock = open(descriptor, "w")  # noqa: SIM115 (the caller closes it)
-        with suppress(OSError):  # the process that had the lock has removed the file, which is ESTALE on NFS
+        # the process that had the lock has removed the file, which is ESTALE on NFS
+        with suppress(OSError):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -117,8 +123,9 @@ def _lock(output: Path, path: Path, waiting: str) -> IO[str]:
 
 
 def publish(aside: Path, place: Path, last: str = "") -> None:
-    """Waits until the files of `aside` are on disk, and renames it to `place` or, if that is a folder with files, each
-    file into it, the one named `last` at last. Raises: UserError if writing fails."""
+    """Waits until the files of `aside` are on disk, and renames it to `place` or, if that is a
+    folder with files, each file into it, the one named `last` at last. Raises: UserError if writing
+    fails."""
     place = Path(os.path.realpath(place))
     with writing(place):
         for path in aside.rglob("*"):

@@ -11,11 +11,24 @@ PROJECT = PACKAGE if INSTALLED else PACKAGE.parent
 
 
 def git_commit() -> str | None:
-    """The clone's commit, with `-dirty` after changes; None without git, and for an installed package."""
-    command = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    """The clone's commit, with `-dirty` after changes; None without git, and for an installed
+    package."""
+    command = [
+        "git",
+        "-C",
+        str(PROJECT),
+        "describe",
+        "--always",
+        "--dirty",
+        "--exclude=*",
+        "--abbrev=40",
+    ]
     with suppress(OSError, subprocess.SubprocessError):
         if not INSTALLED:  # which lies in some other project
-            return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
+            return (
+                subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+                or None
+            )
     return None
 
 

@@ -24,23 +24,28 @@ from gpt2_ddp.errors import UserError, is_main_process, print_line, print_own, u
 REPORT_SECONDS = 10.0
 """How long a rank with a user error waits for the main process, which reports the same one."""
 RECORD_SECONDS = 600.0
-"""How long the ranks of a run that diverged wait for the main process, which records it and copies the run."""
+"""How long the ranks of a run that diverged wait for the main process, which records it and copies
+the run."""
 
 
-def run_command(command: type[C], main: Callable[[C], object] | str, default: Default = None) -> NoReturn:
+def run_command(
+    command: type[C], main: Callable[[C], object] | str, default: Default = None
+) -> NoReturn:
     """The body of every script: parses `sys.argv`, calls `main` and exits.
 
-    The exit code is that of `main`, or 0 if it returns no integer. It is 2 after a user error, 75 if a signal stopped
-    it, and 141, as after SIGPIPE, if standard output is closed, as by `| head`.
+    The exit code is that of `main`, or 0 if it returns no integer. It is 2 after a user error, 75
+    if a signal stopped it, and 141, as after SIGPIPE, if standard output is closed, as by `| head`.
 
     Args:
         command: class of the script's configuration.
-        main: the work, or its name, `module:function`. It is imported after `--help`, which stays fast.
+        main: the work, or its name, `module:function`. It is imported after `--help`, which stays
+            fast.
         default: preset without `--config`.
     """
     faulthandler.enable(2)  # a library that crashes is found by the calls on stderr
     with exit_on_signal(print_line), standard_streams():
-        if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on
+        # the parent may end without passing the signal on
+        if under_launcher() or CHILD in os.environ:
             end_with_parent(signal.SIGTERM)
         try:
             config = load(command, sys.argv[1:], default)
@@ -48,7 +53,9 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
             if command.in_one_process and is_one_of_several():
                 if os.environ["LOCAL_RANK"] != "0":
                     sys.exit(0)
-                print_line("note: this command runs in one process; the launcher's others have ended")
+                print_line(
+                    "note: this command runs in one process; the launcher's others have ended"
+                )
             code = (resolve_name(main) if isinstance(main, str) else main)(config)
         except (UserError, MemoryError, RuntimeError, OSError) as error:
             mistake = user_error_of(error)
@@ -62,14 +69,20 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
 
 
 def is_one_of_several() -> bool:
-    """Whether a launcher started this process as one of several on this machine; not for the child of such a rank."""
-    return under_launcher() and processes_here() > 1 and "LOCAL_RANK" in os.environ and CHILD not in os.environ
+    """Whether a launcher started this process as one of several on this machine; not for the child
+    of such a rank."""
+    return (
+        under_launcher()
+        and processes_here() > 1
+        and "LOCAL_RANK" in os.environ
+        and CHILD not in os.environ
+    )
 
 
 def report(error: UserError) -> None:
-    """Prints the `error:` lines of a user error, once for all ranks of this machine, before this process may end: a
-    launcher ends all ranks as soon as one has ended. The main process prints them. Other ranks wait for its end. If it
-    continues, the first of them prints."""
+    """Prints the `error:` lines of a user error, once for all ranks of this machine, before this
+    process may end: a launcher ends all ranks as soon as one has ended. The main process prints
+    them. Other ranks wait for its end. If it continues, the first of them prints."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if is_main_process():
         for mistake in [] if error.is_printed else error.mistakes:

@@ -1,7 +1,9 @@
-"""The state of a run without its tensors: one typed value, the content of a checkpoint's state.json. No torch.
+"""The state of a run without its tensors: one typed value, the content of a checkpoint's
+state.json. No torch.
 
-Each part of a run has its section of it, or returns it (`state_dict`) and loads it (`load_state_dict`). Types, defaults
-and the JSON form stand here alone. What a file lacks takes its default; fields that are unknown here are ignored.
+Each part of a run has its section of it, or returns it (`state_dict`) and loads it
+(`load_state_dict`). Types, defaults and the JSON form stand here alone. What a file lacks takes its
+default; fields that are unknown here are ignored.
 """
 
 import hashlib
@@ -17,7 +19,8 @@ Count = Annotated[int, Field(ge=0, lt=MOST)]
 Positive = Annotated[int, Field(ge=1, lt=MOST)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Loss = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]  # JSON lacks infinity
+# JSON lacks infinity
+Loss = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]
 Units = Annotated[Finite, Field(ge=0, lt=MOST)]
 Sums = tuple[Finite, Finite, Finite]
 RunId = Annotated[str, Field(pattern=r"^[\w-]*$")]
@@ -27,12 +30,14 @@ FIRST_DIGEST = FIRST_CHAIN = "0" * 64
 
 
 def next_chain(chain: str, text: str) -> str:
-    """Chain of a row: SHA-256 of the chain before it, as 32 bytes, followed by the row's JSON text without a chain."""
+    """Chain of a row: SHA-256 of the chain before it, as 32 bytes, followed by the row's JSON text
+    without a chain."""
     return hashlib.sha256(bytes.fromhex(chain) + text.encode()).hexdigest()
 
 
 Scores = dict[str, int | float | None]
-"""Results of an evaluation, by their names in metrics.jsonl. The lowest `val_loss` decides which checkpoint is best."""
+"""Results of an evaluation, by their names in metrics.jsonl. The lowest `val_loss` decides which
+checkpoint is best."""
 
 
 class Section(BaseModel, ser_json_inf_nan="null"):
@@ -45,7 +50,8 @@ class Section(BaseModel, ser_json_inf_nan="null"):
 
 
 class Pending(Section):
-    """The work that follows a step. If a stop interrupts it, the checkpoint keeps it, and a resumed run finishes it."""
+    """The work that follows a step. If a stop interrupts it, the checkpoint keeps it, and a resumed
+    run finishes it."""
 
     row: dict[str, Any] = {}  # empty once it is written
     evaluate: bool = False  # the scores join the row
@@ -61,7 +67,8 @@ class Best(Section):
 
     step: Count = 0
     val_loss: Loss = math.inf
-    tokens: float | None = None  # scored; another number starts a new comparison: losses over other tokens differ
+    # scored; another number starts a new comparison: losses over other tokens differ
+    tokens: float | None = None
     since: Count = 0  # number of evaluations after it
 
     def after(self, step: int, scores: Scores) -> "Best":
@@ -87,7 +94,8 @@ class Parent(Section):
 class Progress(Section):
     """Steps taken, scores, and pending work.
 
-    `scores`: the newest value of each name. `scored_at`: step of the newest evaluation. `best`: the best evaluation."""
+    `scores`: the newest value of each name. `scored_at`: step of the newest evaluation. `best`: the
+    best evaluation."""
 
     run_id: RunId = ""
     step: Count = 0
@@ -119,8 +127,8 @@ class Progress(Section):
         return self.scored_at == self.best.step == self.step
 
     def early_end(self, patience: int | None) -> str:
-        """Reason to end the run before its last step; empty without one. `patience`: evaluations in a row without a new
-        lowest val_loss that end it; None: no limit."""
+        """Reason to end the run before its last step; empty without one. `patience`: evaluations in
+        a row without a new lowest val_loss that end it; None: no limit."""
         if patience is None or self.best.since < patience:
             return ""
         return f"eval.patience = {patience}: no val_loss below {self.best.val_loss:.4f} since step {self.best.step}"
@@ -140,7 +148,9 @@ class FeedState(Section):
     @property
     def consumed(self) -> int:
         """Items trained on, over all ranks."""
-        return self.position - sum(max(min(stop, self.position) - start, 0) for start, stop in self.skipped_ranges)
+        return self.position - sum(
+            max(min(stop, self.position) - start, 0) for start, stop in self.skipped_ranges
+        )
 
 
 class Unjudged(NamedTuple):
@@ -152,7 +162,8 @@ class Unjudged(NamedTuple):
 
 
 class ClimbState(Section):
-    """The lowest training loss so far, and how long the losses have been far above it. The guard judges by them."""
+    """The lowest training loss so far, and how long the losses have been far above it. The guard
+    judges by them."""
 
     phase: Count = 0  # of the data; another one starts a new comparison
     start: Finite = 0  # mean loss of the first block
@@ -160,7 +171,8 @@ class ClimbState(Section):
     noise: Finite = 0  # standard deviation of the losses in that block
     block: Sums = (0, 0, 0)  # the block that has not ended: number of losses, sum, sum of squares
     low: Count = 0  # the last step whose loss was near the best
-    above: Count | None = None  # first step of the losses above the limit in a row; None after one below
+    # first step of the losses above the limit in a row; None after one below
+    above: Count | None = None
 
 
 class GuardState(Section):
@@ -177,8 +189,9 @@ class OptimizerState(Section):
 
 
 class LossSum(NamedTuple):
-    """Sum of the losses that are finite, number of their units (tokens, samples), and of all units. In fp64 the sum is
-    exact below 2^29 times the smallest loss, so a resumed run gets the same bits."""
+    """Sum of the losses that are finite, number of their units (tokens, samples), and of all units.
+    In fp64 the sum is exact below 2^29 times the smallest loss, so a resumed run gets the same
+    bits."""
 
     loss: Finite = 0
     valid: Units = 0
@@ -191,8 +204,8 @@ class LossSum(NamedTuple):
 
 
 class Losses(Section):
-    """Losses since the last epoch ended, without steps that changed nothing; since the last row; and the number of
-    steps that changed nothing."""
+    """Losses since the last epoch ended, without steps that changed nothing; since the last row;
+    and the number of steps that changed nothing."""
 
     epoch: LossSum = LossSum()
     since_row: LossSum = LossSum()
@@ -200,14 +213,16 @@ class Losses(Section):
 
 
 class LogEnd(Section):
-    """The rows before the checkpoint: the chain of the last one, and the length of the file in bytes."""
+    """The rows before the checkpoint: the chain of the last one, and the length of the file in
+    bytes."""
 
     chain: Digest = FIRST_CHAIN
     bytes: Count = 0
 
 
 class Setup(Section):
-    """What the run trains on and with: items of an epoch, processes, device, threads, compilation and software."""
+    """What the run trains on and with: items of an epoch, processes, device, threads, compilation
+    and software."""
 
     epoch_size: Count
     processes: Positive = 1
@@ -218,7 +233,8 @@ class Setup(Section):
 
 
 class Mixture(Section):
-    """The data of several folders: hashes of their manifests, and their weights from a position on."""
+    """The data of several folders: hashes of their manifests, and their weights from a position
+    on."""
 
     manifests: list[str]
     phases: list[tuple[Count, list[str]]]
@@ -283,13 +299,24 @@ class State(Section):
     def identity(self) -> dict[str, Any]:
         """Run, step, setup and task, in plain JSON values: the first fields of start rows."""
         task = self.task.model_dump(mode="json", exclude_defaults=True)
-        return {"kind": self.kind, "run_id": self.progress.run_id, "step": self.step, **self.setup.model_dump(), **task}
+        return {
+            "kind": self.kind,
+            "run_id": self.progress.run_id,
+            "step": self.step,
+            **self.setup.model_dump(),
+            **task,
+        }
 
     @property
     def record(self) -> dict[str, Any]:
         """The fields that rows have too, in plain JSON values."""
         counts = {"rollbacks": self.progress.rollbacks, "skipped": self.losses.skipped}
-        return {**self.identity, **counts, "val_loss": self.progress.val_loss, **self.feed.model_dump(mode="json")}
+        return {
+            **self.identity,
+            **counts,
+            "val_loss": self.progress.val_loss,
+            **self.feed.model_dump(mode="json"),
+        }
 
     @staticmethod
     def of(kind: str, **sections: Any) -> "State":

@@ -4,7 +4,8 @@
     accelerate launch --config_file configs/accelerate/multi_node.yaml --machine_rank 0 --main_process_ip ADDRESS \\
         --main_process_port 29500 scripts/check_cluster.py                        # several; on the others 1, 2, ...
 
-Launchers wait long for a machine that is missing before they start anything: see docs/several-machines.md.
+Launchers wait long for a machine that is missing before they start anything: see
+docs/several-machines.md.
 """
 
 from gpt2_ddp.config.tools import CheckClusterConfig

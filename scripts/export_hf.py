@@ -4,7 +4,8 @@
     python scripts/export_hf.py runs/gpt2_124m --output gpt2-mine
     python scripts/export_hf.py runs/stdlib --gguf                                # also model.gguf, for llama.cpp
 
-If transformers' results differ, exits with 1 and writes no folder. docs/export.md lists the files and the comparisons.
+If transformers' results differ, exits with 1 and writes no folder. docs/export.md lists the files
+and the comparisons.
 """
 
 from gpt2_ddp.config.tools import ExportConfig

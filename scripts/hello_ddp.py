@@ -24,7 +24,8 @@ LR = 0.1
 
 
 def main() -> None:
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())  # meets the other processes; takes one GPU
+    # meets the other processes; takes one GPU
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     rank = accelerator.process_index
     world = accelerator.num_processes
     device = accelerator.device
@@ -35,25 +36,32 @@ def main() -> None:
     torch.manual_seed(SEED)
     line = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(line.parameters(), LR)
-    model, optimizer = accelerator.prepare(line, optimizer)  # moves the line to the device, and wraps it in DDP
+    # moves the line to the device, and wraps it in DDP
+    model, optimizer = accelerator.prepare(line, optimizer)
 
     for epoch in range(EPOCHS):
-        order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(epoch))  # the same on every process
+        # the same on every process
+        order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(epoch))
         for batch in order.split(BATCH):
             own = batch[rank::world]  # this process's share of the batch
-            loss = ((model(x[own]) - y[own]) ** 2).sum() / len(batch) * world  # as DDP divides by `world`
+            # as DDP divides by `world`
+            loss = ((model(x[own]) - y[own]) ** 2).sum() / len(batch) * world
             optimizer.zero_grad()
             accelerator.backward(loss)  # in here, DDP averages the gradients of all processes
             optimizer.step()
 
-    model, optimizer = accelerator.free_memory(model, optimizer)  # gloo may hang if DDP outlives the process group
+    # gloo may hang if DDP outlives the process group
+    model, optimizer = accelerator.free_memory(model, optimizer)
     with torch.no_grad():
-        error = ((line(test_x[rank::world]) - test_y[rank::world]) ** 2).sum()  # each test point on one process
+        # each test point on one process
+        error = ((line(test_x[rank::world]) - test_y[rank::world]) ** 2).sum()
     error = torch.as_tensor(accelerator.reduce(error, "sum"))
     if accelerator.is_main_process:  # one process saves and prints
         os.makedirs("runs", exist_ok=True)
         torch.save(line.state_dict(), "runs/hello_ddp.pt")
-        print(f"y = {line.weight.item():.4f} x + {line.bias.item():.4f}, loss {error / TEST:.4f}; processes: {world}")
+        print(
+            f"y = {line.weight.item():.4f} x + {line.bias.item():.4f}, loss {error / TEST:.4f}; processes: {world}"
+        )
         print("next: docs/first-steps.md explains this program, line by line")
     accelerator.end_training()  # leaves the process group
 
@@ -62,5 +70,7 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         sys.exit(print(__doc__))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count() > 0:
-        sys.exit("error: more processes than GPUs; start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= torchrun …")
+        sys.exit(
+            "error: more processes than GPUs; start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= torchrun …"
+        )
     main()

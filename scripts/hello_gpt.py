@@ -5,8 +5,9 @@
     torchrun --standalone --nproc_per_node 2 scripts/hello_gpt.py             # two: on GPUs, or else on the CPU
     accelerate launch --multi_gpu --num_processes 2 --mixed_precision bf16 scripts/hello_gpt.py
 
-Read `main` first. `in earnest` names the module below gpt2_ddp/ that does a part for train_gpt2.py. Both have the same
-losses on the same windows. The same command again resumes from runs/hello_gpt.pt. docs/first-steps.md explains more.
+Read `main` first. `in earnest` names the module below gpt2_ddp/ that does a part for train_gpt2.py.
+Both have the same losses on the same windows. The same command again resumes from
+runs/hello_gpt.pt. docs/first-steps.md explains more.
 """
 
 import json
@@ -47,35 +48,49 @@ EVAL_WINDOWS = 96
 GPUS = torch.cuda.device_count()
 
 
-def read_windows(manifest: dict, split: str) -> Tensor:  # in earnest: data/shards.py, which reads what a step needs
-    """All windows [N, T + 1] of a split. Window i begins at token i·T: T inputs, and their targets one token later."""
+# in earnest: data/shards.py, which reads what a step needs
+def read_windows(manifest: dict, split: str) -> Tensor:
+    """All windows [N, T + 1] of a split. Window i begins at token i·T: T inputs, and their targets
+    one token later."""
     dtype = "<u2" if manifest["vocab_size"] <= 65_536 else "<u4"
-    shards = [np.fromfile(DATA / shard["file"], dtype, offset=1024) for shard in manifest["splits"][split]]
+    shards = [
+        np.fromfile(DATA / shard["file"], dtype, offset=1024) for shard in manifest["splits"][split]
+    ]
     return torch.from_numpy(np.concatenate(shards).astype(np.int64)).unfold(0, CONTEXT + 1, CONTEXT)
 
 
 @cache
-def permutation(epoch: int, count: int) -> Tensor:  # in earnest: data/order.py, which keeps no list of all windows
+# in earnest: data/order.py, which keeps no list of all windows
+def permutation(epoch: int, count: int) -> Tensor:
     """The order of the windows in an epoch, the same on every process."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(SEED + epoch))
 
 
 def windows_of_step(step: int, count: int) -> Tensor:  # in earnest: data/feed.py
-    """Numbers [BATCH] of a step's windows, over all processes. They depend on the step alone, so a resume can seek."""
-    return torch.stack([permutation(i // count, count)[i % count] for i in range((step - 1) * BATCH, step * BATCH)])
+    """Numbers [BATCH] of a step's windows, over all processes. They depend on the step alone, so a
+    resume can seek."""
+    return torch.stack(
+        [permutation(i // count, count)[i % count] for i in range((step - 1) * BATCH, step * BATCH)]
+    )
 
 
 class Block(nn.Module):  # in earnest: model/architecture.py
     def __init__(self):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn = nn.ModuleDict({"c_attn": nn.Linear(WIDTH, 3 * WIDTH), "c_proj": nn.Linear(WIDTH, WIDTH)})
-        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(WIDTH, 4 * WIDTH), "c_proj": nn.Linear(4 * WIDTH, WIDTH)})
+        self.attn = nn.ModuleDict(
+            {"c_attn": nn.Linear(WIDTH, 3 * WIDTH), "c_proj": nn.Linear(WIDTH, WIDTH)}
+        )
+        self.mlp = nn.ModuleDict(
+            {"c_fc": nn.Linear(WIDTH, 4 * WIDTH), "c_proj": nn.Linear(4 * WIDTH, WIDTH)}
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
         B, T, C = x.shape
-        q, k, v = self.attn["c_attn"](self.ln_1(x)).view(B, T, 3, HEADS, -1).permute(2, 0, 3, 1, 4)  # 3 x [B, H, T, Q]
-        y = scaled_dot_product_attention(q, k, v, is_causal=True)  # each token attends to itself and those before it
+        # 3 x [B, H, T, Q]
+        q, k, v = self.attn["c_attn"](self.ln_1(x)).view(B, T, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        # each token attends to itself and those before it
+        y = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attn["c_proj"](y.transpose(1, 2).reshape(B, T, C))
         return x + self.mlp["c_proj"](gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh"))
 
@@ -83,7 +98,8 @@ class Block(nn.Module):  # in earnest: model/architecture.py
 class GPT(nn.Module):  # in earnest: model/gpt.py
     def __init__(self, vocab_size: int):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocab_size, WIDTH), nn.Embedding(CONTEXT, WIDTH)  # of tokens, of positions
+        # of tokens, of positions
+        self.wte, self.wpe = nn.Embedding(vocab_size, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.h = nn.ModuleList(Block() for _ in range(LAYERS))
         self.ln_f = nn.LayerNorm(WIDTH)
         for name, parameter in self.named_parameters():
@@ -104,19 +120,27 @@ class GPT(nn.Module):  # in earnest: model/gpt.py
 
 
 def make_optimizer(gpt: GPT) -> Optimizer:  # in earnest: model/optim.py
-    matrices, others = ([p for p in gpt.parameters() if (p.dim() >= 2) == decays] for decays in (True, False))
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    matrices, others = (
+        [p for p in gpt.parameters() if (p.dim() >= 2) == decays] for decays in (True, False)
+    )
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return AdamW(groups, LR, betas=(0.9, 0.95), fused=True)
 
 
 def lr_at(step: int) -> float:  # in earnest: model/optim.py
-    """Learning rate of a step, the first being 1: linear warm-up to LR, then linear to 0 at the last step."""
+    """Learning rate of a step, the first being 1: linear warm-up to LR, then linear to 0 at the
+    last step."""
     return LR * min(step / WARMUP, (STEPS - step) / (STEPS - WARMUP))
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, gpt: GPT, val: Tensor) -> float:  # in earnest: evaluation/evaluate.py
-    """Loss of EVAL_WINDOWS windows, evenly spread. Each process scores its share; then the processes add their sums."""
+# in earnest: evaluation/evaluate.py
+def evaluate(accelerator: Accelerator, gpt: GPT, val: Tensor) -> float:
+    """Loss of EVAL_WINDOWS windows, evenly spread. Each process scores its share; then the
+    processes add their sums."""
     numbers = torch.arange(EVAL_WINDOWS) * len(val) // EVAL_WINDOWS
     total = torch.zeros((), device=accelerator.device)
     for share in numbers.split(MICRO)[accelerator.process_index :: accelerator.num_processes]:
@@ -153,13 +177,16 @@ def main() -> None:  # in earnest: training/loop.py
     adamw = make_optimizer(gpt)
     begin = load(gpt, adamw)
     accelerator.print(f"begins at step {begin} of {STEPS}; processes: {world}", flush=True)
-    model, optimizer = accelerator.prepare(gpt, adamw)  # DDP around the model; autocast in mixed precision
+    # DDP around the model; autocast in mixed precision
+    model, optimizer = accelerator.prepare(gpt, adamw)
 
     for step in range(begin + 1, STEPS + 1):
-        shares = windows_of_step(step, len(train)).view(-1, world, MICRO)[:, rank]  # [micro-batches, MICRO]
+        # [micro-batches, MICRO]
+        shares = windows_of_step(step, len(train)).view(-1, world, MICRO)[:, rank]
         mean = torch.zeros((), device=device)  # loss of this process's windows
         for number, share in enumerate(shares, 1):
-            with nullcontext() if number == len(shares) else accelerator.no_sync(model):  # one all-reduce per step
+            # one all-reduce per step
+            with nullcontext() if number == len(shares) else accelerator.no_sync(model):
                 loss = model(train[share].to(device)) / len(shares)  # gradients add up
                 accelerator.backward(loss)
             mean += loss.detach()
@@ -169,13 +196,17 @@ def main() -> None:  # in earnest: training/loop.py
         optimizer.step()
         optimizer.zero_grad()
         if step % LOG_EVERY == 0:
-            mean = torch.as_tensor(accelerator.reduce(mean, "mean"))  # on every process, or the others would wait
+            # on every process, or the others would wait
+            mean = torch.as_tensor(accelerator.reduce(mean, "mean"))
             accelerator.print(f"step {step}: loss {mean:.6f}  lr {lr_at(step):.3g}", flush=True)
         if step % EVAL_EVERY == 0 or step == STEPS:
-            accelerator.print(f"step {step}: val_loss {evaluate(accelerator, gpt, val):.6f}", flush=True)
+            accelerator.print(
+                f"step {step}: val_loss {evaluate(accelerator, gpt, val):.6f}", flush=True
+            )
         if accelerator.is_main_process and (step % SAVE_EVERY == 0 or step == STEPS):
             save(step, gpt, adamw)
-    model, optimizer = accelerator.free_memory(model, optimizer)  # gloo may hang if DDP outlives the process group
+    # gloo may hang if DDP outlives the process group
+    model, optimizer = accelerator.free_memory(model, optimizer)
     accelerator.end_training()
 
 
@@ -183,9 +214,13 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         sys.exit(print(__doc__))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > GPUS > 0:
-        sys.exit("error: more processes than GPUs; start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= torchrun …")
+        sys.exit(
+            "error: more processes than GPUs; start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= torchrun …"
+        )
     if BATCH % (MICRO * int(os.environ.get("WORLD_SIZE", "1"))):
         sys.exit(f"error: these processes cannot share {BATCH} windows equally; start 1, 2 or 4")
     if not (DATA / "manifest.json").exists():
-        sys.exit(f"error: {DATA} is missing; run: python scripts/prepare_data.py --config configs/data_stdlib.yaml")
+        sys.exit(
+            f"error: {DATA} is missing; run: python scripts/prepare_data.py --config configs/data_stdlib.yaml"
+        )
     main()

@@ -20,7 +20,8 @@ def main(config: TrainingConfig) -> int:
     if is_main_process():
         from gpt2_ddp.data.manifest import missing_folders
 
-        if not os.path.exists(Path(config.output_dir, config.run_name)):  # a complete run needs no data
+        # a complete run needs no data
+        if not os.path.exists(Path(config.output_dir, config.run_name)):
             from gpt2_ddp.data.fetch import missing_data, print_size_note
 
             if missing_folders(config):

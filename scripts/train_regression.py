@@ -12,4 +12,6 @@ from gpt2_ddp.config.jobs import RegressionConfig
 from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
-    run_command(RegressionConfig, "gpt2_ddp.tasks.command:start_job", default="configs/jobs/regression.yaml")
+    run_command(
+        RegressionConfig, "gpt2_ddp.tasks.command:start_job", default="configs/jobs/regression.yaml"
+    )

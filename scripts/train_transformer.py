@@ -11,4 +11,8 @@ from gpt2_ddp.config.jobs import TransformerConfig
 from gpt2_ddp.script import run_command
 
 if __name__ == "__main__":
-    run_command(TransformerConfig, "gpt2_ddp.tasks.command:start_job", default="configs/jobs/transformer.yaml")
+    run_command(
+        TransformerConfig,
+        "gpt2_ddp.tasks.command:start_job",
+        default="configs/jobs/transformer.yaml",
+    )

@@ -1,4 +1,5 @@
-"""Generated images, on disk in every way in which they come: as the Hub has them, class folders, archives."""
+"""Generated images, on disk in every way in which they come: as the Hub has them, class folders,
+archives."""
 
 import gzip
 import io
@@ -9,7 +10,8 @@ import numpy as np
 
 
 def pictures(n, classes=100, seed=0, size=32):
-    """(images uint8 [n, size, size, 3], labels int64 [n]); a class is a pattern of its own under noise."""
+    """(images uint8 [n, size, size, 3], labels int64 [n]); a class is a pattern of its own under
+    noise."""
     patterns = np.random.default_rng(0).integers(0, 2, (classes, 4, 4, 3)) * 128
     rng = np.random.default_rng(seed)
     labels = np.arange(n) % classes
@@ -26,13 +28,16 @@ def png(image):
 
 
 def write_parquet(folder, split, images, labels, names=("img", "fine_label")):
-    """`folder/<split>-00000-of-00001.parquet` with the columns and the metadata of uoft-cs/cifar100."""
+    """`folder/<split>-00000-of-00001.parquet` with the columns and the metadata of
+    uoft-cs/cifar100."""
     import datasets
 
     features = datasets.Features({names[0]: datasets.Image(), names[1]: datasets.Value("int64")})
     rows = {names[0]: [{"bytes": png(image), "path": None} for image in images], names[1]: labels}
     folder.mkdir(parents=True, exist_ok=True)
-    datasets.Dataset.from_dict(rows, features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    datasets.Dataset.from_dict(rows, features).to_parquet(
+        folder / f"{split}-00000-of-00001.parquet"
+    )
 
 
 def write_folders(folder, images, names):
@@ -52,11 +57,16 @@ def write_cifar(folder, n_train, n_test, classes=100):
 def write_images(folder, classes, seed, size=16):
     """Class folders with so many images of each class, no two alike."""
     names = [name for name, count in classes.items() for _ in range(count)]
-    write_folders(folder, np.random.default_rng(seed).integers(0, 256, (len(names), size, size, 3), np.uint8), names)
+    write_folders(
+        folder,
+        np.random.default_rng(seed).integers(0, 256, (len(names), size, size, 3), np.uint8),
+        names,
+    )
 
 
 def write_idx(folder, split, images, labels, compressed):
-    """`train-images-idx3-ubyte` and its labels, of images uint8 [N, H, W], as MNIST's archive has them."""
+    """`train-images-idx3-ubyte` and its labels, of images uint8 [N, H, W], as MNIST's archive has
+    them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, values in (("images-idx3", images), ("labels-idx1", labels)):
         header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
@@ -68,9 +78,16 @@ def write_idx(folder, split, images, labels, compressed):
 def write_archive(folder, kind, split, images, labels):
     """A split of cifar-10-batches-py or cifar-100-python, and the names of the classes."""
     names = [f"class {number}" for number in range(100)]
-    files, contents = [split], {"meta": {"fine_label_names": names, "coarse_label_names": names[:20]}}
+    files, contents = (
+        [split],
+        {"meta": {"fine_label_names": names, "coarse_label_names": names[:20]}},
+    )
     if kind == "cifar10":
-        files = [f"data_batch_{number}" for number in range(1, 6)] if split == "train" else ["test_batch"]
+        files = (
+            [f"data_batch_{number}" for number in range(1, 6)]
+            if split == "train"
+            else ["test_batch"]
+        )
         contents = {"batches.meta": {"label_names": names[:10]}}
     for name, part in zip(files, np.array_split(np.arange(len(labels)), len(files)), strict=True):
         rows, fine = images[part].transpose(0, 3, 1, 2).reshape(len(part), -1), labels[part]

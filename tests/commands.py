@@ -33,25 +33,32 @@ TORCHRUN = [str(BIN / "torchrun")]
 
 
 def environment(**more):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP_", "PET_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE", "OMP_", "PET_"))
+    }
     return kept | {"HF_HOME": str(Path(tempfile.gettempdir()) / "no_accelerate_config"), **more}
 
 
 def launch(command, folder=ROOT, **env):
     """Runs a command in a folder, with the package of this tree."""
     env = {"PYTHONPATH": str(ROOT)} | env
-    return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=300, cwd=folder)
+    return subprocess.run(
+        command, env=environment(**env), capture_output=True, text=True, timeout=300, cwd=folder
+    )
 
 
 def without_report(*words, start=process.run_module, **options):
-    """Replaces `process.run_module`, by which a training's script draws its report: a fresh process imports matplotlib
-    for seconds. tests/test_start.py has a report."""
+    """Replaces `process.run_module`, by which a training's script draws its report: a fresh process
+    imports matplotlib for seconds. tests/test_start.py has a report."""
     if "report" not in words:
         start(*words, **options)
 
 
 def run_script(name, arguments):
-    """Runs a script as `python scripts/name.py arguments`; returns its exit code and what it wrote to stderr."""
+    """Runs a script as `python scripts/name.py arguments`; returns its exit code and what it wrote
+    to stderr."""
     sys.argv = [f"{name}.py", *arguments]
     errors = io.StringIO()
     outputs = contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO())
@@ -65,22 +72,28 @@ def run_script(name, arguments):
 
 
 def last_of_each(words):
-    """A command line without the flags that come again later: a command takes each flag but `--config` once."""
+    """A command line without the flags that come again later: a command takes each flag but
+    `--config` once."""
     groups = [[]]
     for word in words:
         if word.startswith("--"):
             groups.append([])
         groups[-1].append(word)
     names = [group[0].partition("=")[0] if group else "" for group in groups]
-    kept = (group for at, group in enumerate(groups) if names[at] == "--config" or names[at] not in names[at + 1 :])
+    kept = (
+        group
+        for at, group in enumerate(groups)
+        if names[at] == "--config" or names[at] not in names[at + 1 :]
+    )
     return [word for group in kept for word in group]
 
 
 def forked(words, folder, world=1, **env):
-    """Runs `python words` in a folder, on each rank of a world; exit code, outputs and errors of them all.
+    """Runs `python words` in a folder, on each rank of a world; exit code, outputs and errors of
+    them all.
 
-    The processes are forked with torch loaded, and so are those that they start: a fresh one would import it for
-    seconds. Of several ranks the first exit code that is not 0 counts.
+    The processes are forked with torch loaded, and so are those that they start: a fresh one would
+    import it for seconds. Of several ranks the first exit code that is not 0 counts.
     """
     port, started = reserve_port(), []
     with tempfile.TemporaryDirectory() as outputs:
@@ -93,7 +106,9 @@ def forked(words, folder, world=1, **env):
             process.join(300)
             process.kill()
             process.join()
-        files = ([Path(f"{outputs}/{rank}-{end}") for rank in range(world)] for end in ("out", "err"))
+        files = (
+            [Path(f"{outputs}/{rank}-{end}") for rank in range(world)] for end in ("out", "err")
+        )
         out, err = ("".join(file.read_text() for file in of) for of in files)
     code = next((process.exitcode for process in started if process.exitcode), 0)
     return subprocess.CompletedProcess(words, code, out, err)

@@ -1,4 +1,5 @@
-"""Fixtures shared by the tests, runs that many tests look at among them; and a ceiling on what the suite starts."""
+"""Fixtures shared by the tests, runs that many tests look at among them; and a ceiling on what the
+suite starts."""
 
 import fcntl
 import gc
@@ -27,8 +28,8 @@ import ranks
 from gpt2_ddp.config.cli import dump
 
 CEILING = {"ranks": 400, "commands": 80}
-"""Most processes that `make test` forks from the server with torch, and Pythons that it starts. A reminder to share
-runs, with room; raise it where a new behaviour needs processes of its own."""
+"""Most processes that `make test` forks from the server with torch, and Pythons that it starts. A
+reminder to share runs, with room; raise it where a new behaviour needs processes of its own."""
 STARTED = Counter()
 
 
@@ -44,8 +45,11 @@ def pytest_configure(config):
 
     def counted_command(self, *args, **kwargs):
         words = kwargs["args"] if "args" in kwargs else args[0]
-        # Python, for a test: torch and platform ask each system for other things, and xdist starts one worker per core
-        STARTED["commands"] += "PYTEST_CURRENT_TEST" in os.environ and sys.executable in map(str, words)
+        # Python, for a test: torch and platform ask each system for other things, and xdist starts
+        # one worker per core
+        STARTED["commands"] += "PYTEST_CURRENT_TEST" in os.environ and sys.executable in map(
+            str, words
+        )
         run(self, *args, **kwargs)
 
     ranks.start_ranks, subprocess.Popen.__init__ = counted_ranks, counted_command
@@ -64,7 +68,9 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
     for item in items:
-        if isinstance(item, pytest.Function) and compares(inspect.unwrap(item.function).__code__, vars(item.module)):
+        if isinstance(item, pytest.Function) and compares(
+            inspect.unwrap(item.function).__code__, vars(item.module)
+        ):
             item.add_marker("computes")
 
 
@@ -73,7 +79,9 @@ def compares(code, names):
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
     called = [name for name in code.co_names if isinstance(names.get(name), FunctionType)]
     others = {name: value for name, value in names.items() if name not in called}
-    inner += [names[name].__code__ for name in called if names[name].__module__ == names["__name__"]]
+    inner += [
+        names[name].__code__ for name in called if names[name].__module__ == names["__name__"]
+    ]
     return "assert_close" in code.co_names or any(compares(part, others) for part in inner)
 
 
@@ -94,10 +102,17 @@ def pytest_sessionfinish(session, exitstatus):
         session.config.workeroutput |= {"started": dict(STARTED), "margins": margins.MARGINS}
         return
     if margins.report():
-        print(f"in CI, that is more than {margins.MOST}: compare in float64, or at the scale of the whole")
+        print(
+            f"in CI, that is more than {margins.MOST}: compare in float64, or at the scale of the whole"
+        )
         session.exitstatus = 1
-    print("\nstarted by the tests:", ", ".join(f"{number} {name}" for name, number in STARTED.items()))
-    is_whole = session.config.args_source.name != "ARGS" and session.config.option.markexpr.startswith("not slow")
+    print(
+        "\nstarted by the tests:", ", ".join(f"{number} {name}" for name, number in STARTED.items())
+    )
+    is_whole = (
+        session.config.args_source.name != "ARGS"
+        and session.config.option.markexpr.startswith("not slow")
+    )
     if is_whole and any(STARTED[name] > most for name, most in CEILING.items()):
         print(f"that is more than {CEILING}: let tests share a run, or test the unit")
         session.exitstatus = 1
@@ -105,15 +120,18 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.fixture(scope="session", autouse=True)
 def threads():
-    """The tests' models are so small that a second thread mostly waits, and waits long when a core is busy."""
+    """The tests' models are so small that a second thread mostly waits, and waits long when a core
+    is busy."""
     import torch
 
     torch.set_num_threads(ranks.THREADS)
-    os.environ["OMP_NUM_THREADS"] = str(ranks.THREADS)  # or a training in this process would take one per core
+    # or a training in this process would take one per core
+    os.environ["OMP_NUM_THREADS"] = str(ranks.THREADS)
 
 
 def once(factory, name, make):
-    """A folder that `make` fills, once for all of xdist's workers. Tests copy it before they change anything in it."""
+    """A folder that `make` fills, once for all of xdist's workers. Tests copy it before they change
+    anything in it."""
     root = factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
     with folder.with_suffix(".lock").open("a") as lock:
@@ -128,14 +146,27 @@ def once(factory, name, make):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Shards of some of the standard library's source, with a BPE of 512 tokens: about 60,000 tokens, three shards."""
+    """Shards of some of the standard library's source, with a BPE of 512 tokens: about 60,000
+    tokens, three shards."""
     return once(tmp_path_factory, "corpus", make_corpus)
 
 
 def make_corpus(folder):
     from gpt2_ddp.preparation.prepare import train_bpe
 
-    names = ("abc", "bisect", "heapq", "keyword", "queue", "sched", "shlex", "stat", "string", "textwrap", "token")
+    names = (
+        "abc",
+        "bisect",
+        "heapq",
+        "keyword",
+        "queue",
+        "sched",
+        "shlex",
+        "stat",
+        "string",
+        "textwrap",
+        "token",
+    )
     texts = [*map(module_text, names)]
     train_bpe(texts, 512, folder / "tokenizer.json")
     write_shards(folder, "stdlib", {"train": texts[:-2], "val": texts[-2:]})
@@ -147,7 +178,8 @@ def module_text(name):
 
 
 def write_shards(folder, source, documents, tokenizer_name=""):
-    """Writes each split's documents, which are texts or tokens, and a manifest, beside a tokenizer.json."""
+    """Writes each split's documents, which are texts or tokens, and a manifest, beside a
+    tokenizer.json."""
     from gpt2_ddp.data.manifest import Manifest
     from gpt2_ddp.data.tokenizer import load_tokenizer
     from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
@@ -160,13 +192,18 @@ def write_shards(folder, source, documents, tokenizer_name=""):
             tokens = tokenizer.encode(part) if isinstance(part, str) else part
             writer.add(np.concatenate([[tokenizer.eot], tokens]))
         splits[split] = writer.close()
-    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, size, tokenizer.eot, source, splits))
+    write_manifest(
+        folder, Manifest(2, tokenizer.name, tokenizer.sha256, size, tokenizer.eot, source, splits)
+    )
 
 
 @pytest.fixture(scope="session")
 def short_documents(corpus, tmp_path_factory):
-    """Shards of documents of some 40 tokens each, with the tokenizer of `corpus`: in each window, about one begins."""
-    return once(tmp_path_factory, "short_documents", lambda folder: make_short_documents(corpus, folder))
+    """Shards of documents of some 40 tokens each, with the tokenizer of `corpus`: in each window,
+    about one begins."""
+    return once(
+        tmp_path_factory, "short_documents", lambda folder: make_short_documents(corpus, folder)
+    )
 
 
 def make_short_documents(corpus, folder):
@@ -185,14 +222,17 @@ def make_short_documents(corpus, folder):
 
 @pytest.fixture(scope="session")
 def trained(corpus, tmp_path_factory):
-    """The folder `run` of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10. Beside it
-    are its data, in `data`, and what rank 0 of the two called, in `calls.json`."""
+    """The folder `run` of a run of 5 steps in one process and 5 more in two, with checkpoints at 5
+    and 10. Beside it are its data, in `data`, and what rank 0 of the two called, in
+    `calls.json`."""
     from runs import train, training_config
 
     def make(folder):
         (folder / "data").symlink_to(corpus)
         first, whole = (
-            training_config(folder / "data", folder, {"train.steps": steps, "optim.decay_steps": 10})
+            training_config(
+                folder / "data", folder, {"train.steps": steps, "optim.decay_steps": 10}
+            )
             for steps in (5, 10)
         )
         ranks.run_ranks(train, 1, first)
@@ -217,13 +257,16 @@ def trained_job(tmp_path_factory):
     """The folder `run` of a complete regression of two epochs in one process."""
     from runs import job_config, train
 
-    make = lambda folder: ranks.run_ranks(train, 1, job_config("regression", folder, {"train.epochs": 2}))  # noqa: E731
+    make = lambda folder: ranks.run_ranks(
+        train, 1, job_config("regression", folder, {"train.epochs": 2})
+    )
     return once(tmp_path_factory, "trained_job", make) / "run"
 
 
 @pytest.fixture
 def tiny_config(corpus, tmp_path):
-    """Makes a configuration of a tiny training over `corpus`; dotted names in `changes` differ from it."""
+    """Makes a configuration of a tiny training over `corpus`; dotted names in `changes` differ from
+    it."""
 
     from runs import training_config
 
@@ -235,9 +278,12 @@ def tiny_config(corpus, tmp_path):
 
 @pytest.fixture
 def place(corpus, tmp_path):
-    """A folder with shards of its own in `data`, and a configuration that trains on them into `runs/run`."""
+    """A folder with shards of its own in `data`, and a configuration that trains on them into
+    `runs/run`."""
     from runs import training_config
 
     shutil.copytree(corpus, tmp_path / "data")
-    (tmp_path / "config.yaml").write_text(dump(training_config(tmp_path / "data", tmp_path / "runs")))
+    (tmp_path / "config.yaml").write_text(
+        dump(training_config(tmp_path / "data", tmp_path / "runs"))
+    )
     return tmp_path

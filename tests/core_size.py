@@ -2,9 +2,9 @@
 
     .venv/bin/python tests/core_size.py
 
-Comments and docstrings do not count, so lines are free. `loaded` is what a training on prepared data imports.
-`reachable` is what scripts/train_gpt2.py can import, imports inside functions included. Both count gpt2_ddp only.
-`product` is all that is not a test.
+Comments and docstrings do not count, so lines are free. `loaded` is what a training on prepared
+data imports. `reachable` is what scripts/train_gpt2.py can import, imports inside functions
+included. Both count gpt2_ddp only. `product` is all that is not a test.
 """
 
 import ast
@@ -42,10 +42,21 @@ def loaded_files() -> list[Path]:
     with tempfile.TemporaryDirectory() as folder:
         data, out = f"{folder}/data", f"{folder}/files.json"
         prepare = ["scripts/prepare_data.py", "--output", data, *DATA.split()]
-        train = ["scripts/train_gpt2.py", "--data.path", data, "--output_dir", folder, *TRAINING.split()]
+        train = [
+            "scripts/train_gpt2.py",
+            "--data.path",
+            data,
+            "--output_dir",
+            folder,
+            *TRAINING.split(),
+        ]
         for command in ([sys.executable, *prepare], [sys.executable, "-c", PROBE, out, *train]):
             done = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+                command,
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
             )
             assert done.returncode == 0, done.stderr
         return [Path(file) for file in json.loads(Path(out).read_text())]
@@ -71,7 +82,11 @@ def _imports(file: Path) -> Iterator[Path]:
         for name in names:
             place = ROOT.joinpath(*name.split("."))
             if name.partition(".")[0] == "gpt2_ddp":
-                yield from (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file())
+                yield from (
+                    path
+                    for path in (place.with_suffix(".py"), place / "__init__.py")
+                    if path.is_file()
+                )
 
 
 def tokens(file: Path) -> int:

@@ -1,4 +1,5 @@
-"""A disk for the tests: stands between Python and its files, tells every operation that changes them, may refuse it."""
+"""A disk for the tests: stands between Python and its files, tells every operation that changes
+them, may refuse it."""
 
 import builtins
 import errno
@@ -31,14 +32,16 @@ class File:
 
 
 def interpose(folder, tell):
-    """From now on, and in this process, `tell(operation, name)` is called before whatever changes a file in `folder`:
-    what it raises is raised in the place of the operation. `name` is the path inside `folder`, or the file's own name
-    where a tree is removed. Only this thread's operations count, and those of the work behind the
-    training."""
+    """From now on, and in this process, `tell(operation, name)` is called before whatever changes a
+    file in `folder`: what it raises is raised in the place of the operation. `name` is the path
+    inside `folder`, or the file's own name where a tree is removed. Only this thread's operations
+    count, and those of the work behind the training."""
     thread = threading.get_ident()
 
     def note(operation, path, inside=False):
-        path = os.fspath(path) if not isinstance(path, int) else os.readlink(f"/proc/self/fd/{path}")
+        path = (
+            os.fspath(path) if not isinstance(path, int) else os.readlink(f"/proc/self/fd/{path}")
+        )
         own = threading.get_ident() == thread or threading.current_thread().name == "background"
         inside = (inside or str(path).startswith(str(folder))) and own
         name = str(path).removeprefix(f"{folder}/")

@@ -1,8 +1,9 @@
 """Golden runs: tiny runs of every training job, and what the first trainers made of them.
 
-`golden/runs.json` holds the metrics and the final weights that two separate training loops, one for GPT and one for the
-small jobs, once came to; whatever trains now has to come to the same. Everything a case depends on is spelled out here
-or committed in `golden/`: no case may change, or what was recorded is worth nothing.
+`golden/runs.json` holds the metrics and the final weights that two separate training loops, one for
+GPT and one for the small jobs, once came to; whatever trains now has to come to the same.
+Everything a case depends on is spelled out here or committed in `golden/`: no case may change, or
+what was recorded is worth nothing.
 """
 
 import hashlib
@@ -25,7 +26,16 @@ from gpt2_ddp.config.training import TrainingConfig
 GOLDEN = Path(__file__).parent / "golden"
 CORPUS = GOLDEN / "corpus"
 TIMINGS = ("tokens_per_second", "samples_per_second", "mfu", "data_share", "memory")
-STATE = ("step", "position", "samples", "order_digest", "tokens", "skipped", "epoch_loss", "val_loss")
+STATE = (
+    "step",
+    "position",
+    "samples",
+    "order_digest",
+    "tokens",
+    "skipped",
+    "epoch_loss",
+    "val_loss",
+)
 CIFAR = (37, 13)
 """Training and test images of the cases with images: `write_cifar(folder, *CIFAR)`."""
 
@@ -37,7 +47,8 @@ class Case(NamedTuple):
         kind: gpt2, or a small job of KINDS.
         worlds: numbers of processes.
         changes: dotted names in its configuration that differ from the kind's.
-        slow: those of the worlds that only `make test-slow` runs, as others are much like them or quicker.
+        slow: those of the worlds that only `make test-slow` runs, as others are much like them or
+            quicker.
     """
 
     kind: str
@@ -78,8 +89,14 @@ transformer:
   model: {dropout: 0.1}
   train: {global_batch_size: 6}
 """)
-COMMANDS = {"gpt2": TrainingConfig, "regression": RegressionConfig, "transformer": TransformerConfig}
-KINDS = {kind: (COMMANDS.get(kind, ClassifierConfig), flat(fields)) for kind, fields in FIELDS.items()}
+COMMANDS = {
+    "gpt2": TrainingConfig,
+    "regression": RegressionConfig,
+    "transformer": TransformerConfig,
+}
+KINDS = {
+    kind: (COMMANDS.get(kind, ClassifierConfig), flat(fields)) for kind, fields in FIELDS.items()
+}
 ALL = {"seed": 1337, "train.mixed_precision": "no", "train.device": "cpu", "tracking.log_every": 1}
 JOB = {"train.epochs": 2, "eval.batch_size": 8}
 """What all cases, and what those of small jobs have in common."""
@@ -143,8 +160,8 @@ RESUMED = {
     "gpt2_run": (CASES["even"]._replace(changes=LONGER), {"train.steps": 20}),
     "regression_run": (CASES["regression"]._replace(slow=(1,)), {"train.epochs": 4}),
 }
-"""Run folders in `golden/`, which one process left halfway: the case that made them, and what takes them to their end.
-The case's worlds are those that go on with it."""
+"""Run folders in `golden/`, which one process left halfway: the case that made them, and what takes
+them to their end. The case's worlds are those that go on with it."""
 
 
 def make_config(case, output_dir, cifar=None):
@@ -159,14 +176,24 @@ def make_config(case, output_dir, cifar=None):
 
 
 def summary(run):
-    """What a run came to: its metrics but for timings, and its newest checkpoint's state and weights."""
+    """What a run came to: its metrics but for timings, and its newest checkpoint's state and
+    weights."""
     checkpoint = max((run / "checkpoints").glob("step-*"))
-    state, config = parse_state((checkpoint / "state.json").read_text()), read_yaml(str(run / "config.yaml"), "run")
+    state, config = (
+        parse_state((checkpoint / "state.json").read_text()),
+        read_yaml(str(run / "config.yaml"), "run"),
+    )
     items = state.feed.consumed
-    units = {"tokens": items * config["model"]["block_size"]} if state.kind == "gpt2" else {"samples": items}
+    units = (
+        {"tokens": items * config["model"]["block_size"]}
+        if state.kind == "gpt2"
+        else {"samples": items}
+    )
     found = state.record | units | {"epoch_loss": state.losses.epoch[0]}
     return {
-        "rows": [{name: value for name, value in row.items() if name not in TIMINGS} for row in rows(run)],
+        "rows": [
+            {name: value for name, value in row.items() if name not in TIMINGS} for row in rows(run)
+        ],
         "state": {name: found[name] for name in STATE if name in found},
         "weights": weights(load_file(checkpoint / "model.safetensors")),
     }
@@ -175,18 +202,28 @@ def summary(run):
 def weights(tensors):
     """Of a model's tensors, of each its size, 2-norm and sum in fp64."""
     exact = {name: tensor.double() for name, tensor in sorted(tensors.items())}
-    return {"tensors": {name: [of.numel(), of.norm().item(), of.sum().item()] for name, of in exact.items()}}
+    return {
+        "tensors": {
+            name: [of.numel(), of.norm().item(), of.sum().item()] for name, of in exact.items()
+        }
+    }
 
 
 def draws():
-    """SHA-256 of what torch's generator gives on this machine, whose kernels differ between processors.
+    """SHA-256 of what torch's generator gives on this machine, whose kernels differ between
+    processors.
 
-    Where `masks` are others than the recorder's, dropout and crops are others, and so is all that follows. Where
-    `normals` are, the points of a regression differ in their last bits, and a run may not go on with them.
+    Where `masks` are others than the recorder's, dropout and crops are others, and so is all that
+    follows. Where `normals` are, the points of a regression differ in their last bits, and a run
+    may not go on with them.
     """
     generator_state = torch.get_rng_state()
     torch.manual_seed(0)
-    masks = (F.dropout(torch.ones(3, 1001), 0.1) > 0, torch.randint(9, (2, 50)), torch.rand(50) < 0.5)
+    masks = (
+        F.dropout(torch.ones(3, 1001), 0.1) > 0,
+        torch.randint(9, (2, 50)),
+        torch.rand(50) < 0.5,
+    )
     normals = (torch.randn(2, 101), torch.randn(2, 31))
     torch.set_rng_state(generator_state)
     return {

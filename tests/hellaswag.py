@@ -13,7 +13,8 @@ SENTENCES = [
 
 
 def made_items(count):
-    """Rows like those of hellaswag_val.jsonl: marks of WikiHow in every third, other scripts in every fourth."""
+    """Rows like those of hellaswag_val.jsonl: marks of WikiHow in every third, other scripts in
+    every fourth."""
     rows, step = [], len(SENTENCES) // (count + 1)
     for index in range(count):
         place = index * step
@@ -33,7 +34,10 @@ def made_items(count):
 def items_file(folder, count=15):
     """A file of items, short enough for models of 16 tokens; its task is `items`."""
     choices = ["(self):", "import"]
-    rows = [{"context": f"def {'a ' * number}", "choices": choices, "label": number % 2} for number in range(count)]
+    rows = [
+        {"context": f"def {'a ' * number}", "choices": choices, "label": number % 2}
+        for number in range(count)
+    ]
     return str(write(folder / "items.jsonl", rows))
 
 

@@ -3,8 +3,9 @@
     .venv/bin/python tests/kinds.py           # all of them
     .venv/bin/python tests/kinds.py --turn    # one: another each day
 
-A kind limits the instructions of torch, oneDNN and MKL, and has its own number of threads and Python's hash seed. Each
-run prints its nearest comparisons. The exit code is 1 if a kind has a failed test, or one above margins.MOST.
+A kind limits the instructions of torch, oneDNN and MKL, and has its own number of threads and
+Python's hash seed. Each run prints its nearest comparisons. The exit code is 1 if a kind has a
+failed test, or one above margins.MOST.
 """
 
 import json
@@ -36,11 +37,24 @@ def run(number, folder):
     """Runs the tests on a kind. Returns pytest's exit code and the margins."""
     instructions, onednn, mkl, threads = KINDS[number]
     kind = {"ATEN_CPU_CAPABILITY": instructions, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_CBWR": mkl}
-    kind |= {"TEST_THREADS": str(threads), "OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": str(number)}
+    kind |= {
+        "TEST_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONHASHSEED": str(number),
+    }
     margins, begun = folder / f"{number}.json", time.monotonic()
-    words = ["-m", "pytest", "-m", "computes and not slow and not gpu", "-n", str(min(4, os.cpu_count() or 1))]
+    words = [
+        "-m",
+        "pytest",
+        "-m",
+        "computes and not slow and not gpu",
+        "-n",
+        str(min(4, os.cpu_count() or 1)),
+    ]
     print(f"\nkind {number}:", *(f"{name}={value}" for name, value in kind.items()), flush=True)
-    code = subprocess.run([sys.executable, *words], env=os.environ | kind | {"MARGINS": str(margins)}).returncode
+    code = subprocess.run(
+        [sys.executable, *words], env=os.environ | kind | {"MARGINS": str(margins)}
+    ).returncode
     print(f"kind {number}: exit code {code} after {time.monotonic() - begun:.0f} s", flush=True)
     return code, json.loads(margins.read_text()) if margins.is_file() else {}
 
@@ -55,8 +69,15 @@ def main():
         found = {number: run(number, Path(folder)) for number in numbers}
     print()
     for number, (code, margins) in found.items():
-        print(f"kind {number}: exit code {code}, largest error / tolerance {max(margins.values(), default=0):.4f}")
-    return int(any(code or any(margin > MOST for margin in margins.values()) for code, margins in found.values()))
+        print(
+            f"kind {number}: exit code {code}, largest error / tolerance {max(margins.values(), default=0):.4f}"
+        )
+    return int(
+        any(
+            code or any(margin > MOST for margin in margins.values())
+            for code, margins in found.values()
+        )
+    )
 
 
 if __name__ == "__main__":

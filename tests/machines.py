@@ -1,4 +1,5 @@
-"""Machines for the tests: network namespaces on one switch, each with a name, processes and a folder of its own."""
+"""Machines for the tests: network namespaces on one switch, each with a name, processes and a
+folder of its own."""
 
 import os
 import subprocess
@@ -13,7 +14,8 @@ WIRE = "wire0"
 
 
 class Machine:
-    """A machine: what runs on it sees its own network, host name, /etc/hosts and processes, and starts in its folder.
+    """A machine: what runs on it sees its own network, host name, /etc/hosts and processes, and
+    starts in its folder.
 
     Args:
         number: from 0 on; its address is 10.0.0.(number + 1).
@@ -30,8 +32,8 @@ class Machine:
             (self.folder / name).symlink_to(ROOT / name)
 
     def start(self, command, **env):
-        """What a person types into a shell there; it ends, with all that it has started, when this process is killed.
-        Its output is in the file `output`."""
+        """What a person types into a shell there; it ends, with all that it has started, when this
+        process is killed. Its output is in the file `output`."""
         shell = f"mount --bind {self.hosts} /etc/hosts && hostname {self.name} && {command}"
         path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
         env = environment(PATH=path, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1") | env
@@ -59,11 +61,19 @@ class Machine:
 
     def ranks(self):
         """The training processes that its launcher has started."""
-        return [process for process in self._processes() if process.cmdline()[1:3] == ["-u", "scripts/train_gpt2.py"]]
+        return [
+            process
+            for process in self._processes()
+            if process.cmdline()[1:3] == ["-u", "scripts/train_gpt2.py"]
+        ]
 
     def launcher(self):
         """Its torchrun."""
-        return next(process for process in self._processes() if process.cmdline()[1:2] == [str(BIN / "torchrun")])
+        return next(
+            process
+            for process in self._processes()
+            if process.cmdline()[1:2] == [str(BIN / "torchrun")]
+        )
 
     def _processes(self):
         if not self.started or self.started[-1].poll() is not None:
@@ -88,13 +98,21 @@ def joined_machines(folder, count=2):
     """Machines, and a switch between them, gone at the end with all that runs there."""
     if os.getuid() != 0:
         pytest.skip("network namespaces are made by root alone")
-    machines, switch = tuple(Machine(number, folder) for number in range(count)), f"gpt2-{os.getpid()}-switch"
+    machines, switch = (
+        tuple(Machine(number, folder) for number in range(count)),
+        f"gpt2-{os.getpid()}-switch",
+    )
     try:
         make = [f"netns add {name}" for name in (switch, *(machine.netns for machine in machines))]
         make += [f"-n {switch} link add switch type bridge", f"-n {switch} link set switch up"]
         for machine in machines:
-            make += [f"link add {WIRE} netns {machine.netns} type veth peer name {machine.name} netns {switch}"]
-            make += [f"-n {switch} link set {machine.name} master switch", f"-n {switch} link set {machine.name} up"]
+            make += [
+                f"link add {WIRE} netns {machine.netns} type veth peer name {machine.name} netns {switch}"
+            ]
+            make += [
+                f"-n {switch} link set {machine.name} master switch",
+                f"-n {switch} link set {machine.name} up",
+            ]
             make += [f"-n {machine.netns} addr add {machine.address}/24 dev {WIRE}"]
             make += [f"-n {machine.netns} link set {interface} up" for interface in (WIRE, "lo")]
             names = "".join(f"{other.address} {other.name}\n" for other in machines)

@@ -1,4 +1,5 @@
-"""How near the comparisons of `close.py` are to their tolerances. No torch: xdist's controller has no use for it."""
+"""How near the comparisons of `close.py` are to their tolerances. No torch: xdist's controller has
+no use for it."""
 
 import json
 import os
@@ -11,8 +12,8 @@ MARGINS = {}
 
 
 def report():
-    """Prints the ten tests that are nearest to their tolerances, and writes all of them to the file MARGINS, if that
-    is set. Returns whether one is too near in CI."""
+    """Prints the ten tests that are nearest to their tolerances, and writes all of them to the file
+    MARGINS, if that is set. Returns whether one is too near in CI."""
     nearest = sorted(MARGINS.items(), key=lambda item: -item[1])[:10]
     if nearest:
         print("\nerror / tolerance of the nearest comparisons:")

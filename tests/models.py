@@ -1,4 +1,5 @@
-"""Small models for the tests, transformers' models of the same weights, and changes of what those save."""
+"""Small models for the tests, transformers' models of the same weights, and changes of what those
+save."""
 
 import json
 
@@ -20,7 +21,8 @@ SHAPES["gpt2"] = {"n_inner": 48}
 
 
 def tiny(vocab_size=65, eot=None, **changes):
-    """A small model whose every weight differs from its initial value, LayerNorms and biases included."""
+    """A small model whose every weight differs from its initial value, LayerNorms and biases
+    included."""
     torch.manual_seed(0)
     model = GPT(TINY.model_copy(update=changes), vocab_size, eot)
     for parameter in model.parameters():
@@ -58,7 +60,9 @@ def edit_json(name, *gone, **changes):
 
     def edit(folder):
         values = {**json.loads((folder / name).read_text()), **changes}
-        (folder / name).write_text(json.dumps({key: value for key, value in values.items() if key not in gone}))
+        (folder / name).write_text(
+            json.dumps({key: value for key, value in values.items() if key not in gone})
+        )
 
     return edit
 
@@ -68,6 +72,8 @@ def edit_weights(change):
 
     def edit(folder):
         changed = change(load_file(folder / "model.safetensors"))
-        save_file({name: value.clone() for name, value in changed.items()}, folder / "model.safetensors")
+        save_file(
+            {name: value.clone() for name, value in changed.items()}, folder / "model.safetensors"
+        )
 
     return edit

@@ -1,10 +1,12 @@
-"""Mutation testing of the core: changes one place of a module at a time, and reports each change that no test notices.
+"""Mutation testing of the core: changes one place of a module at a time, and reports each change
+that no test notices.
 
     .venv/bin/python tests/mutants.py [--only training/guard.py] [--jobs 2]
 
-`MODULES` names the tests of each module. They have to pass on the unchanged module. Mutants are spread evenly over all
-places where a module can be changed, so the choice depends on the source alone. Each is written into a copy of the
-tree, and the tests import that copy's package. The exit code is 1 if a mutant survives that `EQUIVALENT` does not list.
+`MODULES` names the tests of each module. They have to pass on the unchanged module. Mutants are
+spread evenly over all places where a module can be changed, so the choice depends on the source
+alone. Each is written into a copy of the tree, and the tests import that copy's package. The exit
+code is 1 if a mutant survives that `EQUIVALENT` does not list.
 """
 
 import argparse
@@ -36,7 +38,9 @@ STEPS = "figure or skipped or left_alone or mean_loss or patience_ends or short_
 ENDS = "sign_of or without_scores or newest_checkpoint_of or agreed_on or drawn or flipped or all_the_same"
 BACK = "every_gradient or poisoned or bad_steps or start_is_there or that_diverges or go_back or beginning or looks_at"
 STATISTICS = "optim and not (iteration or orthogonal) or running_statistics or spike or skipped"
-SUMS = "judge or knows_where or job or all_the_same or kept or mean or numbers or running_statistics"
+SUMS = (
+    "judge or knows_where or job or all_the_same or kept or mean or numbers or running_statistics"
+)
 TABLE = f"""
 data/order.py 20 tests/test_order.py tests/test_mixture.py -k order
 data/feed.py 24 tests/test_feed.py -k 'not (workers or windows)'
@@ -69,9 +73,11 @@ SHORT = {
 for short, words in SHORT.items():
     TABLE = TABLE.replace(short, words)
 MODULES = {
-    module: (int(count), arguments) for module, count, *arguments in map(shlex.split, TABLE.strip().splitlines())
+    module: (int(count), arguments)
+    for module, count, *arguments in map(shlex.split, TABLE.strip().splitlines())
 }
-"""Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
+"""Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones,
+the fastest first."""
 PARTS = {
     "records/rows.py": "valid_rows finite head chain_of split_chain parse_lines",
     "records/run_folder.py": "append _chained end resume",
@@ -332,11 +338,13 @@ SWAPS += "minimum:maximum, maximum:minimum, ceil:floor, floor:ceil"
 SWAP = dict(swap.split(":") for swap in SWAPS.split(", "))
 OPERATOR = re.compile("|".join(re.escape(old) for old in SWAP))
 
-MEMORY = 8 * 2**30  # bytes of address space: a mutant whose loop never ends must not take the machine's
+# bytes of address space: a mutant whose loop never ends must not take the machine's
+MEMORY = 8 * 2**30
 
 
 class Mutant(NamedTuple):
-    """A module's source with one change, and the line of the change (several are joined) before and after."""
+    """A module's source with one change, and the line of the change (several are joined) before and
+    after."""
 
     line: int
     function: str  # around the change, as in `Equivalent`
@@ -350,11 +358,14 @@ class Mutant(NamedTuple):
 
 
 def place_of(tree, line):
-    """The innermost function or class around a line of a module, or the statement there: its name, and its node."""
+    """The innermost function or class around a line of a module, or the statement there: its name,
+    and its node."""
     name = ""
     node = tree
     while True:
-        inner = [part for part in getattr(node, "body", []) if part.lineno <= line <= part.end_lineno]
+        inner = [
+            part for part in getattr(node, "body", []) if part.lineno <= line <= part.end_lineno
+        ]
         named = [part for part in inner if isinstance(part, ast.FunctionDef | ast.ClassDef)]
         if not named:
             return (name, node) if name else ("", inner[0])
@@ -388,7 +399,9 @@ def mutants_of(module):
     lines = [0, *(match.end() for match in re.finditer(b"\n", source))]
 
     def span(node):
-        return lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
+        return lines[node.lineno - 1] + node.col_offset, lines[
+            node.end_lineno - 1
+        ] + node.end_col_offset
 
     def operator(left, right):
         first = span(left)[1]
@@ -408,32 +421,49 @@ def mutants_of(module):
             case ast.BoolOp(op=op, values=values):
                 for left, right in pairwise(values):
                     yield from operator(left, right)
-                parts = [value for value in values if not isinstance(value, ast.Constant | ast.Dict | ast.Tuple)]
-                yield from ((*span(part), str(isinstance(op, ast.And))) for part in parts)  # takes it out
+                parts = [
+                    value
+                    for value in values
+                    if not isinstance(value, ast.Constant | ast.Dict | ast.Tuple)
+                ]
+                # takes it out
+                yield from ((*span(part), str(isinstance(op, ast.And))) for part in parts)
             case ast.UnaryOp(op=ast.Not() | ast.USub() as op):
                 yield span(node)[0], span(node)[0] + (4 if isinstance(op, ast.Not) else 1), ""
             case ast.Constant(value=bool() | int() | float() as value):
                 yield *span(node), str(not value if isinstance(value, bool) else value + 1)
             case ast.Call(func=function, args=args, keywords=keywords):
-                stop, name = span(function)[1], getattr(function, "attr", getattr(function, "id", ""))
+                stop, name = (
+                    span(function)[1],
+                    getattr(function, "attr", getattr(function, "id", "")),
+                )
                 if name in SWAP:
                     yield stop - len(name), stop, SWAP[name]
                 for keyword in keywords:
                     begun, ended = span(keyword)
-                    before = max((span(one)[1] for one in [*args, *keywords] if span(one)[1] <= begun), default=None)
+                    before = max(
+                        (span(one)[1] for one in [*args, *keywords] if span(one)[1] <= begun),
+                        default=None,
+                    )
                     if keyword.arg and before:
                         yield source.index(b",", before), ended, ""
-            case ast.If(test=test) | ast.IfExp(test=test) if not is_text(getattr(node, "orelse", None)):
+            case ast.If(test=test) | ast.IfExp(test=test) if not is_text(
+                getattr(node, "orelse", None)
+            ):
                 yield from ((*span(test), truth) for truth in ("True", "False"))
             case ast.comprehension(ifs=ifs):
                 yield from ((*span(test), truth) for test in ifs for truth in ("True", "False"))
-            case ast.Return(value=ast.expr() as value) if getattr(value, "value", value) is not None:
+            case ast.Return(value=ast.expr() as value) if (
+                getattr(value, "value", value) is not None
+            ):
                 yield *span(value), "None"
             case ast.Expr(value=ast.Call()):
                 yield *span(node), "pass"
 
     def walk(node):
-        name = getattr(getattr(node, "func", None), "attr", getattr(getattr(node, "func", None), "id", ""))
+        name = getattr(
+            getattr(node, "func", None), "attr", getattr(getattr(node, "func", None), "id", "")
+        )
         if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr) or name == "print":
             return
         yield from changes(node)
@@ -444,7 +474,11 @@ def mutants_of(module):
                         yield from walk(child)
 
     tree = ast.parse(source)
-    parts = [part for part in ast.walk(tree) if getattr(part, "name", "") in PARTS.get(module, "").split()] or [tree]
+    parts = [
+        part
+        for part in ast.walk(tree)
+        if getattr(part, "name", "") in PARTS.get(module, "").split()
+    ] or [tree]
     places = sorted({change for part in parts for change in walk(part)})
     mutants, count = [], min(MODULES[module][0], len(places))
     for first, last, text in (places[len(places) * number // count] for number in range(count)):
@@ -465,14 +499,23 @@ def is_text(node):
 
 
 def run_tests(copy, module, source=b"", limit=1800.0):
-    """Runs a module's tests in a copy of the tree, on this source of it, or its own: killed, survived or timeout; and
-    the seconds."""
+    """Runs a module's tests in a copy of the tree, on this source of it, or its own: killed,
+    survived or timeout; and the seconds."""
     begun, file = time.monotonic(), copy / "gpt2_ddp" / module
     original = file.read_bytes()
     file.write_bytes(source or original)
     environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(copy)}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-    command = [sys.executable, "-m", "pytest", *MODULES[module][1], "-x", "-q", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *MODULES[module][1],
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
     with (copy / "output.txt").open("w") as output:
         tests = subprocess.Popen(
             [*command, "--basetemp", "temporary"], cwd=copy, env=os.environ | environment, stdin=subprocess.DEVNULL,
@@ -494,7 +537,9 @@ def run_mutants(module, free, jobs):
     copy = free.get()
     state, usual = run_tests(copy, module)
     if state != "survived":
-        raise SystemExit(f"the tests of {module} fail without a change:\n{(copy / 'output.txt').read_text()}")
+        raise SystemExit(
+            f"the tests of {module} fail without a change:\n{(copy / 'output.txt').read_text()}"
+        )
     free.put(copy)
     print(f"{module}: its tests take {usual:.1f} s", flush=True)
 
@@ -508,7 +553,9 @@ def run_mutants(module, free, jobs):
         if state == "survived":
             print(f"survived: {module}:{mutant}", flush=True)
             if entry:
-                print(f"  {mutant.function} has changed since it was equivalent ({entry.reason}); look again, then")
+                print(
+                    f"  {mutant.function} has changed since it was equivalent ({entry.reason}); look again, then"
+                )
                 print(f"  record the digest {mutant.digest} in EQUIVALENT", flush=True)
         return state
 
@@ -520,9 +567,15 @@ def main():
     """Runs the mutants; returns 1 where one survives that `EQUIVALENT` does not list."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument(
-        "--only", action="append", choices=MODULES, metavar="MODULE", help="one module; may be repeated"
+        "--only",
+        action="append",
+        choices=MODULES,
+        metavar="MODULE",
+        help="one module; may be repeated",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="mutants that run at a time (default: 2)")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="mutants that run at a time (default: 2)"
+    )
     args = parser.parse_args()
     modules = args.only or MODULES
     for module in modules:

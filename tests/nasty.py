@@ -1,4 +1,5 @@
-"""A folder of files such as people have, for the tests of what text goes in, and for the table of docs/data.md."""
+"""A folder of files such as people have, for the tests of what text goes in, and for the table of
+docs/data.md."""
 
 import bz2
 import gzip
@@ -50,7 +51,10 @@ DECODABLE = {
     "n" * 247 + ".txt": (b"a file of a long name", "a file of a long name"),
     "end-of-text.txt": (b"a story<|endoftext|>another", "a story<|endoftext|>another"),
     "text.txt.gz": (gzip.compress(PROSE.encode(), mtime=0), PROSE),
-    "members.txt.gz": (gzip.compress(b"one ", mtime=0) + gzip.compress(b"two", mtime=0) + bytes(512), "one two"),
+    "members.txt.gz": (
+        gzip.compress(b"one ", mtime=0) + gzip.compress(b"two", mtime=0) + bytes(512),
+        "one two",
+    ),
     "streams.txt.bz2": (bz2.compress(b"one ") + bz2.compress(b"two"), "one two"),
     "frames.txt.zst": (zstd("one ") + SKIPPED + zstd("two") + SKIPPED, "one two"),
     "nul.txt": (b"x" * 1000 + bytes(9), "x" * 1000 + "\0" * 9),
@@ -70,19 +74,27 @@ NOT_TEXT = {
     "late.txt": b"text at first\n" * 1000 + NOISE,
     "rest.txt.gz": gzip.compress(b"text", mtime=0) + b"others warn of this",
     "wide.txt.zst": bytes.fromhex("28b52ffd 00 a0") + (4 * 8 + 1).to_bytes(3, "little") + b"text",
-    "pointer.txt": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 9999\n",
-    "pointer.parquet": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 9999\n",
+    "pointer.txt": b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+    + b"a" * 64
+    + b"\nsize 9999\n",
+    "pointer.parquet": b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+    + b"a" * 64
+    + b"\nsize 9999\n",
     "paper.txt": b"%PDF-1.4\n" + b"1 0 obj <</Length 9>>\nstream\nendstream\n" * 9,
     "tree.txt": bytes(257) + b"ustar" + b"text\n" * 9999,
     "torn.txt.gz": gzip.compress(NOISE, mtime=0)[:100],
     "torn.parquet": b"PAR1 and no more",
 }
-CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+)
 CL100K_PATTERN += r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 
 
 def config(source, **changes):
-    return PrepareConfig.model_validate({"source": source if isinstance(source, list) else str(source)} | changes)
+    return PrepareConfig.model_validate(
+        {"source": source if isinstance(source, list) else str(source)} | changes
+    )
 
 
 def pieces(source, **changes):
@@ -102,7 +114,11 @@ def write_nasty(folder):
     """All kinds of files."""
     folder.mkdir()
     files = {name: data for name, (data, _) in DECODABLE.items()} | NOT_TEXT
-    files |= {"empty.txt": b"", "rows.jsonl": b"\xef\xbb\xbf" + ROWS, "rows.jsonl.gz": gzip.compress(ROWS)}
+    files |= {
+        "empty.txt": b"",
+        "rows.jsonl": b"\xef\xbb\xbf" + ROWS,
+        "rows.jsonl.gz": gzip.compress(ROWS),
+    }
     for name, data in files.items():
         (folder / name).write_bytes(data)
     pa.parquet.write_table(pa.table({"text": ["a", None, "b"]}), folder / "rows.parquet")
@@ -112,7 +128,9 @@ def write_nasty(folder):
 def write_nested(folder):
     """Rows whose text is inside a column."""
     (folder / "a.jsonl").write_text(NESTED)
-    pa.parquet.write_table(pa.Table.from_pylist([*map(json.loads, NESTED.splitlines())]), folder / "b.parquet")
+    pa.parquet.write_table(
+        pa.Table.from_pylist([*map(json.loads, NESTED.splitlines())]), folder / "b.parquet"
+    )
 
 
 def difficult_texts():
@@ -124,6 +142,7 @@ def difficult_texts():
 
 
 def library_texts(count):
-    """The first files of Python's standard library, as a preparation reads them; empty ones are left out."""
+    """The first files of Python's standard library, as a preparation reads them; empty ones are
+    left out."""
     texts = (path.read_bytes().decode("utf-8", "replace") for path in library_files())
     return list(islice((text for text in texts if text), count))

@@ -1,8 +1,10 @@
-"""The commands of README.md and docs/*.md, as text taken from the pages; how each is run small, and which cannot run.
+"""The commands of README.md and docs/*.md, as text taken from the pages; how each is run small, and
+which cannot run.
 
-A new page is taken in by itself: all of its commands are run, `python SCRIPT` in a forked process, and in place of a
-launcher two ranks of its script are forked. One that cannot run here goes into CANNOT with the
-reason, what it needs into `stand_ins` of test_docs.py, and a flag that makes its script small enough into SMALLER.
+A new page is taken in by itself: all of its commands are run, `python SCRIPT` in a forked process,
+and in place of a launcher two ranks of its script are forked. One that cannot run here goes into
+CANNOT with the reason, what it needs into `stand_ins` of test_docs.py, and a flag that makes its
+script small enough into SMALLER.
 """
 
 import importlib.util
@@ -18,7 +20,10 @@ from gpt2_ddp.config import cli
 
 ROOT = Path(__file__).parents[1]
 TRANSLATED = [ROOT / "README.zh-CN.md", ROOT / "docs/first-steps.zh-CN.md"]
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page not in TRANSLATED)]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page not in TRANSLATED),
+]
 
 NEEDED = """\
 a package index
@@ -98,8 +103,11 @@ scripts/hello_
 files of one's own; test_lm_eval.py takes the command from the page
 --include_path local
 """
-CANNOT = {why: parts for why, *parts in (block.strip("\n").split("\n") for block in NEEDED.split("\n\n"))}
-"""What is not here -> parts of the commands that need it, $ being the end of a command. They are still parsed."""
+CANNOT = {
+    why: parts for why, *parts in (block.strip("\n").split("\n") for block in NEEDED.split("\n\n"))
+}
+"""What is not here -> parts of the commands that need it, $ being the end of a command. They are
+still parsed."""
 
 TRAINING = (
     "--train.steps {steps} --train.device cpu --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
@@ -118,7 +126,8 @@ SMALLER = {
     "ddp_lab.py": "--only set_epoch",
     "generate.py": "--max_new_tokens 8",
 }
-"""Script -> flags that are added unless the page gives them; none where a run's own configuration is given."""
+"""Script -> flags that are added unless the page gives them; none where a run's own configuration
+is given."""
 
 
 class PageCommand(NamedTuple):
@@ -129,18 +138,27 @@ class PageCommand(NamedTuple):
     @property
     def reason(self):
         """Why it cannot run here; empty where it can."""
-        return next((why for why, parts in CANNOT.items() if any(part in f"{self.text}$" for part in parts)), "")
+        return next(
+            (
+                why
+                for why, parts in CANNOT.items()
+                if any(part in f"{self.text}$" for part in parts)
+            ),
+            "",
+        )
 
     @property
     def words(self):
-        """As a shell takes it apart, without a comment at its end, and without variables that are set before it."""
+        """As a shell takes it apart, without a comment at its end, and without variables that are
+        set before it."""
         words = shlex.split(self.text, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
         return words
 
     def smaller(self, number):
-        """The text with the flags of SMALLER, the `number`-th of its page: a training then goes on for two steps."""
+        """The text with the flags of SMALLER, the `number`-th of its page: a training then goes on
+        for two steps."""
         found = re.search(r"scripts/(\w+\.py)", self.text)
         if not found or found[1] not in SMALLER or "--config runs/" in self.text:
             return self.text
@@ -153,17 +171,17 @@ class PageCommand(NamedTuple):
 PROGRAMS = re.findall(r"\S+", """
 python torchrun accelerate make pip docker export lm_eval hf source sbatch srun mkdir cloud/launch.sh kubectl sky aws
 """)  # fmt: skip
-INLINE = (
-    r"python (scripts/|-m benchmarks)|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
-)
+INLINE = r"python (scripts/|-m benchmarks)|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
 
 
 def commands(page):
-    """The commands of a page, in its order: in blocks for a shell, in plain blocks that begin with one, and between
-    single backticks."""
+    """The commands of a page, in its order: in blocks for a shell, in plain blocks that begin with
+    one, and between single backticks."""
     found = []
     text = page.read_text()
-    for language, block, span in re.findall(r"^```(.*)\n((?:.*\n)*?)```|`([^`\n]+)`", text, re.MULTILINE):
+    for language, block, span in re.findall(
+        r"^```(.*)\n((?:.*\n)*?)```|`([^`\n]+)`", text, re.MULTILINE
+    ):
         if block:
             found += _of_block(language, block)
         elif re.match(INLINE, span) and "…" not in span:
@@ -197,7 +215,8 @@ def parse_script(words, text, folder):
     script, *flags = words
     assert (ROOT / script).is_file(), f"{text}: no {script}"
     if not (found := load_docs("reference").command_of(ROOT / script)):
-        return  # a program without flags: that it takes the command is shown where the command is run
+        # a program without flags: that it takes the command is shown where the command is run
+        return
     command, default = found
     for flag, value in pairwise(flags):
         if flag == "--config" and not (ROOT / value).exists() and not (folder / value).exists():
@@ -211,4 +230,6 @@ def write_texts(folder):
     """Texts of one's own: some modules of the standard library."""
     (folder / "texts").mkdir()
     for name in ("abc", "bisect", "heapq", "queue", "sched", "shlex", "textwrap"):
-        (folder / f"texts/{name}.txt").write_bytes((Path(os.__file__).parent / f"{name}.py").read_bytes())
+        (folder / f"texts/{name}.txt").write_bytes(
+            (Path(os.__file__).parent / f"{name}.py").read_bytes()
+        )

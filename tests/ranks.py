@@ -1,7 +1,8 @@
-"""Real processes for the tests: ranks of one world, forked from a server that has torch loaded already. It is one for
-all of xdist's workers.
+"""Real processes for the tests: ranks of one world, forked from a server that has torch loaded
+already. It is one for all of xdist's workers.
 
-A fresh interpreter would take 4 s to import torch, and forking the test process deadlocks in its thread pools.
+A fresh interpreter would take 4 s to import torch, and forking the test process deadlocks in its
+thread pools.
 """
 
 import faulthandler
@@ -43,12 +44,16 @@ THREADS = int(os.environ.get("TEST_THREADS", "1"))
 
 
 def wait_until(condition, seconds=120, process=None):
-    """When the condition came to hold, by `time.monotonic`. Raises: AssertionError if it does not within so many
-    seconds, or if the process ends before."""
+    """When the condition came to hold, by `time.monotonic`. Raises: AssertionError if it does not
+    within so many seconds, or if the process ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
         if process:
-            ended = process.poll() is not None if isinstance(process, subprocess.Popen) else not process.is_alive()
+            ended = (
+                process.poll() is not None
+                if isinstance(process, subprocess.Popen)
+                else not process.is_alive()
+            )
             assert not ended, "the process has ended"
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.02)
@@ -56,13 +61,17 @@ def wait_until(condition, seconds=120, process=None):
 
 
 def start_ranks(function, world, *args):
-    """Starts `function(*args)` on each rank; one process alone gets no rank, like a plain `python script.py`."""
+    """Starts `function(*args)` on each rank; one process alone gets no rank, like a plain `python
+    script.py`."""
     port = reserve_port()
     started = []
     for rank in range(world):
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        outputs = [Connection(os.dup(number), readable=False) for number in (1, 2)]  # not the server's
-        environment = {"OMP_NUM_THREADS": str(THREADS)} | (rank_environment(rank, world, port) if world > 1 else {})
+        # not the server's
+        outputs = [Connection(os.dup(number), readable=False) for number in (1, 2)]
+        environment = {"OMP_NUM_THREADS": str(THREADS)} | (
+            rank_environment(rank, world, port) if world > 1 else {}
+        )
         process = CONTEXT.Process(
             target=_call, args=(environment, outputs, sender, function, args), name=f"rank {rank}"
         )
@@ -73,16 +82,20 @@ def start_ranks(function, world, *args):
 
 
 def start(process):
-    """Starts a process, maybe with the server, in which signals are blocked as in that of a training's workers."""
+    """Starts a process, maybe with the server, in which signals are blocked as in that of a
+    training's workers."""
     with _as_server():
         process.start()
 
 
 def start_server():
-    """Starts the server, once, for other processes of the suite. Returns what `use_server` takes."""
+    """Starts the server, once, for other processes of the suite. Returns what `use_server`
+    takes."""
     with _as_server():
         forkserver.ensure_running()
-    return {name: getattr(SERVER, name, None) for name in ("_forkserver_address", "_forkserver_authkey")}
+    return {
+        name: getattr(SERVER, name, None) for name in ("_forkserver_address", "_forkserver_authkey")
+    }
 
 
 def use_server(started):
@@ -108,19 +121,27 @@ def _as_server():
 
 def rank_environment(rank, world, port):
     """The variables that torchrun gives a rank."""
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_PORT": port,
+    }
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in values.items()}
 
 
 def forked_ranks(function, arguments):
-    """Replaces `gpt2_ddp.distributed.spawn.start_ranks`: the ranks are forked, with torch loaded."""
+    """Replaces `gpt2_ddp.distributed.spawn.start_ranks`: the ranks are forked, with torch
+    loaded."""
     started = start_ranks(_own_arguments, len(arguments), function, arguments, OUTPUTS)
     RECEIVERS.extend(receiver for _, receiver in started)
     return [process for process, _ in started]
 
 
 RECEIVERS = []
-"""Pipes of forked ranks, whose results nobody reads: a closed pipe would end a rank with an error."""
+"""Pipes of forked ranks, whose results nobody reads: a closed pipe would end a rank with an
+error."""
 
 
 OUTPUTS = []
@@ -133,7 +154,9 @@ def write_to(files):
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     if files:
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        sys.stdout, sys.stderr = (
+            open(number, "w", buffering=1, closefd=False) for number in (1, 2)
+        )
 
 
 def _own_arguments(function, arguments, outputs):
@@ -171,7 +194,8 @@ def run_ranks(function, world, *args, timeout=120):
 
 
 def run_until_killed(function, world, *args, timeout=120):
-    """Runs `function(*args)` on each rank until the last rank dies of SIGKILL; then kills the other ranks."""
+    """Runs `function(*args)` on each rank until the last rank dies of SIGKILL; then kills the other
+    ranks."""
     started = start_ranks(function, world, *args)
     started[-1][0].join(timeout)
     exit_code = started[-1][0].exitcode
@@ -182,7 +206,8 @@ def run_until_killed(function, world, *args, timeout=120):
 
 
 def in_turn(*calls):
-    """Calls one function after another in this process. Each call is a tuple of the function and its arguments.
+    """Calls one function after another in this process. Each call is a tuple of the function and
+    its arguments.
 
     Returns:
         the value of each call, or the text of its UserError.
@@ -197,7 +222,8 @@ def in_turn(*calls):
 
 
 def first_calls(function, *args):
-    """The functions of the package that `function(*args)` calls in this thread, in the order of their first calls."""
+    """The functions of the package that `function(*args)` calls in this thread, in the order of
+    their first calls."""
     found = {}
 
     def note(frame, event, _):
@@ -226,7 +252,11 @@ def _call(environment, outputs, sender, function, args):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # a rank that starts others, or loader workers, has them forked by the same server
     keep_server()
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "TORCHELASTIC_", "PET_", "SLURM_"))]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith(("ACCELERATE_", "TORCHELASTIC_", "PET_", "SLURM_"))
+    ]:
         del os.environ[name]
     os.environ.update(environment)
     torch.set_num_threads(THREADS)

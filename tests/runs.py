@@ -1,4 +1,5 @@
-"""Configurations of runs that take seconds, functions that train them on ranks, and what is done to their records."""
+"""Configurations of runs that take seconds, functions that train them on ranks, and what is done to
+their records."""
 
 import contextlib
 import hashlib
@@ -73,8 +74,12 @@ tracking: {log_every: 1}
 
 def job_config(kind, output_dir, changes=None):
     """A tiny job of this kind on the CPU; dotted names in `changes` differ from it."""
-    command = {"regression": RegressionConfig, "transformer": TransformerConfig}.get(kind, ClassifierConfig)
-    values = changed(deepcopy(JOB), {"output_dir": str(output_dir)} | flat(KINDS[kind]) | (changes or {}))
+    command = {"regression": RegressionConfig, "transformer": TransformerConfig}.get(
+        kind, ClassifierConfig
+    )
+    values = changed(
+        deepcopy(JOB), {"output_dir": str(output_dir)} | flat(KINDS[kind]) | (changes or {})
+    )
     return command.model_validate(values)
 
 
@@ -113,19 +118,22 @@ def run_small_job(config):
 
 
 def train(config):
-    """Trains what the configuration describes, in this process or as one of its ranks; the outcome. A test's own
-    configuration names its task."""
+    """Trains what the configuration describes, in this process or as one of its ranks; the outcome.
+    A test's own configuration names its task."""
     from gpt2_ddp.tasks.pretraining import make_pretraining
     from gpt2_ddp.training import loop
 
     if isinstance(config, JobConfig):
         return run_small_job(config).outcome
-    return loop.train(config, make_pretraining if isinstance(config, TrainingConfig) else config.task).outcome
+    return loop.train(
+        config, make_pretraining if isinstance(config, TrainingConfig) else config.task
+    ).outcome
 
 
 def train_all(configs, *faults):
-    """Trains one run after another on the ranks of this process, with faults of `train_with_faults`; the outcomes.
-    Ranks that start and connect for each run would take longer than its steps."""
+    """Trains one run after another on the ranks of this process, with faults of
+    `train_with_faults`; the outcomes. Ranks that start and connect for each run would take longer
+    than its steps."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -148,7 +156,10 @@ def before_each_step(action):
 
 def said(function, *args):
     """The value of a call, and what it printed to stdout and to stderr."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
         return function(*args), out.getvalue(), errors.getvalue()
 
 
@@ -159,9 +170,9 @@ def train_with_faults(
     dies_at=0,
     sent=signal.SIGKILL,
 ):
-    """Trains. The last rank's gradient is multiplied by `times` in each step that begins at a position in `bad`. The
-    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Samples are two tokens
-    longer than the context. Returns the outcome."""
+    """Trains. The last rank's gradient is multiplied by `times` in each step that begins at a
+    position in `bad`. The last rank is sent the signal `sent` before the `dies_at`-th step that
+    this process takes. Samples are two tokens longer than the context. Returns the outcome."""
     from gpt2_ddp.model import generate
     from gpt2_ddp.training import loop
 
@@ -184,7 +195,9 @@ def train_with_faults(
 
     def sample_less(model, tokenizer, prompts, sampling, poll):
         tokens = model.config.block_size + 2
-        return sample_texts(model, tokenizer, prompts, sampling._replace(max_new_tokens=tokens), poll)
+        return sample_texts(
+            model, tokenizer, prompts, sampling._replace(max_new_tokens=tokens), poll
+        )
 
     loop.train_step, generate.sample_texts = train_step, sample_less
     try:
@@ -205,14 +218,18 @@ def all_rows(run):
 
 
 def rows(run):
-    """What a resumed run's rows have in common with those of one that was left alone, but for their timings: its steps
-    and rollbacks."""
+    """What a resumed run's rows have in common with those of one that was left alone, but for their
+    timings: its steps and rollbacks."""
     return [row for row in all_rows(run) if row.get("event", "rollback") == "rollback"]
 
 
 def untimed(run):
-    """The rows without timings: those of a resumed run are equal to those of the same run left alone."""
-    return [{name: value for name, value in row.items() if field_of(name).kind != "measured"} for row in rows(run)]
+    """The rows without timings: those of a resumed run are equal to those of the same run left
+    alone."""
+    return [
+        {name: value for name, value in row.items() if field_of(name).kind != "measured"}
+        for row in rows(run)
+    ]
 
 
 def events(run, event):
@@ -252,7 +269,8 @@ def state_of(run):
 
 
 def lasting_state(checkpoint):
-    """The state in a checkpoint without run id and log, which differ between a run left alone and one resumed."""
+    """The state in a checkpoint without run id and log, which differ between a run left alone and
+    one resumed."""
     state = read_json(checkpoint / "state.json")
     del state["progress"]["run_id"], state["log"]
     return state
@@ -260,8 +278,14 @@ def lasting_state(checkpoint):
 
 def gpt_state(step=0, epoch_size=1000, **sections):
     """The state of a GPT run after a step, with defaults for what is not given."""
-    task = GPTData(tokenizer="none", tokenizer_sha256="", vocab_size=512, data_manifest="", micro_batch=1)
-    sections = {"progress": Progress(step=step), "feed": FeedState(), "setup": Setup(epoch_size=epoch_size)} | sections
+    task = GPTData(
+        tokenizer="none", tokenizer_sha256="", vocab_size=512, data_manifest="", micro_batch=1
+    )
+    sections = {
+        "progress": Progress(step=step),
+        "feed": FeedState(),
+        "setup": Setup(epoch_size=epoch_size),
+    } | sections
     return State.of("gpt2", **{"task": task} | sections)
 
 
@@ -274,9 +298,12 @@ def weights(run):
 
 
 def tensors_of(place, what):
-    """The tensors of a checkpoint's `model` or `optimizer`, whole: the rows of all parts, in their order."""
+    """The tensors of a checkpoint's `model` or `optimizer`, whole: the rows of all parts, in their
+    order."""
     parts = [load_file(file) for file in sorted(place.glob(f"{what}*.safetensors"))]
-    found = {name: [part[name] for part in parts if name in part] for part in parts for name in part}
+    found = {
+        name: [part[name] for part in parts if name in part] for part in parts for name in part
+    }
     return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in found.items()}
 
 
@@ -291,13 +318,15 @@ def assert_same(one, other):
 
 
 def training_config(corpus, output_dir, changes=None):
-    """A tiny GPT of ten steps on the CPU, a quarter of a second; dotted names in `changes` differ from it."""
+    """A tiny GPT of ten steps on the CPU, a quarter of a second; dotted names in `changes` differ
+    from it."""
     own = {"output_dir": str(output_dir), "data.path": str(corpus)} | (changes or {})
     return TrainingConfig.model_validate(changed(deepcopy(GPT), own))
 
 
 def edit_manifest(folder, **changes):
-    """Changes values of a manifest.json, and its own hash with them, so that only what they mean is wrong."""
+    """Changes values of a manifest.json, and its own hash with them, so that only what they mean is
+    wrong."""
     file = folder / "manifest.json"
     values = {**json.loads(file.read_text()), **changes}
     values.pop("sha256", None)
@@ -318,8 +347,8 @@ def reseal(file):
 
 
 def edit_rows(run, edit, before=lambda *_: None):
-    """Edits the rows, and computes all of the chain again. `before` is called with each row, and with the new ends of
-    those before it (chain, and bytes of the file) by their old chains."""
+    """Edits the rows, and computes all of the chain again. `before` is called with each row, and
+    with the new ends of those before it (chain, and bytes of the file) by their old chains."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     edit(rows)
     chain = FIRST_CHAIN
@@ -336,7 +365,8 @@ def edit_rows(run, edit, before=lambda *_: None):
 
 
 def forge(run, edit=lambda rows: None):
-    """Edits the rows, and makes all hashes in rows and checkpoints fit again, as a patient forger would."""
+    """Edits the rows, and makes all hashes in rows and checkpoints fit again, as a patient forger
+    would."""
 
     def fit(row, ends):
         saved = row if row.get("event") == "checkpoint" else row.get("checkpoint")
@@ -372,7 +402,10 @@ def initial_weights(config):
     """A run's whole weights before its first step, as lists."""
     with built(config) as run:
         weights = run.task.model.state_dict()
-        return {name: getattr(value, "full_tensor", value.clone)().tolist() for name, value in weights.items()}
+        return {
+            name: getattr(value, "full_tensor", value.clone)().tolist()
+            for name, value in weights.items()
+        }
 
 
 @contextmanager

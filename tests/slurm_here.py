@@ -1,4 +1,5 @@
-"""A real Slurm of two nodes on this machine, for the tests: munged, slurmctld and two slurmd in one folder."""
+"""A real Slurm of two nodes on this machine, for the tests: munged, slurmctld and two slurmd in one
+folder."""
 
 import os
 import re
@@ -15,7 +16,13 @@ from gpt2_ddp.distributed.spawn import reserve_port
 SBATCH = ROOT / "slurm/train.sbatch"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 MISSING = ", ".join(name for name in PROGRAMS if not shutil.which(name))
-WHY_NOT = f"no {MISSING}: install slurm-wlm and munge" if MISSING else "" if os.geteuid() == 0 else "needs root"
+WHY_NOT = (
+    f"no {MISSING}: install slurm-wlm and munge"
+    if MISSING
+    else ""
+    if os.geteuid() == 0
+    else "needs root"
+)
 """Why there cannot be a Slurm here; empty where there can."""
 
 CONF = """\
@@ -58,17 +65,33 @@ class Slurm:
     def __init__(self, conf):
         path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
         own = {name: value for name, value in environment().items() if not name.startswith("SLURM")}
-        self.env = own | {"SLURM_CONF": str(conf), "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.env = own | {
+            "SLURM_CONF": str(conf),
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
         self.env["GLOO_SOCKET_IFNAME"] = "lo"
 
     def __call__(self, *command, cwd=None):
-        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
     def sbatch(self, project, *flags, training=()):
         """Submits train.sbatch from a project folder, without GPUs; returns the job's number."""
-        small = ("--job-name", "run", "--gpus-per-node", "0", "--cpus-per-task", "1", "--time", "10")
+        small = (
+            "--job-name",
+            "run",
+            "--gpus-per-node",
+            "0",
+            "--cpus-per-task",
+            "1",
+            "--time",
+            "10",
+        )
         command = (*small, *flags, str(SBATCH), "--config", "config.yaml", *training)
         return self("sbatch", "--parsable", *command, cwd=project)
 
@@ -83,9 +106,12 @@ class Slurm:
             time.sleep(1)
 
     def restarted(self, job, times=1):
-        """Waits until the job has been requeued, and begins it again at once: Slurm itself waits for two minutes."""
+        """Waits until the job has been requeued, and begins it again at once: Slurm itself waits
+        for two minutes."""
         while (found := self.job(job))["Restarts"] != str(times):
-            assert found["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), "not requeued"
+            assert found["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), (
+                "not requeued"
+            )
             time.sleep(1)
         self.wait("pending", lambda: self.job(job)["JobState"] in ("PENDING", "RUNNING"))
         if self.job(job)["JobState"] == "PENDING":
@@ -102,14 +128,23 @@ class Slurm:
 def slurm_in(folder):
     """Starts the daemons, and ends them and all that they have started, whatever happens."""
     conf, key = folder / "slurm.conf", folder / "munge.key"
-    conf.write_text(CONF.format(folder=folder, port=reserve_port(), port1=reserve_port(), port2=reserve_port()))
+    conf.write_text(
+        CONF.format(folder=folder, port=reserve_port(), port1=reserve_port(), port2=reserve_port())
+    )
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
     (folder / "state").mkdir()
     slurm = Slurm(conf)
     munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
     commands = (
-        ["munged", "--foreground", "--force", "--num-threads=1", f"--socket={folder}/munge.socket", *munge],
+        [
+            "munged",
+            "--foreground",
+            "--force",
+            "--num-threads=1",
+            f"--socket={folder}/munge.socket",
+            *munge,
+        ],
         ["slurmctld", "-D", "-c"],
         ["slurmd", "-D", "-N", "n1"],
         ["slurmd", "-D", "-N", "n2"],
@@ -120,11 +155,16 @@ def slurm_in(folder):
             with (folder / f"{len(daemons)}.said").open("w") as said:
                 daemons.append(subprocess.Popen(command, env=slurm.env, stdout=said, stderr=said))
             slurm.wait("munge's socket", (folder / "munge.socket").exists, 20)
-        slurm.wait("idle nodes", lambda: slurm("sinfo", "-h", "-t", "idle", "-o", "%D", "-p", "main") == "2", 60)
+        slurm.wait(
+            "idle nodes",
+            lambda: slurm("sinfo", "-h", "-t", "idle", "-o", "%D", "-p", "main") == "2",
+            60,
+        )
         yield slurm
     finally:
         for process in psutil.process_iter(["environ", "open_files"]):
-            files = {file.path for file in process.info["open_files"] or ()}  # slurmstepd hides its environment
+            # slurmstepd hides its environment
+            files = {file.path for file in process.info["open_files"] or ()}
             if (process.info["environ"] or {}).get("SLURM_CONF") == str(conf) or {
                 f"{folder}/n1.log",
                 f"{folder}/n2.log",
@@ -163,5 +203,6 @@ def main(config):
 
 run_command(TrainingConfig, main)
 """
-"""scripts/train_gpt2.py without a report, with steps that last as long as the file `pace` says, and saves that last ten
-times as long: what ends a rank with its launcher ends it before it has saved."""
+"""scripts/train_gpt2.py without a report, with steps that last as long as the file `pace` says, and
+saves that last ten times as long: what ends a rank with its launcher ends it before it has
+saved."""

@@ -1,4 +1,5 @@
-"""Each architecture against transformers' class with the same weights, and what all of them share."""
+"""Each architecture against transformers' class with the same weights, and what all of them
+share."""
 
 import pytest
 import torch
@@ -15,7 +16,14 @@ from gpt2_ddp.model.gpt import GPT, count_parameters
 from gpt2_ddp.model.optim import muon_matrices
 
 VOCABULARY = 300
-KINDS = [("gpt2", None), ("llama", None), ("llama", 2), ("qwen3", 2), ("nanochat", 2), ("nanochat", None)]
+KINDS = [
+    ("gpt2", None),
+    ("llama", None),
+    ("llama", 2),
+    ("qwen3", 2),
+    ("nanochat", 2),
+    ("nanochat", None),
+]
 each = pytest.mark.parametrize(("kind", "key_heads"), KINDS)
 ours_too = pytest.mark.parametrize(("kind", "key_heads"), [*KINDS, ("speedrun", 2)])
 
@@ -35,10 +43,16 @@ def make(kind, key_heads=None, scale=5.0, **changes):
 
 
 def gradients(model):
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
-@pytest.mark.parametrize(("shape", "length"), [({}, 32), ({"n_layer": 1, "n_head": 6, "n_embd": 96}, 7), ({}, 1)])
+@pytest.mark.parametrize(
+    ("shape", "length"), [({}, 32), ({"n_layer": 1, "n_head": 6, "n_embd": 96}, 7), ({}, 1)]
+)
 @each
 @float64()
 def test_logits_and_gradients_are_those_of_transformers(kind, key_heads, shape, length):
@@ -62,28 +76,39 @@ def test_short_attention_by_products_is_that_of_torch(key_heads, monkeypatch):
     noise = torch.randn_like(found)
     assert_close(*(torch.autograd.grad(y, inputs, noise) for y in (found, theirs)))
     used = []
-    monkeypatch.setattr(architecture, "causal_attention", lambda *parts: used.append(len(parts)) or parts[0])
+    monkeypatch.setattr(
+        architecture, "causal_attention", lambda *parts: used.append(len(parts)) or parts[0]
+    )
     model, tokens = make("gpt2", block_size=257), torch.zeros(1, 257, dtype=torch.int64)
     others = [(257, "bf16", True), (32, "bf16", True), (64, "bf16", False), (64, "no", True)]
     for length, dtype, trains in [(64, "bf16", True), (256, "bf16", True), *others]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"), torch.set_grad_enabled(trains):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"),
+            torch.set_grad_enabled(trains),
+        ):
             model(tokens[:, :length])
     assert len(used) == 2 * 3, "training on 64 to 256 tokens in bf16 only, in each layer"
 
 
 @ours_too
-def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_blocks(kind, key_heads):
+def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_blocks(
+    kind, key_heads
+):
     """By torch's own counter, of a step without attention's scores."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model, tokens = make(kind, key_heads), random_tokens(VOCABULARY, length=33)
     with FlopCounterMode(display=False) as counter:
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-    counted = sum(count for name, count in counter.get_flop_counts()["Global"].items() if "mm" in str(name))
+    counted = sum(
+        count for name, count in counter.get_flop_counts()["Global"].items() if "mm" in str(name)
+    )
     no_products = 12 * 3 * 64 * 32 + 6 * sum(p.numel() for p in model.parameters() if p.dim() == 1)
     assert (model.flops_per_token() - no_products) * tokens[:, 1:].numel() == counted
     assert len(muon_matrices(model)) == 3 * 4
-    assert count_parameters(model.config, VOCABULARY) == sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(model.config, VOCABULARY) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 @torch.no_grad()

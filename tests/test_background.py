@@ -31,7 +31,13 @@ from gpt2_ddp.distributed.environment import spare_core, usable_cores
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.training.loop import poll_save
 
-STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eval.every": 100, "guard.patience": 3}
+STEPS = {
+    "train.steps": 10,
+    "optim.decay_steps": 10,
+    "checkpoint.every": 4,
+    "eval.every": 100,
+    "guard.patience": 3,
+}
 
 
 def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
@@ -85,11 +91,17 @@ def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):
 
 
 def test_memory_is_asked_for_what_is_not_copied_yet(tmp_path, monkeypatch):
-    """The first checkpoint may have weights alone, later ones an optimizer state of twice the size, too."""
+    """The first checkpoint may have weights alone, later ones an optimizer state of twice the size,
+    too."""
     asked = []
-    monkeypatch.setattr(store, "should_save_async", lambda wish, size, spare: not asked.append(size))
+    monkeypatch.setattr(
+        store, "should_save_async", lambda wish, size, spare: not asked.append(size)
+    )
     checkpoints = open_store(tmp_path / "run", keep_last=1)
-    weights, moments = {"a": torch.zeros(25)}, {"exp_avg.a": torch.zeros(25), "exp_avg_sq.a": torch.zeros(25)}
+    weights, moments = (
+        {"a": torch.zeros(25)},
+        {"exp_avg.a": torch.zeros(25), "exp_avg_sq.a": torch.zeros(25)},
+    )
     for step, optimizer in enumerate(({}, moments, moments)):
         checkpoints.save(Snapshot(state_after(step), "", weights, optimizer))
     checkpoints.wait()
@@ -98,9 +110,10 @@ def test_memory_is_asked_for_what_is_not_copied_yet(tmp_path, monkeypatch):
 
 
 def train(config, held=0, then="", number=0, bad=(0, 0)):
-    """Trains. The checkpoint of step `held` is written and then waits, before it gets its name, until somebody waits
-    for it; `number` is the error that it gets then. With step `held` + 2 on its way, `then` comes: "kill", "stop", or
-    "fail" (the error). Gradients of the data at positions in `bad` are not finite.
+    """Trains. The checkpoint of step `held` is written and then waits, before it gets its name,
+    until somebody waits for it; `number` is the error that it gets then. With step `held` + 2 on
+    its way, `then` comes: "kill", "stop", or "fail" (the error). Gradients of the data at positions
+    in `bad` are not finite.
 
     Returns:
         outcome or mistake, and the step that was come to.
@@ -154,15 +167,16 @@ def configured(corpus, folder, **more):
 
 @pytest.fixture(scope="module")
 def behind(corpus, tmp_path_factory):
-    """A whole run without a checkpoint of its first step, whose checkpoint of step 4 was held for two steps."""
+    """A whole run without a checkpoint of its first step, whose checkpoint of step 4 was held for
+    two steps."""
     folder = tmp_path_factory.mktemp("behind")
     assert run_ranks(train, 1, configured(corpus, folder), 4) == [("completed", 10)]
     return folder / "run"
 
 
 def test_training_goes_on_meanwhile_and_the_rows_tell(corpus, tmp_path, behind):
-    """The row of a checkpoint comes when it is there: behind those of later steps, before the next one's. What is saved
-    is what a training saves that stands still for its checkpoints."""
+    """The row of a checkpoint comes when it is there: behind those of later steps, before the next
+    one's. What is saved is what a training saves that stands still for its checkpoints."""
     order = order_of(behind)
     assert order.index(("row", 8)) < order.index(("checkpoint", 4)) < order.index(("checkpoint", 8))
     assert saved_steps(behind) == [4, 8, 10]
@@ -201,7 +215,8 @@ def test_an_error_is_told_at_the_next_step_by_all_ranks(corpus, tmp_path):
 
 
 def test_a_run_that_diverges_waits_before_it_looks_at_its_checkpoints(corpus, tmp_path):
-    """The held one is of the step before the bad stretch, to which the run goes back before the next save is due."""
+    """The held one is of the step before the bad stretch, to which the run goes back before the
+    next save is due."""
     config = configured(corpus, tmp_path, **{"train.steps": 12, "guard.patience": 1})
     assert run_ranks(train, 1, config, 4, "", 0, (48, 84)) == [("completed", 12)]
     order = order_of(tmp_path / "run")

@@ -1,4 +1,5 @@
-"""The contenders of `step` do the same work: from equal weights and equal tokens comes an equal loss."""
+"""The contenders of `step` do the same work: from equal weights and equal tokens comes an equal
+loss."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,8 @@ from benchmarks.config import BenchmarkConfig
 from gpt2_ddp.export.transformers_layout import HEAD, to_transformers
 from gpt2_ddp.model.gpt import GPT
 
-TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}  # whose step is bookkeeping
+# whose step is bookkeeping
+TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}
 IDS, CPU = 257, torch.device("cpu")
 
 
@@ -21,7 +23,8 @@ def end():
 
 
 def a_run_of_one_window(folder):
-    """The shard has one window, so all contenders read the same; large weights make the loss depend on all of them."""
+    """The shard has one window, so all contenders read the same; large weights make the loss depend
+    on all of them."""
     run = step.short_run(BenchmarkConfig(device="cpu"), folder, 1, "no", "off", TINY)
     step.random_tokens(Path(run.data.paths[0]), "bytes", run.model.block_size + 1)
     torch.manual_seed(1)
@@ -32,7 +35,8 @@ def a_run_of_one_window(folder):
 
 
 def first_step(monkeypatch, kind, weights, contender, *args):
-    """The tokens that a contender's model is given first, and what it makes of them with these weights."""
+    """The tokens that a contender's model is given first, and what it makes of them with these
+    weights."""
     seen, forward = [], kind.forward
 
     def noted(model, *args, **options):
@@ -62,6 +66,7 @@ def test_the_first_losses_are_equal(tmp_path, monkeypatch):
     their_tokens, found = first_step(monkeypatch, kind, theirs, step.hugging_face, run, CPU)
     assert tokens.tolist() == bare_tokens.tolist() == their_tokens.tolist()
     assert_close(ours / run.model.block_size, bare, 1e-4)
-    targets_within = model(tokens[:, :-1], tokens[:, 1:])  # theirs has no target for a window's last token
+    # theirs has no target for a window's last token
+    targets_within = model(tokens[:, :-1], tokens[:, 1:])
     assert_close(found.loss, targets_within, 1e-4)
     assert bare > 6, "ln 257 is 5.5: what the weights make of it is in it"

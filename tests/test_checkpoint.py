@@ -1,4 +1,5 @@
-"""Checkpoints: what is written is what is read; what was damaged is found; what is kept is what should be."""
+"""Checkpoints: what is written is what is read; what was damaged is found; what is kept is what
+should be."""
 
 import errno
 import hashlib
@@ -112,7 +113,8 @@ def run(tmp_path):
 
 
 def test_weights_and_moments_come_back_bitwise(run):
-    """Into the tensors that are there. Moments that are not in the snapshot go, as when a run returns to its start."""
+    """Into the tensors that are there. Moments that are not in the snapshot go, as when a run
+    returns to its start."""
     place = save(run, 3)
     model, optimizer = trained_model()
     values = lambda: model.state_dict() | optimizer_state(model, optimizer)  # noqa: E731
@@ -129,8 +131,11 @@ def test_weights_and_moments_come_back_bitwise(run):
 
 
 def rows_of(tensors, number, count):
-    """What a rank has of tensors that `count` ranks divide: rows, if any; and what has none in the first part."""
-    parts = {name: value.chunk(count) if value.dim() else [value] for name, value in tensors.items()}
+    """What a rank has of tensors that `count` ranks divide: rows, if any; and what has none in the
+    first part."""
+    parts = {
+        name: value.chunk(count) if value.dim() else [value] for name, value in tensors.items()
+    }
     return {name: part[number] for name, part in parts.items() if number < len(part)}
 
 
@@ -139,7 +144,9 @@ def write_parts(whole, place, count):
     files = {}
     for number in range(count):
         held = [rows_of(tensors, number, count) for tensors in (whole.model, whole.optimizer)]
-        part = replace(whole, model=held[0], optimizer=held[1], part=Part(number, count, number == 0))
+        part = replace(
+            whole, model=held[0], optimizer=held[1], part=Part(number, count, number == 0)
+        )
         files |= write_part(part, place)
     write_manifest(files, place)
 
@@ -176,10 +183,18 @@ def test_parts_that_do_not_belong_together(tmp_path):
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
 def test_files_of_tensors_are_those_of_the_library(tmp_path, metadata):
-    """Byte for byte: every kind of number, scalars, nothing at all, large ones, names that are not ASCII; and their
-    size and hash are those of the file."""
-    tensors = {f"{kind}.{n}": (torch.arange(n) % 2).to(dtype) for dtype, kind in DTYPES.items() for n in (0, 1, 7)}
-    tensors |= {"é\n": torch.tensor(3.0), "large": torch.randn(2**18 + 3, 2), "b": torch.ones(3, 2**17)}
+    """Byte for byte: every kind of number, scalars, nothing at all, large ones, names that are not
+    ASCII; and their size and hash are those of the file."""
+    tensors = {
+        f"{kind}.{n}": (torch.arange(n) % 2).to(dtype)
+        for dtype, kind in DTYPES.items()
+        for n in (0, 1, 7)
+    }
+    tensors |= {
+        "é\n": torch.tensor(3.0),
+        "large": torch.randn(2**18 + 3, 2),
+        "b": torch.ones(3, 2**17),
+    }
     tensors["turned"] = torch.randn(5, 3).T
     right, own = tmp_path / "right", tmp_path / "own"
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, right, metadata)
@@ -219,8 +234,9 @@ config.yaml | a: ] | line 1, column 4
 
 @pytest.mark.parametrize("case", DAMAGE.strip().splitlines())
 def test_damage_is_found_and_a_resumed_run_falls_back_to_the_checkpoint_before(run, capsys, case):
-    """A file that is missing or short, and forged content with right hashes. Without an intact checkpoint, no run
-    starts from scratch; a process that only looks leaves everything where it is."""
+    """A file that is missing or short, and forged content with right hashes. Without an intact
+    checkpoint, no run starts from scratch; a process that only looks leaves everything where it
+    is."""
     name, content, reason = case.split(" | ")
     assert open_store(run).newest() is None
     place = save(run, 2)
@@ -252,13 +268,16 @@ def test_optimizer_state_that_does_not_fit_is_refused(added, reason):
     model, optimizer = trained_model()
     state = optimizer_state(model, optimizer)
     changed = {name: value for name, value in (state | added).items() if value is not None}
-    expect_error(rf"optimizer.safetensors: .*{reason}", load_optimizer_state, changed, model, optimizer)
+    expect_error(
+        rf"optimizer.safetensors: .*{reason}", load_optimizer_state, changed, model, optimizer
+    )
     assert optimizer_state(model, optimizer).keys() == state.keys()  # nothing is lost
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, "manifest.json"])
 def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
-    """The file is read again. If the error persists, it is named; no checkpoint is renamed, no older one is taken."""
+    """The file is read again. If the error persists, it is named; no checkpoint is renamed, no
+    older one is taken."""
     save(run, 1)
     place, failures, opening = save(run, 2), [errno.EIO], Path.open
 
@@ -295,15 +314,21 @@ KEPT = """
 @pytest.mark.parametrize("case", KEPT.strip().splitlines())
 @pytest.mark.parametrize("first", [0, 7])
 def test_what_is_kept(run, first, case):
-    """Of a run, and of a branch of another one: the newest, the best, and what a rollback may need."""
+    """Of a run, and of a branch of another one: the newest, the best, and what a rollback may
+    need."""
     losses, keep_last, good, kept = json.loads(f"[{case.partition('#')[0]}]")
     origin = {"parent": "", "run_id": "", "step": first, "checkpoint_sha256": ""} if first else None
     checkpoints = open_store(run, keep_last)
     for step, loss in enumerate(losses, first):
-        checkpoints.save(snapshot(step, loss, branched_from=origin), math.inf if good is None else first + good)
+        checkpoints.save(
+            snapshot(step, loss, branched_from=origin), math.inf if good is None else first + good
+        )
     assert saved_steps(run) == [first + step for step in kept]
     listing = checkpoints.listing()
-    assert (listing["checkpoint"]["step"], listing["kept"]) == (first + len(losses) - 1, saved_steps(run))
+    assert (listing["checkpoint"]["step"], listing["kept"]) == (
+        first + len(losses) - 1,
+        saved_steps(run),
+    )
     checkpoints.remove_after(first)
     assert saved_steps(run) == [first] * (kept[0] == 0)
 
@@ -333,9 +358,10 @@ rmtree .step-00000001.removed
 
 
 def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
-    """Files, then their folder's manifest, then the name, its row, and the old one's other name, each fsynced; a crash
-    between leaves a whole checkpoint. Before them, the rows whose chain it has. First of all, the names of
-    the folders. A replacement that a crash interrupted is undone."""
+    """Files, then their folder's manifest, then the name, its row, and the old one's other name,
+    each fsynced; a crash between leaves a whole checkpoint. Before them, the rows whose chain it
+    has. First of all, the names of the folders. A replacement that a crash interrupted is
+    undone."""
     done = []
 
     def noted(owner, operation):
@@ -398,7 +424,11 @@ def test_another_format_is_a_user_error_and_no_damage(run):
     change(place / MANIFEST, '"format": 1', '"format": 2')
     reseal(place / STATE)
     checkpoints = open_store(run)
-    for look in (lambda: checkpoints.newest(weights=False), checkpoints.newest, lambda: find_checkpoint(run)):
+    for look in (
+        lambda: checkpoints.newest(weights=False),
+        checkpoints.newest,
+        lambda: find_checkpoint(run),
+    ):
         expect_error(r"step-00000002: has format 2", look)
     assert saved_steps(run) == [1, 2]
 
@@ -426,9 +456,9 @@ def test_a_manifest_lists_no_file_of_another_folder(run):
 
 
 def killed_at_every_operation(run, scenario, background, every):
-    """Saves step 2 after step 1 (or `again`), killed once before each operation that changes a file, or each
-    fifth one; after each, the next trainer finds an intact checkpoint and saves its own. Returns how many there are, or
-    up to four more."""
+    """Saves step 2 after step 1 (or `again`), killed once before each operation that changes a
+    file, or each fifth one; after each, the next trainer finds an intact checkpoint and saves its
+    own. Returns how many there are, or up to four more."""
     from disk import interpose
 
     told, limit, at = 0, 0, 1
@@ -476,7 +506,9 @@ KILLED = [("the next", False), ("again", False), ("the next", True)]
 SLOW = [pytest.param(*case, 1, marks=pytest.mark.slow) for case in KILLED]
 
 
-@pytest.mark.parametrize(("scenario", "background", "every"), [("the next", False, 5), ("again", False, 5), *SLOW])
+@pytest.mark.parametrize(
+    ("scenario", "background", "every"), [("the next", False, 5), ("again", False, 5), *SLOW]
+)
 def test_killed_at_every_operation_an_intact_one_is_left(run, scenario, background, every):
     """Also where the same step is saved again."""
     assert run_ranks(killed_at_every_operation, 1, run, scenario, background, every)[0] > 20
@@ -506,8 +538,8 @@ def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(run):
 
 
 def test_a_resume_hashes_one_checkpoint(run, monkeypatch, capsys):
-    """All are hashed, once, before an older one is deleted. The best, whose weights are damaged, does not
-    count then, so that the next best is kept."""
+    """All are hashed, once, before an older one is deleted. The best, whose weights are damaged,
+    does not count then, so that the next best is kept."""
     for step in (1, 2, 3, 4):
         save(run, step, val_loss=2.0 + step)
     spoil(checkpoint_at(run, 1) / MODEL)
@@ -536,7 +568,9 @@ def test_a_resume_hashes_one_checkpoint(run, monkeypatch, capsys):
 
 def foreign(place):
     """The checkpoint of another run, after this one."""
-    save(place.parents[1].with_name("other"), 4, run_id="other").rename(place.with_name("step-00000004"))
+    save(place.parents[1].with_name("other"), 4, run_id="other").rename(
+        place.with_name("step-00000004")
+    )
 
 
 def renamed(place):
@@ -571,7 +605,9 @@ def recorded(run):
     (lambda place: cut(place, 6, 7), 3, "is not recorded in metrics.jsonl"),
     (foreign, 4, "is of the run other, its folder"), (renamed, 4, "holds the state of step 2"),
 ])  # fmt: skip
-def test_a_checkpoint_that_the_run_did_not_record_is_not_taken(run, recorded, capsys, forge, step, reason):
+def test_a_checkpoint_that_the_run_did_not_record_is_not_taken(
+    run, recorded, capsys, forge, step, reason
+):
     """Neither by a resume nor by a reader. A resume renames it, and takes the next older one."""
     forge(recorded)
     place = recorded.with_name(f"step-{step:08d}")
@@ -595,18 +631,33 @@ def test_a_checkpoint_that_the_run_did_not_record_is_not_taken(run, recorded, ca
     "happen",
     [
         lambda place: cut(place, 6, None),
-        lambda place: (cut(place, 7, None), os.truncate(rows := place.parents[1] / METRICS, rows.stat().st_size - 9)),
+        lambda place: (
+            cut(place, 7, None),
+            os.truncate(rows := place.parents[1] / METRICS, rows.stat().st_size - 9),
+        ),
         lambda place: (place.parents[1] / METRICS).unlink(),
     ],
 )
 def test_without_its_row_the_newest_is_taken(run, recorded, happen):
-    """As a kill may have come before that, or within; and someone may have lost the rows, or put back older ones."""
+    """As a kill may have come before that, or within; and someone may have lost the rows, or put
+    back older ones."""
     happen(recorded)
     assert open_store(run).newest().step == find_checkpoint(run).step == 3
 
 
 def test_folders_with_other_names_are_no_checkpoints(run):
-    for name in ("00000009", "00000010", "100000000", "99999999", "", "²²²", "٣", "5", "000000011", "1_00000000"):
+    for name in (
+        "00000009",
+        "00000010",
+        "100000000",
+        "99999999",
+        "",
+        "²²²",
+        "٣",
+        "5",
+        "000000011",
+        "1_00000000",
+    ):
         (run / f"checkpoints/step-{name}").mkdir(parents=True)
     (run / "checkpoints/step-00000012.corrupt").mkdir()
     assert saved_steps(run) == [9, 10, 99999999, 100000000]

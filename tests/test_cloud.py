@@ -1,4 +1,5 @@
-"""The files of cloud/: manifests fit their schemas; what no schema knows agrees with image, trainer and torchrun."""
+"""The files of cloud/: manifests fit their schemas; what no schema knows agrees with image, trainer
+and torchrun."""
 
 import os
 import re
@@ -60,13 +61,19 @@ def job_machine():
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert spec["completions"] == spec["parallelism"]  # all machines at once
-    return Machine(pod, container, spec["completions"], container["resources"]["limits"]["nvidia.com/gpu"])
+    return Machine(
+        pod, container, spec["completions"], container["resources"]["limits"]["nvidia.com/gpu"]
+    )
 
 
 def expanded(words, variables):
-    """With values in place of $(NAME), as Kubernetes expands them, and of ${NAME:-DEFAULT}, as compose does."""
+    """With values in place of $(NAME), as Kubernetes expands them, and of ${NAME:-DEFAULT}, as
+    compose does."""
     named = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], word) for word in words]
-    return [re.sub(r"\$\{(\w+):-(.+)\}", lambda found: variables.get(found[1], found[2]), word) for word in named]
+    return [
+        re.sub(r"\$\{(\w+):-(.+)\}", lambda found: variables.get(found[1], found[2]), word)
+        for word in named
+    ]
 
 
 @pytest.mark.parametrize("url", [None, "s3://bucket/runs"])
@@ -75,11 +82,16 @@ def test_a_bucket_is_optional(tmp_path, monkeypatch, url):
     monkeypatch.chdir(ROOT)
     machine = job_machine()
     given = {"MIRROR": url} if url else {}
-    for words in (expanded(words_of(machine.container), machine.env | given), expanded(COMPOSED["command"], given)):
+    for words in (
+        expanded(words_of(machine.container), machine.env | given),
+        expanded(COMPOSED["command"], given),
+    ):
         script = words[words.index("scripts/train_gpt2.py") :]
         assert loaded(script, tmp_path).checkpoint.mirror == url
     assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} < {*COMPOSED["environment"]}
-    assert machine.container["envFrom"] == [{"secretRef": {"name": "gpt2-secrets", "optional": True}}]
+    assert machine.container["envFrom"] == [
+        {"secretRef": {"name": "gpt2-secrets", "optional": True}}
+    ]
     assert not [name for name in machine.env if name.startswith("AWS")]
     assert "s3fs" in pins("docker/requirements.lock")
     assert "dependencies.txt s3fs " in DOCKERFILE
@@ -103,8 +115,11 @@ MACHINES = (job_machine, train_job_machine)
 @pytest.mark.parametrize("rdma", [False, True])
 @pytest.mark.parametrize("name", ["prepare.yaml", "kubernetes.yaml", "kubeflow.yaml"])
 def test_each_manifest_fits_its_schema(name, rdma):
-    """The models hold the schemas of Kubernetes and of Kubeflow Trainer; they drop a field that they do not know."""
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    """The models hold the schemas of Kubernetes and of Kubeflow Trainer; they drop a field that
+    they do not know."""
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api"
+    )
     kinds = {
         "Service": models.IoK8sApiCoreV1Service,
         "Job": models.IoK8sApiBatchV1Job,
@@ -121,7 +136,9 @@ def test_the_data_of_the_pods_are_prepared_by_the_job_before(tmp_path, monkeypat
     prepared = loaded(words_of(container)[1:], tmp_path)
     for machine in (make() for make in MACHINES):
         words = words_of(machine.container)
-        assert loaded(words[words.index("scripts/train_gpt2.py") :], tmp_path).data.path == (prepared.output,)
+        assert loaded(words[words.index("scripts/train_gpt2.py") :], tmp_path).data.path == (
+            prepared.output,
+        )
         assert machine.pod["securityContext"] == prepare["securityContext"]
         assert machine.container["image"] == container["image"]
         assert machine.container["volumeMounts"][0] == container["volumeMounts"][0]
@@ -142,19 +159,30 @@ def test_a_pod_is_one_of_the_image_with_a_gpu_for_each_process_and_time_to_save(
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert {*VOLUMES} < {*mounts}
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-    claims = {d["metadata"]["name"] for d in documents("prepare.yaml") if d["kind"] == "PersistentVolumeClaim"}
-    assert {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v} == claims
+    claims = {
+        d["metadata"]["name"]
+        for d in documents("prepare.yaml")
+        if d["kind"] == "PersistentVolumeClaim"
+    }
+    assert {
+        v["persistentVolumeClaim"]["claimName"]
+        for v in volumes.values()
+        if "persistentVolumeClaim" in v
+    } == claims
     resources = container["resources"]
     assert resources["limits"]["nvidia.com/gpu"] == processes
     assert resources["requests"]["cpu"] >= processes
     shm, memory = volumes["shm"]["emptyDir"]["sizeLimit"], resources["requests"]["memory"]
     assert int(shm.removesuffix("Gi")) < int(memory.removesuffix("Gi"))  # it counts
-    documented = re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text())
+    documented = re.findall(
+        r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text()
+    )
     assert pod["terminationGracePeriodSeconds"] >= max(map(int, documented))
 
 
 def check_launch(words, folder):
-    """Holds `cloud/launch.sh torchrun ...` against torchrun's parser and the script's; returns the run folder."""
+    """Holds `cloud/launch.sh torchrun ...` against torchrun's parser and the script's; returns the
+    run folder."""
     from torch.distributed.run import get_args_parser
 
     launch, program, *rest = words
@@ -203,10 +231,21 @@ def test_torchrun_reads_the_pods_variables(monkeypatch):
     assert (found.node_rank, found.rdzv_backend, found.master_port) == (1, "static", 29500)
     assert int(_parse_rendezvous_config(found.rdzv_conf)["timeout"]) > 900
     assert found.master_addr == "gpt2-124m-0.gpt2-124m"
-    assert (one("kubernetes.yaml", "Job")["metadata"]["name"], machine.pod["subdomain"]) == ("gpt2-124m", "gpt2-124m")
+    assert (one("kubernetes.yaml", "Job")["metadata"]["name"], machine.pod["subdomain"]) == (
+        "gpt2-124m",
+        "gpt2-124m",
+    )
     assert one("kubernetes.yaml", "Service") == yaml.safe_load(SERVICE)
-    reserved = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
-    assert not reserved & set(train_job_machine().env), "Kubeflow refuses a TrainJob that sets them itself"
+    reserved = {
+        "PET_NNODES",
+        "PET_NPROC_PER_NODE",
+        "PET_NODE_RANK",
+        "PET_MASTER_ADDR",
+        "PET_MASTER_PORT",
+    }
+    assert not reserved & set(train_job_machine().env), (
+        "Kubeflow refuses a TrainJob that sets them itself"
+    )
 
 
 RULES = """
@@ -250,15 +289,22 @@ ENDS = """
 @pytest.mark.parametrize("case", ENDS.strip().splitlines())
 def test_launch_ends_with_what_the_run_came_to(tmp_path, case):
     codes, code, expected = case.partition(" #")[0].split("|")
-    torchrun = launcher(tmp_path, f'for code in {codes}; do echo $code >>"$GPT2_DDP_EXIT_CODES"; done; exit {code}')
-    assert subprocess.run([LAUNCH, torchrun], env=os.environ | {"TMPDIR": str(tmp_path)}).returncode == int(expected)
+    torchrun = launcher(
+        tmp_path, f'for code in {codes}; do echo $code >>"$GPT2_DDP_EXIT_CODES"; done; exit {code}'
+    )
+    assert subprocess.run(
+        [LAUNCH, torchrun], env=os.environ | {"TMPDIR": str(tmp_path)}
+    ).returncode == int(expected)
     assert [file.name for file in tmp_path.iterdir()] == ["torchrun"]  # the file of codes is gone
 
 
 def test_a_user_error_and_a_command_that_is_not_there_end_launch_with_2(tmp_path):
     torchrun = launcher(tmp_path, f'TORCHELASTIC_RUN_ID=1 {sys.executable} "$@" || exit 1')
     wrong = [torchrun, ROOT / "scripts/train_gpt2.py", "--optim.nonsense", "3"]
-    for words, error in ((wrong, "error: "), (["runs/mine", "torchrun"], "error: command = runs/mine: not found")):
+    for words, error in (
+        (wrong, "error: "),
+        (["runs/mine", "torchrun"], "error: command = runs/mine: not found"),
+    ):
         ended = subprocess.run([LAUNCH, *words], cwd=tmp_path, capture_output=True, text=True)
         assert (ended.returncode, ended.stderr.count(error)) == (2, 1)
 
@@ -266,7 +312,15 @@ def test_a_user_error_and_a_command_that_is_not_there_end_launch_with_2(tmp_path
 @pytest.mark.slow
 def test_torchrun_ends_with_the_code_of_its_script(tmp_path):
     """A user error that the ranks find; a stop before training begins."""
-    command = [str(LAUNCH), *TORCHRUN, "--nproc_per_node", "2", "scripts/train_gpt2.py", "--train.device", "cpu"]
+    command = [
+        str(LAUNCH),
+        *TORCHRUN,
+        "--nproc_per_node",
+        "2",
+        "scripts/train_gpt2.py",
+        "--train.device",
+        "cpu",
+    ]
     command += ["--output_dir", str(tmp_path)]
     assert launch([*command, "--data.path", "nowhere"]).returncode == 2
     process = subprocess.Popen(command, cwd=ROOT, env=environment())
@@ -304,7 +358,8 @@ def test_a_stop_goes_to_the_ranks_alone(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_that_missed_a_signal_get_it_again(tmp_path):
-    """As those that handle it later, and whose launcher ignores it, as that of slurm/train.sbatch does."""
+    """As those that handle it later, and whose launcher ignores it, as that of slurm/train.sbatch
+    does."""
     wait = "do sleep 0.02; done"
     late = f"trap 'touch missed' TERM; touch begun; until [[ -e missed ]]; {wait}; trap - TERM; while :; {wait}"
     check_stop(tmp_path, f'bash -c "{late}" &\nwait; exit 1')

@@ -1,4 +1,5 @@
-"""The cluster check on real processes: what it finds, and that it ends within its bound naming whom it waited for."""
+"""The cluster check on real processes: what it finds, and that it ends within its bound naming whom
+it waited for."""
 
 import os
 import re
@@ -17,8 +18,10 @@ from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.distributed.spawn import reserve_port
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
-BOUND = 3.0  # seconds that the ranks wait; rank 0 serves the store for five more, and the machine may be busy
-PATIENT = ["--timeout_seconds", "60"]  # where nobody is missing, so that no rank has to wait for so long
+# seconds that the ranks wait; rank 0 serves the store for five more, and the machine may be busy
+BOUND = 3.0
+# where nobody is missing, so that no rank has to wait for so long
+PATIENT = ["--timeout_seconds", "60"]
 HOST = os.uname().nodename
 
 
@@ -33,8 +36,8 @@ def _command(output, env, flags, before):
 
 @pytest.fixture
 def check(tmp_path):
-    """Starts ranks of a world by hand, and returns the exit code and the output of each. The last one calls `before`
-    first."""
+    """Starts ranks of a world by hand, and returns the exit code and the output of each. The last
+    one calls `before` first."""
     processes = []
 
     def run(ranks, world, *flags, before=None, **env):
@@ -66,10 +69,14 @@ def test_ranks_that_all_work(check):
 
 def test_the_bandwidth_is_that_of_nccl_tests(monkeypatch, capsys):
     """Of the slowest rank, for what each rank sends and receives."""
-    facts = dict.fromkeys(("rank", "host", "device", "python", "torch", "accelerate", "cuda", "nccl"), "-")
+    facts = dict.fromkeys(
+        ("rank", "host", "device", "python", "torch", "accelerate", "cuda", "nccl"), "-"
+    )
     for name in ("connect", "rendezvous", "gather_facts", "pick_device"):
         monkeypatch.setattr(cluster, name, lambda *_: [facts] * 4)
-    monkeypatch.setattr(cluster, "_measure", lambda *_: [(0.05, False), (0.1, False), (0.02, False), (0.1, False)])
+    monkeypatch.setattr(
+        cluster, "_measure", lambda *_: [(0.05, False), (0.1, False), (0.02, False), (0.1, False)]
+    )
     monkeypatch.setattr(cluster, "world_size", lambda: 4)
     monkeypatch.setenv("RANK", "0")
     cluster.check_cluster(CheckClusterConfig())
@@ -113,7 +120,9 @@ def test_the_error_names_the_rank(check, ranks, world, options, expected):
     assert [code for code, _ in ended] == [2] * len(ranks), ended
     errors = [line for _, said in ended for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(expected), errors
-    assert all(any(re.match(f"error: {part}", line) for line in errors) for part in expected), errors
+    assert all(any(re.match(f"error: {part}", line) for line in errors) for part in expected), (
+        errors
+    )
     assert not any("Traceback" in said for _, said in ended)
 
 

@@ -30,14 +30,23 @@ def tiny(corpus, folder):
 
 def test_ddp_and_data_parallel_end_with_the_parameters_of_one_process(tmp_path, corpus):
     config, runs = tiny(corpus, tmp_path / "runs"), {}
-    for name, world, steps in (("single", 1, 6), ("ddp", 2, 6), ("replicas", 1, 6), ("shorter", 1, 5)):
+    for name, world, steps in (
+        ("single", 1, 6),
+        ("ddp", 2, 6),
+        ("replicas", 1, 6),
+        ("shorter", 1, 5),
+    ):
         own = config.model_copy(update={"run_name": name})
-        runs[name], *others = run_ranks(measure, world, own, name == "replicas", steps, tmp_path / name)
+        runs[name], *others = run_ranks(
+            measure, world, own, name == "replicas", steps, tmp_path / name
+        )
         assert all(run == runs[name] for run in others)
     single, ddp = runs["single"], runs["ddp"]
     assert difference(tmp_path / "ddp", tmp_path / "single") < 1e-5
     assert difference(tmp_path / "replicas", tmp_path / "single") < 1e-5
-    assert difference(tmp_path / "shorter", tmp_path / "single") > 1e-4, "a step that was not taken would show"
+    assert difference(tmp_path / "shorter", tmp_path / "single") > 1e-4, (
+        "a step that was not taken would show"
+    )
     assert ddp.parameters == single.parameters
     assert_close(ddp.metrics, single.metrics, 1e-4)
     assert 50e6 < ddp.peak_memory < 2e9
@@ -60,10 +69,21 @@ def test_the_table():
         {"job": "gpt2", "way": "single", **numbers(single, single, 10, 0.0)},
         {"job": "gpt2", "way": "DDP-2", **numbers(double, single, 10, 3e-7)},
     ]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in as_markdown(rows).splitlines()]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in as_markdown(rows).splitlines()
+    ]
     head, _, *lines = cells
     assert head == COLUMNS
-    assert lines[0] == ["gpt2", "single", "2.2 (2–3)", "1.00 (1.00–1.00)", "300", "val_loss 1.5000", "0.0e+00"]
+    assert lines[0] == [
+        "gpt2",
+        "single",
+        "2.2 (2–3)",
+        "1.00 (1.00–1.00)",
+        "300",
+        "val_loss 1.5000",
+        "0.0e+00",
+    ]
     assert lines[1][2:] == ["1.25 (1–1.3)", "2.00 (1.69–2.40)", "300", "val_loss 1.5000", "3.0e-07"]
 
 
@@ -80,7 +100,9 @@ def no_machine(monkeypatch):
 
 
 def test_what_was_measured_stays_when_a_later_job_fails(tmp_path, no_machine, monkeypatch):
-    config = CompareConfig(jobs=("regression", "transformer"), steps=10, repeats=1, device="cpu", output=str(tmp_path))
+    config = CompareConfig(
+        jobs=("regression", "transformer"), steps=10, repeats=1, device="cpu", output=str(tmp_path)
+    )
     run_way = module.run_way
 
     def killed(name, *others):
@@ -100,7 +122,9 @@ def test_what_was_measured_stays_when_a_later_job_fails(tmp_path, no_machine, mo
 @pytest.mark.parametrize(("gpus", "missing"), [(0, "DataParallel"), (2, "DDP-4")])
 def test_ways_that_are_missing_are_noted(capsys, gpus, missing):
     found = [way.name for way in ways((2, 4), gpus)]
-    assert found == [name for name in ("single", "DataParallel", "DDP-2", "DDP-4") if name != missing]
+    assert found == [
+        name for name in ("single", "DataParallel", "DDP-2", "DDP-4") if name != missing
+    ]
     assert f"{missing} is not measured" in capsys.readouterr().err
 
 
@@ -108,14 +132,20 @@ def test_mistakes(tmp_path, monkeypatch):
     expect_error("jobs = lenet: ", read_job, "lenet", CompareConfig(), "cpu", tmp_path)
     for wrong in (1,), (65,):
         expect_error("processes = ", CompareConfig, processes=wrong)
-    expect_error(r"--config = no.yaml", read_job, "regression:no.yaml", CompareConfig(), "cpu", tmp_path)
+    expect_error(
+        r"--config = no.yaml", read_job, "regression:no.yaml", CompareConfig(), "cpu", tmp_path
+    )
     expect_error(r"output = /dev/null/x: ", compare, CompareConfig(output="/dev/null/x"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     expect_error("processes = 2: ", compare, CompareConfig())
 
 
 def test_a_comparison_is_run_and_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(module, "start_processes", lambda function, world, *args: run_ranks(function, world, *args)[0])
+    monkeypatch.setattr(
+        module,
+        "start_processes",
+        lambda function, world, *args: run_ranks(function, world, *args)[0],
+    )
     config = job_config("regression", tmp_path / "runs", {"train.mixed_precision": "no"})
     config = config.model_dump(mode="json", exclude={"launch"})
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))

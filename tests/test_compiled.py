@@ -1,5 +1,6 @@
-"""Compiled training: one static graph for training, one for evaluation and one for tasks, whether the run is fresh or
-resumed; and of these one for all blocks and one for the head, where blocks are compiled by themselves."""
+"""Compiled training: one static graph for training, one for evaluation and one for tasks, whether
+the run is fresh or resumed; and of these one for all blocks and one for the head, where blocks are
+compiled by themselves."""
 
 from functools import partial
 
@@ -12,8 +13,8 @@ SLOW = pytest.mark.slow
 
 
 def graphs_of_a_training(config, back=False):
-    """Trains, or goes back and forth in a training; of each graph that Dynamo captured: whether it trains (needs
-    gradients), and whether its shapes are symbols.
+    """Trains, or goes back and forth in a training; of each graph that Dynamo captured: whether it
+    trains (needs gradients), and whether its shapes are symbols.
 
     A backend that keeps the graph stands in for inductor: what is captured does not depend on it.
     """
@@ -37,7 +38,8 @@ def graphs_of_a_training(config, back=False):
     torch._inductor.config.use_static_cuda_launcher = True
     if not back:
         train(config, Pretraining)
-        assert not torch._inductor.config.use_static_cuda_launcher  # the watchdog's threads would stop with the GPU
+        # the watchdog's threads would stop with the GPU
+        assert not torch._inductor.config.use_static_cuda_launcher
         return found
     with built(config) as run:
         run.warm_up()
@@ -52,7 +54,11 @@ def graphs_of_a_training(config, back=False):
 TASKS = {"eval.tasks": ["items"]}
 """`items` stands for a file of items."""
 LLAMA = {"model.architecture": "llama", "model.n_kv_head": 1, "model.document_mask": True}
-NANOCHAT = {"model.architecture": "nanochat", "model.document_mask": True, "train.activation_checkpointing": True}
+NANOCHAT = {
+    "model.architecture": "nanochat",
+    "model.document_mask": True,
+    "train.activation_checkpointing": True,
+}
 CASES = [
     (1, "model", TASKS | {"model.n_layer": 1}),
     pytest.param(1, "blocks", TASKS | {"tracking.sample_every": 2}, marks=SLOW),
@@ -67,11 +73,16 @@ def test_one_static_graph_to_train_and_one_to_evaluate(tiny_config, tmp_path, wo
     changes = {"train.compile": how, "eval.every": 2, "checkpoint.every": 2} | more
     if "eval.tasks" in more:
         changes["eval.tasks"] = [items_file(tmp_path)]
-    configs = [tiny_config(changes | {"train.steps": steps, "optim.decay_steps": 4}) for steps in (2, 4)]
+    configs = [
+        tiny_config(changes | {"train.steps": steps, "optim.decay_steps": 4}) for steps in (2, 4)
+    ]
     for found in run_ranks(in_turn, world, *((graphs_of_a_training, config) for config in configs)):
         for graphs in found:  # fresh, then resumed
-            evaluations = 1 + ("eval.tasks" in more) if how == "model" else 2  # of blocks, tasks have the same
-            assert sorted(graphs) == [(False, False)] * evaluations + [(True, False)] * (1 + (how == "blocks"))
+            # of blocks, tasks have the same
+            evaluations = 1 + ("eval.tasks" in more) if how == "model" else 2
+            assert sorted(graphs) == [(False, False)] * evaluations + [(True, False)] * (
+                1 + (how == "blocks")
+            )
 
 
 def test_going_back_compiles_nothing_anew(tiny_config, tmp_path):

@@ -88,7 +88,10 @@ def test_published_rates_and_tokens(row):
     assert_close((config.optim.lr, config.optim.min_lr), (lr, lr / 10))
     assert distance(config.train.steps * config.train.global_batch_tokens, tokens) < 1e-4
     is_llama = name.startswith("llama")
-    assert is_llama or distance(config.optim.warmup_steps * config.train.global_batch_tokens, 375e6) < 1e-3
+    assert (
+        is_llama
+        or distance(config.optim.warmup_steps * config.train.global_batch_tokens, 375e6) < 1e-3
+    )
 
 
 @pytest.mark.parametrize(("command", "flags", "preset", "is_noted"), [
@@ -134,7 +137,12 @@ def test_the_default_file_stands_in_only_when_no_file_is_named(write, tmp_path, 
     default = "configs/gpt2_stdlib.yaml"
     assert load(TrainingConfig, ["--model.n_layer", "7"], default).model.n_embd == 192
     assert load(TrainingConfig, ["--config", "configs/gpt2_stdlib.yaml"]).model.n_embd == 192
-    assert load(TrainingConfig, [*STEPS, "--config", write("model:\n  # n_embd: 3\n")], default).model.n_embd == 768
+    assert (
+        load(
+            TrainingConfig, [*STEPS, "--config", write("model:\n  # n_embd: 3\n")], default
+        ).model.n_embd
+        == 768
+    )
 
 
 VALUES = """
@@ -187,9 +195,16 @@ def test_a_value_in_yaml_is_that_of_the_same_flag(write):
 
 
 def test_what_a_command_sets_in_a_section_stays_when_another_key_of_it_is_set(write, capsys):
-    for argv in ([], ["--tracking.log_with", "wandb"], ["--config", write("tracking: {log_with: [wandb]}")]):
+    for argv in (
+        [],
+        ["--tracking.log_with", "wandb"],
+        ["--config", write("tracking: {log_with: [wandb]}")],
+    ):
         assert load(ClassifierConfig, argv).tracking.log_every == 50
-    assert load(ClassifierConfig, ["--config", write("tracking: {log_every: 5}")]).tracking.log_every == 5
+    assert (
+        load(ClassifierConfig, ["--config", write("tracking: {log_every: 5}")]).tracking.log_every
+        == 5
+    )
     text = " ".join(printed(capsys, ClassifierConfig, "--help").split())
     assert "steps between rows of metrics.jsonl (default: 50)" in text
 
@@ -200,16 +215,32 @@ def test_complete_fills_in_what_has_come_since_and_leaves_out_what_is_there_no_m
     today = yaml.safe_load(dump(train("--optim.lr", "1e-3")))
     del saved["optim"]["betas"], saved["tracking"], saved["seed"]
     assert complete(TrainingConfig, saved) == complete(TrainingConfig, today) == today
-    empty = {"train": {"init_from": "", "branch_from": ""}, "output_dir": "", "data": {"prepare": ""}}
-    assert complete(TrainingConfig, empty) == complete(TrainingConfig, {}), "older releases took it for null"
+    empty = {
+        "train": {"init_from": "", "branch_from": ""},
+        "output_dir": "",
+        "data": {"prepare": ""},
+    }
+    assert complete(TrainingConfig, empty) == complete(TrainingConfig, {}), (
+        "older releases took it for null"
+    )
     for given in ({"tracking": {"log_with": ["wandb"]}}, {}):
         assert complete(ClassifierConfig, given)["tracking"]["log_every"] == 50
-    old = {**today, "optim": {**today["optim"], "nesterov": True}, "legacy": {"a": 1}, "debug": 0, "eval": None}
+    old = {
+        **today,
+        "optim": {**today["optim"], "nesterov": True},
+        "legacy": {"a": 1},
+        "debug": 0,
+        "eval": None,
+    }
     assert complete(TrainingConfig, {**old, "seed": {"data": 1}}) == today
     assert complete(TrainingConfig, {"optim": {"betas": "x"}})["optim"]["betas"] == "x"
 
 
-REPEATED = [["--data.path", "a", "--data.path", "b"], ["--seed", "1", "--seed=1"], ["--nothing", "--nothing"]]
+REPEATED = [
+    ["--data.path", "a", "--data.path", "b"],
+    ["--seed", "1", "--seed=1"],
+    ["--nothing", "--nothing"],
+]
 BELOW_A_VALUE = [
     ["--task", "mine.py:Mine", "--task.weight", "3"],
     ["--seed", "3", "--seed.foo", "4"],
@@ -230,7 +261,12 @@ def test_a_value_has_no_keys_in_flags_and_files(flags, write):
     above = name.rpartition(".")[0]
     lines = [f"{name[2:]}: {value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
     first, second = (["--config", write(line)] for line in lines)
-    for argv in (flags, ["--config", write("\n".join(lines))], [*first, *second], [*first, *flags[2:]]):
+    for argv in (
+        flags,
+        ["--config", write("\n".join(lines))],
+        [*first, *second],
+        [*first, *flags[2:]],
+    ):
         (found,) = mistakes(*STEPS, *argv)
         assert re.match(rf"{name} = \d: unknown key; {above} takes a value and has no keys$", found)
 
@@ -248,7 +284,10 @@ def test_values_that_begin_with_a_dash():
     for word in ("--END--", "-x", "---"):
         assert load(PrepareConfig, [f"--document_separator={word}"]).document_separator == word
     for word in ("--END--", "-x"):
-        with pytest.raises(UserError, match=r"(?s)write one that begins with - as --document_separator=VALUE.*=VALUE"):
+        with pytest.raises(
+            UserError,
+            match=r"(?s)write one that begins with - as --document_separator=VALUE.*=VALUE",
+        ):
             load(PrepareConfig, ["--document_separator", word])
 
 
@@ -269,7 +308,11 @@ def test_a_path_a_url_and_a_name_are_not_empty(command, write):
             for argv in ([f"--{name}", word], [f"--{name}={word}"], ["--config", write(text)]):
                 with pytest.raises(UserError) as caught:
                     load(command, argv)
-                assert [line for line in caught.value.mistakes if line.startswith(f"{name} = '{word}': is empty, like")]
+                assert [
+                    line
+                    for line in caught.value.mistakes
+                    if line.startswith(f"{name} = '{word}': is empty, like")
+                ]
     if "--config" not in texts:
         with pytest.raises(UserError, match=r"--config = : is empty"):
             load(command, ["--config", ""])
@@ -277,8 +320,17 @@ def test_a_path_a_url_and_a_name_are_not_empty(command, write):
 
 def test_a_url_names_one_storage():
     """`reference` of fsspec executes templates, and `::` chains to it."""
-    for url in ("reference::file:///x", "simplecache::s3://b/x", "reference://x", "x y://z", "a/b://c"):
-        assert "should be a folder, or the URL of one storage" in mistakes(*STEPS, "--data.path", url)[0]
+    for url in (
+        "reference::file:///x",
+        "simplecache::s3://b/x",
+        "reference://x",
+        "x y://z",
+        "a/b://c",
+    ):
+        assert (
+            "should be a folder, or the URL of one storage"
+            in mistakes(*STEPS, "--data.path", url)[0]
+        )
     for url in ("s3://b/x", "file:///x", "a::b"):
         assert train("--data.path", url).data.path == (url,)
     assert load(GenerateConfig, ["--prompts", "reference::file:///x"]).prompts
@@ -295,7 +347,11 @@ train_gpt2 --config a.yaml b.yaml | b.yaml | --config takes one file; repeat it
 train_gpt2 --data.path=a b | b | --data.path=VALUE takes one value; for several, write --data.path VALUE VALUE
 generate runs/a --checkpoint runs/b --seed 3 4 | runs/a 4 | --seed takes one value
 """
-COMMANDS_BY_NAME = {"prepare_data": PrepareConfig, "train_gpt2": TrainingConfig, "generate": GenerateConfig}
+COMMANDS_BY_NAME = {
+    "prepare_data": PrepareConfig,
+    "train_gpt2": TrainingConfig,
+    "generate": GenerateConfig,
+}
 
 
 @pytest.mark.parametrize("line", LEFT_OVER.strip().splitlines())
@@ -304,7 +360,9 @@ def test_words_that_no_flag_takes(line):
     name, *argv = shlex.split(text)
     with pytest.raises(UserError) as caught:
         load(COMMANDS_BY_NAME[name], argv)
-    (found,) = [mistake for mistake in caught.value.mistakes if mistake.startswith("command line = ")]
+    (found,) = [
+        mistake for mistake in caught.value.mistakes if mistake.startswith("command line = ")
+    ]
     assert found.startswith(f"command line = {words}: {hint}")
 
 
@@ -327,18 +385,32 @@ def test_a_file_for_another_command_is_one_mistake(line):
 
 
 def test_two_words_for_the_field_without_a_flag():
-    with pytest.raises(UserError, match=r"^checkpoint = runs/a 'The law': takes one value; .*, such as --prompts$"):
+    with pytest.raises(
+        UserError, match=r"^checkpoint = runs/a 'The law': takes one value; .*, such as --prompts$"
+    ):
         load(GenerateConfig, ["runs/a", "The law"])
 
 
-LIBRARY = re.compile(r"valid|Input|pattern|parsable|instance|Field required|True|False|None|\(\)|Error|constrained")
+LIBRARY = re.compile(
+    r"valid|Input|pattern|parsable|instance|Field required|True|False|None|\(\)|Error|constrained"
+)
 """Words of pydantic and Python that no message has."""
 
 
 @pytest.mark.parametrize("command", all_commands())
 def test_every_wrong_value_is_refused_in_plain_words(command):
     """Of each field that has a type, a range, a choice or a form of text."""
-    nasty = [(), ("x!",), ("-1e9",), ("nan",), ("1e30",), ("9" * 5000,), ("", "x!", "y!", "-2"), ("2.5",), ("1:2:x",)]
+    nasty = [
+        (),
+        ("x!",),
+        ("-1e9",),
+        ("nan",),
+        ("1e30",),
+        ("9" * 5000,),
+        ("", "x!", "y!", "-2"),
+        ("2.5",),
+        ("1:2:x",),
+    ]
     for name, field in leaves(command):
         refused = []
         for words in nasty:
@@ -352,7 +424,9 @@ def test_every_wrong_value_is_refused_in_plain_words(command):
             assert not LIBRARY.search(problem), line
             assert re.match(r"(\w+ )?(should|needs|takes|is|has|conflicts) ", problem), line
         for part in (field, *kinds_of(field.annotation)):
-            pattern = [limit for limit in getattr(part, "metadata", ()) if getattr(limit, "pattern", None)]
+            pattern = [
+                limit for limit in getattr(part, "metadata", ()) if getattr(limit, "pattern", None)
+            ]
             assert not pattern or part.title, f"{name}: its form has no name"
 
 
@@ -377,11 +451,30 @@ def test_a_file_that_is_no_yaml_is_refused_with_its_line(text, write):
 
 def test_all_mistakes_at_once(write):
     file = write("optim: {lr: fast}\nmodel: {n_layers: 3}\ntrian: {}\n")
-    found = mistakes("stray", "--config", file, "--train.steps", "many", "--eval.evry", "3", "--model.dropout", "1.5")
-    parts = ("optim.lr = fast", "model.n_layers", "trian", "train.steps = many", "eval.evry = 3", "model.dropout = 1.5")
+    found = mistakes(
+        "stray",
+        "--config",
+        file,
+        "--train.steps",
+        "many",
+        "--eval.evry",
+        "3",
+        "--model.dropout",
+        "1.5",
+    )
+    parts = (
+        "optim.lr = fast",
+        "model.n_layers",
+        "trian",
+        "train.steps = many",
+        "eval.evry = 3",
+        "model.dropout = 1.5",
+    )
     assert all(part in "\n".join(found) for part in (*parts, "command line = stray"))
     assert len(found) == 7
-    assert len(mistakes("--model.n_embd", "100", "--optim.min_lr", "1")) == 3, "train.steps is missing, too"
+    assert len(mistakes("--model.n_embd", "100", "--optim.min_lr", "1")) == 3, (
+        "train.steps is missing, too"
+    )
 
 
 def test_print_config_round_trips_through_config(write, capsys):
@@ -393,7 +486,11 @@ def test_print_config_round_trips_through_config(write, capsys):
 
 def test_help_names_what_a_field_takes_and_lists_few_fields_first(capsys):
     words = " ".join(printed(capsys, TrainingConfig, "--help", "all").split())
-    kinds = ("checkpoint.background {true,false,auto}", "eval.tokens {INT,auto,null}", "data.prepare {TEXT,null}")
+    kinds = (
+        "checkpoint.background {true,false,auto}",
+        "eval.tokens {INT,auto,null}",
+        "data.prepare {TEXT,null}",
+    )
     assert all(f"--{kind} " in words for kind in kinds)
     few = printed(capsys, TrainingConfig, "--seed", "1", "--help")
     assert few.count("\n  --") == len(TrainingConfig.first) + 2  # --config and --print_config
@@ -404,7 +501,11 @@ COMMANDS = [*WITH_FLAGS, ROOT / "benchmarks/__main__.py"]
 
 
 def test_help_and_mistakes_import_no_torch_or_numpy(tmp_path):
-    cases = [(str(file), argument, code) for file in COMMANDS for argument, code in (("--help", 0), ("--nothing", 2))]
+    cases = [
+        (str(file), argument, code)
+        for file in COMMANDS
+        for argument, code in (("--help", 0), ("--nothing", 2))
+    ]
     cases.append((str(ROOT / "scripts/status.py"), str(tmp_path), 2))
     code = f"""
 import runpy, sys
@@ -422,23 +523,31 @@ for file, argument, code in {cases!r}:
     assert done.stderr.count("error: nothing = (no value): ") == len(COMMANDS)
 
 
-@pytest.mark.parametrize(("main", "code"), [("print(1)", 141), ("(_ for _ in ()).throw(BrokenPipeError)", 1)])
+@pytest.mark.parametrize(
+    ("main", "code"), [("print(1)", 141), ("(_ for _ in ()).throw(BrokenPipeError)", 1)]
+)
 def test_a_command_whose_output_nobody_reads_ends_like_others(main, code):
     reader, writer = os.pipe()
     if code == 141:
         os.close(reader)
-    imports = "from gpt2_ddp.script import run_command; from gpt2_ddp.config.tools import StatusConfig"
+    imports = (
+        "from gpt2_ddp.script import run_command; from gpt2_ddp.config.tools import StatusConfig"
+    )
     command = f"{imports}; run_command(StatusConfig, lambda config: {main})"
     done = subprocess.run([sys.executable, "-c", command], stdout=writer, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr.count(b"\n") > 0) == (code, code == 1)
 
 
-@pytest.mark.parametrize(("command", "default"), [(TrainingConfig, training_default), (RegressionConfig, None)])
+@pytest.mark.parametrize(
+    ("command", "default"), [(TrainingConfig, training_default), (RegressionConfig, None)]
+)
 def test_help_has_the_defaults_of_a_run_without_flags(command, default, capsys):
     config = flat(load(command, [], default).model_dump())
     text = " ".join(printed(capsys, command, "--help", "all", default=default).split())
     for name, value in config.items():
-        (shown,) = re.findall(rf"--{re.escape(name)} \S+ .*?\(default: (.*?)\)(?: --| \w+: |$)", text)
+        (shown,) = re.findall(
+            rf"--{re.escape(name)} \S+ .*?\(default: (.*?)\)(?: --| \w+: |$)", text
+        )
         several = " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
         expected = json.dumps(value) if value is None or isinstance(value, bool) else several
         assert shown == expected or float(shown) == float(expected), name

@@ -28,11 +28,18 @@ PIN = re.compile(r"^([\w.-]+)==([\w.+]+)", re.MULTILINE)
 
 
 def pins(file):
-    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in PIN.findall((ROOT / file).read_text())}
+    return {
+        re.sub(r"[-_.]+", "-", name).lower(): version
+        for name, version in PIN.findall((ROOT / file).read_text())
+    }
 
 
 def test_every_path_that_is_copied_goes_to_the_builder():
-    taken = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    taken = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert [path for path in COPIED if not (ROOT / path).exists()] == []
     assert {path.split("/")[0] for path in COPIED} == taken
 
@@ -42,7 +49,9 @@ def test_the_lock_has_what_requirements_txt_pins():
     assert pins("requirements.txt").items() <= lock.items(), "`make lock` renews it"
     assert "nvidia-nccl-cu13" in lock, "the CUDA build's own dependencies"
     cuda = ".".join(lock["cuda-toolkit"].split(".")[:2])
-    assert f"contains CUDA {cuda}." in (ROOT / "docs/cloud.md").read_text(), "the page names the driver that it needs"
+    assert f"contains CUDA {cuda}." in (ROOT / "docs/cloud.md").read_text(), (
+        "the page names the driver that it needs"
+    )
     assert "://" not in (ROOT / "docker/requirements.lock").read_text()
 
 
@@ -77,14 +86,28 @@ trusted-host = index.example
 
 def test_what_pip_s_settings_name_is_brought_along(tmp_path):
     """Files, folders of wheels, and an index in a folder with the packages beside its pages."""
-    for name in ("wheels/a.whl", "limits.txt", "my index/simple/a/index.html", "my index/files/a.whl"):
+    for name in (
+        "wheels/a.whl",
+        "limits.txt",
+        "my index/simple/a/index.html",
+        "my index/files/a.whl",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (folder := tmp_path / "brought").mkdir()
     settings = runpy.run_path(str(ROOT / "docker/pip_settings.py"))["settings"]
     assert settings(PIP_LISTED.format(tmp_path), folder) == PIP_SET.format(tmp_path)
-    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-    wanted = ("0/wheels/a.whl", "1/limits.txt", "2/my index/simple/a/index.html", "2/my index/files/a.whl")
+    found = {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    wanted = (
+        "0/wheels/a.whl",
+        "1/limits.txt",
+        "2/my index/simple/a/index.html",
+        "2/my index/files/a.whl",
+    )
     assert found == {name: name.partition("/")[2] for name in wanted}
 
 
@@ -100,7 +123,9 @@ def test_the_builder_gets_what_the_dockerfile_mounts(tmp_path):
         "PIP_CONSTRAINT": f"{tmp_path}/limits.txt",
     }
     command = [str(ROOT / "docker/build.sh"), "--isolation", "chroot"]
-    found = subprocess.run(command, env=env | {"PYTHON": sys.executable}, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        command, env=env | {"PYTHON": sys.executable}, capture_output=True, text=True, check=True
+    )
     words, settings, content = found.stdout.split("---\n")
     assert {"--isolation", "chroot"} <= {*words.split()}
     assert "constraint = /run/pip/0/limits.txt" in settings
@@ -130,13 +155,16 @@ LAUNCHER = """trap 'echo launcher hit; exit 1' TERM; bash trainer 0; exit $?"""
     ("bash trainer 75", 75), ("bash -c exit\\ 3", 3),
 ])  # fmt: skip
 def test_the_entry_point_tells_the_trainer_to_stop_and_ends_as_it_does(tmp_path, words, code):
-    """With shells in place of the programs. A launcher would end with 1 if it were signalled itself."""
+    """With shells in place of the programs. A launcher would end with 1 if it were signalled
+    itself."""
     for name, text in {"trainer": TRAINER, "accelerate": LAUNCHER, "python": LAUNCHER}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [str(ROOT / "docker/entrypoint.sh"), *shlex.split(words)]
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as found:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+    ) as found:
         if code != 3:
             assert found.stdout.readline() == "up\n"
             found.terminate()
@@ -147,13 +175,18 @@ def test_the_entry_point_tells_the_trainer_to_stop_and_ends_as_it_does(tmp_path,
 @cache
 def runs_it():
     """The command that runs an image, with the flags of its own that a machine needs."""
-    docker = shutil.which("docker") and not subprocess.run(["docker", "info"], capture_output=True).returncode
+    docker = (
+        shutil.which("docker")
+        and not subprocess.run(["docker", "info"], capture_output=True).returncode
+    )
     return shlex.split(os.environ.get("RUN", "docker run" if docker else "podman run"))
 
 
 def manage(*words):
     program = runs_it()[: runs_it().index("run")]
-    return subprocess.run([*program, *words], check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+    return subprocess.run(
+        [*program, *words], check=True, capture_output=True, text=True, timeout=120
+    ).stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +194,9 @@ def image():
     try:
         manage("image", "inspect", IMAGE)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip(f"{runs_it()[0]} has no image {IMAGE}: `make image`, by docker, or by buildah and podman")
+        pytest.skip(
+            f"{runs_it()[0]} has no image {IMAGE}: `make image`, by docker, or by buildah and podman"
+        )
     return IMAGE
 
 
@@ -172,8 +207,25 @@ def flags(folder):
         (folder / name).mkdir(exist_ok=True)
         (folder / name).chmod(0o777)
         mounts += ["--volume", f"{folder / name}:/app/{name}"]
-    safe = ["--network", "none", "--read-only", "--tmpfs", "/tmp:exec,mode=1777", "--cap-drop", "ALL"]
-    return [*safe, "--security-opt", "no-new-privileges", "--shm-size", "256m", "--env", "OMP_NUM_THREADS=1", *mounts]
+    safe = [
+        "--network",
+        "none",
+        "--read-only",
+        "--tmpfs",
+        "/tmp:exec,mode=1777",
+        "--cap-drop",
+        "ALL",
+    ]
+    return [
+        *safe,
+        "--security-opt",
+        "no-new-privileges",
+        "--shm-size",
+        "256m",
+        "--env",
+        "OMP_NUM_THREADS=1",
+        *mounts,
+    ]
 
 
 def run(image, folder, *words):
@@ -186,7 +238,9 @@ def test_two_steps_are_trained_where_only_tmp_and_the_volumes_can_be_written(ima
     found = run(image, tmp_path, "health")
     assert found.returncode == 0, found.stdout + found.stderr
     assert list(tmp_path.glob("*/*")) == [], "it leaves nothing"
-    found = run(image, tmp_path, "bash", "-c", "id -u; touch /app/x; touch runs/y && cat /proc/1/comm")
+    found = run(
+        image, tmp_path, "bash", "-c", "id -u; touch /app/x; touch runs/y && cat /proc/1/comm"
+    )
     assert found.stdout.splitlines()[0] == "1001"
     assert "Read-only file system" in found.stderr
     assert (tmp_path / "runs/y").stat().st_uid == 1001
@@ -203,11 +257,18 @@ def test_nccl_finds_the_library_and_the_drivers_of_infiniband(image, tmp_path):
 def test_nothing_of_the_builder_s_pip_is_left(image, tmp_path):
     assert not re.search("index-url|find-links", manage("history", "--no-trunc", image))
     places = "/etc/pip.conf /run/secrets /opt/venv/pip.conf /tmp/requirements.lock"
-    found = run(image, tmp_path, "bash", "-c", f"env | grep ^PIP_; ls -A {places} 2>/dev/null; echo looked")
+    found = run(
+        image, tmp_path, "bash", "-c", f"env | grep ^PIP_; ls -A {places} 2>/dev/null; echo looked"
+    )
     assert found.stdout == "looked\n"
 
 
-LAUNCHED = ("", "--config_file configs/accelerate/cpu_processes.yaml", "torchrun --nproc_per_node 2", "python")
+LAUNCHED = (
+    "",
+    "--config_file configs/accelerate/cpu_processes.yaml",
+    "torchrun --nproc_per_node 2",
+    "python",
+)
 
 
 @pytest.mark.image
@@ -219,7 +280,9 @@ def test_a_stopped_container_has_saved_and_the_same_command_goes_on(image, tmp_p
     place, last = tmp_path / "runs/tiny", 0
     for _ in range(2):
         begin = [*runs_it()[runs_it().index("run") :], "--detach"]
-        container = manage(*begin, *flags(tmp_path), image, *words.split(), "scripts/train_gpt2.py", *TINY.split())
+        container = manage(
+            *begin, *flags(tmp_path), image, *words.split(), "scripts/train_gpt2.py", *TINY.split()
+        )
         try:
             for _ in range(600):
                 now = status(place)

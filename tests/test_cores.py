@@ -19,7 +19,8 @@ from gpt2_ddp.distributed.spawn import start_processes
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine of eight cores with two hyperthreads each, all of which may be used; writes further files."""
+    """A machine of eight cores with two hyperthreads each, all of which may be used; writes further
+    files."""
     monkeypatch.setattr(cores, "ROOT", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 16 if logical else 8)
@@ -30,7 +31,10 @@ def machine(tmp_path, monkeypatch):
         path.write_text(f"{text}\n")
 
     for thread in range(16):
-        write(f"sys/devices/system/cpu/cpu{thread}/topology/core_cpus_list", f"{thread % 8},{thread % 8 + 8}")
+        write(
+            f"sys/devices/system/cpu/cpu{thread}/topology/core_cpus_list",
+            f"{thread % 8},{thread % 8 + 8}",
+        )
     return write
 
 
@@ -72,7 +76,9 @@ def test_the_limits_of_control_groups_count(machine, monkeypatch, kind, expected
     assert (usable_cores() if kind == "cores" else free_memory()) == expected
 
 
-@pytest.mark.parametrize(("quota", "processes", "threads"), [("max", 1, 8), ("max", 2, 4), ("100000", 2, 1)])
+@pytest.mark.parametrize(
+    ("quota", "processes", "threads"), [("max", 1, 8), ("max", 2, 4), ("100000", 2, 1)]
+)
 def test_threads_are_the_processes_shares(machine, monkeypatch, quota, processes, threads):
     """Of threads beyond a quota the kernel stops all for the rest of each period."""
     machine("proc/self/cgroup", "0::/")

@@ -1,4 +1,5 @@
-"""Each command of README.md and docs/*.md: it fits the real parsers, and where it can run here it is run."""
+"""Each command of README.md and docs/*.md: it fits the real parsers, and where it can run here it
+is run."""
 
 import hashlib
 import json
@@ -39,11 +40,13 @@ def runnable(*pages):
 
 
 ELSEWHERE = runnable(*(ROOT / "docs" / name for name in ABOUT))
-"""What README shows of pages that are about it: it runs there, and nothing on README needs what it makes."""
+"""What README shows of pages that are about it: it runs there, and nothing on README needs what it
+makes."""
 
 
 def here(page):
-    """The commands that run on a page, in its order: what other pages have of README runs there alone."""
+    """The commands that run on a page, in its order: what other pages have of README runs there
+    alone."""
     others = ELSEWHERE if page == README else runnable(README).keys() - ELSEWHERE.keys()
     return [command for words, command in runnable(page).items() if words not in others]
 
@@ -51,7 +54,8 @@ def here(page):
 RUN = [
     pytest.param(page, marks=pytest.mark.soak if page.name in LONG else (), id=page.name)
     for page in PAGES
-    if page.name != "commands.md" and here(page)  # the docstrings of scripts; other pages run such commands
+    # the docstrings of scripts; other pages run such commands
+    if page.name != "commands.md" and here(page)
 ]
 """Pages with a command that can run here, and that README does not have."""
 
@@ -60,7 +64,9 @@ def test_the_speedruns_record_is_of_the_shipped_entry():
     """A change of the entry needs a new record, and README quotes no other."""
     entry = json.dumps(yaml.safe_load((ROOT / "configs/speedrun.yaml").read_text()), sort_keys=True)
     digest = hashlib.sha256(entry.encode()).hexdigest()[:16]
-    (figure,) = re.findall(rf"^\| `{digest}` .*?\*\*(.*?)\*\*", (ROOT / "docs/speedrun.md").read_text(), re.MULTILINE)
+    (figure,) = re.findall(
+        rf"^\| `{digest}` .*?\*\*(.*?)\*\*", (ROOT / "docs/speedrun.md").read_text(), re.MULTILINE
+    )
     for name in ("README.md", "README.zh-CN.md"):
         assert f" {figure} " in (ROOT / name).read_text()
 
@@ -82,9 +88,13 @@ def parse(command, folder):
     assert program in PROGRAMS, f"{text}: what is {program}? Say in pages.py"
     if program == "cloud/launch.sh":
         program, words = words[1], words[1:]
-    script = next((at for at, word in enumerate(words) if word.endswith((".py", ".sbatch"))), len(words))
+    script = next(
+        (at for at, word in enumerate(words) if word.endswith((".py", ".sbatch"))), len(words)
+    )
     for word in words[: script + 1]:
-        assert not word.endswith((".yaml", ".txt", ".sbatch")) or (ROOT / word).is_file(), f"{text}: no {word}"
+        assert not word.endswith((".yaml", ".txt", ".sbatch")) or (ROOT / word).is_file(), (
+            f"{text}: no {word}"
+        )
     if program == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
     elif words[:3] == ["python", "-m", "benchmarks"]:
@@ -115,25 +125,31 @@ def test_a_translation_has_the_commands_of_its_page(page):
 
 
 def run(text, folder):
-    """Runs a command of a page as a shell would. A plain `python SCRIPT` is forked, and takes a tenth of the time.
-    So are the two ranks that a launcher would start."""
+    """Runs a command of a page as a shell would. A plain `python SCRIPT` is forked, and takes a
+    tenth of the time. So are the two ranks that a launcher would start."""
     env = {"PYTHONPATH": str(folder), "MPLBACKEND": "agg", "WANDB_MODE": "offline"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     words = shlex.split(text, comments=True)
     if "$" not in text and not {*words} & {"|", "||", "&", "&&", ";", ">", "<"}:
-        script = next((number for number, word in enumerate(words) if word.startswith("scripts/")), 0)
+        script = next(
+            (number for number, word in enumerate(words) if word.startswith("scripts/")), 0
+        )
         if words[:2] == ["python", words[script]]:
             return forked(words[1:], folder, **env)
         if words[0] in ("torchrun", "accelerate"):
             assert "--nproc_per_node 2" in text or "--num_processes 2" in text, text
             return forked(words[script:], folder, world=2, **env)
-    command, pipes = ["bash", "-c", text], {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    command, pipes = (
+        ["bash", "-c", text],
+        {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL},
+    )
     return subprocess.run(command, cwd=folder, env=environment(**env), timeout=300, **pipes)
 
 
 @pytest.fixture(scope="session")
 def stand_ins(tmp_path_factory):
-    """What the pages' commands have before them: the project, texts, images, tiny data and a run of it."""
+    """What the pages' commands have before them: the project, texts, images, tiny data and a run of
+    it."""
     return once(tmp_path_factory, "pages", make_stand_ins)
 
 
@@ -156,7 +172,8 @@ def make_stand_ins(folder):
     (folder / "dumps/manifest.json").unlink()
     shutil.copytree(folder / "runs/stdlib", folder / "runs/other")
     (folder / "exports").mkdir()
-    (folder / "exports/stdlib-step-00000700").symlink_to("stdlib-step-00000004")  # which a page will make
+    # which a page will make
+    (folder / "exports/stdlib-step-00000700").symlink_to("stdlib-step-00000004")
     for name in ("RUN", "runs/NAME"):
         (folder / name).symlink_to(folder / "runs/other")
 
@@ -166,10 +183,16 @@ MIXED = {"web": "heapq", "code": "shlex", "books": "textwrap"}
 
 def write_more(folder):
     (folder / "dump").mkdir()
-    (folder / "dump/some.jsonl").write_text("".join(f'{{"text": "Truth {n} of many."}}\n' for n in range(3000)))
-    (folder / "stories.txt").write_text("\n<|endoftext|>\n".join(f"Once upon {n} times." for n in range(3000)))
+    (folder / "dump/some.jsonl").write_text(
+        "".join(f'{{"text": "Truth {n} of many."}}\n' for n in range(3000))
+    )
+    (folder / "stories.txt").write_text(
+        "\n<|endoftext|>\n".join(f"Once upon {n} times." for n in range(3000))
+    )
     (folder / "prompts.txt").write_text("def \nimport \n")
-    (folder / "mine.py").write_text("from gpt2_ddp import Pretraining\n\n\nclass Mine(Pretraining): ...\n")
+    (folder / "mine.py").write_text(
+        "from gpt2_ddp import Pretraining\n\n\nclass Mine(Pretraining): ...\n"
+    )
 
 
 @pytest.mark.slow
@@ -188,7 +211,9 @@ def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path)
             text = text.replace("step-00000400", "step-00000004")  # the stand-in's only checkpoint
         found = run(text, folder)
         print(f"{page.name}: {command.text} -> {found.returncode}")
-        assert (found.returncode, "Traceback" in found.stderr) == (0, False), found.stdout + found.stderr
+        assert (found.returncode, "Traceback" in found.stderr) == (0, False), (
+            found.stdout + found.stderr
+        )
 
 
 def test_contributing_names_each_test_file():

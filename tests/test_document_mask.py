@@ -1,4 +1,5 @@
-"""Documents of a window do not see each other: gradients, documents run alone, generation, and whole trainings."""
+"""Documents of a window do not see each other: gradients, documents run alone, generation, and
+whole trainings."""
 
 import pytest
 import torch
@@ -14,7 +15,15 @@ from gpt2_ddp.training.initial_weights import find_model
 
 EOT, VOCAB, T = 0, 65, 16
 WINDOWS = {
-    "the rest of one, a whole one, the beginning of one": [7, 9, 3, EOT, *range(5, 10), EOT, *range(1, 7)],
+    "the rest of one, a whole one, the beginning of one": [
+        7,
+        9,
+        3,
+        EOT,
+        *range(5, 10),
+        EOT,
+        *range(1, 7),
+    ],
     "end-of-text first and last": [EOT, *range(1, 9), EOT, *range(9, 14), EOT],
     "end-of-text alone": [EOT] * T,
     "no end-of-text": [*range(20, 36)],
@@ -46,15 +55,21 @@ def test_each_document_is_computed_as_if_alone(kind, name):
     for one in (model, plain):
         alone = torch.cat([one(torch.tensor([piece]))[0] for piece in pieces(window)])
         assert_close(logits, alone)
-    assert torch.equal(model(torch.tensor([window])), plain(torch.tensor([window]))) == (len(pieces(window)) == 1)
+    assert torch.equal(model(torch.tensor([window])), plain(torch.tensor([window]))) == (
+        len(pieces(window)) == 1
+    )
 
 
-WAYS = [*(("gpt2", way) for way in ("plain", "autocast", "recomputed", "traced")), ("nanochat", "plain")]
+WAYS = [
+    *(("gpt2", way) for way in ("plain", "autocast", "recomputed", "traced")),
+    ("nanochat", "plain"),
+]
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)
 def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind, way):
-    """The loss at t moves with the embeddings of its own document up to t, and of nothing else: exactly."""
+    """The loss at t moves with the embeddings of its own document up to t, and of nothing else:
+    exactly."""
     model, tokens = masked(kind=kind), torch.tensor([*WINDOWS.values()])
     model.activation_checkpointing = way == "recomputed"
     run = torch.compile(model, dynamic=False, backend="aot_eager") if way == "traced" else model
@@ -91,11 +106,23 @@ def test_generation_sees_what_the_plain_forward_sees():
 
 
 def test_trained_and_evaluated(short_documents, tmp_path):
-    """The recorded val_loss is that of the model with its mask. Another run may begin with its weights, without one."""
-    changes = {"model.document_mask": True, "eval.tokens": None, "train.steps": 3, "model.n_layer": 1, "eval.every": 5}
+    """The recorded val_loss is that of the model with its mask. Another run may begin with its
+    weights, without one."""
+    changes = {
+        "model.document_mask": True,
+        "eval.tokens": None,
+        "train.steps": 3,
+        "model.n_layer": 1,
+        "eval.every": 5,
+    }
     complete(training_config(short_documents, tmp_path, changes))
     begun = {"model.document_mask": False, "train.init_from": str(tmp_path / "run")}
     assert find_model(training_config(short_documents, tmp_path, changes | begun))
     model, tokenizer = load_model(find_checkpoint(tmp_path / "run"))
     assert model.eot == tokenizer.eot
-    assert_close(rows(tmp_path / "run")[-1]["val_loss"], evaluate(model, tokenizer, short_documents).loss, 1e-5, 1)
+    assert_close(
+        rows(tmp_path / "run")[-1]["val_loss"],
+        evaluate(model, tokenizer, short_documents).loss,
+        1e-5,
+        1,
+    )

@@ -1,7 +1,8 @@
-"""An elastic job on two and three machines with a shared disk: it goes on by itself when a machine is lost, is stopped
-or joins. Order digest and losses are those of the run left alone.
+"""An elastic job on two and three machines with a shared disk: it goes on by itself when a machine
+is lost, is stopped or joins. Order digest and losses are those of the run left alone.
 
-`make test-cluster ARGS=-s` prints seconds from each fault to the next step, and the steps that were lost.
+`make test-cluster ARGS=-s` prints seconds from each fault to the next step, and the steps that were
+lost.
 """
 
 import json
@@ -30,7 +31,11 @@ loop.train_step = lambda run: (time.sleep(0.1), step(run))[1]
 runpy.run_path("scripts/train_gpt2.py", run_name="__main__")
 """
 """The script with steps that last: machines take seconds to join."""
-(COMMAND,) = [command.text for command in commands(ROOT / "docs/several-machines.md") if "--nnodes 1:4" in command.text]
+(COMMAND,) = [
+    command.text
+    for command in commands(ROOT / "docs/several-machines.md")
+    if "--nnodes 1:4" in command.text
+]
 
 
 class Job:
@@ -42,10 +47,17 @@ class Job:
 
     def __init__(self, machines, folder, corpus):
         self.machines, self.run = machines, folder / "run"
-        changes = {"train.steps": STEPS, "checkpoint.every": EVERY, "train.patience_seconds": 5, "eval.every": STEPS}
+        changes = {
+            "train.steps": STEPS,
+            "checkpoint.every": EVERY,
+            "train.patience_seconds": 5,
+            "eval.every": STEPS,
+        }
         (folder / "config.yaml").write_text(dump(training_config(corpus, folder, changes)))
         (folder / "paced.py").write_text(PACED)
-        launcher = COMMAND.partition("scripts/train_gpt2.py")[0].replace("10.0.0.1", machines[-1].address)
+        launcher = COMMAND.partition("scripts/train_gpt2.py")[0].replace(
+            "10.0.0.1", machines[-1].address
+        )
         self.command = f"{launcher} {folder / 'paced.py'} --config {folder / 'config.yaml'}"
 
     def start(self, *machines):
@@ -54,7 +66,11 @@ class Job:
 
     def rows(self):
         file = self.run / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.is_file() else []
+        return (
+            [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+            if file.is_file()
+            else []
+        )
 
     def step(self):
         return max((row["step"] for row in self.rows() if "loss" in row), default=0)
@@ -63,7 +79,8 @@ class Job:
         return [row for row in self.rows() if row.get("event") == "start"]
 
     def goes_on(self, what, processes, fault):
-        """Waits until it trains on so many processes after the fault; returns how many steps were lost."""
+        """Waits until it trains on so many processes after the fault; returns how many steps were
+        lost."""
         before, starts = self.step(), len(self.starts())
         wait_until(lambda: self.step() > before + 5, 300)
         at, begun = self.step(), time.monotonic()
@@ -109,7 +126,10 @@ def test_a_machine_is_lost_and_comes_back(machines, alone, corpus, tmp_path):
     assert job.goes_on("launcher killed", 1, lambda: lost.launcher().kill()) < EVERY
     lost.end()
     assert job.goes_on("a machine joins", 2, lambda: job.start(lost)) == 0
-    assert job.goes_on("launcher told to stop", 1, lambda: lost.launcher().send_signal(signal.SIGTERM)) == 0
+    assert (
+        job.goes_on("launcher told to stop", 1, lambda: lost.launcher().send_signal(signal.SIGTERM))
+        == 0
+    )
     assert job.goes_on("a machine joins", 2, lambda: job.start(lost)) == 0
     job.ends_as(alone)
 

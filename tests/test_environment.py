@@ -83,8 +83,12 @@ def test_exit_codes_tell_how_a_run_ended(monkeypatch, tmp_path):
     assert [exit_code(outcome) for outcome in outcomes] == [0, 75, 3]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv(EXIT_CODES, str(tmp_path / "codes"))
-    assert [exit_code(outcome) for outcome in outcomes] == [0, 0, 3], "a launcher would call 75 a crash"
-    assert (tmp_path / "codes").read_text() == "0\n75\n3\n", "as without a launcher, for cloud/launch.sh"
+    assert [exit_code(outcome) for outcome in outcomes] == [0, 0, 3], (
+        "a launcher would call 75 a crash"
+    )
+    assert (tmp_path / "codes").read_text() == "0\n75\n3\n", (
+        "as without a launcher, for cloud/launch.sh"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES.split())
@@ -92,7 +96,8 @@ def test_what_is_no_number_is_named(monkeypatch, name):
     for value in ("", " ", "-1", "two", "1.5", "$N"):
         monkeypatch.setenv(name, value)
         expect_error(
-            rf"^{name} = {re.escape(value)}: ", lambda: (processes_asked_for(), world_size(), processes_here())
+            rf"^{name} = {re.escape(value)}: ",
+            lambda: (processes_asked_for(), world_size(), processes_here()),
         )
 
 

@@ -34,8 +34,8 @@ def model():
 
 
 def score(corpus, cases):
-    """Evaluates on this rank by each batch size, number of tokens, and limit, which cuts the stream's length: for
-    splits with fewer batches than ranks."""
+    """Evaluates on this rank by each batch size, number of tokens, and limit, which cuts the
+    stream's length: for splits with fewer batches than ranks."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
     class Cut(TokenStream):
@@ -47,7 +47,9 @@ def score(corpus, cases):
     prepared = accelerator.prepare_model(model(), evaluation_mode=True)
     for batch_size, tokens, limit in cases:
         Cut.limit = limit
-        data = EvalSet(Cut(corpus, read_manifest(corpus), "val"), SHAPE.block_size, tokens, token_bytes)
+        data = EvalSet(
+            Cut(corpus, read_manifest(corpus), "val"), SHAPE.block_size, tokens, token_bytes
+        )
         result = evaluate(accelerator, prepared, data, batch_size)
         found.append((result.nll, result.tokens, result.bytes))
     return found
@@ -64,7 +66,9 @@ def by_hand(corpus):
             logits = scorer(row[None, :-1]).double()
             nll += torch.nn.functional.cross_entropy(logits[0], row[1:], reduction="sum").item()
             count += len(row) - 1
-    text = load_tokenizer(str(corpus / "tokenizer.json")).decode(tokens[tokens != read_manifest(corpus).eot].tolist())
+    text = load_tokenizer(str(corpus / "tokenizer.json")).decode(
+        tokens[tokens != read_manifest(corpus).eot].tolist()
+    )
     return nll, count, len(text.encode())
 
 
@@ -75,10 +79,17 @@ def test_every_target_once_for_all_ranks_and_batches(corpus):
     assert expected_tokens % SHAPE.block_size, "the corpus should have a tail"
     (alone,) = run_ranks(in_float64, 1, score, corpus, [(size, None, None) for size in (1, 7, 64)])
     limits = [2, 48, 49, 50, 97]  # which leave ranks without batches
-    cases = [(4, None, None), (16, None, None), (4, 480, None), *[(4, None, limit) for limit in limits]]
+    cases = [
+        (4, None, None),
+        (16, None, None),
+        (4, 480, None),
+        *[(4, None, limit) for limit in limits],
+    ]
     ranks = run_ranks(in_float64, 3, score, corpus, cases, timeout=60)
     found = [*alone, *[rank[case] for rank in ranks for case in (0, 1)]]
-    assert {(tokens, spelled) for _, tokens, spelled in found} == {(expected_tokens, expected_bytes)}
+    assert {(tokens, spelled) for _, tokens, spelled in found} == {
+        (expected_tokens, expected_bytes)
+    }
     losses = [nll / tokens for nll, tokens, _ in found]
     assert_close(losses, [expected_nll / expected_tokens] * len(losses))
     assert ranks[0] == ranks[1] == ranks[2]
@@ -94,7 +105,9 @@ def test_automatic_is_a_share_of_what_is_trained_between_two(tmp_path):
         assert training_config(tmp_path, tmp_path, changes).auto_eval_tokens == scored * 32
 
 
-@pytest.mark.parametrize("config", sorted(Path("configs").glob("gpt2_*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "config", sorted(Path("configs").glob("gpt2_*.yaml")), ids=lambda file: file.stem
+)
 def test_evaluations_take_a_twentieth_of_a_shipped_run_at_most(config):
     """A forward pass is a third of a step."""
     config = load(TrainingConfig, ["--config", str(config)])
@@ -107,14 +120,19 @@ def test_evaluations_take_a_twentieth_of_a_shipped_run_at_most(config):
 
 def settled(config, recorded="new"):
     """`eval.tokens` that a run takes, a new one or one whose config.yaml holds `recorded`."""
-    saved = Checkpoint(Path("saved"), gpt_state(5), {"eval": {"tokens": recorded}, "optim": {"decay_steps": 9}})
+    saved = Checkpoint(
+        Path("saved"), gpt_state(5), {"eval": {"tokens": recorded}, "optim": {"decay_steps": 9}}
+    )
     return resolved(config, None if recorded == "new" else saved).eval.tokens
 
 
 def test_a_run_keeps_the_number_that_it_was_started_with(corpus, tmp_path):
     """Where nothing else is asked for."""
     batch = {"train.global_batch_tokens": 24 * 32}
-    auto, all_, some = (training_config(corpus, tmp_path, batch | {"eval": {"tokens": n}}) for n in ("auto", None, 900))
+    auto, all_, some = (
+        training_config(corpus, tmp_path, batch | {"eval": {"tokens": n}})
+        for n in ("auto", None, 900)
+    )
     assert settled(auto) == 250 * 24 * 6 // 100 * 32
     assert settled(auto, 777) == 777
     assert settled(auto, None) is None
@@ -132,7 +150,12 @@ def test_a_tokenizer_that_has_seen_the_validation_text(trained, tmp_path, capsys
         write_manifest(folder, manifest)
     names = f"prepared {folders[0]} {folders[1]}, and trained the tokenizer on the validation text"
     for split in ("val", "train"):
-        asked = {"checkpoint": str(trained), "data": (*map(str, folders),), "device": "cpu", "split": split}
+        asked = {
+            "checkpoint": str(trained),
+            "data": (*map(str, folders),),
+            "device": "cpu",
+            "split": split,
+        }
         assert evaluate_checkpoint(EvaluateConfig(tokens=480, **asked)) == 0
         notes = [line for line in capsys.readouterr().err.splitlines() if "earlier release" in line]
         assert len(notes) == (version == 2 and split == "val")

@@ -1,4 +1,5 @@
-"""The export: transformers computes what the model does; what differs, or is cut off, gets no name."""
+"""The export: transformers computes what the model does; what differs, or is cut off, gets no
+name."""
 
 import heapq
 import json
@@ -36,9 +37,16 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def checkpoint_of(model, tokenizer, file, folder):
     """A checkpoint of the model; of a run of which nothing else is left."""
-    changes = {"model": model.config.model_dump(), "train.global_batch_tokens": model.config.block_size}
+    changes = {
+        "model": model.config.model_dump(),
+        "train.global_batch_tokens": model.config.block_size,
+    }
     config = training_config(folder / "no_data", folder, changes)
-    task = {"tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+    task = {
+        "tokenizer": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+    }
     scores = {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None}
     progress, feed = Progress(step=7, scores=scores), FeedState(position=30, order_digest="0f" * 32)
     state = gpt_state(epoch_size=12, progress=progress, feed=feed)
@@ -54,7 +62,9 @@ def checkpoint_of(model, tokenizer, file, folder):
 @pytest.fixture
 def checkpoint(corpus, tmp_path):
     """A checkpoint of a GPT-2 with a BPE of 512 ids."""
-    return checkpoint_of(tiny(512), load_tokenizer(str(corpus)), corpus / "tokenizer.json", tmp_path)
+    return checkpoint_of(
+        tiny(512), load_tokenizer(str(corpus)), corpus / "tokenizer.json", tmp_path
+    )
 
 
 @pytest.fixture
@@ -76,7 +86,9 @@ def tokenizer_of(name, corpus, tmp_path):
     pytest.param("gpt2", "gpt2", marks=pytest.mark.slow), ("bpe", "gpt2"), ("bpe", "llama"), ("bytes", "qwen3"),
     ("bytes", "nanochat"),
 ])  # fmt: skip
-def test_transformers_does_with_it_what_the_model_does(name, kind, corpus, tmp_path, little_text, capsys):
+def test_transformers_does_with_it_what_the_model_does(
+    name, kind, corpus, tmp_path, little_text, capsys
+):
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
     tokenizer, file = tokenizer_of(name, corpus, tmp_path)
@@ -86,7 +98,9 @@ def test_transformers_does_with_it_what_the_model_does(name, kind, corpus, tmp_p
     assert "bit for bit" in capsys.readouterr().out
 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
-    dropouts = ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
+    dropouts = (
+        ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
+    )
     assert {getattr(theirs.config, name) for name in dropouts} == {0.1}
     shape = theirs.config.vocab_size, theirs.config.max_position_embeddings, theirs.dtype
     assert shape == (tokenizer.vocab_size, 48, torch.float32)
@@ -97,8 +111,15 @@ def test_transformers_does_with_it_what_the_model_does(name, kind, corpus, tmp_p
     assert special == (tokenizer.eot,) * 3
     assert theirs.config.architectures == [CLASSES[kind]], "llama.cpp's converter asks for it"
     assert encoder(prompts, padding=True)["input_ids"][1][0] == tokenizer.eot
-    settings = {"max_new_tokens": 10, "do_sample": False, "return_full_text": False, "add_special_tokens": False}
-    said = pipeline("text-generation", model=str(tmp_path / "made"))(prompts, batch_size=2, **settings)
+    settings = {
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "return_full_text": False,
+        "add_special_tokens": False,
+    }
+    said = pipeline("text-generation", model=str(tmp_path / "made"))(
+        prompts, batch_size=2, **settings
+    )
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     ours = continued(model, ids, tokenizer.eot, Sampling(10, temperature=0))
     assert [one[0]["generated_text"] for one in said] == [*map(tokenizer.decode, ours)]
@@ -107,14 +128,34 @@ def test_transformers_does_with_it_what_the_model_does(name, kind, corpus, tmp_p
 BOS = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
 TEMPLATE = {
     "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "single": [
+        {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
     "special_tokens": {"<|endoftext|>": BOS},
 }
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-ADDED = {"content": "<|user|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": True,
+    "trim_offsets": False,
+    "use_regex": True,
+}
+ADDED = {
+    "content": "<|user|>",
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+}
 TRUNCATION = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
-FIXED = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+FIXED = {
+    "strategy": {"Fixed": 8},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+}
 DEFINITIONS = {
     "post_processor TemplateProcessing": {"post_processor": TEMPLATE},
     "model.dropout 0.1": {"model.dropout": 0.1},
@@ -124,7 +165,11 @@ DEFINITIONS = {
     "cannot read it": {"version": "2.0"},
     "'<|user|>'": {"added_tokens.1": {**ADDED, "id": 512, "special": False}},
     "plain": {},
-    "as GPT-2's": {"post_processor": BYTE_LEVEL, "model.continuing_subword_prefix": "", "model.dropout": 0.0},
+    "as GPT-2's": {
+        "post_processor": BYTE_LEVEL,
+        "model.continuing_subword_prefix": "",
+        "model.dropout": 0.0,
+    },
     "special": {"added_tokens.1": {**ADDED, "id": 512, "special": True}},
     "lengths": {"truncation": TRUNCATION, "padding": {**FIXED, "pad_token": "<|endoftext|>"}},
     "unknown": {"model.fuse_unk": True, "model.byte_fallback": True, "model.ignore_merges": True},
@@ -136,8 +181,9 @@ TAKEN = {"plain", "as GPT-2's", "special", "lengths", "unknown"}
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_a_preparation_asks_what_an_export_requires(name, corpus, tmp_path, monkeypatch):
-    """Of a tokenizer.json, before the source is read. An added token that is not special would be one within a text, of
-    which the export's own text has none. Folders that have such a file stay readable."""
+    """Of a tokenizer.json, before the source is read. An added token that is not special would be
+    one within a text, of which the export's own text has none. Folders that have such a file stay
+    readable."""
     from transformers import AutoTokenizer
 
     definition = read_json(corpus / "tokenizer.json")
@@ -155,7 +201,9 @@ def test_a_preparation_asks_what_an_export_requires(name, corpus, tmp_path, monk
     monkeypatch.setattr(check, "MODULES", 1)
     monkeypatch.setattr(tokenizer_check, "MODULES", 1)
     try:
-        check._compare_tokens(AutoTokenizer.from_pretrained(tmp_path, local_files_only=True), tokenizer)
+        check._compare_tokens(
+            AutoTokenizer.from_pretrained(tmp_path, local_files_only=True), tokenizer
+        )
         is_exported = True
     except BaseException:  # transformers raises any, and tokenizers panics
         is_exported = False
@@ -168,7 +216,9 @@ def test_a_preparation_asks_what_an_export_requires(name, corpus, tmp_path, monk
         assert prepare.prepare(asked).tokenizer_sha256 == tokenizer.sha256
     else:
         words = "cannot read it" if name == "byte order mark" else name
-        expect_error(f"^tokenizer = .*export_hf.py would refuse.*{re.escape(words)}", prepare.prepare, asked)
+        expect_error(
+            f"^tokenizer = .*export_hf.py would refuse.*{re.escape(words)}", prepare.prepare, asked
+        )
 
 
 def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
@@ -185,10 +235,15 @@ def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
         assert said in body
 
 
-def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(tmp_path, little_text, monkeypatch, capfd):
+def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(
+    tmp_path, little_text, monkeypatch, capfd
+):
     (tmp_path / "tests").symlink_to(GOLDEN.parent)  # with the corpus
     monkeypatch.chdir(tmp_path)
-    for place, flags in (("gpt2_run", []), ("gpt2_run/checkpoints/step-00000005", ["--gguf", "true"])):
+    for place, flags in (
+        ("gpt2_run", []),
+        ("gpt2_run/checkpoints/step-00000005", ["--gguf", "true"]),
+    ):
         assert export_hf(load(ExportConfig, [str(GOLDEN / place), *flags])) == 0
     made, other = Path("exports/gpt2_run-step-00000010"), Path("exports/gpt2_run-step-00000005")
     assert (made / "README.md").is_file()
@@ -223,7 +278,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)
-def test_what_differs_is_rejected_and_removed(change, words, checkpoint, tmp_path, little_text, monkeypatch, capsys):
+def test_what_differs_is_rejected_and_removed(
+    change, words, checkpoint, tmp_path, little_text, monkeypatch, capsys
+):
     def tampered(folder, *args):
         change(folder)
         return check.check_export(folder, *args)
@@ -258,7 +315,9 @@ llama run made package
 @pytest.mark.parametrize("case", REFUSED.strip().splitlines())
 def test_refused_before_any_work(corpus, tmp_path, monkeypatch, case):
     kind, source, output, field, *flags = case.replace("GOLDEN", str(GOLDEN)).split()
-    checkpoint_of(tiny(512, **SHAPES[kind]), load_tokenizer(str(corpus)), corpus / "tokenizer.json", tmp_path)
+    checkpoint_of(
+        tiny(512, **SHAPES[kind]), load_tokenizer(str(corpus)), corpus / "tokenizer.json", tmp_path
+    )
     monkeypatch.setattr(export, "load_model", None)  # reading weights would fail
     if field == "package":
         monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
@@ -270,7 +329,9 @@ def test_refused_before_any_work(corpus, tmp_path, monkeypatch, case):
 def test_a_checkpoint_that_its_run_prunes_meanwhile(checkpoint, tmp_path, little_text, monkeypatch):
     """While it is read that is a user error; while it is checked it does not matter."""
     found, check_it = find_checkpoint(checkpoint), export.check_export
-    monkeypatch.setattr(export, "check_export", lambda *given: shutil.rmtree(found.path) or check_it(*given))
+    monkeypatch.setattr(
+        export, "check_export", lambda *given: shutil.rmtree(found.path) or check_it(*given)
+    )
     export.export(found, tmp_path / "made")
     assert (tmp_path / "made/README.md").is_file()
     expect_error("^checkpoint = ", export.export, found, tmp_path / "again")
@@ -281,8 +342,13 @@ def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
     import tokenizers
 
     gpt2 = load_tokenizer("gpt2")
-    tables = {"mergeable_ranks": {token: rank for token, rank in gpt2.tokens.items() if rank < 5000}}
-    tables |= {"pat_str": CL100K_PATTERN, "special_tokens": {"<|endoftext|>": 50256, "<|other|>": 50258}}
+    tables = {
+        "mergeable_ranks": {token: rank for token, rank in gpt2.tokens.items() if rank < 5000}
+    }
+    tables |= {
+        "pat_str": CL100K_PATTERN,
+        "special_tokens": {"<|endoftext|>": 50256, "<|other|>": 50258},
+    }
     other = Tokenizer("other", tables)
     definition = tokenizer_json(other)
     theirs = tokenizers.Tokenizer.from_str(json.dumps(definition))
@@ -308,7 +374,8 @@ def test_what_is_there_stays(tmp_path, monkeypatch):
 
 
 def test_an_empty_folder_is_filled_by_one_process(tmp_path):
-    """What a killed process left is not taken. A second process is refused, and the first is not disturbed."""
+    """What a killed process left is not taken. A second process is refused, and the first is not
+    disturbed."""
     made = tmp_path / "made"
     made.mkdir()
     (tmp_path / ".made.tmp" / "half").mkdir(parents=True)

@@ -1,6 +1,7 @@
 """The classes and diffs of docs/extend.md: each does what the page says of it.
 
-`python test_extend.py KIND FOLDER CORPUS` is the process in which a test uses a patched copy of the package.
+`python test_extend.py KIND FOLDER CORPUS` is the process in which a test uses a patched copy of the
+package.
 """
 
 import contextlib
@@ -32,15 +33,24 @@ def diffs():
     """The diffs of the page, by the heading above."""
     page = (ROOT / "docs/extend.md").read_text()
     sections = [part.partition("\n") for part in re.split(r"^## ", page, flags=re.MULTILINE)]
-    found = {title: re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for title, _, text in sections}
-    return {title: diff for title, (diff,) in ((title, diff) for title, diff in found.items() if diff)}
+    found = {
+        title: re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        for title, _, text in sections
+    }
+    return {
+        title: diff for title, (diff,) in ((title, diff) for title, diff in found.items() if diff)
+    }
 
 
 def classes():
     """The files of the page, by the names of their classes."""
     page = (ROOT / "docs/extend.md").read_text()
     files = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return {name[1]: file for file in files if (name := re.search(r"^class (\w+)\(Pretraining\)", file, re.MULTILINE))}
+    return {
+        name[1]: file
+        for file in files
+        if (name := re.search(r"^class (\w+)\(Pretraining\)", file, re.MULTILINE))
+    }
 
 
 OWN = yaml.safe_load("""
@@ -63,14 +73,23 @@ def test_each_class_of_the_page_is_trained_below():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "parallel"), [(2, "ddp"), (2, "fsdp")])
-def test_the_classes_of_the_page_are_stopped_and_resumed(short_documents, tmp_path, capsys, world, parallel):
+def test_the_classes_of_the_page_are_stopped_and_resumed(
+    short_documents, tmp_path, capsys, world, parallel
+):
     """Bitwise, without a word of the class, and verified with its own schedule and order."""
-    names = [name for name in OWN if (name, parallel) != ("Rhymes", "fsdp")]  # norms of gradients would be of parts
+    # norms of gradients would be of parts
+    names = [name for name in OWN if (name, parallel) != ("Rhymes", "fsdp")]
     given = {part: [] for part in PARTS}
     for name, part in product(names, PARTS):
         file = tmp_path / f"{name}.py"
         file.write_text(classes()[name])
-        own = {"task": f"{file}:{name}", "launch.parallel": parallel, "run_name": name, "train.steps": 6, **OWN[name]}
+        own = {
+            "task": f"{file}:{name}",
+            "launch.parallel": parallel,
+            "run_name": name,
+            "train.steps": 6,
+            **OWN[name],
+        }
         own |= {"train.global_batch_tokens": 192, "eval.tokens": 130}
         trust(find(own["task"]))
         given[part].append(training_config(short_documents, tmp_path / part, own))
@@ -118,10 +137,21 @@ def task(folder, corpus):
     assert re.search(r"\n  train_parity +the parity of bits", run_command("--help"))
     for name, *ends in (("whole", 8), ("parts", 4, 8)):
         for epochs in ends:
-            flags = ["--output_dir", folder / name, "--train.epochs", epochs, "--optim.name", "adam", "--optim.lr", 0.1]
+            flags = [
+                "--output_dir",
+                folder / name,
+                "--train.epochs",
+                epochs,
+                "--optim.name",
+                "adam",
+                "--optim.lr",
+                0.1,
+            ]
             assert "val_accuracy" in run_command("train_parity", *flags, "--train.device", "cpu")
     ranks = "-m gpt2_ddp train_parity --launch.processes 2 --train.epochs 1 --train.device cpu"
-    subprocess.run([sys.executable, *ranks.split(), "--output_dir", folder / "two"], check=True, timeout=200)
+    subprocess.run(
+        [sys.executable, *ranks.split(), "--output_dir", folder / "two"], check=True, timeout=200
+    )
     whole, parts = (folder / name / "parity" for name in PARTS)
     assert_same(whole, parts)
     assert "accuracy" in run_command("evaluate", "--checkpoint", parts, "--device", "cpu")
@@ -136,19 +166,28 @@ def source(folder, corpus):
     with contextlib.closing(sqlite3.connect(folder / "mine.db")) as database:
         database.execute("create table articles (text)")
         for number in range(100):
-            database.execute("insert into articles values (?)", [f"Article {number} of this source is short.\n"])
+            database.execute(
+                "insert into articles values (?)", [f"Article {number} of this source is short.\n"]
+            )
         database.commit()
         source = f"sqlite:{folder}/mine.db:articles"
-        configs = [PrepareConfig(source=source, output=f"{folder}/{name}", tokenizer="bytes") for name in "ab"]
+        configs = [
+            PrepareConfig(source=source, output=f"{folder}/{name}", tokenizer="bytes")
+            for name in "ab"
+        ]
         for config in (*configs, configs[0]):
             prepare(config)
-        one, other = ({file.name: file.read_bytes() for file in (folder / name).iterdir()} for name in "ab")
+        one, other = (
+            {file.name: file.read_bytes() for file in (folder / name).iterdir()} for name in "ab"
+        )
         assert one == other
         assert len(b"".join(one.values())) > 2 * 100 * 30
         database.execute("delete from articles where rowid = 7")
         database.commit()
     expect_error("source = sqlite:.*has changed", prepare, configs[0])
-    gone = configs[0].model_copy(update={"source": (f"sqlite:{folder}/mine.db:b",), "output": f"{folder}/c"})
+    gone = configs[0].model_copy(
+        update={"source": (f"sqlite:{folder}/mine.db:b",), "output": f"{folder}/c"}
+    )
     expect_error("no such table: b", prepare, gone)
 
 

@@ -1,4 +1,5 @@
-"""gigatoken in tiktoken's place: equal ids, and what happens when they differ. A stand-in replaces it if absent."""
+"""gigatoken in tiktoken's place: equal ids, and what happens when they differ. A stand-in replaces
+it if absent."""
 
 import json
 import random
@@ -24,7 +25,8 @@ def first_id(tokenizer):
 
 
 class StandIn:
-    """As much of gigatoken's encoder as is used: ids from 0 on, uint32, of UTF-8. It may lie about one word."""
+    """As much of gigatoken's encoder as is used: ids from 0 on, uint32, of UTF-8. It may lie about
+    one word."""
 
     def __init__(self, tokenizer, lies=False):
         self.tokenizer, self.lies, self.calls = tokenizer, lies, 0
@@ -57,7 +59,8 @@ def _forget():
 
 @pytest.fixture
 def rows(tmp_path):
-    """300 documents in JSON lines, as many as the splits need; the later ones have the word that a liar lies about."""
+    """300 documents in JSON lines, as many as the splits need; the later ones have the word that a
+    liar lies about."""
     draw = random.Random(0)
     words = ["one ", "two\n", "é", " 漢字", "<|endoftext|>", "\ud800", "'s ", "    "]
     rows = [{"text": "".join(draw.choices(words, k=draw.randint(0, 300)))} for _ in range(300)]
@@ -68,8 +71,17 @@ def rows(tmp_path):
 
 
 def prepared(rows, name, **changes):
-    values = {"source": str(rows), "output": str(rows.with_name(name)), "tokenizer": "gpt2", "workers": 1}
-    prepare(PrepareConfig.model_validate(values | {"shard_tokens": 20_000, "val_fraction": 0.2} | changes))
+    values = {
+        "source": str(rows),
+        "output": str(rows.with_name(name)),
+        "tokenizer": "gpt2",
+        "workers": 1,
+    }
+    prepare(
+        PrepareConfig.model_validate(
+            values | {"shard_tokens": 20_000, "val_fraction": 0.2} | changes
+        )
+    )
     return {path.name: path.read_bytes() for path in rows.with_name(name).iterdir()}
 
 
@@ -114,7 +126,12 @@ def test_the_first_ids_of_a_text_are_compared():
     for text in (LIE, LIE + " one" * SAMPLE, "一" * 3 * SAMPLE + LIE, "\n\n     x\u2003'" * SAMPLE):
         ids = honest.encode(text)
         honest.check(text, ids)
-        for wrong in (np.roll(ids, 1), np.r_[ids[0], ids], ids[:0], *[liar.encode(text)] * (LIE in text)):
+        for wrong in (
+            np.roll(ids, 1),
+            np.r_[ids[0], ids],
+            ids[:0],
+            *[liar.encode(text)] * (LIE in text),
+        ):
             expect_error("ids are not tiktoken's", honest.check, text, wrong)
     liar.check("one " * SAMPLE + LIE, liar.encode("one " * SAMPLE + LIE))  # after the sample
 
@@ -136,7 +153,9 @@ def test_a_panic_of_rust_is_no_crash(rows, monkeypatch):
 
     monkeypatch.setattr(StandIn, "encode", panics)
     expect_error(r"^gigatoken = .*panicked \(index out of bounds\)", prepared, rows, "fast")
-    monkeypatch.setattr(StandIn, "encode", lambda self, data: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        StandIn, "encode", lambda self, data: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         prepared(rows, "stopped")
 

@@ -27,10 +27,18 @@ def test_a_micro_batch_is_the_largest_divisor_or_has_the_least_padding():
     for windows in [512, *(rng.randint(1, 300) for _ in range(1000))]:
         processes, limit = rng.randint(1, min(windows, 9)), rng.randint(1, 40)
         share = math.ceil(windows / processes)
-        allowed = [size for size in range(1, limit + 1) if math.ceil(share / size) <= 2 * math.ceil(share / limit)]
+        allowed = [
+            size
+            for size in range(1, limit + 1)
+            if math.ceil(share / size) <= 2 * math.ceil(share / limit)
+        ]
         if windows % processes == 0:
             allowed = [size for size in range(1, limit + 1) if share % size == 0]
-        padding = {size: math.ceil(share / size) * size * processes - windows for size in allowed if size <= share}
+        padding = {
+            size: math.ceil(share / size) * size * processes - windows
+            for size in allowed
+            if size <= share
+        }
         size = split_batch(windows, processes, limit)
         assert size == max(size for size in padding if padding[size] == min(padding.values()))
     expect_error("^processes = 9: ", split_batch, 8, 9, 16)
@@ -57,11 +65,15 @@ def rank_of(world, rank):
 
 
 def test_shares_are_a_partition_of_a_step():
-    """In order of micro-batches, or of ranks for `contiguous`, whose ranks differ by an item at most."""
+    """In order of micro-batches, or of ranks for `contiguous`, whose ranks differ by an item at
+    most."""
     rng = random.Random(0)
     for _ in range(300):
         n, world, batch = rng.randint(1, 90), rng.choice([1, 2, 3, 5, 30]), rng.randint(1, 9)
-        in_turn, by_rank = interleaved(world, batch, n), [*zip(*contiguous(world, batch, n), strict=True)]
+        in_turn, by_rank = (
+            interleaved(world, batch, n),
+            [*zip(*contiguous(world, batch, n), strict=True)],
+        )
         for parts in ([*chain(*in_turn)], [*chain(*by_rank)]):
             assert [*chain(*parts)] == [*range(n)]
             assert max(map(len, parts)) <= batch
@@ -82,12 +94,17 @@ def step_by_definition(n, size, by_epoch, passed, position):
 
 
 def walk(seed, accelerator, actions=25):
-    """Random steps, looks at the next micro-batch, ranges passed over, moves and restarts on one rank. All that the
-    feed returns is what the definition gives; a rank reads its own items alone, and at most one micro-batch ahead."""
+    """Random steps, looks at the next micro-batch, ranges passed over, moves and restarts on one
+    rank. All that the feed returns is what the definition gives; a rank reads its own items alone,
+    and at most one micro-batch ahead."""
     rng = random.Random(seed)
     n, size, batch = rng.choice([rng.randint(1, 60), 10**6]), rng.randint(3, 24), rng.randint(1, 8)
     by_epoch, world, rank = rng.random() < 0.5, accelerator.num_processes, accelerator.process_index
-    share, least = (partial(contiguous, world, batch), 1) if by_epoch else (partial(interleaved, world, batch), batch)
+    share, least = (
+        (partial(contiguous, world, batch), 1)
+        if by_epoch
+        else (partial(interleaved, world, batch), batch)
+    )
     order, source, random_state = Permutation(seed, n), Numbers(), torch.get_rng_state()
     whole = GlobalBatch(size, share, by_epoch=by_epoch, rows=least)
     feed = Feed(order, whole, source, accelerator)
@@ -99,7 +116,11 @@ def walk(seed, accelerator, actions=25):
         own = [positions[i] for i in shares[number][rank]]
         rows = own or positions[:1]
         rows = rows + rows[-1:] * (least - len(rows))
-        assert (found.positions.tolist(), found.n_valid, found.last) == (rows, len(own), number == len(shares) - 1)
+        assert (found.positions.tolist(), found.n_valid, found.last) == (
+            rows,
+            len(own),
+            number == len(shares) - 1,
+        )
         (items,) = found.rows
         assert items.tolist() == order.items_at(found.positions).tolist()
         return items.tolist()
@@ -128,7 +149,9 @@ def walk(seed, accelerator, actions=25):
         elif action == "pass":
             end = max([state.position, *(stop for _, stop in state.skipped_ranges)])
             start = end + rng.choice([0, rng.randint(1, 2 * size)])
-            stop = start + rng.choice([1, rng.randint(1, 3 * size), *([n, 2 * n + 1] if n < 99 else [])])
+            stop = start + rng.choice(
+                [1, rng.randint(1, 3 * size), *([n, 2 * n + 1] if n < 99 else [])]
+            )
             feed.skip_range(start, stop)
             digest = skipped_digest(state.order_digest, start, stop)
             passed = [*state.skipped_ranges, (start, stop)]
@@ -149,7 +172,9 @@ def walk(seed, accelerator, actions=25):
             assert source.read_items[: len(delivered)] == delivered
             assert len(source.read_items) <= len(delivered) + 2 * batch
     feed.seek(FeedState())
-    assert torch.equal(torch.get_rng_state(), random_state), "loading must not draw from the global generator"
+    assert torch.equal(torch.get_rng_state(), random_state), (
+        "loading must not draw from the global generator"
+    )
 
 
 @pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 0), (2, 1), (3, 2)])
@@ -166,13 +191,17 @@ class Vanished(Numbers):
 
 
 def test_what_cannot_be_read_is_a_users_error():
-    feed = Feed(Permutation(1, 4), GlobalBatch(4, partial(interleaved, 2, 2)), Vanished(), rank_of(2, 1))
+    feed = Feed(
+        Permutation(1, 4), GlobalBatch(4, partial(interleaved, 2, 2)), Vanished(), rank_of(2, 1)
+    )
     expect_error("^data.path = photos/1.png: ", feed.first_micro_batch)
 
 
 def test_a_step_is_taken_whole_before_the_next():
     """Two of three micro-batches. A move elsewhere needs no more of them."""
-    feed = Feed(Permutation(1, 100), GlobalBatch(12, partial(interleaved, 2, 2)), Numbers(), rank_of(2, 1))
+    feed = Feed(
+        Permutation(1, 100), GlobalBatch(12, partial(interleaved, 2, 2)), Numbers(), rank_of(2, 1)
+    )
     assert len([*islice(feed.next_step().micro_batches, 2)]) == 2
     with pytest.raises(AssertionError):
         feed.next_step()
@@ -181,10 +210,15 @@ def test_a_step_is_taken_whole_before_the_next():
 
 
 def test_the_time_waited_for_the_loader_is_counted(monkeypatch):
-    """A second per item, two items a micro-batch, one micro-batch ahead. A new loader leaves Accelerate's state."""
+    """A second per item, two items a micro-batch, one micro-batch ahead. A new loader leaves
+    Accelerate's state."""
     source, known = Numbers(), len(GradientState().dataloader_references)
-    monkeypatch.setattr(feed_module, "time", SimpleNamespace(perf_counter=lambda: float(len(source.read_items))))
-    feed = Feed(Permutation(1, 100), GlobalBatch(4, partial(interleaved, 1, 2)), source, rank_of(1, 0))
+    monkeypatch.setattr(
+        feed_module, "time", SimpleNamespace(perf_counter=lambda: float(len(source.read_items)))
+    )
+    feed = Feed(
+        Permutation(1, 100), GlobalBatch(4, partial(interleaved, 1, 2)), source, rank_of(1, 0)
+    )
     waited = []
     for _ in range(5):
         list(feed.next_step().micro_batches)

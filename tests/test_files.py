@@ -1,4 +1,5 @@
-"""Files that survive a crash: on disk before they get their name, and their names on disk before anybody needs them."""
+"""Files that survive a crash: on disk before they get their name, and their names on disk before
+anybody needs them."""
 
 import json
 import os
@@ -29,7 +30,11 @@ def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", note_replace)
     (tmp_path / "file").write_text("old")
     write_atomically(tmp_path / "file", "new")
-    assert done == [("fsync", ".file.tmp", "new"), ("rename", ".file.tmp", "file"), ("fsync", tmp_path.name, None)]
+    assert done == [
+        ("fsync", ".file.tmp", "new"),
+        ("rename", ".file.tmp", "file"),
+        ("fsync", tmp_path.name, None),
+    ]
     assert (tmp_path / "file").read_text() == "new"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
@@ -37,7 +42,9 @@ def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
 def test_what_a_disk_refuses_leaves_the_old_file(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("old")
     monkeypatch.setattr(os, "fsync", lambda descriptor: refuse())
-    expect_error("file = .*/file: .*No space left on device", write_atomically, tmp_path / "file", "new")
+    expect_error(
+        "file = .*/file: .*No space left on device", write_atomically, tmp_path / "file", "new"
+    )
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
@@ -75,7 +82,9 @@ def test_a_user_without_a_home(monkeypatch):
     for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    expect_error("^HOME = '': user .* has no home; set HOME or XDG_CACHE_HOME", local_copy, "hub:owner/name")
+    expect_error(
+        "^HOME = '': user .* has no home; set HOME or XDG_CACHE_HOME", local_copy, "hub:owner/name"
+    )
     with pytest.raises(FileNotFoundError):
         user_folder("XDG_STATE_HOME", ".local/state")
     monkeypatch.setenv("XDG_CACHE_HOME", "/here")

@@ -27,12 +27,19 @@ def texts(tmp_path, monkeypatch):
 
 
 def config(source="texts", **changes):
-    values = {"source": source, "output": "out", "tokenizer": "bytes", "val_fraction": 0, "workers": 1}
+    values = {
+        "source": source,
+        "output": "out",
+        "tokenizer": "bytes",
+        "val_fraction": 0,
+        "workers": 1,
+    }
     return PrepareConfig.model_validate(values | changes)
 
 
 def rewrite(path, text):
-    """Other content of the same size and time as a careless copy would leave it, but for the nanoseconds."""
+    """Other content of the same size and time as a careless copy would leave it, but for the
+    nanoseconds."""
     before = path.stat()
     path.write_text(text)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
@@ -55,7 +62,9 @@ def test_files_of_other_times_or_in_another_place_are_the_same(texts, monkeypatc
     made = prepare(config())
     read = []
     sha256_file = source_files.sha256_file
-    monkeypatch.setattr(source_files, "sha256_file", lambda path: read.append(path.name) or sha256_file(path))
+    monkeypatch.setattr(
+        source_files, "sha256_file", lambda path: read.append(path.name) or sha256_file(path)
+    )
     prepare(config())
     assert read == []  # size and time are enough
     os.utime(texts / "b.txt", ns=(1, 1))

@@ -1,4 +1,5 @@
-"""Generation: the KV cache against the plain forward pass, independence of rows, sampling, and the script."""
+"""Generation: the KV cache against the plain forward pass, independence of rows, sampling, and the
+script."""
 
 import json
 import shutil
@@ -32,7 +33,11 @@ def plain_greedy(model, prompt, count):
     """What greedy decoding should yield, from whole forward passes."""
     window, result = prompt, []
     for _ in range(count):
-        window = window[-model.config.block_size // 2 :] if len(window) > model.config.block_size else window
+        window = (
+            window[-model.config.block_size // 2 :]
+            if len(window) > model.config.block_size
+            else window
+        )
         token = int(model(torch.tensor([window]))[0, -1].argmax())
         window, result = [*window, token], [*result, token]
     return result
@@ -57,7 +62,9 @@ def test_attention_without_a_cache_is_encoded_anew(monkeypatch, layers):
 
     monkeypatch.setattr(Attention, "forward", forward)
     model = tiny(n_layer=2)
-    assert continued(model, [[1, 2, 3]], 64, Sampling(12, 0))[0] == plain_greedy(model, [1, 2, 3], 12)
+    assert continued(model, [[1, 2, 3]], 64, Sampling(12, 0))[0] == plain_greedy(
+        model, [1, 2, 3], 12
+    )
 
 
 def test_more_rows_than_a_batch():
@@ -66,15 +73,21 @@ def test_more_rows_than_a_batch():
     results = continued(model, prompts, 7, Sampling(5, seed=4))
     assert continued(model, [[60], *prompts[1:]], 7, Sampling(5, seed=4))[1:] == results[1:]
     same = continued(model, [[1]] * (2 * BATCH_ROWS), -1, Sampling(20, top_k=None))
-    assert len({tuple(result) for result in same}) == len(same)  # no two rows share their random numbers
+    # no two rows share their random numbers
+    assert len({tuple(result) for result in same}) == len(same)
 
 
 @pytest.mark.parametrize(("block_size", "prompt", "same"), [
     (16, [*range(1, 41)], [*range(25, 41)]), (64, [], [EOT]), (1, [3, 5], [5]), (2, [3, 4, 5], [4, 5]),
 ])  # fmt: skip
-def test_a_long_prompt_loses_its_beginning_and_an_empty_one_starts_a_document(block_size, prompt, same):
+def test_a_long_prompt_loses_its_beginning_and_an_empty_one_starts_a_document(
+    block_size, prompt, same
+):
     model = tiny(block_size=block_size)
-    found, other = (continued(model, [row], -1 if prompt else EOT, Sampling(10, seed=3)) for row in (prompt, same))
+    found, other = (
+        continued(model, [row], -1 if prompt else EOT, Sampling(10, seed=3))
+        for row in (prompt, same)
+    )
     assert found == other
     assert len(found[0]) == 10 or not prompt
 
@@ -124,7 +137,8 @@ SHARES = """
 {"top_p": 0.71} | 0 0.4 0.15 0 0.3
 {"top_k": 3, "top_p": 0.8} | 0 0.4 0 0 0.3
 """
-"""Options, and what each token's share is proportional to. Of the three likeliest, two hold 82 %."""
+"""Options, and what each token's share is proportional to. Of the three likeliest, two hold 82
+%."""
 
 
 @pytest.mark.parametrize("case", SHARES.strip().splitlines())
@@ -134,17 +148,26 @@ def test_sampling_distribution(case):
     expected = torch.tensor([*map(float, numbers.split())])
     expected /= expected.sum()
     assert not shares[expected == 0].any()
-    deviation = (shares - expected).abs() / (expected * (1 - expected) / 40_000).sqrt().clamp(min=1e-9)
+    deviation = (shares - expected).abs() / (expected * (1 - expected) / 40_000).sqrt().clamp(
+        min=1e-9
+    )
     assert deviation.max() < 4.5
 
 
 def test_the_edges_of_sampling():
     """Tokens without probability are never drawn; the least options draw the likeliest token."""
-    logits, uniform = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]), torch.tensor([0.0, 1 - 2**-24])
-    assert sample(logits.expand(2, -1), uniform, Sampling(temperature=1.0, top_k=None)).tolist() == [2, 1]
+    logits, uniform = (
+        torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]),
+        torch.tensor([0.0, 1 - 2**-24]),
+    )
+    assert sample(
+        logits.expand(2, -1), uniform, Sampling(temperature=1.0, top_k=None)
+    ).tolist() == [2, 1]
     logits = torch.tensor([[1.0, 3.0, 2.0], [-1e5, -3e5, -2e5]])
     for options in ({"temperature": 1e-300}, {"temperature": 1e-45}, {"top_p": 1e-320}):
-        assert sample(logits, torch.tensor([0.9, 0.5]), Sampling(top_k=None, **options)).tolist() == [1, 0], options
+        assert sample(
+            logits, torch.tensor([0.9, 0.5]), Sampling(top_k=None, **options)
+        ).tolist() == [1, 0], options
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +198,17 @@ def test_run_prints_every_sample(checkpoint, capsys):
     assert len(set(samples)) == 4
     generate_text(config)
     assert capsys.readouterr().out == first.out
-    generate_text(config.model_copy(update={"seed": 1, "checkpoint": str(checkpoint_at(checkpoint, 10))}))
+    generate_text(
+        config.model_copy(update={"seed": 1, "checkpoint": str(checkpoint_at(checkpoint, 10))})
+    )
     assert capsys.readouterr().out != first.out
 
 
 def test_a_single_sample_is_printed_in_whole_characters(checkpoint, capsys, monkeypatch):
     model, tokenizer = load_model(find_checkpoint(checkpoint))
     text, pieces = "año 日本 🙂🙃 \N{REPLACEMENT CHARACTER} x", []
-    ids = [*tokenizer.encode(text).tolist(), *tokenizer.encode("🙂")[:1].tolist()]  # cut off in a character
+    # cut off in a character
+    ids = [*tokenizer.encode(text).tolist(), *tokenizer.encode("🙂")[:1].tolist()]
 
     def generate(model, rows, eot, sampling):
         for token in ids:
@@ -191,7 +217,9 @@ def test_a_single_sample_is_printed_in_whole_characters(checkpoint, capsys, monk
             assert text.startswith("".join(pieces)), "nothing that is written is taken back"
 
     monkeypatch.setattr("gpt2_ddp.tasks.trained_model.generate", generate)
-    monkeypatch.setattr("gpt2_ddp.tasks.trained_model.load_model", lambda *given: (model, tokenizer))
+    monkeypatch.setattr(
+        "gpt2_ddp.tasks.trained_model.load_model", lambda *given: (model, tokenizer)
+    )
     generate_text(GenerateConfig(checkpoint=str(checkpoint), device="cpu"))
     assert "".join(pieces) == text
     assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
@@ -200,10 +228,14 @@ def test_a_single_sample_is_printed_in_whole_characters(checkpoint, capsys, monk
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_a_stop_leaves_what_was_written(checkpoint, monkeypatch, capsys, samples):
-    config = GenerateConfig(checkpoint=str(checkpoint), prompts=("def",), num_samples=samples, device="cpu")
+    config = GenerateConfig(
+        checkpoint=str(checkpoint), prompts=("def",), num_samples=samples, device="cpu"
+    )
     generate_text(config.model_copy(update={"max_new_tokens": 5}))
     whole, left = capsys.readouterr().out, [*range(5)]
-    monkeypatch.setattr("gpt2_ddp.model.generate.sample", lambda *args: (left.pop(), sample(*args))[1])
+    monkeypatch.setattr(
+        "gpt2_ddp.model.generate.sample", lambda *args: (left.pop(), sample(*args))[1]
+    )
     with pytest.raises(IndexError):
         generate_text(config.model_copy(update={"max_new_tokens": 50}))
     assert capsys.readouterr().out == whole

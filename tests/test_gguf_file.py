@@ -1,4 +1,5 @@
-"""GGUF: what llama.cpp reads is the model and its tokenizer; and what its converter asks of an exported folder."""
+"""GGUF: what llama.cpp reads is the model and its tokenizer; and what its converter asks of an
+exported folder."""
 
 from pathlib import Path
 
@@ -24,8 +25,8 @@ SHAPES["gpt2"] = models.SHAPES["gpt2"] | {"n_head": 4}
 
 
 def expected(model):
-    """The tensors of transformers' model by llama.cpp's names, in its orientation, [out, in]. A Llama's features that
-    rotate together are side by side, in each head of eight."""
+    """The tensors of transformers' model by llama.cpp's names, in its orientation, [out, in]. A
+    Llama's features that rotate together are side by side, in each head of eight."""
     kind, wanted = model.config.architecture, {}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], 2)
     for name, tensor in models.in_transformers(model).named_parameters():
@@ -44,7 +45,9 @@ def fields(file):
 
 def encoded(tokens, merges):
     vocab = {token: rank for rank, token in enumerate(tokens)}
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
+    bpe = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges])
+    )
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     return bpe.encode(TEXT).ids
 
@@ -60,15 +63,28 @@ def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, kind):
         assert np.array_equal(tensors[name].data, tensor.numpy(force=True)), name
         assert tensors[name].tensor_type == gguf.GGMLQuantizationType.F32
     found = fields(tmp_path / "model.gguf")
-    shape = {"context_length": 16, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48}
+    shape = {
+        "context_length": 16,
+        "embedding_length": 32,
+        "block_count": 2,
+        "feed_forward_length": 48,
+    }
     shape |= {"attention.head_count": 4, "vocab_size": TOKENIZER.vocab_size}
     if kind == "gpt2":
         shape["attention.layer_norm_epsilon"] = np.float32(1e-5)
     else:
-        shape |= {"attention.head_count_kv": 2, "attention.key_length": 8, "attention.value_length": 8}
+        shape |= {
+            "attention.head_count_kv": 2,
+            "attention.key_length": 8,
+            "attention.value_length": 8,
+        }
         shape |= {"rope.dimension_count": 8, "rope.freq_base": 500.0}
         shape["attention.layer_norm_rms_epsilon"] = np.float32(1e-6)
-    assert {name.removeprefix(f"{kind}."): value for name, value in found.items() if name.startswith(kind)} == shape
+    assert {
+        name.removeprefix(f"{kind}."): value
+        for name, value in found.items()
+        if name.startswith(kind)
+    } == shape
     assert found["general.architecture"] == kind
 
 
@@ -78,10 +94,16 @@ def test_its_tables_encode_as_the_tokenizer_does(tmp_path, name):
     write_gguf(tiny(tokenizer.vocab_size), tokenizer, tmp_path / "model.gguf")
     found = fields(tmp_path / "model.gguf")
     assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
-    assert found["tokenizer.ggml.bos_token_id"] == found["tokenizer.ggml.eos_token_id"] == tokenizer.eot
+    assert (
+        found["tokenizer.ggml.bos_token_id"]
+        == found["tokenizer.ggml.eos_token_id"]
+        == tokenizer.eot
+    )
     assert found["tokenizer.ggml.add_bos_token"] is False
     types, tokens = found["tokenizer.ggml.token_type"], found["tokenizer.ggml.tokens"]
-    assert [rank for rank, kind in enumerate(types) if kind == gguf.TokenType.CONTROL] == [tokenizer.eot]
+    assert [rank for rank, kind in enumerate(types) if kind == gguf.TokenType.CONTROL] == [
+        tokenizer.eot
+    ]
     assert tokens[tokenizer.eot] == "<|endoftext|>"
     assert encoded(tokens, found["tokenizer.ggml.merges"]) == tokenizer.encode(TEXT).tolist()
 

@@ -1,7 +1,9 @@
-"""What to run first on a GPU, in the order of its worth (`make gpu`, docs/benchmarks.md). With GPU_DEVICE=cpu, tiny.
+"""What to run first on a GPU, in the order of its worth (`make gpu`, docs/benchmarks.md). With
+GPU_DEVICE=cpu, tiny.
 
-A part is one or more commands with a time limit. pytest's `--last-failed` runs those parts again that failed or had no
-time left. The table at the end has all parts of all calls, and what their runs found.
+A part is one or more commands with a time limit. pytest's `--last-failed` runs those parts again
+that failed or had no time left. The table at the end has all parts of all calls, and what their
+runs found.
 
     GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 .venv/bin/pytest -m gpu --last-failed tests/test_gpu.py
 """
@@ -43,14 +45,18 @@ from gpt2_ddp.training.task import Due
 OUT = Path(os.environ.get("GPU_OUTPUT", ROOT / "runs/gpu")).absolute()
 DEVICE = os.environ.get("GPU_DEVICE", "cuda")
 CALL_SECONDS = float(os.environ.get("GPU_SECONDS", "inf"))
-"""Seconds of this call. A part begins only if its limit is left, or as the first part, which gets what there is."""
+"""Seconds of this call. A part begins only if its limit is left, or as the first part, which gets
+what there is."""
 BEGUN, USUAL_LIMIT, GRACE = time.monotonic(), 120, 10
-"""Start; seconds of a part where `LIMITS` has no others, twice as many on a CPU; seconds to end after that."""
+"""Start; seconds of a part where `LIMITS` has no others, twice as many on a CPU; seconds to end
+after that."""
 TINY = (
     " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.global_batch_tokens 256"
     " --optim.warmup_steps 2 --eval.tokens 512"
 )
-TINY_PRESET = "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n"
+TINY_PRESET = (
+    "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n"
+)
 
 SHORT = yaml.safe_load("""
 flags: --output_dir {out} --train.device {device} --optim.decay_steps 400
@@ -64,7 +70,8 @@ random: >-
 curve: "{small} --tracking.log_every 1 --train.steps 200"
 step: -m benchmarks step --steps 20 --precision bf16 --device {device} --output {out}/
 """)
-"""Parts of commands: the default training, and GPT-2 (124M) in bf16 with 64 windows of random tokens a step."""
+"""Parts of commands: the default training, and GPT-2 (124M) in bf16 with 64 windows of random
+tokens a step."""
 PARTS = yaml.safe_load("""
 # does it work at all
 fp32: ["{small} --run_name fp32 --train.mixed_precision no --train.steps 50"]
@@ -110,7 +117,8 @@ ResNet:
     --data.path {out}/images --train.epochs 2 --train.device {device} --tracking.log_every 1 --run_name resnet{sync}
     --train.mixed_precision {fp16}
 """)
-"""Name -> what Python runs, one after the other. All but the last may be a training that stops, with exit code 75."""
+"""Name -> what Python runs, one after the other. All but the last may be a training that stops,
+with exit code 75."""
 LIMITS = {
     **dict.fromkeys(("step", "steps"), 420),
     **dict.fromkeys(("350M", "1558M", "1558M recomputed", "a run"), 300),
@@ -127,7 +135,8 @@ RATES = {
 
 @pytest.fixture(scope="session")
 def call(pytestconfig):
-    """Seconds of the parts that this call has run; what they need is in OUT, and the table follows the tests."""
+    """Seconds of the parts that this call has run; what they need is in OUT, and the table follows
+    the tests."""
     if DEVICE == "cuda" and not torch.cuda.is_available():
         pytest.exit("no CUDA device here; `make gpu DEVICE=cpu` tries the commands, tiny", 2)
     OUT.mkdir(parents=True, exist_ok=True)
@@ -149,14 +158,19 @@ class Summary:
         file.write_text(json.dumps(found, indent=1) + "\n")
         terminalreporter.section(f"{DEVICE}, all calls: {OUT}/gpu.json")
         for name, result in found["parts"].items():
-            terminalreporter.write_line(f"{name:24} {result['seconds']:7.1f} s  {result['failure'] or 'ok'}")
+            terminalreporter.write_line(
+                f"{name:24} {result['seconds']:7.1f} s  {result['failure'] or 'ok'}"
+            )
         for line in found["findings"]:
             terminalreporter.write_line(line)
 
 
 def limit_of(part, first):
     """Seconds for a part that begins now; 0 if too few are left of this call."""
-    limit, left = LIMITS.get(part, USUAL_LIMIT) * (2 if DEVICE == "cpu" else 1), CALL_SECONDS - GRACE
+    limit, left = (
+        LIMITS.get(part, USUAL_LIMIT) * (2 if DEVICE == "cpu" else 1),
+        CALL_SECONDS - GRACE,
+    )
     left -= time.monotonic() - BEGUN
     return max(min(limit, left), 0) if first or limit <= left else 0
 
@@ -177,7 +191,8 @@ def test_part(part, call):
 
 
 def run_part(part, limit):
-    """Runs the commands; returns why the part failed, or nothing. Runs of an earlier call are removed."""
+    """Runs the commands; returns why the part failed, or nothing. Runs of an earlier call are
+    removed."""
     commands, end = commands_of(part, DEVICE), time.monotonic() + limit
     for command in commands:
         if "--run_name" in command:
@@ -188,16 +203,26 @@ def run_part(part, limit):
             left = max(end - time.monotonic(), 1)
             timeout = ["timeout", "-k", str(GRACE), str(left), sys.executable]
             environment = os.environ | {"PYTHONPATH": str(ROOT)}
-            done = subprocess.run([*timeout, *command], cwd=ROOT, env=environment, stdout=file, stderr=file)
+            done = subprocess.run(
+                [*timeout, *command], cwd=ROOT, env=environment, stdout=file, stderr=file
+            )
             if done.returncode not in ((0,) if number == len(commands) else (0, 75)):
-                last = next(filter(None, reversed(log.read_text(errors="replace").splitlines())), "-")
-                why = f"out of {limit:.0f} s" if done.returncode in (124, 137, -9) else f"exit code {done.returncode}"
+                last = next(
+                    filter(None, reversed(log.read_text(errors="replace").splitlines())), "-"
+                )
+                why = (
+                    f"out of {limit:.0f} s"
+                    if done.returncode in (124, 137, -9)
+                    else f"exit code {done.returncode}"
+                )
                 return f"{why}: {last[:200]} ({log})"
     if part == "resume" and not is_bitwise():
         return "the resumed run ends otherwise than the one that was not stopped"
     if part == "sharded" and max(apart("replicated", "sharded"), default=1.0) > 0.02:
         return "the losses differ by 2% from those of replicas, or are missing"
-    if part == "Inf" and not (rows_of("inf")[-1]["skipped"] >= 1 and math.isfinite(rows_of("inf")[-1]["loss"])):
+    if part == "Inf" and not (
+        rows_of("inf")[-1]["skipped"] >= 1 and math.isfinite(rows_of("inf")[-1]["loss"])
+    ):
         return "the step with an Inf was not skipped"
     return ""
 
@@ -223,7 +248,9 @@ def words(device):
         "preset": f" --preset {OUT}/tiny.yaml" * small,
         "nanogpt": f" --nanogpt {nanogpt}" if nanogpt else "",
         "tiny": TINY * small,
-        "large": TINY if small else " --train.global_batch_tokens 65536 --eval.tokens 16384 --optim.warmup_steps 20",
+        "large": TINY
+        if small
+        else " --train.global_batch_tokens 65536 --eval.tokens 16384 --optim.warmup_steps 20",
         "steps": " --train.steps 20" * small,
         "short": f" --block_size 32 --micro_batch 1 --repeats 1 --steps 1 --compile off --preset {OUT}/tiny.yaml"
         * small,
@@ -250,20 +277,29 @@ def findings():
             figures = ", ".join(f"{name} {median(of):,.4g}" for name, of in case["figures"].items())
             yield f"{file.parent.name}: {case['what']}, {case['unit']}: {figures}"
     for what, runs in RATES.items():  # without the first rows, which compile
-        rates = [[row["tokens_per_second"] for row in rows_of(run) if "loss" in row][2:] for run in runs]
+        rates = [
+            [row["tokens_per_second"] for row in rows_of(run) if "loss" in row][2:] for run in runs
+        ]
         if all(rates):
             yield f"{what}: {median(rates[1]):,.0f} tokens/s, otherwise {median(rates[0]):,.0f}"
-    runs = {"bf16 against fp32": ("curve_fp32", "curve_bf16"), "sharded against replicas": ("replicated", "sharded")}
+    runs = {
+        "bf16 against fp32": ("curve_fp32", "curve_bf16"),
+        "sharded against replicas": ("replicated", "sharded"),
+    }
     for what, pair in runs.items():
         if found := apart(*pair):
             spread = f"{max(found):.2%} apart at most, {mean(found):.2%} on average"
             yield f"loss of the first {len(found)} steps, {what}: {spread}"
     if (OUT / "trace.json").exists():
         traced = read_json(OUT / "trace.json")
-        yield "trace: a step takes {step_ms:.1f} ms, of which its kernels {busy_ms:.1f}".format(**traced)
+        yield "trace: a step takes {step_ms:.1f} ms, of which its kernels {busy_ms:.1f}".format(
+            **traced
+        )
         for name in sorted(traced["kernels"], key=traced["kernels"].get)[:-25:-1]:
             yield f"{traced['kernels'][name]:8.2f} ms  {name[:110]}"
-    if rates := [row["samples_per_second"] for row in rows_of("resnet") if "samples_per_second" in row]:
+    if rates := [
+        row["samples_per_second"] for row in rows_of("resnet") if "samples_per_second" in row
+    ]:
         yield f"resnet: {median(rates):,.0f} images/s"
 
 
@@ -275,15 +311,20 @@ def rows_of(run):
 
 
 def apart(one, other):
-    """How far the losses of two runs are apart, relative to the first one's, in the steps that both took."""
-    ours, theirs = ({row["step"]: row["loss"] for row in rows_of(run) if "loss" in row} for run in (one, other))
+    """How far the losses of two runs are apart, relative to the first one's, in the steps that both
+    took."""
+    ours, theirs = (
+        {row["step"]: row["loss"] for row in rows_of(run) if "loss" in row} for run in (one, other)
+    )
     return [abs(theirs[step] / loss - 1) for step, loss in ours.items() if step in theirs]
 
 
 def is_bitwise():
     """Whether the resumed run has the losses and weights of the straight one."""
     runs = ("straight", "resumed")
-    straight, resumed = ({row["step"]: row["loss"] for row in rows_of(run) if "loss" in row} for run in runs)
+    straight, resumed = (
+        {row["step"]: row["loss"] for row in rows_of(run) if "loss" in row} for run in runs
+    )
     weights = [OUT / run / "checkpoints/step-00000040/model.safetensors" for run in runs]
     if not all(file.exists() for file in weights):
         return False
@@ -298,12 +339,21 @@ def train_with_inf(flags):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_commands_are_such_that_a_script_takes_them(device, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys.modules[__name__], "OUT", tmp_path)  # a trial with DEVICE=cpu leaves other runs
-    kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmarks": BenchmarkConfig}
+    # a trial with DEVICE=cpu leaves other runs
+    monkeypatch.setattr(sys.modules[__name__], "OUT", tmp_path)
+    kinds = {
+        "train_gpt2": TrainingConfig,
+        "train_classifier": ClassifierConfig,
+        "benchmarks": BenchmarkConfig,
+    }
     kinds |= {"Inf": TrainingConfig}
     for part in PARTS:
         for command in commands_of(part, device):
-            script = next(number for number, word in enumerate(command) if word.endswith((".py", "benchmarks")))
+            script = next(
+                number
+                for number, word in enumerate(command)
+                if word.endswith((".py", "benchmarks"))
+            )
             assert (ROOT / command[script]).exists(), part
             script += command[script] == "tests/test_gpu.py"
             if kind := kinds.get(Path(command[script]).stem):
@@ -318,10 +368,12 @@ class Enough(Exception):
 
 
 def trace(words):
-    """Writes the milliseconds of a step of 64 windows, and those of its kernels in five further steps; on a CPU, of its
-    operations."""
+    """Writes the milliseconds of a step of 64 windows, and those of its kernels in five further
+    steps; on a CPU, of its operations."""
     device, out, *preset = words
-    settings = BenchmarkConfig(device=device, **({"preset": preset[1], "block_size": 32} if preset else {}))
+    settings = BenchmarkConfig(
+        device=device, **({"preset": preset[1], "block_size": 32} if preset else {})
+    )
     batch, precision = (2, "no") if preset else (64, "bf16")
     config = short_run(settings, Path(out), batch, precision, "off" if preset else "model", {})
     random_tokens(Path(config.data.paths[0]))
@@ -343,7 +395,11 @@ def trace(words):
         train_loop(run)
     time_of = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
     kernels = {event.key: getattr(event, time_of) / 5000 for event in profiler.key_averages()}
-    found = {"step_ms": (begun[1] - begun[0]) * 50, "busy_ms": sum(kernels.values()), "kernels": kernels}
+    found = {
+        "step_ms": (begun[1] - begun[0]) * 50,
+        "busy_ms": sum(kernels.values()),
+        "kernels": kernels,
+    }
     write_json(Path(out) / "trace.json", found)
 
 

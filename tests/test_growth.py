@@ -38,23 +38,43 @@ finally:
 
 
 def make_long_run(trained, place, steps):
-    """A stopped run of so many steps, each with a row, and a checkpoint at the last. All records agree."""
+    """A stopped run of so many steps, each with a row, and a checkpoint at the last. All records
+    agree."""
     rare = {"eval.every": 10**9, "checkpoint.every": 10**9}
-    config = training_config(trained.parent / "data", place, {"train.steps": steps, "optim.decay_steps": 10, **rare})
+    config = training_config(
+        trained.parent / "data", place, {"train.steps": steps, "optim.decay_steps": 10, **rare}
+    )
     folder = RunFolder(config)
     folder.open()
     log = RunLog(folder)
-    start = all_rows(trained)[0] | {"steps": steps, "config": config.model_dump(mode="json"), "kept": []}
+    start = all_rows(trained)[0] | {
+        "steps": steps,
+        "config": config.model_dump(mode="json"),
+        "kept": [],
+    }
     log.resume(LogEnd(), Progress(), start)
     scores = {"val_loss": 5.5, "val_tokens": 512, "val_bits_per_byte": 3.0}
     log.append({"step": 0, "epoch": 0.0, "tokens": 0, **scores})
-    feed = Feed(Permutation(config.seed, start["epoch_size"]), GlobalBatch(12, partial(contiguous, 1, 1)))
+    feed = Feed(
+        Permutation(config.seed, start["epoch_size"]), GlobalBatch(12, partial(contiguous, 1, 1))
+    )
     for step in range(1, steps + 1):
         feed.next_step()
-        row = {"step": step, "epoch": round(feed.state.position / len(feed.order), 4), "tokens": step * 12 * 32}
-        row |= {"loss": 5.0, "loss_mean": 5.0, "lr": lr_at(step, config.optim), "grad_norm": 1.0 + 1 / step}
+        row = {
+            "step": step,
+            "epoch": round(feed.state.position / len(feed.order), 4),
+            "tokens": step * 12 * 32,
+        }
+        row |= {
+            "loss": 5.0,
+            "loss_mean": 5.0,
+            "lr": lr_at(step, config.optim),
+            "grad_norm": 1.0 + 1 / step,
+        }
         row |= {"skipped": 0, "tokens_per_second": 5000.5, "mfu": None, "data_share": 0.01}
-        log.append(row | {"order_digest": feed.state.order_digest} | (scores if step == steps else {}))
+        log.append(
+            row | {"order_digest": feed.state.order_digest} | (scores if step == steps else {})
+        )
     content = verify(checkpoint_at(trained, 10))
     best = Best(step=0, val_loss=5.5, tokens=512, since=1)
     progress = {"step": steps, "scores": scores, "scored_at": steps, "best": best}
@@ -66,7 +86,10 @@ def make_long_run(trained, place, steps):
         "progress": progress,
         "losses": {"epoch": LossSum(5.0 * units, units, units)},
     }
-    own = {name: getattr(content.state, name).model_copy(update=changes) for name, changes in sections.items()}
+    own = {
+        name: getattr(content.state, name).model_copy(update=changes)
+        for name, changes in sections.items()
+    }
     state = content.state.model_copy(update={"feed": feed.state, "log": log.end()} | own)
     model, moments = ({**content.tensors(file)} for file in (MODEL, OPTIMIZER))
     counts = {name: torch.tensor(float(steps)) for name in moments if name.startswith("step.")}
@@ -89,8 +112,8 @@ def measured(script, *args):
 
 @pytest.mark.slow
 def test_the_memory_of_20_000_further_rows(trained, tmp_path):
-    """They take less than 0.008 GB; in a report, which keeps each, less than 0.05 GB. Libraries take
-    0.3 GB with torch's CPU build, else more."""
+    """They take less than 0.008 GB; in a report, which keeps each, less than 0.05 GB. Libraries
+    take 0.3 GB with torch's CPU build, else more."""
     peaks = []
     for steps in (2_000, 22_000):
         folder = tmp_path / str(steps)
@@ -103,13 +126,16 @@ def test_the_memory_of_20_000_further_rows(trained, tmp_path):
         )
         print(steps, *found, sep="\n")
         peaks.append([peak for peak, _ in found])
-    assert all(after - before < most for before, after, most in zip(*peaks, (0.008, 0.05, 0.008), strict=True)), peaks
+    assert all(
+        after - before < most
+        for before, after, most in zip(*peaks, (0.008, 0.05, 0.008), strict=True)
+    ), peaks
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
-    """A training over 500 MB of zeros holds what one over 10 MB holds, the hashes of all shards checked in both. Memory
-    of two such trainings differs by some 20 MB."""
+    """A training over 500 MB of zeros holds what one over 10 MB holds, the hashes of all shards
+    checked in both. Memory of two such trainings differs by some 20 MB."""
     resident = {}
     for tokens in (5_000_000, 250_000_000):
         folder = shutil.copytree(corpus, tmp_path / str(tokens))
@@ -118,7 +144,12 @@ def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
         header[2] = tokens
         header.tofile(file)
         os.truncate(file, 1024 + 2 * tokens)  # sparse
-        shard = {"file": file.name, "tokens": tokens, "bytes": file.stat().st_size, "sha256": sha256_file(file)}
+        shard = {
+            "file": file.name,
+            "tokens": tokens,
+            "bytes": file.stat().st_size,
+            "sha256": sha256_file(file),
+        }
         edit_manifest(folder, splits={"train": [shard]})
         changes = {
             "run_name": str(tokens),
@@ -126,7 +157,9 @@ def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
             "train.global_batch_tokens": 64 * 32,
             "train.micro_batch_size": 64,
         }
-        (resident[tokens],) = run_ranks(resident_bytes, 1, training_config(folder, tmp_path / "runs", changes))
+        (resident[tokens],) = run_ranks(
+            resident_bytes, 1, training_config(folder, tmp_path / "runs", changes)
+        )
     small, big = resident.values()
     assert big < small + 245_000_000, resident
 

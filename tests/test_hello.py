@@ -1,4 +1,5 @@
-"""The programs of docs/first-steps.md: any number of processes, and the full job, end at the same line."""
+"""The programs of docs/first-steps.md: any number of processes, and the full job, end at the same
+line."""
 
 import re
 import runpy
@@ -29,7 +30,9 @@ def test_it_stands_alone_and_is_as_short_as_the_pages_say(script):
     (GPT, 0, "WORLD_SIZE", "3", "these processes cannot share 16 windows equally"),
     (GPT, 0, "WORLD_SIZE", "1", "data/stdlib is missing"),
 ])  # fmt: skip
-def test_what_cannot_start_ends_with_one_line(script, gpus, variable, processes, message, monkeypatch, tmp_path):
+def test_what_cannot_start_ends_with_one_line(
+    script, gpus, variable, processes, message, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(signal, "signal", lambda number, action: None)
@@ -52,14 +55,29 @@ def test_the_program_and_the_full_job_end_at_the_same_line(tmp_path):
     ends = []
     for processes in (1, 2):
         launched = processes == 2
-        found = launch(torchrun, tmp_path, OMP_NUM_THREADS="1") if launched else forked([str(FIRST)], tmp_path)
+        found = (
+            launch(torchrun, tmp_path, OMP_NUM_THREADS="1")
+            if launched
+            else forked([str(FIRST)], tmp_path)
+        )
         assert found.returncode == 0, found.stderr
-        assert found.stdout.startswith(f"y = 1.9997 x + 3.0009, loss 0.0103; processes: {processes}\nnext: ")
+        assert found.stdout.startswith(
+            f"y = 1.9997 x + 3.0009, loss 0.0103; processes: {processes}\nnext: "
+        )
         ends.append(saved_line(tmp_path))
     flags = "--train.global_batch_size 10000 --train.epochs 40 --optim.lr 0.1"
-    assert f"python scripts/train_regression.py {flags}" in (ROOT / "docs/first-steps.md").read_text()
+    assert (
+        f"python scripts/train_regression.py {flags}" in (ROOT / "docs/first-steps.md").read_text()
+    )
     for processes in "12":
-        own = ["--launch.processes", processes, "--run_name", processes, "--output_dir", str(tmp_path)]
+        own = [
+            "--launch.processes",
+            processes,
+            "--run_name",
+            processes,
+            "--output_dir",
+            str(tmp_path),
+        ]
         own += ["--eval.every", "40", "--checkpoint.every", "40"]
         found = forked([str(ROOT / "scripts/train_regression.py"), *flags.split(), *own], tmp_path)
         assert found.returncode == 0, found.stderr

@@ -1,4 +1,5 @@
-"""The trainer in one file: the losses of train_gpt2.py on the same windows, on any number of processes and resumed."""
+"""The trainer in one file: the losses of train_gpt2.py on the same windows, on any number of
+processes and resumed."""
 
 import re
 import shlex
@@ -16,8 +17,20 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.model.gpt import GPT
 
-SCRIPT, PAGE, CHECKPOINT = ROOT / "scripts/hello_gpt.py", ROOT / "docs/first-steps.md", "runs/hello_gpt.pt"
-SIZES = {"WIDTH": 48, "CONTEXT": 32, "STEPS": 12, "WARMUP": 3, "LOG_EVERY": 1, "EVAL_EVERY": 6, "SAVE_EVERY": 4}
+SCRIPT, PAGE, CHECKPOINT = (
+    ROOT / "scripts/hello_gpt.py",
+    ROOT / "docs/first-steps.md",
+    "runs/hello_gpt.pt",
+)
+SIZES = {
+    "WIDTH": 48,
+    "CONTEXT": 32,
+    "STEPS": 12,
+    "WARMUP": 3,
+    "LOG_EVERY": 1,
+    "EVAL_EVERY": 6,
+    "SAVE_EVERY": 4,
+}
 FLAGS = (
     "--model.n_embd 48 --model.block_size 32 --train.global_batch_tokens 512 --train.steps 12 --optim.warmup_steps 3"
     " --tracking.log_every 1 --tracking.sample_every 0 --eval.every 6 --eval.tokens 3072 --train.device cpu"
@@ -52,7 +65,8 @@ accelerate.Accelerator.prepare, os.replace = prepare_and_count, replace_or_die
 hello_gpt.main()
 print("rank", os.environ.get("RANK", "0"), "all-reduced", sum(reduced), "values, saved", len(saves), "times")
 """
-"""A rank of the program in small, with the trainer's order of windows. It dies in a save, if it shall."""
+"""A rank of the program in small, with the trainer's order of windows. It dies in a save, if it
+shall."""
 
 
 def run(folder, corpus, world, dies_at=0):
@@ -79,14 +93,22 @@ def whole(corpus, tmp_path_factory):
 def figures(printed, kind="loss"):
     """Step, loss and learning rate of each line of this kind; or step and val_loss."""
     found = re.findall(rf"^step (\d+): {kind} (\S+)(?:  lr (\S+))?$", printed, re.MULTILINE)
-    return torch.tensor([[float(part) for part in line if part] for line in found], dtype=torch.float64)
+    return torch.tensor(
+        [[float(part) for part in line if part] for line in found], dtype=torch.float64
+    )
 
 
 def test_its_losses_are_those_of_the_trainer(whole, corpus, tmp_path):
     """The command that docs/first-steps.md gives, with fewer steps of another corpus."""
-    (command,) = re.findall(r"^python scripts/train_gpt2.py (--optim.name adamw .*)$", PAGE.read_text(), re.MULTILINE)
+    (command,) = re.findall(
+        r"^python scripts/train_gpt2.py (--optim.name adamw .*)$", PAGE.read_text(), re.MULTILINE
+    )
     small = f"--data.path {corpus} --output_dir {tmp_path} --run_name run {FLAGS}"
-    flags = ["--config", str(ROOT / "configs/gpt2_stdlib.yaml"), *last_of_each(shlex.split(f"{command} {small}"))]
+    flags = [
+        "--config",
+        str(ROOT / "configs/gpt2_stdlib.yaml"),
+        *last_of_each(shlex.split(f"{command} {small}")),
+    ]
     config = load(TrainingConfig, flags)
     done = forked([str(ROOT / "scripts/train_gpt2.py"), *flags], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -96,11 +118,13 @@ def test_its_losses_are_those_of_the_trainer(whole, corpus, tmp_path):
         expected = [[row[column] for column in columns] for row in ours if kind in row]
         assert_close(figures(printed, kind), expected, 1e-5)
     assert ours[-1]["loss"] < ours[0]["loss"] - 0.3
-    GPT(config.model, 512).load_state_dict(torch.load(folder / CHECKPOINT)["model"])  # raises for other names or shapes
+    # raises for other names or shapes
+    GPT(config.model, 512).load_state_dict(torch.load(folder / CHECKPOINT)["model"])
 
 
 def test_two_processes_train_the_same_and_resume_at_the_same_bits(whole, corpus, tmp_path):
-    """One of them, killed in the save of step 12, resumes from step 8. Each value is all-reduced once per step."""
+    """One of them, killed in the save of step 12, resumes from step 8. Each value is all-reduced
+    once per step."""
     (_, one), (folder, two) = whole(1), whole(2)
     for kind in ("loss", "val_loss"):
         assert_close(figures(two, kind), figures(one, kind), 1e-5)
@@ -123,7 +147,15 @@ def test_it_learns_in_bf16_by_a_launcher(corpus, tmp_path):
     (tmp_path / "data/stdlib").symlink_to(corpus)
     short = tmp_path / "hello_gpt.py"
     short.write_text(SCRIPT.read_text().replace(", 300,", ", 60,"))  # STEPS
-    start = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16", str(short)]
+    start = [
+        *ACCELERATE,
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "bf16",
+        str(short),
+    ]
     done = launch(start, tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("begins at step 0 of 60; processes: 2\nstep 10: ")

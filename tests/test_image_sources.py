@@ -1,4 +1,5 @@
-"""Images of any kind and from anywhere: each in its split, of its class, read the same way whatever holds them."""
+"""Images of any kind and from anywhere: each in its split, of its class, read the same way whatever
+holds them."""
 
 import pickle
 import re
@@ -25,7 +26,17 @@ from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.tasks import images
 from gpt2_ddp.tasks.images import read_images
 
-WORDS = ("train", "test", "val", "eval", "dev", "bullet_train", "test_tube", "validation", "training")
+WORDS = (
+    "train",
+    "test",
+    "val",
+    "eval",
+    "dev",
+    "bullet_train",
+    "test_tube",
+    "validation",
+    "training",
+)
 """Names of classes by which others guess splits."""
 
 
@@ -63,7 +74,10 @@ def of_mnist(compressed):
 
 
 SOURCES = {
-    "class folders": (lambda folder, split, *of: write_folders(folder / split.replace("test", "Val"), *of), {}),
+    "class folders": (
+        lambda folder, split, *of: write_folders(folder / split.replace("test", "Val"), *of),
+        {},
+    ),
     "parquet, as the Hub's": (write_parquet, {"name": "cifar100"}),
     "parquet, own columns": (write_two_files, {"image_column": "photo", "label_column": "kind"}),
     "CIFAR-10": (of_archive("cifar10"), {"name": "cifar10"}),
@@ -77,7 +91,9 @@ SOURCES = {
 def content(samples, classes):
     images, targets = samples.read(np.random.default_rng(0).permutation(len(samples)))
     numbers = [int(re.sub("[^0-9]", "", classes[target])) for target in targets]
-    return Counter(zip((image.numpy().tobytes() for image in images.permute(0, 2, 3, 1)), numbers, strict=True))
+    return Counter(
+        zip((image.numpy().tobytes() for image in images.permute(0, 2, 3, 1)), numbers, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -94,7 +110,9 @@ def test_every_source_has_the_same_images(tmp_path, kind):
     found = read(folder, **fields)
     assert torch.equal(torch.get_rng_state(), drawn_before), "or initial weights would differ"
     for split, part in parts.items():
-        wanted = Counter(zip(map(np.ndarray.tobytes, images[part]), labels[part].tolist(), strict=True))
+        wanted = Counter(
+            zip(map(np.ndarray.tobytes, images[part]), labels[part].tolist(), strict=True)
+        )
         assert content(getattr(found, split), found.facts["classes"]) == wanted
 
 
@@ -163,7 +181,9 @@ def test_images_are_scaled_to_one_size(tmp_path):
     image = Image.new("RGB", (20, 10), "red")
     image.paste("blue", (5, 0, 15, 10))
     found = read(one_image(tmp_path, image), image_size=6).train.inputs[0]
-    assert found.tolist() == [[[value] * 6] * 6 for value in (0, 0, 255)], "no pixel outside the square"
+    assert found.tolist() == [[[value] * 6] * 6 for value in (0, 0, 255)], (
+        "no pixel outside the square"
+    )
 
 
 class Boom:
@@ -244,7 +264,10 @@ def test_what_cannot_be_read_is_named(tmp_path, capsys, build, place):
 def test_one_image_is_no_training_and_no_test_split(tmp_path):
     layout("train/cat/1.png")(tmp_path)
     expect_error(
-        "data.path = .*: cannot be read .1 images are too few to draw test images from.;", read, tmp_path, "cifar100"
+        "data.path = .*: cannot be read .1 images are too few to draw test images from.;",
+        read,
+        tmp_path,
+        "cifar100",
     )
 
 

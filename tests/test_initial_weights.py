@@ -1,4 +1,5 @@
-"""`train.init_from`: a model of transformers is imported as it is, or refused by name; a run's weights likewise."""
+"""`train.init_from`: a model of transformers is imported as it is, or refused by name; a run's
+weights likewise."""
 
 import json
 import os
@@ -95,18 +96,25 @@ def both(*changes):
 
 def in_files(folder):
     (folder / "model.safetensors").unlink()
-    saved(folder, json.loads((folder / "config.json").read_text())["model_type"], max_shard_size="20KB")
+    saved(
+        folder,
+        json.loads((folder / "config.json").read_text())["model_type"],
+        max_shard_size="20KB",
+    )
 
 
 def old_style(tensors):
-    """As the first releases saved it: no prefix, a constant of the causal mask, and the tied head written out."""
+    """As the first releases saved it: no prefix, a constant of the causal mask, and the tied head
+    written out."""
     masks = {"h.0.attn.masked_bias": torch.tensor(-1e4)}
     plain = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     return {**plain, **masks, "lm_head.weight": plain["wte.weight"]}
 
 
 def more_ids(tensors):
-    return {n: F.pad(v, (0, 0, 0, 20), value=1.0) if v.size(0) == 300 else v for n, v in tensors.items()}
+    return {
+        n: F.pad(v, (0, 0, 0, 20), value=1.0) if v.size(0) == 300 else v for n, v in tensors.items()
+    }
 
 
 def zero_row(tensors):
@@ -117,13 +125,20 @@ def zero_row(tensors):
 
 
 NOT_FETCHED = {"attn_implementation": "nobody/kernel"}
-NOT_IN_4 = fields("rope_parameters", "head_dim", "mlp_bias", "dtype", rope_theta=500.0, rope_scaling=None)
+NOT_IN_4 = fields(
+    "rope_parameters", "head_dim", "mlp_bias", "dtype", rope_theta=500.0, rope_scaling=None
+)
 PAD = both(edit_weights(zero_row), fields(pad_token_id=1))
 MORE = both(edit_weights(more_ids), fields(vocab_size=320))
 LAYOUTS = [
     *((kind, in_files) for kind in SHAPES),
     ("gpt2", edit_weights(lambda t: {n: v.bfloat16() for n, v in t.items()})),
-    ("gpt2", both(edit_weights(old_style), fields(activation_function="gelu_pytorch_tanh", **NOT_FETCHED))),
+    (
+        "gpt2",
+        both(
+            edit_weights(old_style), fields(activation_function="gelu_pytorch_tanh", **NOT_FETCHED)
+        ),
+    ),
     ("gpt2", lambda folder: None, {"block_size": 24}),
     ("gpt2", MORE),
     ("llama", MORE),
@@ -131,7 +146,8 @@ LAYOUTS = [
     ("llama", PAD),
     ("nanochat", PAD),  # the default of transformers' NanoChat
 ]
-"""Architecture, how its folder differs from what transformers saves now, and fields of the model section, if any."""
+"""Architecture, how its folder differs from what transformers saves now, and fields of the model
+section, if any."""
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -162,7 +178,9 @@ def tensor(name, change):
 
 
 def another_tokenizer(folder):
-    train_bpe(["other words than those there, and some more of them"] * 9, 300, folder / "tokenizer.json")
+    train_bpe(
+        ["other words than those there, and some more of them"] * 9, 300, folder / "tokenizer.json"
+    )
 
 
 def other_blanks(folder):
@@ -205,7 +223,8 @@ llama: {"rms_norm_eps": 1e-5, "tie_word_embeddings": true, "hidden_act": "gelu",
 qwen3: {"use_sliding_window": true} | {} | use_sliding_window: true; only false is supported
 nanochat: {"final_logit_softcapping": null} | {} | final_logit_softcapping: null; only 15.0 is
 """
-"""Architecture, if it is no GPT-2; fields of config.json; those of the model section; the errors."""
+"""Architecture, if it is no GPT-2; fields of config.json; those of the model section; the
+errors."""
 
 
 @pytest.mark.parametrize("case", EARLY.replace("\\\n", "").strip().splitlines())
@@ -242,7 +261,10 @@ LATE = [
     (edit_weights(lambda of: {**of, "score.weight": torch.ones(2)}), "score.weight is unknown"),
     (tensor("h.0.ln_1.weight", lambda t: t[:-1]), r"h.0.ln_1.weight has shape \[31\]"),
     (tensor("h.1.ln_2.bias", lambda t: t / 0), "h.1.ln_2.bias .* not finite"),
-    (edit_weights(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}), f"{HEAD} differs from the embedding"),
+    (
+        edit_weights(lambda of: {**of, HEAD: of["transformer.wte.weight"] + 1}),
+        f"{HEAD} differs from the embedding",
+    ),
     (
         both(fields(vocab_size=299), tensor("wte.weight", lambda t: t[:299])),
         "cannot be used .*299",
@@ -271,7 +293,8 @@ def typed(folder, flags=""):
 
 
 def test_a_shape_that_nobody_gives_is_the_models(tmp_path, capsys):
-    """Neither the default preset's nor the default, but its dropout is the preset's. Ranks may share the model."""
+    """Neither the default preset's nor the default, but its dropout is the preset's. Ranks may
+    share the model."""
     weights, calls = [], []  # of a folder and of a run
     for kind in (*SHAPES, "a run"):
         folder, wanted = RUN, {"n_layer": 1, "n_embd": 16, "block_size": 16, "n_inner": 64}
@@ -282,14 +305,17 @@ def test_a_shape_that_nobody_gives_is_the_models(tmp_path, capsys):
         assert settled.model.dropout == 0.1
         assert f"note: model from {folder}: " in capsys.readouterr().err
         if kind in ("nanochat", "a run"):
-            weights.append({name: value.tolist() for name, value in start(settled).state_dict().items()})
+            weights.append(
+                {name: value.tolist() for name, value in start(settled).state_dict().items()}
+            )
             runs = f"--output_dir {tmp_path} --train.device cpu --launch.parallel fsdp"
             calls.append((initial_weights, typed(folder, f"--model.n_head 2 {runs}")))
         (tmp_path / "settled.yaml").write_text(dump(settled))
         again = load(TrainingConfig, ["--config", f"{tmp_path}/settled.yaml"])
         assert again == settled
         assert settle_model(again) == settled
-        assert "model from" not in capsys.readouterr().err  # one that gives all of it is not commented on
+        # one that gives all of it is not commented on
+        assert "model from" not in capsys.readouterr().err
     assert run_ranks(in_turn, 2, *calls) == [weights] * 2
 
 
@@ -317,7 +343,14 @@ def test_a_resume_has_the_shape_of_its_checkpoint(tmp_path):
     check_resumable(typed(tmp_path), "gpt2", found.config, found.step)
     assert settle_model(typed(tmp_path), found).model.n_layer == 1
     other = typed(tmp_path, "--model.n_layer 3")
-    expect_error("model.n_layer = 3: the run was started with 1", check_resumable, other, "gpt2", found.config, 5)
+    expect_error(
+        "model.n_layer = 3: the run was started with 1",
+        check_resumable,
+        other,
+        "gpt2",
+        found.config,
+        5,
+    )
 
 
 @pytest.mark.slow
@@ -334,7 +367,8 @@ def test_train_and_plan_take_the_shape(tmp_path):
     settled = load(TrainingConfig, ["--config", f"{tmp_path}/runs/small_corpus/config.yaml"])
     assert (settled.model.n_layer, settled.model.block_size, settled.inherited) == (1, 16, set())
     for script in ("plan", "train_gpt2"):
-        less_than_a_window = ["--run_name", "other", "--train.global_batch_tokens", "64"]  # of the preset
+        # of the preset
+        less_than_a_window = ["--run_name", "other", "--train.global_batch_tokens", "64"]
         refused = forked(last_of_each([f"scripts/{script}.py", *flags, *less_than_a_window]), ROOT)
         assert refused.returncode == 2
         assert "error: train.init_from = " in refused.stderr
@@ -344,18 +378,24 @@ LAYERS, IDS = 3, 300
 
 
 def write_nanogpt(model, file, prefix):
-    """As its train.py does, without biases that are zero; the embedding and the head are one tensor."""
+    """As its train.py does, without biases that are zero; the embedding and the head are one
+    tensor."""
     stored = {name: value[:IDS] for name, value in model.state_dict().items() if value.any()}
     weights = {f"{prefix}transformer.{name}": value for name, value in stored.items()}
     weights[f"{prefix}lm_head.weight"] = model.wte.weight[:IDS]
-    torch.save({"model": weights, "model_args": {**model.config.model_dump(), "vocab_size": IDS}}, file)
+    torch.save(
+        {"model": weights, "model_args": {**model.config.model_dump(), "vocab_size": IDS}}, file
+    )
 
 
 def write_llm_c(model, file, version):
-    """As `write_model` of its train_gpt2.py does, and train_gpt2.cu: one tensor of all layers after another."""
+    """As `write_model` of its train_gpt2.py does, and train_gpt2.cu: one tensor of all layers after
+    another."""
     weights, own = model.state_dict(), model.config
     header = torch.zeros(256, dtype=torch.int32)
-    header[:8] = torch.tensor([20240326, version, own.block_size, IDS, LAYERS, own.n_head, own.n_embd, 384])
+    header[:8] = torch.tensor(
+        [20240326, version, own.block_size, IDS, LAYERS, own.n_head, own.n_embd, 384]
+    )
     block = [name for name in weights if name.startswith("h.0.")]
     names = [name.replace("0", str(layer)) for name in block for layer in range(LAYERS)]
     with file.open("wb") as stream:
@@ -378,7 +418,9 @@ def test_what_the_page_converts_has_the_weights_of_its_source(file, setting, tmp
         if setting == "_orig_mod." and name.endswith("bias"):
             parameter.data.zero_()
     (write_nanogpt if file == "ckpt.pt" else write_llm_c)(model, tmp_path / file, setting)
-    converted = forked(["convert.py", file, f"{GOLDEN}/corpus/tokenizer.json", "converted"], tmp_path)
+    converted = forked(
+        ["convert.py", file, f"{GOLDEN}/corpus/tokenizer.json", "converted"], tmp_path
+    )
     assert converted.returncode == 0, converted
     settled = settle_model(typed(tmp_path / "converted"))
     assert shape(settled.model) == shape(model.config)
@@ -428,15 +470,24 @@ def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_h
     changes = json.loads(OTHER_SHAPE)
     with pytest.raises(UserError) as error:
         find_model(config(place, **own | changes))
-    assert [mistake.split(" = ")[0] for mistake in error.value.mistakes] == [f"model.{name}" for name in changes]
+    assert [mistake.split(" = ")[0] for mistake in error.value.mistakes] == [
+        f"model.{name}" for name in changes
+    ]
     another_tokenizer(tmp_path)
-    model, other = GPT(config(place, **own).model, TOKENIZER.vocab_size), load_tokenizer(str(tmp_path))
+    model, other = (
+        GPT(config(place, **own).model, TOKENIZER.vocab_size),
+        load_tokenizer(str(tmp_path)),
+    )
     expect_error("another tokenizer", load_initial_weights, config(place, **own), model, other)
 
 
 def test_a_wrong_folder_is_refused_before_the_corpus_is_hashed(theirs, tmp_path):
     another_tokenizer(theirs)
     shutil.copytree(GOLDEN / "corpus", tmp_path / "data", ignore=shutil.ignore_patterns(".*"))
-    settings = training_config(tmp_path / "data", tmp_path / "runs", {"train.init_from": str(theirs)})
-    expect_error(f"train.init_from = {import_place(str(theirs))}: has another tokenizer", train, settings)
+    settings = training_config(
+        tmp_path / "data", tmp_path / "runs", {"train.init_from": str(theirs)}
+    )
+    expect_error(
+        f"train.init_from = {import_place(str(theirs))}: has another tokenizer", train, settings
+    )
     assert not list((tmp_path / "data").glob(".verified*"))

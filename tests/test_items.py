@@ -1,5 +1,5 @@
-"""Items of a task: read, or refused by their line; made requests; and their log-likelihoods, each once and right,
-whatever the ranks, the batch and the padding."""
+"""Items of a task: read, or refused by their line; made requests; and their log-likelihoods, each
+once and right, whatever the ranks, the batch and the padding."""
 
 import json
 import math
@@ -32,7 +32,12 @@ GPT2 = load_tokenizer("gpt2")
 CHOICE = {"context": "The capital of France is", "choices": ["Paris", "Rome"], "label": 0}
 SWAG = {"activity_label": "Cooking", "ctx_a": "He boils  water.", "ctx_b": "then HE", "label": "1"}
 SWAG |= {"endings": ["a", " b"]}
-MARKED = {**SWAG, "ctx_a": "Do [header] it. [title] Now", "ctx_b": "", "endings": ["[step] Go [x]on", "b"]}
+MARKED = {
+    **SWAG,
+    "ctx_a": "Do [header] it. [title] Now",
+    "ctx_b": "",
+    "endings": ["[step] Go [x]on", "b"],
+}
 
 
 def item(context, *choices, label=0):
@@ -41,7 +46,10 @@ def item(context, *choices, label=0):
 
 def test_items_of_a_file(tmp_path):
     """Both forms; CRLF, a byte order mark, U+2028 in a text, blank lines, other keys."""
-    lines = [json.dumps(row, ensure_ascii=False) for row in (CHOICE | {"context": "a\u2028b", "more": 1}, SWAG, MARKED)]
+    lines = [
+        json.dumps(row, ensure_ascii=False)
+        for row in (CHOICE | {"context": "a\u2028b", "more": 1}, SWAG, MARKED)
+    ]
     file = tmp_path / "x.jsonl"
     file.write_bytes(("\ufeff" + "\r\n\r\n".join(lines)).encode())
     assert read_items(file) == [
@@ -77,7 +85,9 @@ def test_tasks_that_cannot_be_scored_are_refused(tmp_path):
         write(tmp_path / name, [CHOICE | {"choices": ["a", end]}])
     (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "latin.jsonl").write_bytes(b"\xff")
-    load = lambda *names: load_sets("tasks", [str(tmp_path / name) for name in names], None, GPT2, 8)  # noqa: E731
+    load = lambda *names: load_sets(
+        "tasks", [str(tmp_path / name) for name in names], None, GPT2, 8
+    )
     assert load("x.txt")[0].name == "x"
     for name in ("x.jsonl", "longer.jsonl", "empty.jsonl", "latin.jsonl", "missing.jsonl"):
         expect_error(f"^tasks = .*{name}", load, "x.txt", name)
@@ -92,8 +102,12 @@ def test_blanks_move_and_end_of_text_stands_for_no_context():
         (" \n", "sat", "<|endoftext|>", " \nsat"),
     ):
         assert [*map(GPT2.decode, encode_pair(context, continuation, GPT2))] == parts
-    before, behind = encode_pair("per", "haps not", GPT2)  # what the two have behind the context's own tokens
-    assert (before, behind) == (GPT2.encode("per").tolist(), GPT2.encode("perhaps not").tolist()[1:])
+    # what the two have behind the context's own tokens
+    before, behind = encode_pair("per", "haps not", GPT2)
+    assert (before, behind) == (
+        GPT2.encode("per").tolist(),
+        GPT2.encode("perhaps not").tolist()[1:],
+    )
     assert GPT2.eot not in encode_pair("a <|endoftext|>", " b", GPT2)[0]
 
 
@@ -104,7 +118,11 @@ def test_a_part_is_spread_and_long_contexts_lose_their_beginning():
     assert [len(request.tokens) for request in part.requests] == [2, 3, 4, 5, 5, 5, 5, 5, 5, 5]
     assert [request.scored for request in part.requests] == [1, 2] * 5
     assert GPT2.decode(part.requests[1].tokens) == "word two three"
-    assert make_set("t", items, 99, GPT2, 4).sha256 == make_set("u", items, None, GPT2, 9).sha256 != part.sha256
+    assert (
+        make_set("t", items, 99, GPT2, 4).sha256
+        == make_set("u", items, None, GPT2, 9).sha256
+        != part.sha256
+    )
 
 
 def test_hellaswag_is_what_lm_eval_takes_from_the_hub(tmp_path, monkeypatch):
@@ -118,8 +136,11 @@ def test_hellaswag_is_what_lm_eval_takes_from_the_hub(tmp_path, monkeypatch):
 
 
 def test_accuracies_standard_errors_and_what_is_saved(tmp_path):
-    """By hand: the second choice is longer, so that the same log-likelihood is better per character."""
-    made = make_set("t", [item("c", "ab", "abcd", label=label) for label in (1, 1, 1, 1)], None, GPT2, 8)
+    """By hand: the second choice is longer, so that the same log-likelihood is better per
+    character."""
+    made = make_set(
+        "t", [item("c", "ab", "abcd", label=label) for label in (1, 1, 1, 1)], None, GPT2, 8
+    )
     likelihoods = np.array([-1.0, -1.9, -1.0, -3.0, -2.0, -2.0, -5.0, -1.0])
     found = judge(made, likelihoods)
     assert found == {"acc": 0.25, "acc_norm": 0.75}
@@ -129,7 +150,10 @@ def test_accuracies_standard_errors_and_what_is_saved(tmp_path):
     write_scores(tmp_path / "t", made, likelihoods, {**found, "step": 7})
     assert read_items(tmp_path / "t.jsonl") == made.items
     scores = read_json(tmp_path / "t.json")
-    assert scores.items() >= {"acc": 0.25, "chance": 0.5, "items_sha256": made.sha256, "step": 7}.items()
+    assert (
+        scores.items()
+        >= {"acc": 0.25, "chance": 0.5, "items_sha256": made.sha256, "step": 7}.items()
+    )
     likelihoods[3] = math.nan
     assert all(map(math.isnan, judge(made, likelihoods).values()))
 
@@ -146,12 +170,16 @@ def made_requests(count):
     """Of many lengths, the longest of T + 1 tokens; the last is a copy of the first."""
     draw = np.random.default_rng(3)
     lengths = [49, *draw.integers(2, 50, count - 1)]
-    requests = [Request(draw.integers(1, 500, length).tolist(), int(draw.integers(1, length))) for length in lengths]
+    requests = [
+        Request(draw.integers(1, 500, length).tolist(), int(draw.integers(1, length)))
+        for length in lengths
+    ]
     return [*requests[:-1], requests[0]]
 
 
 CASES = [(37, 4, None), (37, 5, None), (37, 4, SHAPE.block_size), (1, 2, None)]
-"""Requests, batch size, length. 37 requests divide by nothing here; one leaves other ranks without any."""
+"""Requests, batch size, length. 37 requests divide by nothing here; one leaves other ranks without
+any."""
 
 
 def score():
@@ -163,7 +191,9 @@ def score():
     scorer.register_forward_pre_hook(lambda module, inputs: passes.append(len(inputs[0])))
     for count, batch_size, length in CASES:
         passes = []
-        found.append((answer(accelerator, scorer, made_requests(count), batch_size, length), passes))
+        found.append(
+            (answer(accelerator, scorer, made_requests(count), batch_size, length), passes)
+        )
     return found
 
 
@@ -185,4 +215,6 @@ def test_each_is_scored_once_and_right_on_any_number_of_ranks():
         assert_close(alone[case][0], by_hand(made_requests(count)))
         for nats, passes in (rank[case] for rank in ranks):
             assert nats.tobytes() == alone[case][0].tobytes()
-            assert passes == [batch_size] * math.ceil(count / (3 * batch_size)), "as many on each rank"
+            assert passes == [batch_size] * math.ceil(count / (3 * batch_size)), (
+                "as many on each rank"
+            )

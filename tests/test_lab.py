@@ -17,11 +17,17 @@ from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.lab.lab import EXPERIMENTS, run_lab
 
 WAITING = ("unequal_batches", "collective_on_one_rank")  # for timeouts
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in WAITING else ()) for name in EXPERIMENTS]
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow if name in WAITING else ()) for name in EXPERIMENTS
+]
 
 LAB = load_docs("lab")
 PAGE = (ROOT / "docs/ddp-lab.md").read_text()
-MEASURED = dict(re.findall(r"^### Figures: (\w+)\n(?:(?!^###).*\n)*?- \*\*measured\*\*: (.*)", PAGE, re.MULTILINE))
+MEASURED = dict(
+    re.findall(
+        r"^### Figures: (\w+)\n(?:(?!^###).*\n)*?- \*\*measured\*\*: (.*)", PAGE, re.MULTILINE
+    )
+)
 """The figures on docs/ddp-lab.md, by lesson."""
 NUMBER = r"\d+(?:\.\d+)?(?:e[-+]\d+)?"
 TIMES = rf"{NUMBER} and {NUMBER} ms|{NUMBER} s until"
@@ -33,7 +39,8 @@ def measure_all(names, broken=None):
 
     from gpt2_ddp.distributed.launch import build_accelerator
 
-    data_loader.is_datasets_available = lambda: False  # to look for loaders of its own, it would import it for seconds
+    # to look for loaders of its own, it would import it for seconds
+    data_loader.is_datasets_available = lambda: False
     accelerator, found = build_accelerator("cpu", "no"), {}
     changes = mutations() if broken is not None else {}
     for name in names:
@@ -48,8 +55,12 @@ def numbers(tmp_path_factory):
 
     def of(name):
         names = [other for other in EXPERIMENTS if (other in WAITING) == (name in WAITING)]
-        make = lambda folder: (folder / "all.json").write_text(json.dumps(run_ranks(measure_all, 2, names)[0]))  # noqa: E731
-        return json.loads((once(tmp_path_factory, f"lab-{name in WAITING}", make) / "all.json").read_text())[name]
+        make = lambda folder: (folder / "all.json").write_text(
+            json.dumps(run_ranks(measure_all, 2, names)[0])
+        )
+        return json.loads(
+            (once(tmp_path_factory, f"lab-{name in WAITING}", make) / "all.json").read_text()
+        )[name]
 
     return of
 
@@ -106,19 +117,29 @@ def mutations():
 @pytest.mark.slow
 def test_claims_fail_when_their_right_ways_are_broken():
     broken = run_ranks(measure_all, 2, list(EXPERIMENTS), {})[0]
-    assert [name for name in EXPERIMENTS if EXPERIMENTS[name].holds(SimpleNamespace(**broken[name]))] == []
+    assert [
+        name for name in EXPERIMENTS if EXPERIMENTS[name].holds(SimpleNamespace(**broken[name]))
+    ] == []
 
 
 def test_the_command(capsys, monkeypatch):
-    monkeypatch.setattr("gpt2_ddp.lab.lab.start_processes", lambda function, n, *args: run_ranks(function, n, *args)[0])
+    monkeypatch.setattr(
+        "gpt2_ddp.lab.lab.start_processes",
+        lambda function, n, *args: run_ranks(function, n, *args)[0],
+    )
     assert run_lab(LabConfig(only=("no_sync", "module_prefix"))) == 0
     assert EXPERIMENTS["module_prefix"].claim in capsys.readouterr().out
     expect_error("only = set_epochs: ", run_lab, LabConfig(only=("set_epochs",)))
-    wrong = {"called_module": {"module": 0.5, "model": 0.25}, "set_epoch": {"forgotten": 1.0, "told": 0.0}}
+    wrong = {
+        "called_module": {"module": 0.5, "model": 0.25},
+        "set_epoch": {"forgotten": 1.0, "told": 0.0},
+    }
     monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda names: wrong)
     assert run_lab(LabConfig()) == 1
     printed = capsys.readouterr().out
-    assert printed.startswith(f"called_module FAILS\n- **claim**: {EXPERIMENTS['called_module'].claim}\n- **wrong**: ")
+    assert printed.startswith(
+        f"called_module FAILS\n- **claim**: {EXPERIMENTS['called_module'].claim}\n- **wrong**: "
+    )
     assert "\n\nset_epoch\n" in printed
     monkeypatch.setenv("WORLD_SIZE", "2")
     expect_error("processes = 2: ", run_lab, LabConfig())

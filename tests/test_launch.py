@@ -1,4 +1,5 @@
-"""Launches as people type them: they train together, or end with one line that says what to type instead."""
+"""Launches as people type them: they train together, or end with one line that says what to type
+instead."""
 
 import contextlib
 import io
@@ -33,7 +34,12 @@ from gpt2_ddp.training.start import describe_precision
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
 
 
-SHORT = {"train.steps": 2, "train.global_batch_tokens": 6 * 32, "eval.every": 2, "checkpoint.every": 2}
+SHORT = {
+    "train.steps": 2,
+    "train.global_batch_tokens": 6 * 32,
+    "eval.every": 2,
+    "checkpoint.every": 2,
+}
 
 
 @pytest.fixture
@@ -55,7 +61,8 @@ def digest(run):
 
 @pytest.mark.slow
 def test_two_machines_on_loopback(config_file, corpus, tmp_path):
-    """docs/several-machines.md's template, each "machine" with a process of its own, trains like one process."""
+    """docs/several-machines.md's template, each "machine" with a process of its own, trains like
+    one process."""
     complete(training_config(corpus, tmp_path, SHORT))
     port = str(reserve_port())
     template = str(ROOT / "configs/accelerate/multi_node.yaml")
@@ -77,7 +84,9 @@ def run_apart(words):
     return run_script("train_gpt2", [word.replace("RANK", os.environ["RANK"]) for word in words])
 
 
-def test_ranks_with_other_paths_train_together_and_other_settings_are_named(config_file, corpus, tmp_path):
+def test_ranks_with_other_paths_train_together_and_other_settings_are_named(
+    config_file, corpus, tmp_path
+):
     """As on machines that share no disk."""
     shutil.copytree(corpus, tmp_path / "data-1")
     (tmp_path / "data-0").symlink_to(corpus)
@@ -93,7 +102,8 @@ def test_ranks_with_other_paths_train_together_and_other_settings_are_named(conf
 
 
 def wait_for_main(config):
-    """Connects; then the main process works for longer than collectives may take where no watchdog runs."""
+    """Connects; then the main process works for longer than collectives may take where no watchdog
+    runs."""
     from gpt2_ddp.distributed import launch, ranks
 
     launch.COLLECTIVE = timedelta(seconds=1)
@@ -111,7 +121,10 @@ def test_an_interface_that_is_not_there_is_named_by_each_rank(tiny_config):
 @pytest.mark.slow
 def test_once_connected_ranks_wait_as_long_as_the_watchdog_allows(tiny_config):
     """While they connect it is `train.patience_seconds`."""
-    assert run_ranks(wait_for_main, 2, tiny_config({"train.patience_seconds": 40})) == [["done"] * 2] * 2
+    assert (
+        run_ranks(wait_for_main, 2, tiny_config({"train.patience_seconds": 40}))
+        == [["done"] * 2] * 2
+    )
 
 
 def train_in(env, config):
@@ -120,8 +133,9 @@ def train_in(env, config):
 
 
 def test_settings_of_accelerate_that_would_change_nothing_are_refused(monkeypatch):
-    """The other variables of Accelerate are heeded (USE_CPU, MIXED_PRECISION, DEBUG_MODE, CPU_AFFINITY, TORCH_DEVICE),
-    belong to plugins that are refused, or change no training (LOG_LEVEL)."""
+    """The other variables of Accelerate are heeded (USE_CPU, MIXED_PRECISION, DEBUG_MODE,
+    CPU_AFFINITY, TORCH_DEVICE), belong to plugins that are refused, or change no training
+    (LOG_LEVEL)."""
     check = partial(launching._check_environment, torch.device("cpu"), "auto")
     launched_by(monkeypatch, "accelerate launch --gradient_accumulation_steps 8 train.py")
     expect_error("^--gradient_accumulation_steps = 8: .*--train.global_batch_tokens", check)
@@ -139,7 +153,9 @@ def test_a_device_of_accelerate_that_is_not_the_one_of_the_command(monkeypatch):
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
     state = SimpleNamespace(num_processes=1, device=torch.device("meta"))
     monkeypatch.setattr(launching, "PartialState", lambda **_: state)
-    expect_error("^device = meta: by ACCELERATE_TORCH_DEVICE", launching.connect_processes, "cpu", "no")
+    expect_error(
+        "^device = meta: by ACCELERATE_TORCH_DEVICE", launching.connect_processes, "cpu", "no"
+    )
 
 
 def test_a_rank_that_waits_says_which_variables_it_has(monkeypatch):
@@ -160,7 +176,9 @@ def test_a_rank_that_waits_says_which_variables_it_has(monkeypatch):
     ("", "", "MULTI_CPU 3", 3), ("--cpu", "", "MULTI_CPU 3", 1), ("--config_file FILE", "NO 1", "MULTI_CPU 3", 1),
     ("--num_processes 1 --config_file FILE", "MULTI_CPU 2", "", 1), ("", "", "", 1),
 ])  # fmt: skip
-def test_processes_that_accelerate_s_configuration_asks_for(monkeypatch, tmp_path, words, file, default, asked):
+def test_processes_that_accelerate_s_configuration_asks_for(
+    monkeypatch, tmp_path, words, file, default, asked
+):
     """Accelerate starts one for MULTI_CPU; it is refused, as it would train alone."""
     paths = tmp_path / "given file.yaml", tmp_path / "default.yaml"
     for path, answers in zip(paths, (file, default), strict=True):
@@ -169,12 +187,16 @@ def test_processes_that_accelerate_s_configuration_asks_for(monkeypatch, tmp_pat
             path.write_text(f"distributed_type: '{kind}'\nnum_processes: {number}\n")
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(paths[1]))
     command = ["python", "/bin/accelerate", "launch", *words.split(), "train.py"]
-    parent = SimpleNamespace(cmdline=lambda: [word.replace("FILE", str(paths[0])) for word in command])
+    parent = SimpleNamespace(
+        cmdline=lambda: [word.replace("FILE", str(paths[0])) for word in command]
+    )
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
     assert launching.processes_asked_for() == asked
     if asked > 1:
-        expect_error(f"^processes = {asked}: only 1 started", launching.connect_processes, "cpu", "no")
+        expect_error(
+            f"^processes = {asked}: only 1 started", launching.connect_processes, "cpu", "no"
+        )
 
 
 def settled(device="cpu", before=""):
@@ -260,8 +282,12 @@ def test_processes_that_the_launcher_was_asked_for(monkeypatch, line):
     assert launching.under_launcher() == ("accelerate" in command)
 
 
-@pytest.mark.parametrize(("visible", "found"), [(None, True), ("0", True), ("", False), ("-1", False)])
-def test_auto_is_not_the_cpu_where_an_nvidia_device_is_visible_and_unusable(monkeypatch, visible, found):
+@pytest.mark.parametrize(
+    ("visible", "found"), [(None, True), ("0", True), ("", False), ("-1", False)]
+)
+def test_auto_is_not_the_cpu_where_an_nvidia_device_is_visible_and_unusable(
+    monkeypatch, visible, found
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(Path, "glob", lambda *_: iter(["/dev/nvidia0"]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -277,13 +303,19 @@ DEVICES = ("GPU", "GPU without bf16", "CPU")
 PAGE = (ROOT / "docs/several-machines.md").read_text()
 PRECISIONS = {
     command: tuple(cells.split(" | "))
-    for command, cells in re.findall(r"^\| .*?`([^`]*train\.py)` \| (\w+ \| \w+ \| \w+) \|$", PAGE, re.MULTILINE)
+    for command, cells in re.findall(
+        r"^\| .*?`([^`]*train\.py)` \| (\w+ \| \w+ \| \w+) \|$", PAGE, re.MULTILINE
+    )
 }
 PRECISIONS |= {
     f"accelerate launch --config_file configs/accelerate/{file.name} train.py": ("no", "no", "no")
     for file in (ROOT / "configs/accelerate").iterdir()
 }
-PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train.py"] = ("no", "no", "no")
+PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train.py"] = (
+    "no",
+    "no",
+    "no",
+)
 """Command -> what `train.mixed_precision: auto` is on each of DEVICES."""
 
 
@@ -296,13 +328,17 @@ def test_auto_precision_depends_on_the_device_and_on_what_accelerate_was_configu
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     for name in ("no", "bf16"):  # as `accelerate config` writes them
-        Path(f"{name}.yaml").write_text(f"distributed_type: 'NO'\nmixed_precision: '{name}'\nnum_processes: 1\n")
+        Path(f"{name}.yaml").write_text(
+            f"distributed_type: 'NO'\nmixed_precision: '{name}'\nnum_processes: 1\n"
+        )
     if command.startswith("accelerate"):
         launched_by(monkeypatch, command)
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", validated(command).mixed_precision)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for device, found in zip(DEVICES, expected, strict=True):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda device=device, **_: device == "GPU")
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda device=device, **_: device == "GPU"
+        )
         target = torch.device("cpu" if device == "CPU" else "cuda")
         if found == "error":
             expect_error("train.mixed_precision = fp16: ", pick_precision, "auto", target, "train.")
@@ -324,7 +360,8 @@ def validated(command):
 def test_threads_that_a_user_chose_are_kept_and_the_one_of_a_launcher_is_not(
     monkeypatch, variable, threads, is_replaced
 ):
-    """Launchers set OMP_NUM_THREADS to 1, unless the environment or their flags have another number."""
+    """Launchers set OMP_NUM_THREADS to 1, unless the environment or their flags have another
+    number."""
     monkeypatch.setenv(variable, "x")
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     chosen = []

@@ -1,4 +1,5 @@
-"""lm-eval on an exported model, by the command and the description in docs/evaluation.md, against our own scoring."""
+"""lm-eval on an exported model, by the command and the description in docs/evaluation.md, against
+our own scoring."""
 
 import heapq
 import importlib.util
@@ -33,7 +34,9 @@ def local_tasks(folder, page):
 
     folder.mkdir()
     described = page.split("```yaml\n")[1].split("```")[0]
-    (folder / "local_items.yaml").write_text(described.replace("items.jsonl", str(folder / "items.jsonl")))
+    (folder / "local_items.yaml").write_text(
+        described.replace("items.jsonl", str(folder / "items.jsonl"))
+    )
     theirs = Path(lm_eval.__file__).parent / "tasks"
     shutil.copy(theirs / "hellaswag/utils.py", folder)
     lines = (theirs / "hellaswag/hellaswag.yaml").read_text().splitlines()
@@ -57,9 +60,16 @@ NAMES = ("hellaswag", "items")
 
 def lm_eval_of(exported, page, folder):
     """The results of the page's command for each of the local tasks; samples are in `folder`."""
-    command = next(line for line in page.splitlines() if line.startswith("lm_eval ") and "--include_path" in line)
+    command = next(
+        line
+        for line in page.splitlines()
+        if line.startswith("lm_eval ") and "--include_path" in line
+    )
     words = command.replace("EXPORT", str(exported)).split()
-    words = [",".join(f"local_{name}" for name in NAMES) if word == "local_items" else word for word in words]
+    words = [
+        ",".join(f"local_{name}" for name in NAMES) if word == "local_items" else word
+        for word in words
+    ]
     words += ["--output_path", "found", "--log_samples"]
     env = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     env |= {"CUDA_VISIBLE_DEVICES": "", "DISABLE_MULTIPROC": "1"}
@@ -71,21 +81,32 @@ def lm_eval_of(exported, page, folder):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path, monkeypatch):
-    """A run's checkpoint, as `evaluate.py` scores it, and its export. Some of the items have contexts longer than the
-    model's, or none."""
+    """A run's checkpoint, as `evaluate.py` scores it, and its export. Some of the items have
+    contexts longer than the model's, or none."""
     page = (Path(__file__).parent.parent / "docs/evaluation.md").read_text()
     local_tasks(tmp_path / "local", page)
     changes = {"model.block_size": 128, "train.global_batch_tokens": 12 * 128, "optim.lr": 0.03}
     complete(training_config(corpus, tmp_path, changes))
     monkeypatch.setattr(tokenizer_check, "library_files", lambda: [Path(heapq.__file__)])
-    assert export_hf(load_config(ExportConfig, [str(tmp_path / "run"), "--output", str(tmp_path / "export")])) == 0
+    assert (
+        export_hf(
+            load_config(ExportConfig, [str(tmp_path / "run"), "--output", str(tmp_path / "export")])
+        )
+        == 0
+    )
     theirs = lm_eval_of(tmp_path / "export", page, tmp_path)
     tasks = tuple(str(tmp_path / f"local/{name}.jsonl") for name in NAMES)
-    settings = {"checkpoint": str(tmp_path / "run"), "output": str(tmp_path / "scores"), "device": "cpu"}
+    settings = {
+        "checkpoint": str(tmp_path / "run"),
+        "output": str(tmp_path / "scores"),
+        "device": "cpu",
+    }
     run_ranks(evaluate_checkpoint, 1, EvaluateConfig.model_validate(settings | {"tasks": tasks}))
     for name in NAMES:
         (file,) = (tmp_path / "found").rglob(f"samples_local_{name}_*.jsonl")
-        samples = sorted(map(json.loads, file.read_text().splitlines()), key=lambda row: row["doc_id"])
+        samples = sorted(
+            map(json.loads, file.read_text().splitlines()), key=lambda row: row["doc_id"]
+        )
         rows = map(json.loads, (tmp_path / f"scores/{name}.jsonl").read_text().splitlines())
         for row, sample in zip(rows, samples, strict=True):
             answers = [float(nats) for ((nats, _),) in sample["resps"]]

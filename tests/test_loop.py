@@ -1,4 +1,5 @@
-"""The training loop: equal to a hand-written one, and for every way of splitting its steps over processes."""
+"""The training loop: equal to a hand-written one, and for every way of splitting its steps over
+processes."""
 
 import math
 import os
@@ -44,8 +45,8 @@ def losses(run):
 
 @float64()
 def test_equal_to_a_hand_written_loop(corpus, tmp_path):
-    """10 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule and the reader.
-    tests/test_optim.py has Muon."""
+    """10 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule
+    and the reader. tests/test_optim.py has Muon."""
     run = tmp_path / "run"
     config = training_config(corpus, tmp_path, {"checkpoint.every": 10})
     run_ranks(in_float64, 1, train, config)
@@ -58,7 +59,9 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path):
     model = GPT(config.model, 512)
     decay = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [{"params": decay}, {"params": others, "weight_decay": 0.0}], weight_decay=0.1
+    )
     order = Permutation(config.seed, n_windows)
     for step in range(1, 11):
         loss_sum = 0.0
@@ -73,7 +76,9 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path):
             group.update(lr=lr_at(step, optim), betas=(0.9, 0.95))
         optimizer.step()
         model.zero_grad()
-        assert_close((ours[step]["loss"], ours[step]["grad_norm"]), (loss_sum, norm.item()), says=step)
+        assert_close(
+            (ours[step]["loss"], ours[step]["grad_norm"]), (loss_sum, norm.item()), says=step
+        )
     assert losses(run)[-1] < losses(run)[0] - 0.2
 
 
@@ -88,8 +93,8 @@ class CountSyncs(TorchDispatchMode):
 
 
 def counted(config):
-    """Trains. Returns the host syncs of each step; and the bytes that DDP hands to its all-reduce in its first
-    synchronisation and in all later ones."""
+    """Trains. Returns the host syncs of each step; and the bytes that DDP hands to its all-reduce
+    in its first synchronisation and in all later ones."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     from gpt2_ddp.training.ddp import Replicated
@@ -119,23 +124,32 @@ def counted(config):
 
 
 def test_processes_times_accumulation(corpus, tmp_path):
-    """12 windows on 1 process and on 5, which pad 3, train the same, with the same dropout. Each gradient byte is
-    all-reduced once per optimizer step, and no step waits for a device."""
-    found, changes = [], {"train.steps": 3, "optim.name": "muon", "train.micro_batch_size": 1, "model.dropout": 0.1}
+    """12 windows on 1 process and on 5, which pad 3, train the same, with the same dropout. Each
+    gradient byte is all-reduced once per optimizer step, and no step waits for a device."""
+    found, changes = (
+        [],
+        {"train.steps": 3, "optim.name": "muon", "train.micro_batch_size": 1, "model.dropout": 0.1},
+    )
     changes["model.n_layer"] = 1
     for world in (1, 5):
         config = training_config(corpus, tmp_path / str(world), changes)
         for syncs, (first, later) in run_ranks(counted, world, config):
-            assert syncs[1:] == [0, 0]  # the first one starts the loader, which draws a seed on the CPU
-            model = sum(4 * p.numel() for p in GPT(config.model, 512).parameters()) if world > 1 else 0
+            # the first one starts the loader, which draws a seed on the CPU
+            assert syncs[1:] == [0, 0]
+            model = (
+                sum(4 * p.numel() for p in GPT(config.model, 512).parameters()) if world > 1 else 0
+            )
             assert (first, later) == (model, 3 * model)
         found.append(rows(tmp_path / str(world) / "run")[1:])
     assert_alike(*found)
 
 
 def test_a_step_that_needs_too_much_memory(corpus, tmp_path, monkeypatch):
-    """One line says what to lower: the micro-batch of the steps, which may be smaller than the setting."""
-    monkeypatch.setattr(loop, "train_step", MagicMock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    """One line says what to lower: the micro-batch of the steps, which may be smaller than the
+    setting."""
+    monkeypatch.setattr(
+        loop, "train_step", MagicMock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    )
     gpt = training_config(corpus, tmp_path / "gpt", {"train.micro_batch_size": 8})
     job = job_config("regression", tmp_path / "job", {"train.micro_batch_size": 8})
     for config in (gpt, job):
@@ -151,8 +165,8 @@ def assert_alike(rows, others):
 
 
 def test_resumed_on_other_numbers_of_processes(corpus, tmp_path, trained):
-    """A run of 1, 2 and 3 processes, which was complete before, trains what one process does. Its past is not
-    changed."""
+    """A run of 1, 2 and 3 processes, which was complete before, trains what one process does. Its
+    past is not changed."""
     changes = {"train.steps": 14, "optim.decay_steps": 10}
     complete(training_config(corpus, tmp_path / "whole", changes))
     shutil.copytree(trained, tmp_path / "run")
@@ -192,15 +206,20 @@ def test_init_from_starts_with_the_weights_of_another_run(tiny_config, tmp_path,
 
 
 def test_data_are_prepared_on_first_use(tmp_path):
-    """One process of the node prepares, the others wait; the second run finds the folder ready. Where the recipe is
-    wrong, all ranks end."""
+    """One process of the node prepares, the others wait; the second run finds the folder ready.
+    Where the recipe is wrong, all ranks end."""
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
     recipe, data = tmp_path / "recipe.yaml", tmp_path / "shards"
     settings = f"output: {data}\nvocab_size: 300\nval_fraction: 0.2\nsource: {tmp_path}/"
     changes = {"data.prepare": str(recipe), "train.steps": 1, "optim.decay_steps": 9}
     config = training_config(data, tmp_path, changes)
     write = recipe.write_text
-    calls = [(write, f"{settings}nothing/*.txt\n"), (train, config), (write, f"{settings}a.txt\n"), (train, config)]
+    calls = [
+        (write, f"{settings}nothing/*.txt\n"),
+        (train, config),
+        (write, f"{settings}a.txt\n"),
+        (train, config),
+    ]
     for _, refused, _, outcome in run_ranks(in_turn, 2, *calls):
         assert refused.startswith(f"source = {tmp_path}/nothing")
         assert outcome == "completed"
@@ -212,8 +231,14 @@ def test_data_are_prepared_on_first_use(tmp_path):
 
 @pytest.mark.slow
 def test_compiled_training_equals_eager(short_documents, tmp_path):
-    """Compiled, in bf16, with masked documents: the same losses to bf16's precision; checkpoints with plain names."""
-    changes = {"train.mixed_precision": "bf16", "train.steps": 4, "model.document_mask": True, "model.n_layer": 1}
+    """Compiled, in bf16, with masked documents: the same losses to bf16's precision; checkpoints
+    with plain names."""
+    changes = {
+        "train.mixed_precision": "bf16",
+        "train.steps": 4,
+        "model.document_mask": True,
+        "model.n_layer": 1,
+    }
     for how in ("off", "model"):
         config = training_config(short_documents, tmp_path / how, changes | {"train.compile": how})
         run_ranks(train, 1, config, timeout=400)
@@ -227,7 +252,8 @@ def test_compiled_training_equals_eager(short_documents, tmp_path):
 
 
 def what_a_step_does(config):
-    """Trains; what autocast, determinism and activation checkpointing were inside, and where gradients are."""
+    """Trains; what autocast, determinism and activation checkpointing were inside, and where
+    gradients are."""
     from gpt2_ddp.model.gpt import Block
 
     found = {"blocks": 0, "dtypes": set(), "places": []}
@@ -252,9 +278,14 @@ def what_a_step_does(config):
 
 
 def test_settings_take_effect(corpus, tmp_path):
-    """Precision, determinism, activation checkpointing and a length in epochs; or none of them. Each block
-    of two runs once per micro-batch, and a second time in the backward pass where activations are recomputed."""
-    changes = {"train.mixed_precision": "bf16", "train.deterministic": True, "train.activation_checkpointing": True}
+    """Precision, determinism, activation checkpointing and a length in epochs; or none of them.
+    Each block of two runs once per micro-batch, and a second time in the backward pass where
+    activations are recomputed."""
+    changes = {
+        "train.mixed_precision": "bf16",
+        "train.deterministic": True,
+        "train.activation_checkpointing": True,
+    }
     changes |= {"train.epochs": 0.05, "train.steps": None}
     (found,) = run_ranks(what_a_step_does, 1, training_config(corpus, tmp_path / "on", changes))
     steps = math.ceil(0.05 * ((read_manifest(corpus).tokens("train") - 1) // 32) / 12)
@@ -275,7 +306,9 @@ def test_settings_take_effect(corpus, tmp_path):
 def test_the_newest_checkpoint_of_a_result(tmp_path):
     for step in (5, 10, 20):
         checkpoint_at(tmp_path, step).mkdir(parents=True)
-    assert Result("completed", 20, {}, 1.0, tmp_path, None).checkpoint == checkpoint_at(tmp_path, 20)
+    assert Result("completed", 20, {}, 1.0, tmp_path, None).checkpoint == checkpoint_at(
+        tmp_path, 20
+    )
 
 
 def test_a_stop_during_an_evaluation_is_agreed_on_at_once():
@@ -297,4 +330,10 @@ def stages_of_a_step(config):
 
 def test_each_stage_of_a_step_is_a_sign_of_life(tiny_config):
     (stages,) = run_ranks(stages_of_a_step, 1, tiny_config({"train.micro_batch_size": 6}))
-    assert stages == [("data", 1), ("forward/backward",), ("data",), ("forward/backward",), ("step",)]
+    assert stages == [
+        ("data", 1),
+        ("forward/backward",),
+        ("data",),
+        ("forward/backward",),
+        ("step",),
+    ]

@@ -54,7 +54,8 @@ def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
 
 
 def sums_of_a_rank():
-    """Of three steps: the second is not finite on rank 1, the third is skipped. What is known after each."""
+    """Of three steps: the second is not finite on rank 1, the third is skipped. What is known after
+    each."""
     rank, guard, known = build_accelerator("cpu", "no").process_index, Guard(GuardConfig()), []
     for step, loss in enumerate((6.0, math.nan if rank else 4.0, 3.0), 1):
         flag = step == 3
@@ -77,8 +78,9 @@ def test_the_numbers_of_steps_over_all_ranks():
 
 
 def train_and_record(config):
-    """Trains. Step 3 has a loss that is not finite on the last rank, step 4 a large one, and steps 10 to 12 bad
-    gradients. Returns this rank's sum of losses of each step; the last one of a step stands."""
+    """Trains. Step 3 has a loss that is not finite on the last rank, step 4 a large one, and steps
+    10 to 12 bad gradients. Returns this rank's sum of losses of each step; the last one of a step
+    stands."""
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training import loop
 
@@ -100,8 +102,14 @@ def train_and_record(config):
 
 
 def test_the_mean_loss_of_the_steps_since_the_last_row(tiny_config, tmp_path):
-    """Rows come every 4 steps and at evaluations; a rollback to step 5, between two rows, takes the sums back."""
-    changes = {"guard": {"patience": 3}, "train.steps": 16, "tracking.log_every": 4, "eval.every": 7}
+    """Rows come every 4 steps and at evaluations; a rollback to step 5, between two rows, takes the
+    sums back."""
+    changes = {
+        "guard": {"patience": 3},
+        "train.steps": 16,
+        "tracking.log_every": 4,
+        "eval.every": 7,
+    }
     config = tiny_config(changes)
     ranks = run_ranks(train_and_record, 2, config)
     (event,) = events(tmp_path / "runs/run", "rollback")
@@ -112,9 +120,14 @@ def test_the_mean_loss_of_the_steps_since_the_last_row(tiny_config, tmp_path):
         since = [shares[step] for shares in ranks for step in range(before + 1, row["step"] + 1)]
         finite = [share for share in since if math.isfinite(share)]
         assert row["loss_mean"] == math.fsum(finite) / (own * len(finite))
-        assert row.get("not_finite", 0) == own * (len(since) - len(finite)) == (own if row["step"] == 4 else 0)
+        assert (
+            row.get("not_finite", 0)
+            == own * (len(since) - len(finite))
+            == (own if row["step"] == 4 else 0)
+        )
         before = row["step"]
-    assert found[0]["loss_mean"] > 1e4 * found[1]["loss_mean"]  # the spike between two rows leaves a trace
+    # the spike between two rows leaves a trace
+    assert found[0]["loss_mean"] > 1e4 * found[1]["loss_mean"]
 
 
 # The best evaluation
@@ -142,7 +155,12 @@ def test_the_best_evaluation():
 
 SCRIPT = {0: 4.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.25, 10: 2.75, 12: 1.5}
 """Step -> val_loss."""
-PATIENCE = {"eval.every": 2, "checkpoint.keep_last": 1, "train.steps": 14, "tracking.sample_every": 99}
+PATIENCE = {
+    "eval.every": 2,
+    "checkpoint.keep_last": 1,
+    "train.steps": 14,
+    "tracking.sample_every": 99,
+}
 
 
 def train_by_script(config, scores=SCRIPT):
@@ -152,7 +170,11 @@ def train_by_script(config, scores=SCRIPT):
     evaluate = Trainer.evaluate
 
     def score(run, poll):
-        run.task.evaluate = lambda *_: {"val_loss": scores[run.step], "val_tokens": 512, "val_bits_per_byte": 1.0}
+        run.task.evaluate = lambda *_: {
+            "val_loss": scores[run.step],
+            "val_tokens": 512,
+            "val_bits_per_byte": 1.0,
+        }
         return evaluate(run, poll)
 
     with patch.object(Trainer, "evaluate", score):
@@ -168,7 +190,12 @@ def test_patience_ends_a_run_early_and_keeps_the_best(tiny_config, tmp_path):
     reason = "eval.patience = 2: no val_loss below 2.0000 since step 4"
     assert status(run) == {"state": "completed", "step": 8, "reason": reason}
     assert saved_steps(run) == [4, 8]  # the best and the newest
-    assert state_of(run)["progress"]["best"] == {"step": 4, "val_loss": 2.0, "tokens": 512, "since": 2}
+    assert state_of(run)["progress"]["best"] == {
+        "step": 4,
+        "val_loss": 2.0,
+        "tokens": 512,
+        "since": 2,
+    }
     assert [row["step"] for row in rows(run)] == list(range(9))
     assert [row["step"] for row in events(run, "sample")] == [8]  # of the end
 

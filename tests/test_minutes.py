@@ -1,4 +1,5 @@
-"""Runs whose length is a time (`train.minutes`). What steps take, and the clock, are values that a test sets."""
+"""Runs whose length is a time (`train.minutes`). What steps take, and the clock, are values that a
+test sets."""
 
 import math
 import os
@@ -38,14 +39,16 @@ CHANGES = {
     "tracking": {"log_every": 3},
 }
 STEPS = 8 + 8
-"""At step 8, 60 of 90 s are over. An evaluation has the tokens of two steps: the time of one, as it is forward. The
-last one takes 2 s and the last checkpoint 3 s. In the 25 s between, each step takes 2 s + 2 s / 8 + 3 s / 4."""
+"""At step 8, 60 of 90 s are over. An evaluation has the tokens of two steps: the time of one, as it
+is forward. The last one takes 2 s and the last checkpoint 3 s. In the 25 s between, each step takes
+2 s + 2 s / 8 + 3 s / 4."""
 RESUMED_STEPS = 8 + 12
 """A resumed process has saved no checkpoint yet: it has 28 s, and a step takes 2 s + 2 s / 8."""
 
 
 def by_the_clock(configs, dies_at=0):
-    """Trains all; a step takes two seconds. Other ranks have another clock: the main process's counts."""
+    """Trains all; a step takes two seconds. Other ranks have another clock: the main process's
+    counts."""
     factor = 100 if int(os.environ.get("RANK", "0")) else 1
     minutes.passed_since = lambda begun: 60.0 * factor
     StopRequest.typical = lambda stop, what: factor * SECONDS[what] if stop._seconds[what] else 0.0
@@ -56,11 +59,19 @@ def by_the_clock(configs, dies_at=0):
 def test_a_run_of_minutes_is_the_run_of_as_many_steps(corpus, tmp_path, parallel):
     """Also killed before and after the number is known."""
     changes = CHANGES | {"launch.parallel": parallel}
-    timed, killed = (training_config(corpus, tmp_path / name, changes) for name in ("timed", "killed"))
+    timed, killed = (
+        training_config(corpus, tmp_path / name, changes) for name in ("timed", "killed")
+    )
     for dies_at in (7, 8):  # after the checkpoints of step 4, without the number, and 8, with it
         run_until_killed(by_the_clock, 2, [killed], dies_at)
-    lengths = {f"{steps}": {"train.steps": steps, "train.minutes": None} for steps in (STEPS, RESUMED_STEPS)}
-    known = [training_config(corpus, tmp_path / name, changes | length) for name, length in lengths.items()]
+    lengths = {
+        f"{steps}": {"train.steps": steps, "train.minutes": None}
+        for steps in (STEPS, RESUMED_STEPS)
+    }
+    known = [
+        training_config(corpus, tmp_path / name, changes | length)
+        for name, length in lengths.items()
+    ]
     assert run_ranks(by_the_clock, 2, [timed, killed, *known]) == [["completed"] * 4] * 2
     for config, whole in zip((timed, killed), known, strict=True):
         run = Path(config.output_dir, "run")
@@ -68,14 +79,16 @@ def test_a_run_of_minutes_is_the_run_of_as_many_steps(corpus, tmp_path, parallel
         assert event["steps"] == whole.train.steps
         assert is_intact(run)
         assert_same(run, Path(whole.output_dir, "run"))
-        assert read_yaml(str(run / "config.yaml"))["train"] == whole.model_dump(mode="json")["train"]
+        assert (
+            read_yaml(str(run / "config.yaml"))["train"] == whole.model_dump(mode="json")["train"]
+        )
     records = read_runs([tmp_path / "timed/run", tmp_path / "killed/run"])
     assert len(group_runs(records)) == 1, "seeds of equal minutes are compared"
 
 
 def test_saves_of_the_best_count(corpus, tmp_path):
-    """With `eval.patience` each evaluation may save, too. At step 8, 25 s are left for steps. Each takes 2 s + 2 s / 6;
-    of 12 steps 3 save for 3 s, and with patience 4."""
+    """With `eval.patience` each evaluation may save, too. At step 8, 25 s are left for steps. Each
+    takes 2 s + 2 s / 6; of 12 steps 3 save for 3 s, and with patience 4."""
     changes = CHANGES | {"eval": {"every": 6, "tokens": 768}}
     plain, patient = (
         training_config(corpus, tmp_path / str(patience), changes | {"eval.patience": patience})
@@ -105,8 +118,12 @@ def test_a_resumed_run_keeps_its_steps(corpus, tmp_path):
 
 def test_too_short_a_time_is_a_mistake_that_a_longer_one_mends(corpus, tmp_path):
     with pytest.raises(RankError, match=r"train\.minutes = 0\.5"):
-        run_ranks(by_the_clock, 1, [training_config(corpus, tmp_path, CHANGES | {"train.minutes": 0.5})])
-    assert run_ranks(by_the_clock, 1, [training_config(corpus, tmp_path, CHANGES)]) == [["completed"]]
+        run_ranks(
+            by_the_clock, 1, [training_config(corpus, tmp_path, CHANGES | {"train.minutes": 0.5})]
+        )
+    assert run_ranks(by_the_clock, 1, [training_config(corpus, tmp_path, CHANGES)]) == [
+        ["completed"]
+    ]
     assert is_intact(tmp_path / "run")
 
 

@@ -1,4 +1,5 @@
-"""The copy of a run in a bucket: machines that are lost, damaged objects, leases, and storage that fails."""
+"""The copy of a run in a bucket: machines that are lost, damaged objects, leases, and storage that
+fails."""
 
 import io
 import json
@@ -51,7 +52,12 @@ ENDED.set()
 
 
 def with_mirror(corpus, folder, bucket, **more):
-    changes = {"checkpoint.every": 2, "checkpoint.keep_last": 2, "checkpoint.mirror": f"file://{bucket}", **more}
+    changes = {
+        "checkpoint.every": 2,
+        "checkpoint.keep_last": 2,
+        "checkpoint.mirror": f"file://{bucket}",
+        **more,
+    }
     return training_config(corpus, folder, changes)
 
 
@@ -59,26 +65,38 @@ def with_mirror(corpus, folder, bucket, **more):
 def copied(corpus, tmp_path_factory):
     """A folder with a run of ten steps and its copy in `bucket`."""
     folder = tmp_path_factory.mktemp("copied")
-    assert train_with_faults(with_mirror(corpus, folder, folder, **{"checkpoint.mirror": None})) == "completed"
+    assert (
+        train_with_faults(with_mirror(corpus, folder, folder, **{"checkpoint.mirror": None}))
+        == "completed"
+    )
     assert mirror_at(folder / "bucket", folder / "run").copy(ENDED) == 0
     return folder
 
 
 def mirror_at(bucket, run):
     run.mkdir(parents=True, exist_ok=True)
-    return Mirror(Bucket(f"file://{bucket}/run"), run, Lease(owner=f"here:{run}", id=f"{next(NUMBERS)}"))
+    return Mirror(
+        Bucket(f"file://{bucket}/run"), run, Lease(owner=f"here:{run}", id=f"{next(NUMBERS)}")
+    )
 
 
 def copiers(run):
     """The processes that copy a run."""
     words = (f"--folder={run}", "--action=mirror")
-    return [one for one in psutil.process_iter(["cmdline"]) if {*words} <= {*(one.info["cmdline"] or ())}]
+    return [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if {*words} <= {*(one.info["cmdline"] or ())}
+    ]
 
 
-@pytest.mark.parametrize(("world", "machines"), [(1, 1), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "machines"), [(1, 1), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
 def test_lost_machines(corpus, tmp_path, world, machines):
-    """Each is killed in some step, and its disk is lost. The run equals one that was left alone; no row is twice. If
-    only the trainer is killed, all that it has saved is copied, and the lease is given back."""
+    """Each is killed in some step, and its disk is lost. The run equals one that was left alone; no
+    row is twice. If only the trainer is killed, all that it has saved is copied, and the lease is
+    given back."""
     bucket, more = tmp_path / "bucket", {"train.steps": 4 * (1 + machines)}
     whole = with_mirror(corpus, tmp_path / "whole", bucket, **more, **{"checkpoint.mirror": None})
     complete(whole, world)
@@ -110,9 +128,12 @@ def restored(bucket, folder):
 
 @pytest.mark.parametrize("count", [20, pytest.param(120, marks=pytest.mark.slow)])
 def test_damaged_objects(copied, tmp_path, capsys, count):
-    """A flipped bit or a cut in any object: what is restored is the same as it was, or is named and left out."""
+    """A flipped bit or a cut in any object: what is restored is the same as it was, or is named and
+    left out."""
     rng = random.Random(count)
-    objects = sorted(file.relative_to(copied / "bucket") for file in (copied / "bucket").rglob("step-*/*"))
+    objects = sorted(
+        file.relative_to(copied / "bucket") for file in (copied / "bucket").rglob("step-*/*")
+    )
     known = models(copied / "run")
     for number in range(count):
         bucket = tmp_path / f"bucket-{number}"
@@ -122,7 +143,9 @@ def test_damaged_objects(copied, tmp_path, capsys, count):
         damage = content[: rng.randrange(len(content))] if number % 2 else flip(content, rng)
         (bucket / damaged).write_bytes(damage)
         found = models(restored(bucket, tmp_path / f"machine-{number}"))
-        assert found == {name: model for name, model in known.items() if name != damaged.parent.name}
+        assert found == {
+            name: model for name, model in known.items() if name != damaged.parent.name
+        }
         assert f"{damaged.parent.name}: {damaged.name}" in capsys.readouterr().err
         shutil.rmtree(bucket)
 
@@ -201,8 +224,9 @@ def rows_of(run):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def forked_run(corpus, tmp_path_factory, request):
-    """A machine that was lost after it had saved step 6, while the bucket had step 4. Another one went on from there
-    to step 10, with a checkpoint of step 6 or without: folders `first` and `second`, and the bucket `after`."""
+    """A machine that was lost after it had saved step 6, while the bucket had step 4. Another one
+    went on from there to step 10, with a checkpoint of step 6 or without: folders `first` and
+    `second`, and the bucket `after`."""
     folder = tmp_path_factory.mktemp("forked")
     changes = {"checkpoint.every": 2, "checkpoint.keep_last": 9, "optim.decay_steps": 30}
     config = partial(training_config, corpus)
@@ -211,7 +235,11 @@ def forked_run(corpus, tmp_path_factory, request):
     shutil.copytree(folder / "first", folder / "second")
     assert train_with_faults(config(folder / "first", {**changes, "train.steps": 6})) == "completed"
     assert (
-        train_with_faults(config(folder / "second", {**changes, "train.steps": 10, "checkpoint.every": request.param}))
+        train_with_faults(
+            config(
+                folder / "second", {**changes, "train.steps": 10, "checkpoint.every": request.param}
+            )
+        )
         == "completed"
     )
     shutil.copytree(folder / "before", folder / "after")
@@ -220,8 +248,8 @@ def forked_run(corpus, tmp_path_factory, request):
 
 
 def test_a_machine_that_returns(forked_run, tmp_path, capsys, monkeypatch):
-    """It has saved a step that was never copied, and another machine has trained that step. The run is that of the
-    bucket, here and there."""
+    """It has saved a step that was never copied, and another machine has trained that step. The run
+    is that of the bucket, here and there."""
     monkeypatch.setattr(mirror, "LOOK", 0.002)
     for name in ("first", "after"):
         shutil.copytree(forked_run / name, tmp_path / name)
@@ -237,14 +265,18 @@ def test_a_machine_that_returns(forked_run, tmp_path, capsys, monkeypatch):
 
 
 def content(folder):
-    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()
+    }
 
 
 @pytest.mark.parametrize("damage", ["weights", "manifests", "checkpoints"])
 @pytest.mark.parametrize("has_older", [False, True])
-def test_a_damaged_bucket_is_no_empty_one(forked_run, tmp_path, capsys, monkeypatch, damage, has_older):
-    """Nothing there can be restored: nothing is trained, and nothing is changed there. The same on a machine that has
-    an earlier state."""
+def test_a_damaged_bucket_is_no_empty_one(
+    forked_run, tmp_path, capsys, monkeypatch, damage, has_older
+):
+    """Nothing there can be restored: nothing is trained, and nothing is changed there. The same on
+    a machine that has an earlier state."""
     monkeypatch.setattr(mirror, "LOOK", 0.002)
     bucket = tmp_path / "after"
     shutil.copytree(forked_run / "after", bucket)
@@ -260,7 +292,10 @@ def test_a_damaged_bucket_is_no_empty_one(forked_run, tmp_path, capsys, monkeypa
     before = content(bucket)
     rows = rows_of(tmp_path / "here/run") if has_older else None
     expect_error(
-        "has a run up to step 10 or later, of which no checkpoint is intact", restored, bucket, tmp_path / "here"
+        "has a run up to step 10 or later, of which no checkpoint is intact",
+        restored,
+        bucket,
+        tmp_path / "here",
     )
     assert content(bucket) == before
     assert rows is None or rows_of(tmp_path / "here/run") == rows
@@ -310,7 +345,9 @@ def test_a_lost_machines_lease_ends(bucket, tmp_path, age):
     assert not (bucket / "run" / LEASE).exists()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"owner": "a", "time": NaN}', '{"owner": 1, "time": "x"}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"owner": "a", "time": NaN}', '{"owner": 1, "time": "x"}']
+)
 def test_a_lease_that_cannot_be_read_is_waited_for(bucket, tmp_path, capsys, content):
     """Nobody renews it. Its owner would."""
     (bucket / "run" / LEASE).write_text(content)
@@ -334,9 +371,13 @@ class Once:
 
 
 def test_two_machines_of_one_image(bucket, tmp_path, monkeypatch):
-    """Equal hosts and folders. Of two that start at the same time, one trains. The other one leaves its lease."""
+    """Equal hosts and folders. Of two that start at the same time, one trains. The other one leaves
+    its lease."""
     first, second = (mirror_at(bucket, tmp_path / name / "run") for name in ("a", "b"))
-    first._own, second._own = Lease(owner="box:/runs/run", id="1"), Lease(owner="box:/runs/run", id="2")
+    first._own, second._own = (
+        Lease(owner="box:/runs/run", id="1"),
+        Lease(owner="box:/runs/run", id="2"),
+    )
     write, over = Mirror._write_lease, threading.Event()
 
     def write_at_the_same_time(one):
@@ -366,20 +407,30 @@ def test_the_lease_of_a_process_that_has_ended_here_is_over(bucket, tmp_path, mo
     """At once, by its PID on this machine. Not on another one."""
     monkeypatch.setattr(mirror, "EXPIRES", 1000.0)
     here = this_process()
-    ended = {"owner": "box", "time": time.time(), "machine": here.machine, "pid": here.pid, "started": here.started - 1}
+    ended = {
+        "owner": "box",
+        "time": time.time(),
+        "machine": here.machine,
+        "pid": here.pid,
+        "started": here.started - 1,
+    }
     (bucket / "run" / LEASE).write_text(json.dumps(ended))
     assert list_checkpoints(restored(bucket, tmp_path / "here") / "checkpoints")
     assert not Lease.model_validate(ended | {"machine": "another"}).is_gone
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_machine_that_slept_while_another_one_trained_stops(forked_run, bucket, tmp_path, monkeypatch):
+def test_a_machine_that_slept_while_another_one_trained_stops(
+    forked_run, bucket, tmp_path, monkeypatch
+):
     """The other one has ended, with its lease. What it has left is not overwritten."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     run = tmp_path / "here/run"
     shutil.copytree(forked_run / "first/run", run)
     shutil.rmtree(bucket / "run")
-    shutil.copytree(forked_run / "first/run/checkpoints/step-00000004", bucket / "run/step-00000004")
+    shutil.copytree(
+        forked_run / "first/run/checkpoints/step-00000004", bucket / "run/step-00000004"
+    )
     one = mirror_at(bucket, run)
     one.restore()
     assert one._whole.keys() == {"step-00000004"}
@@ -402,7 +453,10 @@ def test_a_machine_whose_lease_was_taken_stops(bucket, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         mirror_at(bucket, run).copy(threading.Event())
     wait_until(lambda: threading.active_count() == threads)  # no renewal either
-    assert {place.name for place in (bucket / "run").glob("step-*")} == {"step-00000008", "step-00000010"}
+    assert {place.name for place in (bucket / "run").glob("step-*")} == {
+        "step-00000008",
+        "step-00000010",
+    }
     assert read_json(bucket / "run" / LEASE)["owner"] == "other:/runs/run"
 
 
@@ -426,7 +480,8 @@ class Ended:
 
 @pytest.fixture
 def start_copiers(monkeypatch):
-    """Processes that end with these codes, None: not at all, are what is started. Returns how many were."""
+    """Processes that end with these codes, None: not at all, are what is started. Returns how many
+    were."""
     started = []
 
     def start(*codes):
@@ -467,7 +522,9 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_end_of_a_run_is_copied_or_the_exit_says_so(tmp_path, monkeypatch, capsys, start_copiers, end):
+def test_the_end_of_a_run_is_copied_or_the_exit_says_so(
+    tmp_path, monkeypatch, capsys, start_copiers, end
+):
     """The process that copies is started again. What is waited for is printed."""
     codes, is_copied, starts = ENDS[end]
     started = start_copiers(*codes)
@@ -476,7 +533,8 @@ def test_the_end_of_a_run_is_copied_or_the_exit_says_so(tmp_path, monkeypatch, c
     (tmp_path / "status.json").write_text('{"state": "completed"}')
     (tmp_path / ".mirror").write_text('{"mirror_step": 8, "mirror_problem": ""}')
     one = MirrorProcess(["module", "--url=s3://bucket/run"], tmp_path)
-    one._process.code = None if codes[0] == 0 else codes[0]  # 0 before the end: another machine has the lease
+    # 0 before the end: another machine has the lease
+    one._process.code = None if codes[0] == 0 else codes[0]
     one._process.stdin = EndsWith(one._process, codes[0])
     if is_copied:
         one.end(None, None, None)
@@ -487,9 +545,10 @@ def test_the_end_of_a_run_is_copied_or_the_exit_says_so(tmp_path, monkeypatch, c
     said = capsys.readouterr().err
     assert ("started again" in said) == (starts == 2)
     assert ("warning: checkpoint.mirror lacks the end of the run" in said) == (not is_copied)
-    assert ("waiting for the copy of the run's end: s3://bucket/run has the checkpoint of step 8" in said) == (
-        None in codes
-    )
+    assert (
+        "waiting for the copy of the run's end: s3://bucket/run has the checkpoint of step 8"
+        in said
+    ) == (None in codes)
 
 
 class EndsWith:
@@ -592,7 +651,15 @@ def test_a_bucket_that_is_down_at_the_end(copied, bucket, capfd, monkeypatch):
     assert "ConnectionRefusedError" in capfd.readouterr().err
 
 
-LINKS = [".mirror", "metrics.jsonl", "config.yaml", "status.json", ".lock", "checkpoints", "checkpoints/step-00000008"]
+LINKS = [
+    ".mirror",
+    "metrics.jsonl",
+    "config.yaml",
+    "status.json",
+    ".lock",
+    "checkpoints",
+    "checkpoints/step-00000008",
+]
 LINKS += ["checkpoints/.step-00000012.tmp", "wandb", "evaluations"]
 
 
@@ -612,7 +679,8 @@ def test_a_received_run_with_a_link_is_refused(copied, corpus, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["lease.json.tmp", "metrics.jsonl.tmp", "metrics.jsonl", "step-00000008", "step-00000010"]
+    "name",
+    ["lease.json.tmp", "metrics.jsonl.tmp", "metrics.jsonl", "step-00000008", "step-00000010"],
 )
 def test_a_received_bucket_with_a_link_is_not_written(copied, tmp_path, name):
     """On a disk: nothing is written or deleted through it."""
@@ -624,13 +692,22 @@ def test_a_received_bucket_with_a_link_is_not_written(copied, tmp_path, name):
     (there / name).symlink_to(diary)
     before = {file: file.read_bytes() for file in (diary, *diary.glob("*")) if file.is_file()}
     bucket = Bucket(f"file://{there}")
-    for change in (lambda: bucket.write(name.removesuffix(".tmp"), b"x"), lambda: bucket.remove_all(name)):
+    for change in (
+        lambda: bucket.write(name.removesuffix(".tmp"), b"x"),
+        lambda: bucket.remove_all(name),
+    ):
         with suppress(UserError, OSError):
             change()
-        assert before == {file: file.read_bytes() for file in (diary, *diary.glob("*")) if file.is_file()}
+        assert before == {
+            file: file.read_bytes() for file in (diary, *diary.glob("*")) if file.is_file()
+        }
     if "step" in name:
         expect_error(
-            f"{name} = ?.*is a link|{name}: is a link", bucket.put, copied / "run/config.yaml", f"{name}/a", ""
+            f"{name} = ?.*is a link|{name}: is a link",
+            bucket.put,
+            copied / "run/config.yaml",
+            f"{name}/a",
+            "",
         )
 
 
@@ -640,10 +717,17 @@ def test_a_large_or_endless_manifest_is_not_read(tmp_path):
         folder.mkdir()
         with open(folder / "manifest.json", "wb") as file:
             file.truncate(2**40)
-        expect_error("data.path = .*cannot be used .*more than", fetch_data, tmp_path / "copy", f"{scheme}://{folder}")
+        expect_error(
+            "data.path = .*cannot be used .*more than",
+            fetch_data,
+            tmp_path / "copy",
+            f"{scheme}://{folder}",
+        )
         (folder / "manifest.json").unlink()
         os.mkfifo(folder / "manifest.json")
-        expect_error("cannot be used .*ordinary", fetch_data, tmp_path / "copy", f"{scheme}://{folder}")
+        expect_error(
+            "cannot be used .*ordinary", fetch_data, tmp_path / "copy", f"{scheme}://{folder}"
+        )
 
 
 def test_a_restore_writes_through_no_link(copied, bucket, tmp_path):
@@ -667,9 +751,10 @@ def test_a_restore_writes_through_no_link(copied, bucket, tmp_path):
 
 
 def test_an_unknown_storage():
-    with pytest.raises(UserError, match=r"data.path = nothing://bucket: cannot be used \(ValueError"):  # noqa: SIM117
-        with reading("nothing://bucket", "data.path"):
-            pass
+    with pytest.raises(
+        UserError, match=r"data.path = nothing://bucket: cannot be used \(ValueError"
+    ), reading("nothing://bucket", "data.path"):
+        pass
 
 
 @pytest.fixture
@@ -706,7 +791,9 @@ def test_commands_read_a_run_at_a_url(bucket, tmp_path, monkeypatch):
     shutil.rmtree(bucket / "run/step-00000008")
     (status,) = with_local_runs(StatusConfig(runs=(url,))).runs
     assert (Path(status) / "status.json").exists()
-    expect_error(r"run = file.*cannot be used", with_local_runs, VerifyConfig(run=f"file://{bucket}/nothing"))
+    expect_error(
+        r"run = file.*cannot be used", with_local_runs, VerifyConfig(run=f"file://{bucket}/nothing")
+    )
 
 
 def test_data_at_a_url(corpus, tmp_path, monkeypatch, in_this_process):
@@ -714,7 +801,10 @@ def test_data_at_a_url(corpus, tmp_path, monkeypatch, in_this_process):
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     url = f"file://{corpus}"
     for name, path in (("here", corpus), ("there", url)):
-        assert train_with_faults(training_config(corpus, tmp_path / name, {"data.path": str(path)})) == "completed"
+        assert (
+            train_with_faults(training_config(corpus, tmp_path / name, {"data.path": str(path)}))
+            == "completed"
+        )
     assert_same(tmp_path / "here/run", tmp_path / "there/run")
     monkeypatch.setattr(Bucket, "get", None)
     fetch_data(Path(local_copy(url)), url)
@@ -732,18 +822,24 @@ def test_only_what_a_manifest_lists_is_fetched(corpus, tmp_path):
     fetch_data(tmp_path / "copy", f"file://{data}")
     assert {*dircmp(data, tmp_path / "copy", ignore=[]).left_only} == {".bashrc", "more.bin"}
     next(data.glob("train_*.bin")).unlink()
-    expect_error(r"data.path = file.*has no train_", fetch_data, tmp_path / "other", f"file://{data}")
+    expect_error(
+        r"data.path = file.*has no train_", fetch_data, tmp_path / "other", f"file://{data}"
+    )
     assert not (tmp_path / "other/manifest.json").exists()
 
 
 @pytest.mark.parametrize("name", ["../outside", "..", "/outside", "a/b", ".", ""])
-def test_a_manifest_names_no_file_outside_of_its_folder(corpus, copied, tmp_path, monkeypatch, name):
+def test_a_manifest_names_no_file_outside_of_its_folder(
+    corpus, copied, tmp_path, monkeypatch, name
+):
     """Of data and of a checkpoint, fetched and sent; where the file is there, too."""
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket/outside").write_text("a stranger's")
     shutil.copytree(corpus, tmp_path / "bucket/data")
     edit_manifest(tmp_path / "bucket/data", tokenizer=name)
-    expect_error("is not a manifest", fetch_data, tmp_path / "copy/data", f"file://{tmp_path}/bucket/data")
+    expect_error(
+        "is not a manifest", fetch_data, tmp_path / "copy/data", f"file://{tmp_path}/bucket/data"
+    )
     shutil.copytree(copied / "bucket/run", tmp_path / "bucket/run")
     stranger = tmp_path / "bucket/run/step-00000010"
     manifest = read_json(stranger / "manifest.json")
@@ -751,7 +847,9 @@ def test_a_manifest_names_no_file_outside_of_its_folder(corpus, copied, tmp_path
     (stranger / "manifest.json").write_text(json.dumps(manifest | {"sha256": seal(manifest)}))
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     copy = Path(with_local_runs(VerifyConfig(run=f"file://{tmp_path}/bucket/run")).run)
-    assert [file.name for file in (copy / "checkpoints/step-00000010").iterdir()] == ["manifest.json"]
+    assert [file.name for file in (copy / "checkpoints/step-00000010").iterdir()] == [
+        "manifest.json"
+    ]
     restored(tmp_path / "bucket", tmp_path / "here")
     assert not [file for file in tmp_path.rglob("outside") if file.parent.name != "bucket"]
     run = tmp_path / "run"
@@ -763,17 +861,30 @@ def test_a_manifest_names_no_file_outside_of_its_folder(corpus, copied, tmp_path
     assert not [*(tmp_path / "sent").rglob("outside")]
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/../../../..", "file:///../../home", "s3://..", "memory://a/../../b"])
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/../../../..", "file:///../../home", "s3://..", "memory://a/../../b"]
+)
 def test_a_url_leads_to_no_folder_outside_of_the_cache(corpus, tmp_path, url):
-    expect_error(r"data.path = .*leads out of its folder", training_config, corpus, tmp_path, {"data.path": url})
+    expect_error(
+        r"data.path = .*leads out of its folder",
+        training_config,
+        corpus,
+        tmp_path,
+        {"data.path": url},
+    )
     expect_error(r"run = .*leads out of its folder", with_local_runs, VerifyConfig(run=url))
     expect_error("is no name of a model", import_place, f"hub:x/{url.partition('//')[2]}/../..")
 
 
-@pytest.mark.parametrize("url", ["s3://key:sec/ret@bucket/runs", "https://host/runs?sig=sec/ret", "az://a/b?sec/ret"])
+@pytest.mark.parametrize(
+    "url", ["s3://key:sec/ret@bucket/runs", "https://host/runs?sig=sec/ret", "az://a/b?sec/ret"]
+)
 def test_credentials_in_a_url_are_refused_and_not_printed(corpus, tmp_path, url):
     """The secret of a cloud may have slashes. A signature gives access to whoever has it."""
-    makers = {name: partial(training_config, corpus, tmp_path, {name: url}) for name in ("data.path", FIELD, "x")}
+    makers = {
+        name: partial(training_config, corpus, tmp_path, {name: url})
+        for name in ("data.path", FIELD, "x")
+    }
     makers |= {
         "run": partial(with_local_runs, VerifyConfig(run=url)),
         "seed": partial(UserError, "seed", 1, f"see {url}"),

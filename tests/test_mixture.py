@@ -1,5 +1,5 @@
-"""Mixtures: one order of several sources, by its definition and by numbers that no release may change; runs over them,
-stopped, killed, gone back and given other weights; and what is refused."""
+"""Mixtures: one order of several sources, by its definition and by numbers that no release may
+change; runs over them, stopped, killed, gone back and given other weights; and what is refused."""
 
 import dataclasses
 import json
@@ -52,7 +52,11 @@ from gpt2_ddp.state import FeedState, Mixture
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 WINDOWS = [997, 300, 50]
-PHASES = [Phase(0, normal([0.7, 0.2, 0.1])), Phase(3000, normal([0, 0.5, 0.5])), Phase(5000, normal([0.3, 1, 1e-4]))]
+PHASES = [
+    Phase(0, normal([0.7, 0.2, 0.1])),
+    Phase(3000, normal([0, 0.5, 0.5])),
+    Phase(5000, normal([0.3, 1, 1e-4])),
+]
 
 
 def mixture(windows=WINDOWS, phases=PHASES, seed=1337):
@@ -72,7 +76,8 @@ def uses_by_definition(phases, block):
 
 
 def mixed_by_definition(seed, windows, phases, position):
-    """The item at a position, in integers and fractions alone: a block's positions one after another."""
+    """The item at a position, in integers and fractions alone: a block's positions one after
+    another."""
     block, offset = divmod(position, 1000)
     before, after = uses_by_definition(phases, block), uses_by_definition(phases, block + 1)
     uses, source = list(before), 0
@@ -94,12 +99,23 @@ def test_the_order_follows_its_definition():
         n = rng.randint(2, 6)
         windows = [rng.choice([1, rng.randint(1, 50), rng.randint(1, 10**9)]) for _ in range(n)]
         begins = [0, *sorted({1000 * rng.randint(1, 10**9) for _ in range(rng.randint(0, 3))})]
-        weights = [[rng.choice([0, 1e-9, 0.1, rng.random(), 7]) for _ in range(n - 1)] + [0.25] for _ in begins]
+        weights = [
+            [rng.choice([0, 1e-9, 0.1, rng.random(), 7]) for _ in range(n - 1)] + [0.25]
+            for _ in begins
+        ]
         phases = [Phase(begin, normal(one)) for begin, one in zip(begins, weights, strict=True)]
-        order, first = mixture(windows, phases, seed := rng.randrange(2**63)), rng.choice([*begins, 10**12])
+        order, first = (
+            mixture(windows, phases, seed := rng.randrange(2**63)),
+            rng.choice([*begins, 10**12]),
+        )
         positions = sorted({first + rng.randrange(1500) for _ in range(3)})
         expected = [mixed_by_definition(seed, windows, phases, position) for position in positions]
-        assert order.items_at(np.array(positions)).tolist() == expected, (seed, windows, phases, positions)
+        assert order.items_at(np.array(positions)).tolist() == expected, (
+            seed,
+            windows,
+            phases,
+            positions,
+        )
 
 
 @pytest.mark.parametrize(("size", "passed", "digest"), [
@@ -107,8 +123,8 @@ def test_the_order_follows_its_definition():
     (72, [(240, 360), (2990, 3010)], "8d961a255e690c46ef28630e9f67d3932da5afc71b6ec7ce1413e0a64ef40b63"),
 ])  # fmt: skip
 def test_the_digest_of_100_steps_is_what_it_always_was(size, passed, digest):
-    """On 1 to 4 ranks, whatever the micro-batch: of steps of 24 items of one source, or of 72 of three, which reach
-    over both phases' beginnings."""
+    """On 1 to 4 ranks, whatever the micro-batch: of steps of 24 items of one source, or of 72 of
+    three, which reach over both phases' beginnings."""
     order = Permutation(1337, 5000) if size == 24 else mixture()
     for world in (1, 2, 3, 4):
         feed = Feed(order, GlobalBatch(size, partial(interleaved, world, size // world // 2)))
@@ -127,7 +143,10 @@ def test_each_window_once_per_epoch_of_its_source_in_order_of_time():
         own = windows[sources == source]
         assert len(own) > 4 * n or source == 0
         for epoch in range(len(own) // n):
-            assert np.array_equal(np.sort(own[epoch * n : (epoch + 1) * n]), np.arange(n)), (source, epoch)
+            assert np.array_equal(np.sort(own[epoch * n : (epoch + 1) * n]), np.arange(n)), (
+                source,
+                epoch,
+            )
 
 
 # Folders
@@ -138,10 +157,15 @@ def sources(corpus, tmp_path_factory):
     """Three folders of one tokenizer, the last without a validation split."""
     place = tmp_path_factory.mktemp("sources")
     shutil.copytree(corpus, place / "web")
-    for name, modules in (("code", {"train": "argparse", "val": "cmd"}), ("poems", {"train": "this"})):
+    for name, modules in (
+        ("code", {"train": "argparse", "val": "cmd"}),
+        ("poems", {"train": "this"}),
+    ):
         (place / name).mkdir()
         shutil.copy(corpus / "tokenizer.json", place / name)
-        write_shards(place / name, name, {split: [module_text(module)] for split, module in modules.items()})
+        write_shards(
+            place / name, name, {split: [module_text(module)] for split, module in modules.items()}
+        )
     return [str(place / name) for name in ("web", "code", "poems")]
 
 
@@ -158,7 +182,9 @@ def config_of(sources, output, changes=()):
 
 
 def windows_of(sources):
-    return [Windows(TokenStream(Path(path), read_manifest(Path(path)), "train"), 8) for path in sources]
+    return [
+        Windows(TokenStream(Path(path), read_manifest(Path(path)), "train"), 8) for path in sources
+    ]
 
 
 def test_windows_are_read_from_the_source_that_they_are_of(sources):
@@ -171,18 +197,18 @@ def test_windows_are_read_from_the_source_that_they_are_of(sources):
 
 
 def test_from_the_command_line():
-    flags = (
-        "--data.path a/v1 b/v1-2 c/v1 --data.weights 6 3 1 --data.phases 8000:1:8:1 20000:0:0:1 --model.block_size 8"
-    )
+    flags = "--data.path a/v1 b/v1-2 c/v1 --data.weights 6 3 1 --data.phases 8000:1:8:1 20000:0:0:1 --model.block_size 8"
     config = load(TrainingConfig, [*flags.split(), "--train.steps", "1"])
     assert config.data.names == ("v1", "v1-2", "v1-2-2")
 
 
 def test_what_a_source_weighs_in_validation(sources, tmp_path):
-    """As data.weights say, else by its windows; one whose split has no window counts for nothing."""
+    """As data.weights say, else by its windows; one whose split has no window counts for
+    nothing."""
     manifests = [read_manifest(Path(path)) for path in sources]
     config = config_of(sources, tmp_path, {"data.weights": [3, 1, 1]})
-    assert source_weights(config, manifests) == {0: 0.75, 1: 0.25}  # the third has no validation split
+    # the third has no validation split
+    assert source_weights(config, manifests) == {0: 0.75, 1: 0.25}
     for tokens, weights in ((2, {0: 0.75, 1: 0.25}), (1, {1: 1.0})):
         splits = {"val": [dataclasses.replace(manifests[0].splits["val"][0], tokens=tokens)]}
         first = dataclasses.replace(manifests[0], splits=manifests[0].splits | splits)
@@ -190,14 +216,20 @@ def test_what_a_source_weighs_in_validation(sources, tmp_path):
 
 
 def test_folders_that_do_not_go_together(sources, tmp_path):
-    """A shard in two training splits, in a training split and a validation split, and another tokenizer. A validation
-    split may be that of two folders."""
+    """A shard in two training splits, in a training split and a validation split, and another
+    tokenizer. A validation split may be that of two folders."""
     validation = read_manifest(Path(sources[0])).splits["val"]
-    cases = [(0, {}), (0, {"splits": {"train": [*map(dataclasses.asdict, validation)]}}), (1, {"tokenizer_sha256": ""})]
+    cases = [
+        (0, {}),
+        (0, {"splits": {"train": [*map(dataclasses.asdict, validation)]}}),
+        (1, {"tokenizer_sha256": ""}),
+    ]
     for number, (source, changes) in enumerate(cases):
         again = Path(shutil.copytree(sources[source], tmp_path / str(number)))
         edit_manifest(again, **changes)
-        config = config_of([sources[0], str(again)], tmp_path, {"data.weights": [1, 1], "data.phases": []})
+        config = config_of(
+            [sources[0], str(again)], tmp_path, {"data.weights": [1, 1], "data.phases": []}
+        )
         expect_field("data.path", str(again), open_corpus, config)
     edit_manifest(tmp_path / "0", splits={"val": [*map(dataclasses.asdict, validation)]})
     folders = sources[0], f"{tmp_path}/0"
@@ -230,14 +262,19 @@ def test_rows_say_what_each_source_had(whole, sources):
     order = MixedOrder(config.seed, sizes, phases_of(config, sizes), config.data.names)
     assert phases_of(config, sizes)[1].begins == 1000
     for row in rows(whole)[1:]:
-        taken = np.bincount((order.items_at(np.arange(row["step"] * 240)) >> np.uint64(48)).astype(int), minlength=3)
+        taken = np.bincount(
+            (order.items_at(np.arange(row["step"] * 240)) >> np.uint64(48)).astype(int), minlength=3
+        )
         assert [row[f"tokens/{name}"] for name in ("web", "code", "poems")] == (taken * 8).tolist()
         assert sum(taken) * 8 == row["tokens"]
         assert row["epoch/poems"] == round(taken[2] / sizes[2], 4)
     validated = [row for row in rows(whole) if "val_loss" in row]
     assert [row["step"] for row in validated] == [0, 5, 10]
-    for row in validated:  # the weights of web and code, in relation to each other; poems has no such split
-        assert_close(row["val_loss"], (0.6 * row["val_loss/web"] + 0.3 * row["val_loss/code"]) / 0.9)
+    # the weights of web and code, in relation to each other; poems has no such split
+    for row in validated:
+        assert_close(
+            row["val_loss"], (0.6 * row["val_loss/web"] + 0.3 * row["val_loss/code"]) / 0.9
+        )
         assert "val_loss/poems" not in row
         assert row["val_tokens"] == 400
 
@@ -249,12 +286,19 @@ def test_the_shards_of_each_folder_are_hashed(whole, capsys):
 
 
 def test_folders_that_have_moved(whole, sources, tmp_path, capsys):
-    moved = [str(shutil.copytree(path, tmp_path / f"m{number}")) for number, path in enumerate(sources)]
+    moved = [
+        str(shutil.copytree(path, tmp_path / f"m{number}")) for number, path in enumerate(sources)
+    ]
     assert verified(whole, capsys, data=moved)[:2] == (0, [])
     expect_field("data", moved[0], verified, whole, capsys, data=moved[:1])
     scores, _ = [], capsys.readouterr()
     for folders in ((), moved, moved[1:]):
-        assert evaluate_checkpoint(EvaluateConfig(checkpoint=str(whole), device="cpu", data=tuple(folders))) == 0
+        assert (
+            evaluate_checkpoint(
+                EvaluateConfig(checkpoint=str(whole), device="cpu", data=tuple(folders))
+            )
+            == 0
+        )
         scores.append([line.partition("loss ")[2] for line in capsys.readouterr().out.splitlines()])
     own, as_many, fewer = scores
     assert as_many == own, "they have the run's weights"
@@ -279,13 +323,15 @@ GOES_ON = """
 9 b | --data.path x y --data.weights 1 0 | data.path = x: its tokens differ
 0 | --data.path x y --data.weights 1 0 | data.weights
 """
-"""Position of the run and the end of what it passes over; its data, if these are of one folder; flags; the error."""
+"""Position of the run and the end of what it passes over; its data, if these are of one folder;
+flags; the error."""
 
 
 @pytest.mark.parametrize("case", GOES_ON.strip().splitlines())
 def test_what_a_run_goes_on_with(case):
-    """Other weights begin at the first block of 1,000 windows after so many tokens, behind what the run has been at,
-    also before it went back; sources come at the end. 0.7 is seven tenths, not the binary number next to it."""
+    """Other weights begin at the first block of 1,000 windows after so many tokens, behind what the
+    run has been at, also before it went back; sources come at the end. 0.7 is seven tenths, not the
+    binary number next to it."""
     at, flags, *refused = case.split(" | ")
     place, *single = at.split()
     position, *passed = map(int, place.split("-"))
@@ -294,8 +340,14 @@ def test_what_a_run_goes_on_with(case):
     phases = phases_of(config, [100, 50, 20][:count])
     weights = [(one.begins, [str(w) for w in one.weights]) for one in phases]
     now = Mixture(manifests=["a", "b", "c"][:count], phases=weights)
-    saved = gpt_state(feed=FeedState(position=position, skipped_ranges=[(position, end) for end in passed]))
-    data = {"data_manifest": single[0], "mixture": None} if single else {"data_manifest": "a", "mixture": BEFORE}
+    saved = gpt_state(
+        feed=FeedState(position=position, skipped_ranges=[(position, end) for end in passed])
+    )
+    data = (
+        {"data_manifest": single[0], "mixture": None}
+        if single
+        else {"data_manifest": "a", "mixture": BEFORE}
+    )
     saved.task = saved.task.model_copy(update=data)
     pattern = "^" + re.escape("".join(refused)).replace(r"\ \.\.\.\ ", ".* ")
     with pytest.raises(UserError, match=pattern) if refused else nullcontext():
@@ -303,7 +355,8 @@ def test_what_a_run_goes_on_with(case):
 
 
 def test_a_run_over_one_folder_goes_on_with_several(sources, tmp_path, capsys):
-    """Its first windows are what they were; verify_run finds all of it intact, and other past weights are refused."""
+    """Its first windows are what they were; verify_run finds all of it intact, and other past
+    weights are refused."""
     annealed = {"data.weights": [1, 0, 0], "data.phases": ["7000:0:0.5:0.5"]}
     configs = [
         config_of(sources[:1], tmp_path, {"data.weights": [], "data.phases": [], "train.steps": 4}),
@@ -312,7 +365,9 @@ def test_a_run_over_one_folder_goes_on_with_several(sources, tmp_path, capsys):
     ]
     ((first, refused, outcome),) = run_ranks(in_turn, 1, *[(train, config) for config in configs])
     assert (first, outcome) == ("completed", "completed")
-    assert refused.startswith("data.weights = 1/2 1/2 0 from token 0 on: the run had 1 0 0 from token 0")
+    assert refused.startswith(
+        "data.weights = 1/2 1/2 0 from token 0 on: the run had 1 0 0 from token 0"
+    )
     run = tmp_path / "run"
     assert verified(run, capsys)[:2] == (0, [])
     last = rows(run)[-1]
@@ -323,7 +378,9 @@ def test_a_run_over_one_folder_goes_on_with_several(sources, tmp_path, capsys):
 
 def test_a_range_that_is_passed_over_counts_as_far_as_the_data_stand():
     order = mixture()
-    row = order.by_source(FeedState(position=1500, skipped_ranges=[(1200, 1900), (4000, 4100)]), "tokens", 8)
+    row = order.by_source(
+        FeedState(position=1500, skipped_ranges=[(1200, 1900), (4000, 4100)]), "tokens", 8
+    )
     assert [row[f"tokens/s{i}"] for i in range(3)] == (order.uses(1200) * 8).tolist()
     assert row["epoch/s2"] == round(order.uses(1500)[2] / 50, 4)
 

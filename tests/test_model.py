@@ -1,4 +1,5 @@
-"""Properties of the model that training relies on. tests/test_architecture.py compares it with transformers' models."""
+"""Properties of the model that training relies on. tests/test_architecture.py compares it with
+transformers' models."""
 
 import math
 
@@ -67,7 +68,9 @@ def test_initial_weights():
     assert abs(loss.item() - math.log(4096)) < 0.2
 
 
-@pytest.mark.parametrize(("layers", "width", "published"), [(12, 768, 124_439_808), (48, 1600, 1_557_611_200)])
+@pytest.mark.parametrize(
+    ("layers", "width", "published"), [(12, 768, 124_439_808), (48, 1600, 1_557_611_200)]
+)
 def test_parameter_counts_of_the_published_models(layers, width, published):
     with torch.device("meta"):
         model = GPT(ModelConfig(n_layer=layers, n_head=width // 64, n_embd=width), 50257)

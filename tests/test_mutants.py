@@ -1,4 +1,5 @@
-"""The mutation script's table fits the tree; `make mutants` runs it. And what a comparison of numbers finds."""
+"""The mutation script's table fits the tree; `make mutants` runs it. And what a comparison of
+numbers finds."""
 
 import ast
 import math
@@ -15,7 +16,9 @@ def test_each_module_has_mutants_that_parse_and_tests_that_are_there():
     found = {module: mutants_of(module) for module in MODULES}
     assert sum(map(len, found.values())) >= 200
     for module, mutants in found.items():
-        sources = {mutant.source for mutant in mutants} - {(ROOT / "gpt2_ddp" / module).read_bytes()}
+        sources = {mutant.source for mutant in mutants} - {
+            (ROOT / "gpt2_ddp" / module).read_bytes()
+        }
         assert len(sources) == len(mutants)
         assert all(ast.parse(source) for source in sources)
         for test in (argument for argument in MODULES[module][1] if argument.startswith("tests/")):
@@ -24,7 +27,8 @@ def test_each_module_has_mutants_that_parse_and_tests_that_are_there():
 
 
 def test_an_equivalent_mutant_counts_as_long_as_its_function_is_the_same():
-    """Changes elsewhere in the module keep the entry; one of the function asks for another look, in `make mutants`."""
+    """Changes elsewhere in the module keep the entry; one of the function asks for another look, in
+    `make mutants`."""
     source = "LIMIT = 1\n\n\nclass A:\n    def f(self):\n        return 2 * LIMIT\n"
     name, node = place_of(ast.parse(source), 6)
     assert name == "A.f"
@@ -44,7 +48,8 @@ def test_equivalent_mutants_are_mutants_of_the_table():
 def test_a_comparison_measures_at_the_scale_of_the_whole(monkeypatch):
     monkeypatch.setattr(close, "MARGINS", {})
     whole, zero = torch.tensor([2.0, -400.0]), np.array([1e-8])
-    close.assert_close({"a": whole, "zero": zero}, {"a": whole, "zero": [0]}, 1e-9)  # 0 in exact arithmetic
+    # 0 in exact arithmetic
+    close.assert_close({"a": whole, "zero": zero}, {"a": whole, "zero": [0]}, 1e-9)
     close.assert_close((1.0, math.inf), (1.0, math.inf))
     assert [*close.MARGINS.values()] == [1e-8 / 400 / 1e-9]
     for ours, theirs in [

@@ -34,7 +34,9 @@ SMALLER = {
     "warmup_steps: 20}\ntrain: {steps: 100": "warmup_steps: 2}\ntrain: {steps: 10",
 }
 """Sizes in the cells, and those that are run here."""
-files = pytest.mark.parametrize("file", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda file: file.stem)
+files = pytest.mark.parametrize(
+    "file", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda file: file.stem
+)
 
 
 @files
@@ -43,7 +45,11 @@ def test_a_notebook_is_committed_without_outputs(file):
     assert notebook["metadata"].keys() == {"kernelspec", "language_info"}
     assert notebook["metadata"]["language_info"] == {"name": "python"}
     for cell in notebook["cells"]:
-        assert (cell.get("outputs", []), cell.get("execution_count"), cell["metadata"]) == ([], None, {})
+        assert (cell.get("outputs", []), cell.get("execution_count"), cell["metadata"]) == (
+            [],
+            None,
+            {},
+        )
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
-"""Each printed figure, recomputed from a tiny run's shards and checkpoints in plain PyTorch, by no code of the package.
+"""Each printed figure, recomputed from a tiny run's shards and checkpoints in plain PyTorch, by no
+code of the package.
 
-Loss, mean loss, validation loss, perplexity, bits per byte, learning rate, gradient norm, tokens per second, MFU and
-the time left; in metrics.jsonl, in the lines of the terminal and in evaluate.py's. The run has two processes.
+Loss, mean loss, validation loss, perplexity, bits per byte, learning rate, gradient norm, tokens
+per second, MFU and the time left; in metrics.jsonl, in the lines of the terminal and in
+evaluate.py's. The run has two processes.
 """
 
 import math
@@ -32,7 +34,8 @@ STEP_SECONDS, PEAK = 2.0, 1e9
 
 
 def train_by_the_clock(config):
-    """Trains while steps take two seconds each, evaluations a hundred, and devices have 10^9 FLOP/s; what it says."""
+    """Trains while steps take two seconds each, evaluations a hundred, and devices have 10^9
+    FLOP/s; what it says."""
     from gpt2_ddp.tasks import pretraining
     from gpt2_ddp.training import loop
     from gpt2_ddp.training import throughput as meters
@@ -61,21 +64,31 @@ def train_by_the_clock(config):
 def read_tokens(corpus, split):
     """A header of 1,024 bytes, then uint16."""
     files = sorted(corpus.glob(f"{split}_*.bin"))
-    return torch.from_numpy(np.concatenate([np.fromfile(file, "<u2", offset=1024) for file in files]).astype(np.int64))
+    return torch.from_numpy(
+        np.concatenate([np.fromfile(file, "<u2", offset=1024) for file in files]).astype(np.int64)
+    )
 
 
 def losses(weights, tokens, n_head=2):
     """GPT-2: int64 [B, T + 1] -> cross-entropy in nats of the last T tokens, [B, T]."""
     linear = lambda x, name: x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]  # noqa: E731
-    norm = lambda x, name: F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])  # noqa: E731
+    norm = lambda x, name: F.layer_norm(
+        x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"]
+    )
     B, T = tokens[:, :-1].shape
     x = weights["wte.weight"][tokens[:, :-1]] + weights["wpe.weight"][:T]
     for layer in range(2):
         qkv = linear(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn").view(B, T, 3, n_head, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x [B, H, T, Q]
-        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
-        x = x + linear((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, -1), f"h.{layer}.attn.c_proj")
-        hidden = F.gelu(linear(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc"), approximate="tanh")
+        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(
+            torch.ones(T, T).triu(1).bool(), -math.inf
+        )
+        x = x + linear(
+            (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, -1), f"h.{layer}.attn.c_proj"
+        )
+        hidden = F.gelu(
+            linear(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc"), approximate="tanh"
+        )
         x = x + linear(hidden, f"h.{layer}.mlp.c_proj")
     logits = norm(x, "ln_f") @ weights["wte.weight"].T
     return logits.logsumexp(-1) - logits.gather(-1, tokens[:, 1:, None])[..., 0]
@@ -83,7 +96,11 @@ def losses(weights, tokens, n_head=2):
 
 def lr_of(step):
     """3e-3 after 2 steps of warm-up, then half a cosine to 3e-4 at step 12."""
-    return 3e-3 * step / 2 if step < 2 else 3e-4 + 2.7e-3 * (1 + math.cos(math.pi * (step - 2) / 10)) / 2
+    return (
+        3e-3 * step / 2
+        if step < 2
+        else 3e-4 + 2.7e-3 * (1 + math.cos(math.pi * (step - 2) / 10)) / 2
+    )
 
 
 def spelled(corpus, tokens):
@@ -92,12 +109,19 @@ def spelled(corpus, tokens):
 
 
 def numbers(line):
-    """The figures in a line of the terminal or of evaluate.py: what stands before or behind each number names it."""
+    """The figures in a line of the terminal or of evaluate.py: what stands before or behind each
+    number names it."""
     line = line.replace(",", "").replace("\n", "")
-    line = re.sub(r"(\d+):(\d+) left", lambda clock: f"{60 * int(clock[1]) + int(clock[2])} s left", line)
-    named = re.findall(r"(loss_mean|val_loss|val loss|bits/byte|lr|norm|mfu|perplexity) (\d[\d.e-]*)", line)
+    line = re.sub(
+        r"(\d+):(\d+) left", lambda clock: f"{60 * int(clock[1]) + int(clock[2])} s left", line
+    )
+    named = re.findall(
+        r"(loss_mean|val_loss|val loss|bits/byte|lr|norm|mfu|perplexity) (\d[\d.e-]*)", line
+    )
     behind = re.findall(r"([\d.]+) (tokens/s|s left|bits per byte|tokens|bytes)(?![\w/])", line)
-    return {name: float(value) for name, value in [*named, *((name, value) for value, name in behind)]}
+    return {
+        name: float(value) for name, value in [*named, *((name, value) for value, name in behind)]
+    }
 
 
 def test_every_printed_figure(corpus, tmp_path):
@@ -105,7 +129,9 @@ def test_every_printed_figure(corpus, tmp_path):
     run = tmp_path / "run"
     rows = {row["step"]: row for row in rows_of(run)}
     shown = {
-        int(line[4:].split("/")[0]): numbers(line) for line in text.splitlines() if re.match(r"step +\d+/12  ", line)
+        int(line[4:].split("/")[0]): numbers(line)
+        for line in text.splitlines()
+        if re.match(r"step +\d+/12  ", line)
     }
     assert list(rows) == list(shown) == [0, 3, 6, 9, 12]
     weights = [tensors_of(checkpoint_at(run, step), "model") for step in range(13)]
@@ -114,12 +140,16 @@ def test_every_printed_figure(corpus, tmp_path):
 
     by_step, norms = [math.nan], [math.nan]
     for step in range(1, 13):
-        windows = [by_definition(1337, (len(tokens) - 1) // T, p) for p in range((step - 1) * G, step * G)]
+        windows = [
+            by_definition(1337, (len(tokens) - 1) // T, p) for p in range((step - 1) * G, step * G)
+        ]
         leaves = {name: value.requires_grad_() for name, value in weights[step - 1].items()}
         loss = losses(leaves, torch.stack([tokens[w * T : w * T + T + 1] for w in windows])).mean()
         loss.backward()
         by_step.append(loss.item())
-        norms.append(math.sqrt(sum(leaf.grad.double().pow(2).sum().item() for leaf in leaves.values())))
+        norms.append(
+            math.sqrt(sum(leaf.grad.double().pow(2).sum().item() for leaf in leaves.values()))
+        )
     weights = [{name: value.detach() for name, value in each.items()} for each in weights]
 
     n_windows = (len(val) - 1) // T
@@ -160,7 +190,10 @@ def test_every_printed_figure(corpus, tmp_path):
     line = numbers(run_ranks(said, 1, evaluate_checkpoint, again)[0][1])
     tail = len(val) - 1 - n_windows * T
     whole = torch.stack([val[w * T : w * T + T + 1] for w in range(n_windows)])
-    nll = losses(weights[12], whole).double().sum() + losses(weights[12], val[None, -tail - 1 :]).double().sum()
+    nll = (
+        losses(weights[12], whole).double().sum()
+        + losses(weights[12], val[None, -tail - 1 :]).double().sum()
+    )
     loss = nll.item() / (len(val) - 1)
     assert tail > 0
     assert_close(line["val loss"], loss, 1e-5)

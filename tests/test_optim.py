@@ -43,7 +43,10 @@ TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 def guarded(optimizer, scaler=None):
     """A guarded optimizer of one process on the CPU, with this loss scaler."""
     accelerator = build_accelerator("cpu", "no")
-    accelerator.scaler, accelerator.unscale_gradients = scaler, lambda prepared: scaler.unscale_(optimizer)
+    accelerator.scaler, accelerator.unscale_gradients = (
+        scaler,
+        lambda prepared: scaler.unscale_(optimizer),
+    )
     prepared = AcceleratedOptimizer(optimizer, device_placement=False, scaler=scaler)
     return GuardedOptimizer(prepared, Replicated(accelerator))
 
@@ -82,7 +85,11 @@ class Experts(nn.Module):
 
     def __init__(self, tied=False):
         super().__init__()
-        self.tokens, self.first, self.head = nn.Embedding(100, 8), nn.Linear(8, 8), nn.Linear(8, 100)
+        self.tokens, self.first, self.head = (
+            nn.Embedding(100, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 100),
+        )
         self.conv, self.norm = nn.Conv1d(8, 8, 3, groups=8), nn.LayerNorm(8)
         for name, shape in (("experts", (4, 8, 6)), ("bias", (4, 8)), ("positions", (5, 8))):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
@@ -122,7 +129,16 @@ def test_a_schedule_sets_the_groups_that_have_a_setting():
     """A group's own value wins over that of all, whatever the order; vectors never decay."""
     config = OptimConfig(name="muon", lr=1e-3, muon_lr=0.02, embedding_lr=4e-3)
     groups = build_optimizer(Experts(False), config).param_groups
-    set_values(groups, {"muon_lr": 0.5, "lr": 2e-3, "weight_decay": 0.3, "momentum": 0.8, "muon_weight_decay": 0.7})
+    set_values(
+        groups,
+        {
+            "muon_lr": 0.5,
+            "lr": 2e-3,
+            "weight_decay": 0.3,
+            "momentum": 0.8,
+            "muon_weight_decay": 0.7,
+        },
+    )
     found = [" ".join(str(group.get(key)) for key in SETTINGS.split()) for group in groups]
     assert found == GROUPS.strip().splitlines()
     expect_error("vector_momentum", set_values, groups, {"lr": 1e-3, "vector_momentum": 0.5})
@@ -130,7 +146,9 @@ def test_a_schedule_sets_the_groups_that_have_a_setting():
 
 @pytest.mark.parametrize(("field", "value"), [("name", "muon"), ("embedding_lr", 0.02)])
 def test_a_setting_of_a_group_that_no_parameter_is_in(field, value):
-    expect_error(f"optim.{field} = {value}", build_optimizer, nn.Linear(8, 8), OptimConfig(**{field: value}))
+    expect_error(
+        f"optim.{field} = {value}", build_optimizer, nn.Linear(8, 8), OptimConfig(**{field: value})
+    )
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (5, 12)])
@@ -143,7 +161,12 @@ def test_muon_steps_each_matrix_of_a_stack(shape):
     stack.grad = gradients.view_as(stack)
     for one, gradient in zip(alone, gradients, strict=True):
         one.grad = gradient
-    group = {"momentum": 0.9, "weight_decay": 0.1, "dtype": torch.float32, "sent_dtype": torch.float32}
+    group = {
+        "momentum": 0.9,
+        "weight_decay": 0.1,
+        "dtype": torch.float32,
+        "sent_dtype": torch.float32,
+    }
     for parameters in ([stack], alone):
         muon.MuonAdamW([group | {"params": parameters}], lr=1.0).step()
     assert_close(stack.flatten(0, 1), torch.stack(alone))
@@ -151,7 +174,8 @@ def test_muon_steps_each_matrix_of_a_stack(shape):
 
 @float64(torch.bfloat16)
 def test_a_plain_loop_with_torchs_muon_is_the_same():
-    """Twenty steps: every loss, and every weight in the end. Muon steps the largest matrix first, and no embedding."""
+    """Twenty steps: every loss, and every weight in the end. Muon steps the largest matrix first,
+    and no embedding."""
     config = OptimConfig(name="muon", lr=4e-3, muon_lr=0.02, weight_decay=0.2)
     torch.manual_seed(0)
     ours = GPT(TINY, 100)
@@ -198,16 +222,19 @@ def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch):
     wide, tall, square = torch.zeros(2, 4), torch.zeros(4, 2), torch.zeros(6, 6)
     matrices = [wide, tall, wide, wide, wide, square, tall]
     assert [*muon.batches(matrices, range(7), torch.bfloat16)] == [[0, 2, 3], [4], [1, 6], [5]]
-    assert [*muon.batches(matrices, range(2, 6, 2), torch.float32)] == [[2], [4]]  # of this rank, and alone
+    # of this rank, and alone
+    assert [*muon.batches(matrices, range(2, 6, 2), torch.float32)] == [[2], [4]]
 
 
 @pytest.mark.parametrize(("has", "bf16"), [(True, True), (True, False), (False, True)])
 def test_muon_computes_and_sends_bf16_in_a_bf16_run(has, bf16, monkeypatch):
-    """It computes in bf16 where the device has that. The step of a zero matrix is its update, which bf16 holds
-    exactly."""
+    """It computes in bf16 where the device has that. The step of a zero matrix is its update, which
+    bf16 holds exactly."""
     seen = set()
     monkeypatch.setattr(optim, "multiplies_bf16", lambda device: has)
-    monkeypatch.setattr(muon, "orthogonal", lambda matrix, dtype: seen.add(dtype) or orthogonal(matrix, dtype))
+    monkeypatch.setattr(
+        muon, "orthogonal", lambda matrix, dtype: seen.add(dtype) or orthogonal(matrix, dtype)
+    )
     model = small_model()
     optimizer = build_optimizer(model, OptimConfig(name="muon"), bf16)
     optimizer.param_groups[-1]["lr"] = 1.0
@@ -238,8 +265,8 @@ def small_model():
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize(("bad", "first"), [(math.nan, True), (math.inf, False)])
 def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
-    """Parameters, optimizer state and step counts are as before, after a first step too. Later steps are as if this
-    one had never been."""
+    """Parameters, optimizer state and step counts are as before, after a first step too. Later
+    steps are as if this one had never been."""
     spared, hit = small_model(), small_model()
     optimizers = {model: guarded(BUILDERS[name](model)) for model in (spared, hit)}
 
@@ -284,13 +311,19 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
 
 
 def test_the_search_for_a_scale_is_not_bad():
-    """An overflow is left out; bad it is only where the scale cannot be lowered. A large norm always is."""
+    """An overflow is left out; bad it is only where the scale cannot be lowered. A large norm
+    always is."""
     scaler = torch.amp.GradScaler("cpu")
     layer = nn.Linear(2, 2)
     optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), scaler)
     guard = Guard(GuardConfig(sigmas=3.0))
     guard.norms.load_state_dict((150.0, 1.0, 0.01))
-    for norm, scale, skipped, bad in ((math.inf, 9.0, 1, 0), (math.inf, 1.0, 1, 1), (9.0, 9.0, 1, 1), (1.0, 9.0, 0, 0)):
+    for norm, scale, skipped, bad in (
+        (math.inf, 9.0, 1, 0),
+        (math.inf, 1.0, 1, 1),
+        (9.0, 9.0, 1, 1),
+        (1.0, 9.0, 0, 0),
+    ):
         optimizer.backward(layer(torch.ones(1, 2)).sum())
         scaler.update(scale)
         assert take_step(optimizer, torch.tensor(norm), guard) == (skipped, bad)
@@ -304,7 +337,12 @@ def test_the_numbers_that_an_optimizer_keeps(name):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    kept = [value for state in optimizer.state.values() for kind, value in state.items() if kind != "step"]
+    kept = [
+        value
+        for state in optimizer.state.values()
+        for kind, value in state.items()
+        if kind != "step"
+    ]
     assert setting_of(config, model, "cpu", 1, "no").state == sum(value.numel() for value in kept)
 
 

@@ -1,5 +1,5 @@
-"""The global order and its digests: every item once per epoch, and numbers that no release may change. The digests of
-whole steps are in test_mixture.py."""
+"""The global order and its digests: every item once per epoch, and numbers that no release may
+change. The digests of whole steps are in test_mixture.py."""
 
 import hashlib
 
@@ -14,7 +14,8 @@ from gpt2_ddp.state import FIRST_DIGEST
 
 @pytest.mark.parametrize("n", [1, 2, 3, 97, 100, 2048, 5000, 65_537])
 def test_the_order_follows_its_definition(n):
-    """Every epoch is a permutation of its own. Few positions are those of all at once, whatever was asked before."""
+    """Every epoch is a permutation of its own. Few positions are those of all at once, whatever was
+    asked before."""
     rng, seed = np.random.default_rng(n), n**3
     order, epochs = Permutation(seed, n), Permutation(seed, n).items_at(np.arange(3 * n + 600))
     assert epochs.dtype == np.uint64
@@ -35,27 +36,39 @@ ITEMS = """
 9223372036854775807 1000000007 1000000000000000 952219317 699589384 346536137 776282658
 0 2 0 1 0 1 0 0 1 1 0
 """
-"""Seed, number of items, first position, and the items from there on: of an epoch, across the end of one."""
+"""Seed, number of items, first position, and the items from there on: of an epoch, across the end
+of one."""
 
 
 @pytest.mark.parametrize("case", ITEMS.strip().splitlines())
 def test_the_order_is_what_it_always_was(case):
     seed, n_items, start, *items = map(int, case.split())
     for count in (1, len(items)):
-        assert Permutation(seed, n_items).items_at(np.arange(start, start + count)).tolist() == items[:count]
+        assert (
+            Permutation(seed, n_items).items_at(np.arange(start, start + count)).tolist()
+            == items[:count]
+        )
 
 
-@pytest.mark.parametrize(("mixed", "most"), [(False, {4: 1.1, 4096: 1.01}), (True, {4: 3.6, 4096: 2.3})])
+@pytest.mark.parametrize(
+    ("mixed", "most"), [(False, {4: 1.1, 4096: 1.01}), (True, {4: 3.6, 4096: 2.3})]
+)
 def test_a_step_costs_the_same_wherever_it_is(mixed, most, monkeypatch):
-    """Values that go through the permutation: the positions themselves, which are made ahead for small steps, a few
-    again, and in a mixture the blocks that they are of."""
+    """Values that go through the permutation: the positions themselves, which are made ahead for
+    small steps, a few again, and in a mixture the blocks that they are of."""
     sizes = []
     permute = Permutation._feistel
-    monkeypatch.setattr(Permutation, "_feistel", lambda self, v, k: sizes.append(len(v)) or permute(self, v, k))
+    monkeypatch.setattr(
+        Permutation, "_feistel", lambda self, v, k: sizes.append(len(v)) or permute(self, v, k)
+    )
     n = 10**9 + 7
     for size, limit in most.items():
         for begins in (0, 10**6 * size, 10**15):
-            order = MixedOrder(1, [n, n], [Phase(0, normal([2, 1]))], "ab") if mixed else Permutation(1, n)
+            order = (
+                MixedOrder(1, [n, n], [Phase(0, normal([2, 1]))], "ab")
+                if mixed
+                else Permutation(1, n)
+            )
             sizes.clear()
             for start in range(begins, begins + 4 * 4096, size):
                 for _ in ("of the feed", "of the loader")[: 1 + (size == 4)]:
@@ -73,6 +86,11 @@ def test_digests_follow_their_definition():
         assert digest == hashlib.sha256(content).hexdigest()
     assert digest == "8bce91cbbea51bf4fa5e85d4f7ed283f7d2fe1320d97a6e4b5a71acf6756951d"
     for start, stop in ((5, 9), (10**12, 10**12 + 2**33)):
-        content = bytes.fromhex(digest) + b"pass" + start.to_bytes(8, "little") + stop.to_bytes(8, "little")
+        content = (
+            bytes.fromhex(digest)
+            + b"pass"
+            + start.to_bytes(8, "little")
+            + stop.to_bytes(8, "little")
+        )
         digest = skipped_digest(digest, start, stop)
         assert digest == hashlib.sha256(content).hexdigest()

@@ -1,4 +1,5 @@
-"""A stranger's own evaluation and numbers in rows: classes of docs/, killed and resumed; wrong numbers."""
+"""A stranger's own evaluation and numbers in rows: classes of docs/, killed and resumed; wrong
+numbers."""
 
 import json
 import math
@@ -33,18 +34,24 @@ MANY = pytest.mark.slow
 def example():
     """The class `Rhymes` of the page."""
     page = (ROOT / "docs/extend.md").read_text()
-    (block,) = [part for part in page.split("```") if part.startswith("python\n") and "class Rhymes" in part]
+    (block,) = [
+        part for part in page.split("```") if part.startswith("python\n") and "class Rhymes" in part
+    ]
     found = {"__name__": "mine"}
     exec(block.removeprefix("python"), found)
     return found["Rhymes"]
 
 
 def mine(config, dies_at=0, differs=False):
-    """Trains the class of the page. The last rank is killed before a step, or each rank has a score of its own."""
+    """Trains the class of the page. The last rank is killed before a step, or each rank has a score
+    of its own."""
     from gpt2_ddp.training import loop
 
     def die(run):
-        if run.step == dies_at and run.accelerator.process_index == run.accelerator.num_processes - 1:
+        if (
+            run.step == dies_at
+            and run.accelerator.process_index == run.accelerator.num_processes - 1
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if dies_at:
@@ -63,26 +70,38 @@ def mine(config, dies_at=0, differs=False):
 
 
 def first_step(config, corpus, world, size):
-    """In plain PyTorch: the noise scale of the first step with micro-batches of a size, and its layers' norms."""
+    """In plain PyTorch: the noise scale of the first step with micro-batches of a size, and its
+    layers' norms."""
     windows = Windows(TokenStream(corpus, read_manifest(corpus), "train"), 32)
     torch.manual_seed(config.seed)
     model = GPT(config.model, 512)
-    tokens = windows.read(Permutation(config.seed, len(windows)).items_at(np.arange(13)).astype(np.int64))[0]
+    tokens = windows.read(
+        Permutation(config.seed, len(windows)).items_at(np.arange(13)).astype(np.int64)
+    )[0]
 
     def norms(windows):
         model.zero_grad()
         model(windows[:, :-1], windows[:, 1:]).backward()
-        return [torch.cat([p.grad.flatten() for p in part.parameters()]).norm().item() for part in (model, *model.h)]
+        return [
+            torch.cat([p.grad.flatten() for p in part.parameters()]).norm().item()
+            for part in (model, *model.h)
+        ]
 
     small = sum(norms(tokens[rank * size :][:size])[0] ** 2 for rank in range(world)) / world
     norm, *layers = norms(tokens)
-    signal, noise = (13 * norm**2 - size * small) / (13 - size), (small - norm**2) / (1 / size - 1 / 13)
+    signal, noise = (
+        (13 * norm**2 - size * small) / (13 - size),
+        (small - norm**2) / (1 / size - 1 / 13),
+    )
     return 32 * noise / signal, layers
 
 
 @pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(3, 3, marks=MANY)])
-def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(world, size, corpus, tmp_path):
-    """Bitwise, and with the noise scale. Of 13 windows, the last micro-batches have fewer, or none."""
+def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(
+    world, size, corpus, tmp_path
+):
+    """Bitwise, and with the noise scale. Of 13 windows, the last micro-batches have fewer, or
+    none."""
     changes = {"eval.every": 4, "train.global_batch_tokens": 13 * 32}
     config = lambda name: training_config(corpus, tmp_path, changes | {"run_name": name})  # noqa: E731
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -131,14 +150,17 @@ def test_a_wrong_number_is_one_error_line(case):
     numbers = json.loads(values)
     with pytest.raises(UserError) if problem else nullcontext() as caught:
         found = check_numbers(method, numbers, {"taken"})
-        assert found == {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        assert found == {
+            name: value if math.isfinite(value) else None for name, value in numbers.items()
+        }
     if caught:
         assert str(caught.value).startswith(f"{method}(){problem.strip()}: ")
         assert len(caught.value.mistakes) == 1
 
 
 def measuring(shares=4, parallel="ddp"):
-    """The noise scale's task in one process, on steps of 8 items of 3 tokens, in so many micro-batches."""
+    """The noise scale's task in one process, on steps of 8 items of 3 tokens, in so many
+    micro-batches."""
     task = object.__new__(NoiseScale)
     task.averages, task.units_per_item = (0.0, 0.0), 3
     task.feed, task.config = MagicMock(step_size=8), MagicMock(**{"launch.parallel": parallel})
@@ -150,8 +172,8 @@ def measuring(shares=4, parallel="ddp"):
 
 
 def row_of(task, signal, noise):
-    """The fields of a step whose squared norms are the expected ones of such gradients. That of the first micro-batch,
-    of 6 of the step's 24 tokens, has the loss scale."""
+    """The fields of a step whose squared norms are the expected ones of such gradients. That of the
+    first micro-batch, of 6 of the step's 24 tokens, has the loss scale."""
     task._square = torch.tensor((signal + noise / 6) * (1024 * 6 / 24) ** 2)
     task._squared_norm = lambda: torch.tensor(signal + noise / 24)
     return task.row_fields(1)

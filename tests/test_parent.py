@@ -1,4 +1,5 @@
-"""Processes end with their parent, by the signal that they chose, and not with the thread that started them."""
+"""Processes end with their parent, by the signal that they chose, and not with the thread that
+started them."""
 
 import multiprocessing
 import os
@@ -24,8 +25,8 @@ from gpt2_ddp.files import write_atomically
 
 
 def live(folder, waits):
-    """Ends with its parent: as a command does, or as a worker that `waits`, since it may be importing still when its
-    parent is killed."""
+    """Ends with its parent: as a command does, or as a worker that `waits`, since it may be
+    importing still when its parent is killed."""
 
     def stop(number, frame):
         (folder / "ended").write_text(signal.Signals(number).name)
@@ -60,12 +61,15 @@ def start_from_a_thread(folder, waits, machines):
     (False, "1", ["SIGUSR1"]), (True, "1", ["SIGUSR1"]),
     (False, "2", []),  # of several machines: it must not ask the others to stop
 ])  # fmt: skip
-def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(tmp_path, waits, machines, ended):
+def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(
+    tmp_path, waits, machines, ended
+):
     ((process, _),) = start_ranks(start_from_a_thread, 1, tmp_path, waits, machines)
     wait_until((tmp_path / ("pid" if waits else "begun")).exists, process=process)
     child = psutil.Process(int((tmp_path / "pid").read_text()))
     time.sleep(0.3)
-    assert not (tmp_path / "ended").exists()  # though the thread has ended, of which prctl would signal at once
+    # though the thread has ended, of which prctl would signal at once
+    assert not (tmp_path / "ended").exists()
     process.kill()
     process.join()
     child.wait(60)
@@ -88,7 +92,8 @@ def help():
 
 
 def have_helpers(folder, end):
-    """Starts two helpers of a pool and signals them at once; leaves the pool once the file `end` is there."""
+    """Starts two helpers of a pool and signals them at once; leaves the pool once the file `end` is
+    there."""
     with pytest.raises(ValueError, match="left"), worker_pool(2) as pool:  # noqa: PT012
         for _ in range(2):
             pool.submit(help)
@@ -107,7 +112,9 @@ def test_signals_do_not_end_a_helper_but_its_parent_does(tmp_path, end):
     helpers = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
     time.sleep(0.1)
     assert len(helpers) == 2
-    assert all(helper.is_running() and helper.status() != psutil.STATUS_ZOMBIE for helper in helpers)
+    assert all(
+        helper.is_running() and helper.status() != psutil.STATUS_ZOMBIE for helper in helpers
+    )
     if end == "kill":
         parent.kill()
         parent.join()
@@ -135,8 +142,11 @@ def test_a_pool_is_left_though_a_result_was_half_sent(tmp_path):
     run_ranks(leave_pool, 1, tmp_path / "mark")
 
 
-def test_a_script_of_the_project_runs_without_a_rank_and_its_mistakes_are_ours(monkeypatch, tmp_path, capfd):
-    """What it prints on stderr arrives, but for its `error:` lines; its exit codes are exceptions."""
+def test_a_script_of_the_project_runs_without_a_rank_and_its_mistakes_are_ours(
+    monkeypatch, tmp_path, capfd
+):
+    """What it prints on stderr arrives, but for its `error:` lines; its exit codes are
+    exceptions."""
     file = tmp_path / "other.py"
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("RANK", "1")
@@ -147,7 +157,10 @@ def test_a_script_of_the_project_runs_without_a_rank_and_its_mistakes_are_ours(m
         parent.run_module("other", "word")
         return "".join(capfd.readouterr())
 
-    assert run("print(sys.argv[1:], os.environ.get('RANK'), os.environ.get('WORLD_SIZE'))") == "['word'] None None\n"
+    assert (
+        run("print(sys.argv[1:], os.environ.get('RANK'), os.environ.get('WORLD_SIZE'))")
+        == "['word'] None None\n"
+    )
     assert run("print('note: odd', file=sys.stderr)") == "note: odd\n"
     for code, error in ((2, UserError), (75, Stopped), (1, subprocess.CalledProcessError)):
         with pytest.raises(error, match="source = x: is not there" if code == 2 else "other"):

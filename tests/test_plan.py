@@ -1,4 +1,5 @@
-"""The plan of a training: what it refuses is what training refuses, word for word, and it leaves nothing behind."""
+"""The plan of a training: what it refuses is what training refuses, word for word, and it leaves
+nothing behind."""
 
 import json
 import os
@@ -59,7 +60,11 @@ REFUSALS = [
     (lambda place: None, "--model.n_head 3", "model.n_embd = 32"),
     (lambda place: None, "--output_dir /dev/null", "Not a directory"),
     (lambda place: None, f"--train.init_from {GOLDEN}/gpt2_run", "model.n_layer = 2"),
-    (lambda place: shutil.rmtree(place / "data"), "--data.prepare configs/data_stdlib.yaml", "manifest.json cannot"),
+    (
+        lambda place: shutil.rmtree(place / "data"),
+        "--data.prepare configs/data_stdlib.yaml",
+        "manifest.json cannot",
+    ),
     (lambda place: spoil(place / "data/train_000001.bin"), "", "SHA-256 differs"),
     (with_a_run, "--seed 5 --optim.lr 0.01", "seed = 5"),
     (no_intact_checkpoint, "", "none is intact"),
@@ -86,7 +91,10 @@ def both(corpus, folder):
 def test_plan_refuses_what_train_refuses_word_for_word(corpus, tmp_path):
     (answers,) = run_ranks(both, 1, corpus, tmp_path)
     for (plan, train, untouched), (*_, words) in zip(answers, REFUSALS, strict=True):
-        errors = [[line for line in text.splitlines() if line.startswith("error:")] for _, text in (plan, train)]
+        errors = [
+            [line for line in text.splitlines() if line.startswith("error:")]
+            for _, text in (plan, train)
+        ]
         assert (plan[0], train[0], untouched, errors[0]) == (2, 2, True, errors[1])
         assert words in errors[0][0]
 
@@ -96,14 +104,19 @@ def test_a_folder_that_another_trainer_holds(place):
     words = ["--config", str(place / "config.yaml")]
     with held(place / "runs/run/.lock"):
         found = [run_ranks(run_script, 1, script, words)[0] for script in ("plan", "train_gpt2")]
-    assert [(code, "another trainer is running" in errors) for code, errors in found] == [(2, True)] * 2
+    assert [(code, "another trainer is running" in errors) for code, errors in found] == [
+        (2, True)
+    ] * 2
 
 
 def peak_of_a_run(arguments, script):
-    """A fresh process's most memory (`ru_maxrss` would begin with its parent's), and what it printed."""
+    """A fresh process's most memory (`ru_maxrss` would begin with its parent's), and what it
+    printed."""
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), *arguments]
     env = os.environ | {"PYTHONPATH": NO_REPORT}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     most = 0
     while process.poll() is None:
         found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
@@ -116,16 +129,24 @@ def peak_of_a_run(arguments, script):
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [
     "--model.n_embd 192 --model.block_size 128",  # logits
-    "--model.n_layer 6 --model.n_embd 256 --model.block_size 256 --model.architecture nanochat",  # activations
+    # activations
+    "--model.n_layer 6 --model.n_embd 256 --model.block_size 256 --model.architecture nanochat",
 ])  # fmt: skip
 def test_memory_is_what_a_run_takes(corpus, tmp_path, flags):
-    edited = {"train.micro_batch_size": 16, "train.global_batch_tokens": 4096, "train.steps": 1, "eval.tokens": 256}
+    edited = {
+        "train.micro_batch_size": 16,
+        "train.global_batch_tokens": 4096,
+        "train.steps": 1,
+        "eval.tokens": 256,
+    }
     (tmp_path / "config.yaml").write_text(dump(training_config(corpus, tmp_path / "runs", edited)))
     arguments = ["--config", str(tmp_path / "config.yaml"), *flags.split()]
     _, said = peak_of_a_run(arguments, "plan")
     planned = 1e9 * float(said.partition("\n  memory ")[2].split()[0])
     # on a busy machine, one in ten holds memory for longer
-    measured = (peak_of_a_run([*arguments, "--run_name", name], "train_gpt2")[0] for name in ("one", "two"))
+    measured = (
+        peak_of_a_run([*arguments, "--run_name", name], "train_gpt2")[0] for name in ("one", "two")
+    )
     assert any(distance(planned, size) <= CPU_MARGIN for size in measured)
 
 
@@ -153,17 +174,26 @@ def test_memory_by_part():
     assert_close(memory.parts["activations"], 12 * per_layer + 12 * n * 768 + 24 * n * 768)
     chunked = estimate(setting(config=memory_config(compile="off"))).parts["logits"]
     assert chunked == 12 * 8192 * IDS
-    recomputed = estimate(setting(config=memory_config(activation_checkpointing=True))).parts["activations"]
+    recomputed = estimate(setting(config=memory_config(activation_checkpointing=True))).parts[
+        "activations"
+    ]
     assert recomputed < memory.parts["activations"] / 4
     fewer = estimate(setting(state=2 * WEIGHTS - 1000))  # as Muon's
     assert memory.peak - fewer.peak == memory.host - fewer.host == 4000
 
 
-@pytest.mark.parametrize(("kind", "key_heads"), [("gpt2", None), ("llama", 2), ("qwen3", None), ("nanochat", None)])
+@pytest.mark.parametrize(
+    ("kind", "key_heads"), [("gpt2", None), ("llama", 2), ("qwen3", None), ("nanochat", None)]
+)
 def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
     def saved(layers):
         config = ModelConfig(
-            architecture=kind, n_layer=layers, n_head=4, n_kv_head=key_heads, n_embd=192, block_size=32
+            architecture=kind,
+            n_layer=layers,
+            n_head=4,
+            n_kv_head=key_heads,
+            n_embd=192,
+            block_size=32,
         )
         model, storages = GPT(config, 128), {}
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -178,7 +208,9 @@ def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model(tokens, tokens)
         kept = sum(storage.nbytes() for storage in storages.values())
-        known = setting(kind="cpu", config=memory_config(config.model_dump()), precision="no", micro_batch=4)
+        known = setting(
+            kind="cpu", config=memory_config(config.model_dump()), precision="no", micro_batch=4
+        )
         return kept, moments_of(known)["training"]["activations"]
 
     (one, known_one), (three, known_three) = saved(1), saved(3)
@@ -195,8 +227,8 @@ SHARDED = """
 {"replicas": 2} | {} | weights | 4 1/4 0 0
 {} | {"state": 124475904} | optimizer state | 4 1/8 0 0 # as Muon's
 """
-"""The launch section, changes, a part, and its size: bytes of a number, and how often all weights, those outside of
-blocks, and a block's."""
+"""The launch section, changes, a part, and its size: bytes of a number, and how often all weights,
+those outside of blocks, and a block's."""
 
 
 @pytest.mark.parametrize("case", SHARDED.strip().splitlines())
@@ -211,11 +243,14 @@ def test_memory_of_shards(case, background):
     shards = setting(**usual | json.loads(changes))
     numbers = np.dot(shares, [WEIGHTS, WEIGHTS - 12 * BLOCK, BLOCK])
     assert_close(estimate(shards).parts[part], float(each * numbers))
-    assert estimate(shards).host == 4 * (WEIGHTS + shards.state) * background  # all parts, on one machine
+    # all parts, on one machine
+    assert estimate(shards).host == 4 * (WEIGHTS + shards.state) * background
     on_cpus = setting(config=config, kind="cpu", background=background)
     assert estimate(on_cpus).host == 0
     parts = moments_of(on_cpus)["evaluation"]
-    lasting = sum(parts.get(name, 0.0) for name in ("weights", "optimizer state", "checkpoint's copy"))
+    lasting = sum(
+        parts.get(name, 0.0) for name in ("weights", "optimizer state", "checkpoint's copy")
+    )
     assert_close(lasting, (1 + background) * 12 * WEIGHTS / (8 // config.launch.replicas))
 
 
@@ -235,7 +270,11 @@ AMBIGUOUS = {
     "RTX 4090 D": "is no known name of nvidia-smi .similar: GeForce RTX 4090.; ",
     "V100": "is no known name of nvidia-smi; for another GPU, set --gpu_memory",
 }
-NEAR = {"a100 80gb": "NVIDIA A100-SXM4-80GB", "rtx4090": "NVIDIA GeForce RTX 4090", "H100-PCIe": "NVIDIA H100 PCIe"}
+NEAR = {
+    "a100 80gb": "NVIDIA A100-SXM4-80GB",
+    "rtx4090": "NVIDIA GeForce RTX 4090",
+    "H100-PCIe": "NVIDIA H100 PCIe",
+}
 
 
 def test_machines():
@@ -251,21 +290,34 @@ def test_machines():
         assert find_target(plan_config(gpu=said), 1).device == name
     assert find_target(plan_config(gpu="NVIDIA H200", gpu_memory=70), 2).memory == 70e9
     unknown = plan_of(gpu="H100 SXM", gpu_memory=80)
-    assert (unknown.machine.device, unknown.machine.memory, unknown.speed) == ("H100 SXM", 80e9, None)
+    assert (unknown.machine.device, unknown.machine.memory, unknown.speed) == (
+        "H100 SXM",
+        80e9,
+        None,
+    )
     assert not unknown.seconds
     assert [*format_plan(unknown)]
 
 
 def test_what_is_done_and_how_long_it_takes():
     plan = plan_of(tokens_per_second=524_288)  # evaluations every 250 steps, checkpoints every 1000
-    for steps, done, counts in (1050, 0, (1050, 6, 2)), (1050, 1000, (50, 1, 1)), (1000, 1000, (0, 0, 0)):
-        corpus = plan.corpus._replace(steps=steps, scored=3 * 524_288)  # evaluation and save take a second each
+    for steps, done, counts in (
+        (1050, 0, (1050, 6, 2)),
+        (1050, 1000, (50, 1, 1)),
+        (1000, 1000, (0, 0, 0)),
+    ):
+        # evaluation and save take a second each
+        corpus = plan.corpus._replace(steps=steps, scored=3 * 524_288)
         _, *spent = replace(plan, corpus=corpus, step=done, checkpoint=500_000_000).seconds.values()
         assert tuple(spent) == counts
     hour = plan_of(tokens_per_second=524_288, train={"minutes": 60})
-    for minutes, steps in (60, 3400), (0.1, 0):  # three minutes until the first step, two evaluations and a save
+    # three minutes until the first step, two evaluations and a save
+    for minutes, steps in (60, 3400), (0.1, 0):
         train = hour.config.train.model_copy(update={"minutes": minutes})
-        config, corpus = hour.config.model_copy(update={"train": train}), hour.corpus._replace(scored=3 * 524_288)
+        config, corpus = (
+            hour.config.model_copy(update={"train": train}),
+            hour.corpus._replace(scored=3 * 524_288),
+        )
         timed = replace(hour, config=config, corpus=corpus, checkpoint=500_000_000)
         assert timed.steps == steps
         assert not steps or 3590 < sum(timed.seconds.values()) <= 3600
@@ -288,15 +340,16 @@ def fits_of(plan):
     """What the plan says of memory and of the disk."""
     lines = [*format_plan(plan)]
     (disk,) = (line for line in lines if line.startswith("  disk"))
-    return next(line for line in lines if line.strip().startswith(("fits", "DOES"))).strip(), disk.rpartition("free: ")[
-        2
-    ]
+    return next(
+        line for line in lines if line.strip().startswith(("fits", "DOES"))
+    ).strip(), disk.rpartition("free: ")[2]
 
 
 def test_what_does_not_fit_names_what_does():
     """The number fits, and the next larger one does not."""
     usual = {"micro_batch_size": 512, "steps": 100}
-    plan = replace(plan_of(train=usual, gpu="RTX 4090"), free=4 * plan_of().checkpoint)  # the best, a new one, and two
+    # the best, a new one, and two
+    plan = replace(plan_of(train=usual, gpu="RTX 4090"), free=4 * plan_of().checkpoint)
     memory, disk = fits_of(plan)
     assert disk == "DOES NOT FIT: --checkpoint.keep_last 2 fits"
     assert memory == f"DOES NOT FIT: --train.micro_batch_size {plan.largest} fits"
@@ -348,7 +401,8 @@ def planned(tmp_path, monkeypatch):
 
 
 def test_the_figures_of_the_pages(planned):
-    """The table of docs/plan.md, and the output in docs/gpt2-124m.md but for the disk, which is this machine's."""
+    """The table of docs/plan.md, and the output in docs/gpt2-124m.md but for the disk, which is
+    this machine's."""
     table, output = ((ROOT / f"docs/{name}.md").read_text() for name in ("plan", "gpt2-124m"))
     rows = re.findall(r"^\| `(gpt2_\d+m)\.yaml` \|.*$", table, re.MULTILINE)
     assert len(rows) == 4
@@ -363,11 +417,15 @@ def test_the_figures_of_the_pages(planned):
             assert {*f"gpt2_124m on {block}".strip().split("\n")} <= {*format_plan(plan)}
 
 
-@pytest.mark.parametrize(("preset", "gpu"), [("llama_1b", "RTX 4090"), ("llama_7b", "H100 80GB HBM3")])
+@pytest.mark.parametrize(
+    ("preset", "gpu"), [("llama_1b", "RTX 4090"), ("llama_7b", "H100 80GB HBM3")]
+)
 def test_sharded_presets_fit_where_ddp_does_not(planned, preset, gpu):
     plan, ddp = planned(preset, gpu), planned(preset, gpu, "--launch.parallel", "ddp")
     assert (plan.fits, plan.refused, ddp.fits) == (True, [], False)
-    assert not planned(preset, gpu, "--launch.parallel", "ddp", "--train.micro_batch_size", "1").fits
+    assert not planned(
+        preset, gpu, "--launch.parallel", "ddp", "--train.micro_batch_size", "1"
+    ).fits
     figures = f"| {ddp.memory.peak / 1e9:.1f} GB | {plan.memory.peak / 1e9:.1f} GB |"
     assert figures in (ROOT / "docs/sharded.md").read_text()
     assert planned(preset, gpu, "--launch.replicas", "2").refused == []

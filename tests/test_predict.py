@@ -1,4 +1,5 @@
-"""evaluate.py on small jobs: predictions equal a plain loop's; and which script takes a classifier's run."""
+"""evaluate.py on small jobs: predictions equal a plain loop's; and which script takes a
+classifier's run."""
 
 import json
 import re
@@ -28,18 +29,26 @@ NAMES = ["cat", "dog", "owl"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """`scaled/run`, of images scaled to 20 x 20; `kept/run`, of 16 x 16; of points `clusters/run`, `line/run`."""
+    """`scaled/run`, of images scaled to 20 x 20; `kept/run`, of 16 x 16; of points `clusters/run`,
+    `line/run`."""
     folder = tmp_path_factory.mktemp("predict")
     write_images(folder / "images/train", {"cat": 4, "dog": 3, "owl": 3}, 1)
     write_images(folder / "images/test", {"cat": 3, "owl": 2}, 2)
-    own = {"data.name": "images", "data.path": str(folder / "images"), "train.epochs": 1, "train.global_batch_size": 4}
+    own = {
+        "data.name": "images",
+        "data.path": str(folder / "images"),
+        "train.epochs": 1,
+        "train.global_batch_size": 4,
+    }
     kinds = (
         ("scaled", "lenet", own | {"data.image_size": 20}),
         ("kept", "lenet", own),
         ("clusters", "mlp", {"train.epochs": 1, "train.mixed_precision": "no"}),
         ("line", "regression", {"train.epochs": 1}),
     )
-    run_ranks(in_turn, 1, *((train, job_config(kind, folder / name, of)) for name, kind, of in kinds))
+    run_ranks(
+        in_turn, 1, *((train, job_config(kind, folder / name, of)) for name, kind, of in kinds)
+    )
     return folder
 
 
@@ -53,7 +62,8 @@ def predictions_in(folder):
 
 
 def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
-    """A grey photograph of another size, with a name of two lines, and a folder; the last batch is short."""
+    """A grey photograph of another size, with a name of two lines, and a folder; the last batch is
+    short."""
     photo = tmp_path / "a\nphoto.bmp"
     Image.linear_gradient("L").resize((40, 20)).save(photo)
     images = runs / "images/test"
@@ -92,7 +102,9 @@ def test_a_run_writes_the_predictions_of_its_test_samples(runs, tmp_path):
     evaluate(run)
     evaluate(run, runs / "images/test", output=str(tmp_path / "images"))
     (folder,) = (run / "evaluations").glob("step-*")
-    for line, other in zip(predictions_in(folder), predictions_in(tmp_path / "images"), strict=True):
+    for line, other in zip(
+        predictions_in(folder), predictions_in(tmp_path / "images"), strict=True
+    ):
         assert (line["file"], line["target"]) == (other["file"], Path(other["file"]).parent.name)
         assert_close(line["probability"], other["probability"], 1e-5, 1)
     evaluate(runs / "clusters/run", output=str(tmp_path / "points"))
@@ -144,5 +156,8 @@ def test_test_images_that_have_changed_are_not_scored(runs):
 
 def test_generate_refuses():
     expect_field(
-        "checkpoint", "", generate_text, GenerateConfig(checkpoint=str(GOLDEN / "regression_run"), device="cpu")
+        "checkpoint",
+        "",
+        generate_text,
+        GenerateConfig(checkpoint=str(GOLDEN / "regression_run"), device="cpu"),
     )

@@ -1,4 +1,5 @@
-"""Preparing data: what ends up in the shards, restarts, the user's mistakes, the account, and shards of others."""
+"""Preparing data: what ends up in the shards, restarts, the user's mistakes, the account, and
+shards of others."""
 
 import csv
 import dataclasses
@@ -45,13 +46,17 @@ def texts(tmp_path, library):
     folder = tmp_path / "texts"
     (folder / "below").mkdir(parents=True)
     for number, text in enumerate(library):
-        (folder / ("below" if number % 2 else "") / f"{number:03d}.txt").write_bytes(text[:2000].encode())
+        (folder / ("below" if number % 2 else "") / f"{number:03d}.txt").write_bytes(
+            text[:2000].encode()
+        )
     (folder / ".hidden").write_bytes(b"\0")
     return folder
 
 
 def config(source, output, **changes):
-    return nasty.config(source, **{"output": str(output), "tokenizer": "bytes", "workers": 1} | changes)
+    return nasty.config(
+        source, **{"output": str(output), "tokenizer": "bytes", "workers": 1} | changes
+    )
 
 
 def tokens_of(folder, split):
@@ -86,11 +91,21 @@ def documents_for(kind):
     """Random documents that a file of this kind can hold. One is longer than a block."""
     draw = random.Random(0)
     words = ["one", " two", "é", " 漢字", "😀👩\u200d👧", "\t", "'s", ", ", "<|endoftext|>", "\x85"]
-    words += [] if kind in ("lines.txt", "f.TSV") else ["\nx"] if kind in ALONE else ["\n", "\r\n", "\n\n", "\u2028"]
+    words += (
+        []
+        if kind in ("lines.txt", "f.TSV")
+        else ["\nx"]
+        if kind in ALONE
+        else ["\n", "\r\n", "\n\n", "\u2028"]
+    )
     words = ['"', '""', *words[:5], *words[6:]] if kind == "f.TSV" else words  # instead of a tab
     documents = ["".join(draw.choices(words, k=draw.choice([0, 9, 60]))) for _ in range(150)]
     documents[70] = "".join(draw.choices(words, k=3000))
-    return [text.strip("\r\n\t ") or "x" for text in documents] if kind in ALONE or "stories" in kind else documents
+    return (
+        [text.strip("\r\n\t ") or "x" for text in documents]
+        if kind in ALONE or "stories" in kind
+        else documents
+    )
 
 
 def write_documents(place, kind, documents):
@@ -111,7 +126,11 @@ def write_documents(place, kind, documents):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place, row_group_size=7)
     elif kind in ("e.csv", "f.TSV"):
         with place.open("w", newline="", encoding="utf-8") as file:
-            options = {} if kind == "e.csv" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+            options = (
+                {}
+                if kind == "e.csv"
+                else {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+            )
             writer = csv.DictWriter(file, rows[0], **options)
             writer.writeheader()
             writer.writerows(rows)
@@ -135,13 +154,21 @@ HASHES = {
 
 @pytest.mark.parametrize("kind", [*ROWS, *ALONE, "stories.jsonl", "files"])
 def test_documents_in_are_documents_out(tmp_path, monkeypatch, kind):
-    """In order, each in the split that its text decides; the same from parts of files, and with several workers."""
+    """In order, each in the split that its text decides; the same from parts of files, and with
+    several workers."""
     documents, source = documents_for(kind), tmp_path / kind
     write_documents(source, kind, documents)
-    asked = {"source": source, "column": "body", "val_fraction": 0.2, "shard_tokens": 5000} | OPTIONS.get(kind, {})
+    asked = {
+        "source": source,
+        "column": "body",
+        "val_fraction": 0.2,
+        "shard_tokens": 5000,
+    } | OPTIONS.get(kind, {})
     whole = prepare(config(output=tmp_path / "whole", **asked))
     verify_shards(tmp_path / "whole", whole)
-    assert whole.hash == HASHES.get(kind, whole.hash), "a source gives the tokens that it always gave"
+    assert whole.hash == HASHES.get(kind, whole.hash), (
+        "a source gives the tokens that it always gave"
+    )
     assert {shard.tokens for split in whole.splits.values() for shard in split[:-1]} <= {5000}
     splits = {"train": [], "val": []}
     for text in filter(None, documents):
@@ -163,13 +190,17 @@ PARTED += [(module, "LARGEST", 4000) for module in (encode, source_files)]
 
 def test_a_bpe_is_trained_and_another_folder_s_is_copied(texts, tmp_path, monkeypatch):
     """Without `vocab_size` the text decides its size, and any that is there will do."""
-    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))  # in a second less
+    # in a second less
+    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))
     first = prepare(config(texts, tmp_path / "first", tokenizer="bpe", vocab_size=300))
     assert first.vocab_size == 300
     monkeypatch.chdir(tmp_path / "first")
     elsewhere = texts.rename(tmp_path / "moved")
     for number, tokenizer in enumerate((str(tmp_path / "first"), "tokenizer.json")):
-        assert prepare(config(elsewhere, tmp_path / str(number), tokenizer=tokenizer)).hash == first.hash
+        assert (
+            prepare(config(elsewhere, tmp_path / str(number), tokenizer=tokenizer)).hash
+            == first.hash
+        )
     found = prepare(config(elsewhere, tmp_path / "second", tokenizer="bpe"))
     assert found.vocab_size == suitable_vocab_size(found.recipe["account"]["bytes"]) == 2048
     monkeypatch.setattr(prepare_module, "_prepare", None)
@@ -203,8 +234,13 @@ def test_few_documents_are_divided_by_bytes(tmp_path, library, monkeypatch):
     tokenizer = load_tokenizer("gpt2")
     assert [*tokens_of(tmp_path / "out", "train")] == [tokenizer.eot, *tokenizer.encode(training)]
     assert [*tokens_of(tmp_path / "out", "val")] == [*tokenizer.encode(validation)]
-    assert prepare(config(tmp_path / "few", tmp_path / "two", **changes, workers=2)).hash == manifest.hash
-    expect_error("source = .*few", prepare, config(tmp_path / "few", tmp_path / "less", val_fraction=1e-9))
+    assert (
+        prepare(config(tmp_path / "few", tmp_path / "two", **changes, workers=2)).hash
+        == manifest.hash
+    )
+    expect_error(
+        "source = .*few", prepare, config(tmp_path / "few", tmp_path / "less", val_fraction=1e-9)
+    )
 
 
 CUTS = [
@@ -222,7 +258,9 @@ CUTS = [
 @pytest.mark.parametrize(("pieces", "latest", "training"), CUTS)
 def test_the_training_text_ends_at_a_break(pieces, latest, training):
     """What follows `latest` does not matter."""
-    given = [sources.DocumentChunk(text, number == 0, "train") for number, text in enumerate(pieces)]
+    given = [
+        sources.DocumentChunk(text, number == 0, "train") for number, text in enumerate(pieces)
+    ]
     cut = split.Cut(latest // 2, latest)
     for after in ("", "\n \n", "é"):
         *before, last = [piece.text for piece in given]
@@ -252,8 +290,8 @@ def is_validation(text):
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_another_validation_text_gives_the_same_tokenizer(tmp_path, library, monkeypatch, is_whole):
-    """And the same training shards: neither the merges nor the number of them depend on it. In one file it has as many
-    bytes; in documents it is much longer than all of the training text."""
+    """And the same training shards: neither the merges nor the number of them depend on it. In one
+    file it has as many bytes; in documents it is much longer than all of the training text."""
     monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))
     texts = [text[:2000] for text in library]
     training = [text for text in texts if not is_validation(text)]
@@ -265,9 +303,17 @@ def test_another_validation_text_gives_the_same_tokenizer(tmp_path, library, mon
             (tmp_path / name / "all.txt").write_bytes(text[: len(text) - len(ending)] + ending)
         else:
             numbers = range(5000)
-            other = [text for text in (f"{number} zq xj " * 500 for number in numbers) if is_validation(text)]
-            validation = other if name == "second" else [text for text in texts if is_validation(text)]
-            rows = [json.dumps({"text": text}) for text in [*validation[:3], *training, *validation[3:]]]
+            other = [
+                text
+                for text in (f"{number} zq xj " * 500 for number in numbers)
+                if is_validation(text)
+            ]
+            validation = (
+                other if name == "second" else [text for text in texts if is_validation(text)]
+            )
+            rows = [
+                json.dumps({"text": text}) for text in [*validation[:3], *training, *validation[3:]]
+            ]
             (tmp_path / name / "all.jsonl").write_text("\n".join(rows))
         prepare(config(tmp_path / name, tmp_path / f"{name}-out", tokenizer="bpe"))
     first, second = (tmp_path / f"{name}-out" for name in ("first", "second"))
@@ -278,7 +324,10 @@ def test_another_validation_text_gives_the_same_tokenizer(tmp_path, library, mon
 
 
 def test_a_bpe_of_the_first_rows_counts_training_text_alone():
-    chunks = [sources.DocumentChunk("é" * 10, True, name) for name in ("val", "train", "val", "train", "train")]
+    chunks = [
+        sources.DocumentChunk("é" * 10, True, name)
+        for name in ("val", "train", "val", "train", "train")
+    ]
     counts = Counter()
     assert [*prepare_module._training_texts(chunks, 30, counts)] == ["é" * 10] * 2
     assert counts == {"bytes": 40}
@@ -297,7 +346,9 @@ def test_a_folder_of_an_earlier_release_stays(texts, tmp_path, capsys):
     assert old.hash == made.hash
     for recipe in ({"tokenizer": "gpt2"}, {}):
         assert not tokenizer_note({"out": dataclasses.replace(old, recipe=recipe)})
-    assert not tokenizer_note({"out": dataclasses.replace(old, splits={"train": old.splits["train"]})})
+    assert not tokenizer_note(
+        {"out": dataclasses.replace(old, splits={"train": old.splits["train"]})}
+    )
 
 
 def test_another_recipe_or_other_files_are_left_alone(texts, tmp_path):
@@ -308,10 +359,17 @@ def test_another_recipe_or_other_files_are_left_alone(texts, tmp_path):
     (tmp_path / "bins" / "train_000000.bin").write_bytes(b"precious")
     (tmp_path / "file").write_bytes(b"")
     before = snapshot(tmp_path)
-    expect_error("output = .*made with val_fraction 0.05;", prepare, config(texts, output, val_fraction=0.1))
-    expect_error("shard = .*train_000000.bin", prepare, config(texts, output))  # finished, but not whole any more
+    expect_error(
+        "output = .*made with val_fraction 0.05;", prepare, config(texts, output, val_fraction=0.1)
+    )
+    # finished, but not whole any more
+    expect_error("shard = .*train_000000.bin", prepare, config(texts, output))
     expect_error("output = .*bins", prepare, config(texts, tmp_path / "bins"))
-    expect_error("output = .*file: cannot be written .it is a file.", prepare, config(texts, tmp_path / "file"))
+    expect_error(
+        "output = .*file: cannot be written .it is a file.",
+        prepare,
+        config(texts, tmp_path / "file"),
+    )
     assert snapshot(tmp_path) == before
 
 
@@ -345,15 +403,26 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path, case):
 
 
 @pytest.mark.parametrize("output", ["words.txt", "words.txt/below"])
-def test_an_output_that_cannot_be_a_folder_is_refused_before_any_work(tmp_path, monkeypatch, output):
+def test_an_output_that_cannot_be_a_folder_is_refused_before_any_work(
+    tmp_path, monkeypatch, output
+):
     (tmp_path / "words.txt").write_text("text")
     monkeypatch.setattr(prepare_module, "_prepare", lambda *_: pytest.fail("it began"))
     asked = config(tmp_path / "words.txt", tmp_path / output)
-    expect_error(rf"^output = {tmp_path / output}: cannot be written \([^\n]*; name another folder$", prepare, asked)
+    expect_error(
+        rf"^output = {tmp_path / output}: cannot be written \([^\n]*; name another folder$",
+        prepare,
+        asked,
+    )
     assert [*tmp_path.iterdir()] == [tmp_path / "words.txt"]
 
 
-EMPTY = {"a.txt": b"", "mark.txt": b"\xef\xbb\xbf", "a.txt.gz": gzip.compress(b""), "a.jsonl": b'{"text": ""}\n' * 300}
+EMPTY = {
+    "a.txt": b"",
+    "mark.txt": b"\xef\xbb\xbf",
+    "a.txt.gz": gzip.compress(b""),
+    "a.jsonl": b'{"text": ""}\n' * 300,
+}
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -361,22 +430,27 @@ def test_a_source_without_text_for_a_split_is_refused(tmp_path, tokenizer):
     for name, content in EMPTY.items():
         (tmp_path / name).write_bytes(content)
         for fraction in (0, 0.05):
-            asked = config(tmp_path / name, tmp_path / "out", tokenizer=tokenizer, val_fraction=fraction)
+            asked = config(
+                tmp_path / name, tmp_path / "out", tokenizer=tokenizer, val_fraction=fraction
+            )
             expect_error("source = .*: has no text; choose another source", prepare, asked)
     (tmp_path / "same.jsonl").write_bytes(b'{"text": "one"}\n' * 300)
     for fraction, name in ((0.05, "val"), (0.95, "train")):
-        asked = config(tmp_path / "same.jsonl", tmp_path / "out", tokenizer=tokenizer, val_fraction=fraction)
+        asked = config(
+            tmp_path / "same.jsonl", tmp_path / "out", tokenizer=tokenizer, val_fraction=fraction
+        )
         expect_error(f"has too few different documents for a {name} split", prepare, asked)
 
 
 @pytest.mark.parametrize("is_disk", [False, True])
 def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, is_disk):
-    """It has files of others, and is behind a link, or the root of a disk, where no folder beside it is on that
-    disk."""
+    """It has files of others, and is behind a link, or the root of a disk, where no folder beside
+    it is on that disk."""
     folder, output = tmp_path / "place/out", tmp_path / "link"
     folder.mkdir(parents=True)
     (folder / ".train-000000001.tmp").write_text("precious")
-    for name in (".source.jsonl", "train_000999.bin"):  # of one that was killed while it published its files
+    # of one that was killed while it published its files
+    for name in (".source.jsonl", "train_000999.bin"):
         (folder / name).touch()
     expect_error("create it with prepare_data.py", read_manifest, folder)
     (left := (folder if is_disk else folder.parent) / ".out.tmp").mkdir()
@@ -409,7 +483,10 @@ def test_the_record_of_a_received_folder_may_hold_anything(texts, tmp_path, spoi
     assert prepare(config(texts, tmp_path / "out")) == made
     edit_manifest(tmp_path / "out", recipe={**made.recipe, "fingerprint": 3})
     expect_error("has changed since it was read", prepare, config(texts, tmp_path / "out"))
-    edit_manifest(tmp_path / "out", recipe={name: made.recipe[name] for name in made.recipe if name != "fingerprint"})
+    edit_manifest(
+        tmp_path / "out",
+        recipe={name: made.recipe[name] for name in made.recipe if name != "fingerprint"},
+    )
     expect_error("has changed since it was read", prepare, config(texts, tmp_path / "out"))
 
 
@@ -467,7 +544,9 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
     ):
         changing = lambda *args, change=change: (make_tokenizer(*args), change())  # noqa: E731
         monkeypatch.setattr(prepare_module, "make_tokenizer", changing)
-        expect_error(words, prepare, config(texts, tmp_path / "out", tokenizer="bpe", vocab_size=300))
+        expect_error(
+            words, prepare, config(texts, tmp_path / "out", tokenizer="bpe", vocab_size=300)
+        )
         assert not (tmp_path / "out").exists()
 
 
@@ -518,7 +597,10 @@ def test_the_summary_counts_what_it_does_not_name(tmp_path, capsys):
         (tmp_path / f"{number}.txt").write_bytes(bytes(9))
     prepare(config(tmp_path, tmp_path / "out", tokenizer="bpe", vocab_size=9999, val_fraction=0))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"note: {tmp_path}/b.html: HTML, whose markup becomes text; extract the text first"
+    assert (
+        lines[0]
+        == f"note: {tmp_path}/b.html: HTML, whose markup becomes text; extract the text first"
+    )
     at = lines.index("  left out: 5 files")
     assert lines[at + 4] == f"    and 2 more; {tmp_path}/out/manifest.json names them"
     assert lines[at + 5].startswith("  note: the text gives only ")
@@ -585,9 +667,14 @@ def test_progress_in_a_file_is_a_line_a_minute(monkeypatch, capsys, tty, total):
     updates = []
     for _ in progress.progress(range(4), "encoding", "bytes", total, lambda _: 100):
         now[0] += 40
-    known = ["encoding: 200 of 400 bytes (50%), 0:01:20 left", "encoding: 400 of 400 bytes (100%), 0:00:00 left"]
+    known = [
+        "encoding: 200 of 400 bytes (50%), 0:01:20 left",
+        "encoding: 400 of 400 bytes (100%), 0:00:00 left",
+    ]
     unknown = ["encoding: 200 bytes, for 0:01:20", "encoding: 400 bytes, for 0:02:40"]
-    assert capsys.readouterr().err.splitlines() == ([] if tty else known if total == 400 else unknown)
+    assert capsys.readouterr().err.splitlines() == (
+        [] if tty else known if total == 400 else unknown
+    )
     assert updates == [100] * 4
 
 
@@ -606,7 +693,11 @@ def test_the_sizes_of_what_is_encoded_add_up(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))
     prepare(config(texts, tmp_path / "out", tokenizer="bpe"))
     size = sum(file.stat().st_size for file in texts.rglob("*.txt"))
-    assert seen == {"looking at files": [size, size], "reading": [size, size], "encoding": [size, size]}
+    assert seen == {
+        "looking at files": [size, size],
+        "reading": [size, size],
+        "encoding": [size, size],
+    }
 
 
 def test_a_full_disk_is_named_with_the_way_out(tmp_path, monkeypatch):
@@ -617,7 +708,11 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(prepare_module, "_prepare", full)
     asked = config(tmp_path / "words.txt", tmp_path / "out")
-    expect_error(r"^output = .*No space left on device\); free space on that disk, and run the same", prepare, asked)
+    expect_error(
+        r"^output = .*No space left on device\); free space on that disk, and run the same",
+        prepare,
+        asked,
+    )
 
 
 def test_a_closed_output_is_no_damage_of_the_data(texts, tmp_path, monkeypatch):
@@ -643,9 +738,16 @@ def make_dump(folder, **sizes):
 
 def test_dumps_of_others_become_a_corpus(tmp_path, monkeypatch):
     """By the program of docs/extend.md."""
-    make_dump(tmp_path / "dumps", fineweb_val_000000=300, fineweb_train_000001=100, fineweb_train_000000=200)
+    make_dump(
+        tmp_path / "dumps",
+        fineweb_val_000000=300,
+        fineweb_train_000001=100,
+        fineweb_train_000000=200,
+    )
     (program,) = re.findall(
-        r"```python\n(from pathlib import Path\n.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL
+        r"```python\n(from pathlib import Path\n.*?)```",
+        (ROOT / "docs/extend.md").read_text(),
+        re.DOTALL,
     )
     monkeypatch.chdir(tmp_path)
     exec(program, {})

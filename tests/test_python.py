@@ -27,7 +27,11 @@ PAGE = ROOT / "docs/python.md"
 def test_importing_the_package_imports_nothing_heavy(tmp_path):
     code = "import sys, gpt2_ddp; print(dir(gpt2_ddp)); from gpt2_ddp import UserError, train, prepare, load_config;"
     heavy = "('torch', 'accelerate', 'pandas', 'datasets', 'matplotlib')"
-    command = [sys.executable, "-c", f"{code} print([name for name in {heavy} if name in sys.modules])"]
+    command = [
+        sys.executable,
+        "-c",
+        f"{code} print([name for name in {heavy} if name in sys.modules])",
+    ]
     names, loaded = launch(command, tmp_path).stdout.splitlines()
     assert loaded == "[]"
     assert set(gpt2_ddp.__all__) <= set(re.findall(r"'(\w+)'", names))
@@ -42,11 +46,21 @@ def test_every_public_name_is_there_and_says_what_it_is():
 
 def test_a_configuration_is_files_and_then_changes(tmp_path):
     assert load_config(train={"steps": 7}).run_name == "stdlib"
-    assert load_config(data={"path": "elsewhere"}).model == load_config("configs/gpt2_small_corpus.yaml").model
+    assert (
+        load_config(data={"path": "elsewhere"}).model
+        == load_config("configs/gpt2_small_corpus.yaml").model
+    )
     file = tmp_path / "own.yaml"
     file.write_text("optim: {lr: 0.5}\ntrain: {steps: 3}\n")
-    config = load_config("configs/gpt2_stdlib.yaml", str(file), train={"micro_batch_size": 2}, **{"eval.every": 9})
-    assert (config.optim.lr, config.train.steps, config.train.micro_batch_size, config.eval.every) == (0.5, 3, 2, 9)
+    config = load_config(
+        "configs/gpt2_stdlib.yaml", str(file), train={"micro_batch_size": 2}, **{"eval.every": 9}
+    )
+    assert (
+        config.optim.lr,
+        config.train.steps,
+        config.train.micro_batch_size,
+        config.eval.every,
+    ) == (0.5, 3, 2, 9)
     assert (config.run_name, config.model.n_embd) == ("stdlib", 192), "the rest of the first file"
     assert load_config(data={"path": ["a", "b"]}).data.path == ("a", "b")
 
@@ -86,7 +100,8 @@ def test_a_mistake_is_a_user_error_with_field_and_value(case, tmp_path, monkeypa
 
 
 def train_again_and_again(corpus, place):
-    """What one process comes to that trains: in another precision, in a thread, stopped, beside an Accelerator."""
+    """What one process comes to that trains: in another precision, in a thread, stopped, beside an
+    Accelerator."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
 
@@ -97,7 +112,8 @@ def train_again_and_again(corpus, place):
 
     def run(name, on_row=None, **changes):
         return gpt2_ddp.train(
-            training_config(corpus, place, {"run_name": name, "train.steps": 6, **changes}), on_row=on_row
+            training_config(corpus, place, {"run_name": name, "train.steps": 6, **changes}),
+            on_row=on_row,
         )
 
     refused = partial(expect_error, "train =", run)
@@ -107,7 +123,10 @@ def train_again_and_again(corpus, place):
     thread.start()
     thread.join()
     handler = signal.getsignal(signal.SIGINT)
-    loop.train_step = lambda run: (run.step == 2 and os.kill(os.getpid(), signal.SIGINT), train_step(run))[1]
+    loop.train_step = lambda run: (
+        run.step == 2 and os.kill(os.getpid(), signal.SIGINT),
+        train_step(run),
+    )[1]
     found["stopped"] = run("four")
     assert signal.getsignal(signal.SIGINT) == handler, "signals are again whose they were"
     loop.train_step = train_step
@@ -124,8 +143,15 @@ def train_again_and_again(corpus, place):
 
 def test_training_again_in_one_process(corpus, tmp_path):
     (found,) = run_ranks(train_again_and_again, 1, corpus, tmp_path)
-    assert [found[name].outcome for name in ("first", "second", "thread", "after")] == ["completed"] * 4
-    assert found["first"].metrics == found["thread"].metrics == found["after"].metrics != found["second"].metrics
+    assert [found[name].outcome for name in ("first", "second", "thread", "after")] == [
+        "completed"
+    ] * 4
+    assert (
+        found["first"].metrics
+        == found["thread"].metrics
+        == found["after"].metrics
+        != found["second"].metrics
+    )
     assert (found["stopped"].outcome, found["stopped"].step) == ("stopped", 3)
     assert found["rows"] == rows_of(tmp_path / "one")
     assert "ZeroDivisionError" in status(tmp_path / "seven")["reason"]
@@ -142,12 +168,17 @@ def test_training_again_in_one_process(corpus, tmp_path):
     scored = gpt2_ddp.score(newest, tokenizer, text)
     expected = 0.0
     for x in (whole[begin : begin + 33] for begin in range(0, len(whole) - 1, 32)):
-        expected += torch.nn.functional.cross_entropy(newest(x[None, :-1])[0].double(), x[1:], reduction="sum").item()
+        expected += torch.nn.functional.cross_entropy(
+            newest(x[None, :-1])[0].double(), x[1:], reduction="sum"
+        ).item()
     assert (scored.tokens, scored.bytes) == (len(whole) - 1, len(text))
     assert_close(scored.loss, expected / scored.tokens, 1e-6)
     expect_error("text =", gpt2_ddp.score, newest, tokenizer, "")
     one, two = gpt2_ddp.generate(newest, tokenizer, ["def ", "import "], 5)
-    assert ((one[:4], two[:7]), gpt2_ddp.generate(newest, tokenizer, "def ", 5)) == (("def ", "import "), [one])
+    assert ((one[:4], two[:7]), gpt2_ddp.generate(newest, tokenizer, "def ", 5)) == (
+        ("def ", "import "),
+        [one],
+    )
 
 
 def train_twice(corpus, place):
@@ -196,4 +227,10 @@ def test_the_page_runs_block_by_block(tmp_path):
     assert found.returncode == 0, found.stderr
     for said in ("completed 10", "did you mean train.steps?", "\nstopped 5 "):
         assert said in found.stdout
-    assert {place.name for place in (tmp_path / "runs").iterdir()} == {"first", "early", "lr-0.001", "lr-0.01", "two"}
+    assert {place.name for place in (tmp_path / "runs").iterdir()} == {
+        "first",
+        "early",
+        "lr-0.001",
+        "lr-0.01",
+        "two",
+    }

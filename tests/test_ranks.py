@@ -22,7 +22,9 @@ def test_what_is_drawn_depends_on_seed_micro_batch_and_rank_alone():
     first = drawn(1, 2, 3)
     torch.rand(7)
     assert drawn(1, 2, 3) == first
-    others = [drawn(*key) for key in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 1, 4), (0, 0, 0))]
+    others = [
+        drawn(*key) for key in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 1, 4), (0, 0, 0))
+    ]
     assert len({tuple(values) for values in [first, *others]}) == 7
     seed_micro_batch(1, 2, 3)
     assert torch.initial_seed() == 4063502498695272493
@@ -57,7 +59,9 @@ def one_rank_fails(failing):
 def test_a_limit_of_open_files_is_raised(monkeypatch):
     limits = [1024, 4358]
     monkeypatch.setattr(launch.resource, "getrlimit", lambda _: tuple(limits))
-    monkeypatch.setattr(launch.resource, "setrlimit", lambda _, new: limits.__setitem__(slice(2), new))
+    monkeypatch.setattr(
+        launch.resource, "setrlimit", lambda _, new: limits.__setitem__(slice(2), new)
+    )
     launch.allow_open_files()
     assert limits == [4358, 4358]
 
@@ -66,7 +70,10 @@ def test_a_rank_ends_if_the_ranks_do_not_connect_in_time(monkeypatch, capfd):
     monkeypatch.setattr(peers.os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="2"):
         peers._watch_connecting(Event(), -peers.AFTERMATH)
-    assert "cannot connect to the others (one of them has not answered within -5 s)" in capfd.readouterr().err
+    assert (
+        "cannot connect to the others (one of them has not answered within -5 s)"
+        in capfd.readouterr().err
+    )
 
 
 def compared(here):
@@ -101,4 +108,6 @@ def test_what_one_rank_finds_is_raised_on_all_and_what_ranks_differ_in_is_named(
     for rank, (failed, own, agreed, named, cut) in enumerate(run_ranks(in_turn, 3, *calls)):
         assert (failed, own) == ("field = 2: of one rank", str(rank))
         assert (agreed, named) == ("", message)
-        assert cut.splitlines() == [f"{number} = 0: rank 1 has 1; give all ranks the same" for number in range(9)]
+        assert cut.splitlines() == [
+            f"{number} = 0: rank 1 has 1; give all ranks the same" for number in range(9)
+        ]

@@ -1,4 +1,5 @@
-"""The reference pages: configuration.md and commands.md equal what the code gives; files.md names every key."""
+"""The reference pages: configuration.md and commands.md equal what the code gives; files.md names
+every key."""
 
 import re
 import signal
@@ -42,7 +43,11 @@ def test_every_script_is_in_commands_and_in_its_first_table():
 
 
 def test_the_part_written_by_hand_names_fields_that_exist_and_those_that_help_lists():
-    named = {*re.findall(r"--([\w.]+)", REFERENCE.by_hand("configuration.md"))} - {"config", "print_config", "help"}
+    named = {*re.findall(r"--([\w.]+)", REFERENCE.by_hand("configuration.md"))} - {
+        "config",
+        "print_config",
+        "help",
+    }
     assert {*TrainingConfig.first} <= named <= {*dict(leaves(TrainingConfig))}
 
 
@@ -60,11 +65,16 @@ def first_column(text):
 
 
 def keys_of(section):
-    """The keys that a section of the state has in a file, with those of the sections in it; none for other types."""
+    """The keys that a section of the state has in a file, with those of the sections in it; none
+    for other types."""
     if not (isinstance(section, type) and issubclass(section, Section)):
         return set()
-    kept = {name: field.annotation for name, field in section.model_fields.items() if not field.exclude}
-    return {*kept}.union(*(keys_of(kind) for one in kept.values() for kind in (one, *get_args(one))))
+    kept = {
+        name: field.annotation for name, field in section.model_fields.items() if not field.exclude
+    }
+    return {*kept}.union(
+        *(keys_of(kind) for one in kept.values() for kind in (one, *get_args(one)))
+    )
 
 
 ROWS = [row for run in ("gpt2_run", "regression_run") for row in all_rows(GOLDEN / run)]
@@ -80,12 +90,20 @@ def test_files_names_the_keys_of_recorded_rows_and_of_the_terminal():
 def test_files_names_the_events_and_their_keys():
     text = section("Events")
     lines = [line for line in text.splitlines() if line.startswith("| `")]
-    events = {line.split("`")[1]: {*re.findall(r"`(\w+)`", line)} for line in lines if line.count("|") == 4}
+    events = {
+        line.split("`")[1]: {*re.findall(r"`(\w+)`", line)}
+        for line in lines
+        if line.count("|") == 4
+    }
     task_keys = {*re.findall(r"`(\w+)`", text.partition("Keys of the task")[2])}
     assert events.keys() == {"start", "checkpoint", "sample", "rollback", "branch", "length", "end"}
     for row in ROWS:
         if "event" in row:
-            assert row.keys() <= events[row["event"]] | task_keys | {"event", "step", "samples_sha256"}, row["event"]
+            assert row.keys() <= events[row["event"]] | task_keys | {
+                "event",
+                "step",
+                "samples_sha256",
+            }, row["event"]
     assert task_keys - {"start"} == keys_of(GPTData) | keys_of(JobData)
     assert keys_of(Setup) <= events["start"]
     assert {*Sample._fields} <= events["sample"]
@@ -98,7 +116,8 @@ def test_files_names_every_key_of_state_json_and_no_other():
     assert named.keys() == State.model_fields.keys()
     elsewhere = {"gpt2", "null", "false", "train_loss", "loss_mean"}
     for name, field in State.model_fields.items():
-        own = keys_of(field.annotation) | {name}  # a TaskState has no keys of its own: those of tasks are in `Events`
+        # a TaskState has no keys of its own: those of tasks are in `Events`
+        own = keys_of(field.annotation) | {name}
         assert named[name] - elsewhere | {name} == own, name
 
 
@@ -113,4 +132,6 @@ def test_files_names_the_keys_of_the_other_files():
 
 def test_files_names_the_exit_codes():
     codes = {DIVERGED, STOPPED, INTERRUPTED, 128 + signal.SIGPIPE, 0, 1, 2}
-    assert {int(code) for code in re.findall(r"^\| (\d+) \|", section("Exit codes"), re.MULTILINE)} == codes
+    assert {
+        int(code) for code in re.findall(r"^\| (\d+) \|", section("Exit codes"), re.MULTILINE)
+    } == codes

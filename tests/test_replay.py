@@ -1,5 +1,5 @@
-"""What a run recorded is what its training gives again, to the bit; what was altered since is found, and nothing in the
-run folder is touched."""
+"""What a run recorded is what its training gives again, to the bit; what was altered since is
+found, and nothing in the run folder is touched."""
 
 import fcntl
 import json
@@ -34,31 +34,45 @@ INTACT = (
     "ok      replay from step 4 to 8, processes: 1, rows: 4, and all tensors, bit for bit",
     "ok      replay from step 8 to 10, processes: 1, rows: 2, bit for bit",
 )
-"""From one checkpoint to the next; and to a row before the next, in a part that was trained again after a rollback."""
+"""From one checkpoint to the next; and to a row before the next, in a part that was trained again
+after a rollback."""
 
 
 def replayed(run, replay, data=None):
-    """Exit code of verify_run.py, and its lines from the one of the order on. The training warns of nothing."""
-    code, text, errors = said(verify_run, VerifyConfig(run=str(run), replay=replay, data=(str(data),) if data else ()))
+    """Exit code of verify_run.py, and its lines from the one of the order on. The training warns of
+    nothing."""
+    code, text, errors = said(
+        verify_run, VerifyConfig(run=str(run), replay=replay, data=(str(data),) if data else ())
+    )
     assert "warning" not in errors
     lines = text.splitlines()
-    return code, lines[next(n for n, line in enumerate(lines) if "learning rates: recomputed" in line) :]
+    return code, lines[
+        next(n for n, line in enumerate(lines) if "learning rates: recomputed" in line) :
+    ]
 
 
 @pytest.fixture(scope="module")
 def recorded(corpus, tmp_path_factory):
-    """A run of 12 tiny steps with dropout and checkpoints at 4, 8 and 12; its shards are beside it. Steps 9 to 12 are
-    bad at first: the run goes back to step 8 and skips their data."""
+    """A run of 12 tiny steps with dropout and checkpoints at 4, 8 and 12; its shards are beside it.
+    Steps 9 to 12 are bad at first: the run goes back to step 8 and skips their data."""
     place = tmp_path_factory.mktemp("replayed")
     shutil.copytree(corpus, place / "data")
-    changes = {"train.steps": 12, "checkpoint.every": 4, "eval.every": 3, "model.dropout": 0.1, "guard.patience": 2}
+    changes = {
+        "train.steps": 12,
+        "checkpoint.every": 4,
+        "eval.every": 3,
+        "model.dropout": 0.1,
+        "guard.patience": 2,
+    }
     changes |= {"train.global_batch_tokens": 128, "eval.tokens": 200, "train.micro_batch_size": 4}
     complete(training_config(place / "data", place, changes), 1, (32, 48))
     assert [row["step"] for row in events(place / "run", "rollback")] == [8]
     return place
 
 
-@pytest.mark.parametrize(("name", "value"), [("position", 48), ("skipped_ranges", []), ("skipped_ranges", [[32, 40]])])
+@pytest.mark.parametrize(
+    ("name", "value"), [("position", 48), ("skipped_ranges", []), ("skipped_ranges", [[32, 40]])]
+)
 def test_a_state_after_a_rollback(recorded, tmp_path, capsys, name, value):
     """The rows know which data the run skipped."""
     run = Path(shutil.copytree(recorded / "run", tmp_path / "run"))
@@ -73,8 +87,8 @@ def test_a_state_after_a_rollback(recorded, tmp_path, capsys, name, value):
 
 
 def test_trained_again_it_is_the_same_and_nothing_is_touched(recorded):
-    """While a trainer holds the run's lock; by as many threads, as sums are in another order for another number of
-    them."""
+    """While a trainer holds the run's lock; by as many threads, as sums are in another order for
+    another number of them."""
     run = recorded / "run"
     before = {file: file.stat().st_mtime_ns for file in (run, *run.rglob("*"))}
     with (run / ".lock").open("r+") as lock:
@@ -95,7 +109,11 @@ def replayed_by_three_threads(run):
 def test_another_device_or_torch_is_compared_to_a_tolerance(corpus, tmp_path):
     config = training_config(corpus, tmp_path)
     state = {"device": "cpu", "processes": 1, "versions": {}}
-    for changes, exact in (({}, True), ({"device": "NVIDIA H200"}, False), ({"versions": {"torch": "2.0.0"}}, False)):
+    for changes, exact in (
+        ({}, True),
+        ({"device": "NVIDIA H200"}, False),
+        ({"versions": {"torch": "2.0.0"}}, False),
+    ):
         processes, reasons = replay_module._how_exactly(config, state | changes)
         assert (processes, reasons == []) == (1, exact)
     dropout = training_config(corpus, tmp_path, {"model.dropout": 0.1})
@@ -103,10 +121,12 @@ def test_another_device_or_torch_is_compared_to_a_tolerance(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(("setting", "device", "settled"), [
-    ("auto", "cpu", "model"), ("auto", "NVIDIA H200", "auto"), ("off", "cpu", "off"),  # it says so itself
+    # it says so itself
+    ("auto", "cpu", "model"), ("auto", "NVIDIA H200", "auto"), ("off", "cpu", "off"),
 ])  # fmt: skip
 def test_what_auto_came_to_is_what_the_run_says(corpus, tmp_path, setting, device, settled):
-    """A span's few steps could make it come to something else; on another device it is settled for that one."""
+    """A span's few steps could make it come to something else; on another device it is settled for
+    that one."""
     saved = training_config(corpus, tmp_path, {"train.compile": setting}).model_dump(mode="json")
     state = {"device": device, "compile": "model", "micro_batch": 2}
     found = replay_module._config("gpt2", saved, str(tmp_path), (), state)
@@ -138,13 +158,17 @@ ALTERED = [
     (lambda place: (checkpoint_at(place / "run", 4) / MODEL).write_bytes(b""),
      "replay from step 4 to 8: its checkpoint is damaged, so it cannot be trained again", 1),
 ]  # fmt: skip
-"""An edit after which all hashes fit, but for the last; the beginning of the first defect, and the number of defects;
+"""An edit after which all hashes fit, but for the last; the beginning of the first defect, and the
+number of defects;
 None: one or more."""
 
 
 def test_what_was_altered_is_found(recorded, tmp_path):
-    """By the replay alone. Weights that were altered spoil only the stretches that they belong to."""
-    places = [Path(shutil.copytree(recorded, tmp_path / str(number))) for number in range(len(ALTERED))]
+    """By the replay alone. Weights that were altered spoil only the stretches that they belong
+    to."""
+    places = [
+        Path(shutil.copytree(recorded, tmp_path / str(number))) for number in range(len(ALTERED))
+    ]
     for place, (alter, _, _) in zip(places, ALTERED, strict=True):
         alter(place)
     calls = [(replayed, place / "run", "4:8", place / "data") for place in places]
@@ -171,10 +195,15 @@ def test_what_is_not_there_cannot_be_replayed(recorded, tmp_path):
 
 def test_a_small_job_ends_where_it_is_told_to(trained_job):
     """Inside its second epoch, or at its end; the mean loss of that is compared too."""
-    (found,) = run_ranks(in_turn, 1, *[(replayed, trained_job, steps) for steps in ("9:12", "9:18")])
+    (found,) = run_ranks(
+        in_turn, 1, *[(replayed, trained_job, steps) for steps in ("9:12", "9:18")]
+    )
     assert [(code, lines[1]) for code, lines in found] == [
         (0, "ok      replay from step 9 to 12, processes: 1, rows: 3, bit for bit"),
-        (0, "ok      replay from step 9 to 18, processes: 1, rows: 9, and all tensors, bit for bit"),
+        (
+            0,
+            "ok      replay from step 9 to 18, processes: 1, rows: 9, and all tensors, bit for bit",
+        ),
     ]
 
 
@@ -193,7 +222,12 @@ def test_sums_may_differ_in_their_last_digits_and_nothing_else_may(changes, exac
 
 def test_a_rollback_that_its_checkpoint_cannot_have_is_not_replayed(recorded, tmp_path):
     run = Path(shutil.copytree(recorded / "run", tmp_path / "run"))
-    forge(run, lambda rows: [row.update(skipped_range=[1, 2]) for row in rows if row.get("event") == "rollback"])
+    forge(
+        run,
+        lambda rows: [
+            row.update(skipped_range=[1, 2]) for row in rows if row.get("event") == "rollback"
+        ],
+    )
     code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="8:12"))
     assert (code, "to step 8 does not match the skipped positions [1, 2]" in text) == (1, True)
     assert "note    replay of 8:12: not possible" in text

@@ -27,9 +27,9 @@ def message_of(check, step):
 
 
 def flip_and_tell(config, flips):
-    """The message of each flip, which is taken back after it; the first is of a run without any. Three more steps
-    follow a last flip, on rank 1, before that is looked for. A flip: rank, tensor, byte (from the end if negative) and
-    bit."""
+    """The message of each flip, which is taken back after it; the first is of a run without any.
+    Three more steps follow a last flip, on rank 1, before that is looked for. A flip: rank, tensor,
+    byte (from the end if negative) and bit."""
     from gpt2_ddp.training.loop import train_step
 
     with built(config) as run:
@@ -56,10 +56,21 @@ def flip_and_tell(config, flips):
 
 
 def test_of_three_ranks_the_one_is_named(tiny_config, tmp_path):
-    """In a GPT: large tensors and tiny ones, weights, moments and step counts, the first bits and the last. Steps after
-    a flip do not spread it to other tensors; and a buffer is nobody's business."""
-    names = ["wte.weight", "h.0.ln_1.weight", "ln_f.bias", "exp_avg.wte.weight", "exp_avg_sq.ln_f.bias"]
-    flips = [(i % 3, name, *place) for i, name in enumerate(names) for place in ((0, 0), (-1, 7), (77, 3))]
+    """In a GPT: large tensors and tiny ones, weights, moments and step counts, the first bits and
+    the last. Steps after a flip do not spread it to other tensors; and a buffer is nobody's
+    business."""
+    names = [
+        "wte.weight",
+        "h.0.ln_1.weight",
+        "ln_f.bias",
+        "exp_avg.wte.weight",
+        "exp_avg_sq.ln_f.bias",
+    ]
+    flips = [
+        (i % 3, name, *place)
+        for i, name in enumerate(names)
+        for place in ((0, 0), (-1, 7), (77, 3))
+    ]
     flips.append((1, "step.ln_f.weight", 2, 0))
     told = run_ranks(flip_and_tell, 3, tiny_config(), flips)
     assert told[0] == told[1] == told[2]
@@ -97,7 +108,8 @@ def test_every_bit_counts(name):
 
 
 def test_changes_that_could_cancel_are_found():
-    """Rows that change places. Of neighbouring bytes with weights of 1, 3, 5 ...: 3 · 1 - 1 · 2 - 1 · 1."""
+    """Rows that change places. Of neighbouring bytes with weights of 1, 3, 5 ...: 3 · 1 - 1 · 2 - 1
+    · 1."""
     rows = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
     for i in range(1, 50):
         assert sum_of(rows[[i, *range(1, i), 0, *range(i + 1, 50)]]) != sum_of(rows)

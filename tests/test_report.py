@@ -1,5 +1,5 @@
-"""Reports of runs as they are found on disk: torn, strange, several, short and long. Groups of seeds: means and
-differences are scipy's."""
+"""Reports of runs as they are found on disk: torn, strange, several, short and long. Groups of
+seeds: means and differences are scipy's."""
 
 import json
 import math
@@ -24,16 +24,28 @@ from gpt2_ddp.reports.runs import read_runs
 
 BATCH = 512
 SCORED = {"val_tokens": 999, "val_bits_per_byte": 1.25}
-START = {"event": "start", "step": 0, "command": "train_gpt2.py --seed 7", "versions": {"torch": "2"}}
+START = {
+    "event": "start",
+    "step": 0,
+    "command": "train_gpt2.py --seed 7",
+    "versions": {"torch": "2"},
+}
 HOSTILE = '</pre><script>alert("x")</script> & $\\foo$'
 
 
 def metrics(n_rows, every=10):
-    """The step-0 evaluation and n_rows logged steps; every fifth is evaluated, the row of step 200 is the best."""
+    """The step-0 evaluation and n_rows logged steps; every fifth is evaluated, the row of step 200
+    is the best."""
     rows = [{"step": 0, "tokens": 0, "val_loss": 9.0, **SCORED}]
     for i in range(1, n_rows + 1):
         step = i * every
-        row = {"step": step, "tokens": step * BATCH, "loss": 3 + 6 / i, "lr": 1e-3, "grad_norm": 1 / i}
+        row = {
+            "step": step,
+            "tokens": step * BATCH,
+            "loss": 3 + 6 / i,
+            "lr": 1e-3,
+            "grad_norm": 1 / i,
+        }
         row |= {"tokens_per_second": 256.0, "mfu": 0.25, "order_digest": f"{i:064x}"[::-1]}
         rows.append(row | ({"val_loss": 2 + abs(i - 20) / 10, **SCORED} if i % 5 == 0 else {}))
     return rows
@@ -46,9 +58,13 @@ def write_rows(run, rows, samples):
 
 def make_run(folder, rows, state="stopped", **fields):
     folder.mkdir(parents=True)
-    config = training_config(Path("data"), folder, {"seed": 7, "optim.lr": 1e-3, "train.steps": 300, **fields})
+    config = training_config(
+        Path("data"), folder, {"seed": 7, "optim.lr": 1e-3, "train.steps": 300, **fields}
+    )
     (folder / "config.yaml").write_text(dump(config))
-    (folder / "status.json").write_text(json.dumps({"state": state, "step": 300, "reason": "SIGTERM"}))
+    (folder / "status.json").write_text(
+        json.dumps({"state": state, "step": 300, "reason": "SIGTERM"})
+    )
     write_rows(folder, rows, [{"step": 300, "text": "the last sample"}])
     return folder
 
@@ -69,7 +85,9 @@ class Page:
             re.split(r"</t[hd]><t[hd]>", row)
             for row in re.findall(r"<tr><th>(.*?)</t[hd]></tr>", self.source, re.DOTALL)
         ]
-        self.rows = {first: others for first, *others in reversed([[*map(unescape, row)] for row in cells])}
+        self.rows = {
+            first: others for first, *others in reversed([[*map(unescape, row)] for row in cells])
+        }
 
 
 def page_of(*runs):
@@ -95,7 +113,8 @@ versions | torch 2
 
 def test_values_are_the_files_own(tmp_path):
     found = metrics(30)
-    found[10] |= {"val_loss": 1.0, "val_tokens": 50}  # not the best: it scored fewer tokens than the last
+    # not the best: it scored fewer tokens than the last
+    found[10] |= {"val_loss": 1.0, "val_tokens": 50}
     for number, bad in ((5, None), (15, -math.inf), (29, math.nan)):  # not the best either
         found[number] |= {"loss": bad, "grad_norm": bad, "val_loss": bad, "mfu": None}
     found[25]["rhymes"] = 0.125
@@ -106,7 +125,8 @@ def test_values_are_the_files_own(tmp_path):
         assert page.rows[label] == cells
     assert "the last sample" in page.text
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(file.name for file in run.glob("*report*")) == ["report.html", "report.png"]  # no temporary left
+    # no temporary left
+    assert sorted(file.name for file in run.glob("*report*")) == ["report.html", "report.png"]
     assert not re.search("<(script|link|iframe)", page.source)
     assert not re.search(r"(href=\"|url\(|src=\"(?!data:))|@import", page.source)
     assert page_of(run).source == page.source  # the same metrics give the same bytes
@@ -128,7 +148,12 @@ def test_user_text_is_escaped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rows", [metrics(0), [{"step": i, "loss": 1.0 - i / 10} for i in range(11)], [{"step": 3, "loss": None}]]
+    "rows",
+    [
+        metrics(0),
+        [{"step": i, "loss": 1.0 - i / 10} for i in range(11)],
+        [{"step": 3, "loss": None}],
+    ],
 )
 def test_rows_that_hold_little(tmp_path, rows):
     assert page_of(make_run(tmp_path / "run", rows)).rows["step"] == [str(rows[-1]["step"])]
@@ -136,14 +161,20 @@ def test_rows_that_hold_little(tmp_path, rows):
 
 def test_long_runs_make_small_pages(tmp_path):
     run = make_run(tmp_path / "run", metrics(5000, every=1))
-    write_rows(run, metrics(5000, every=1), [{"step": step, "text": "x" * 9000} for step in range(50)])
+    write_rows(
+        run, metrics(5000, every=1), [{"step": step, "text": "x" * 9000} for step in range(50)]
+    )
     page = page_of(run)
     assert len(page.source) < 400_000
-    assert re.findall(r"<summary>step (\d+)<", page.source) == [str(step) for step in range(49, 37, -1)]
+    assert re.findall(r"<summary>step (\d+)<", page.source) == [
+        str(step) for step in range(49, 37, -1)
+    ]
 
 
 def test_mistakes_and_where_the_page_is(tmp_path, capsys, unpainted):
-    run, other, torn = (make_run(tmp_path / name, metrics(3)) for name in ("runs/good", "other", "torn"))
+    run, other, torn = (
+        make_run(tmp_path / name, metrics(3)) for name in ("runs/good", "other", "torn")
+    )
     (torn / "metrics.jsonl").write_text('{"step": 0')
     for wrong in ([run.parent / "nothing"], [run, run.parent], [torn]):
         expect_error(f"runs = {wrong[-1]}", write_report, wrong, tmp_path)
@@ -156,7 +187,10 @@ def test_mistakes_and_where_the_page_is(tmp_path, capsys, unpainted):
 
 
 def test_a_small_job_counts_samples(tmp_path, unpainted):
-    rows = [{"step": step, "samples": 12 * step, "samples_per_second": 500.0, "loss": 2.0 / step} for step in (1, 2, 3)]
+    rows = [
+        {"step": step, "samples": 12 * step, "samples_per_second": 500.0, "loss": 2.0 / step}
+        for step in (1, 2, 3)
+    ]
     job, gpt = make_run(tmp_path / "job", rows), make_run(tmp_path / "gpt", metrics(3))
     page = page_of(job, gpt)
     assert (page.rows["samples"], page.rows["samples_per_second"]) == (["36", "–"], ["500", "–"])
@@ -184,7 +218,8 @@ def test_loss_is_the_mean_since_the_row_before(tmp_path):
 
 def test_tokenizers_that_differ(tmp_path, unpainted):
     one, other, same = (
-        make_run(tmp_path / name, [START | {"tokenizer_sha256": name[-1]}, *metrics(10)]) for name in ("1", "2", "3/1")
+        make_run(tmp_path / name, [START | {"tokenizer_sha256": name[-1]}, *metrics(10)])
+        for name in ("1", "2", "3/1")
     )
     never = make_run(tmp_path / "never", [{"step": 10, "loss": 1.0}])
     loss = draw(read_runs([one, other, never])).axes[0]
@@ -198,11 +233,20 @@ def test_tokenizers_that_differ(tmp_path, unpainted):
 def test_what_a_run_is_drawn_along(tmp_path):
     rows = metrics(3)
     doubled = [row | {"tokens": 2 * row["tokens"]} for row in rows]
-    all_rows = [rows, rows, doubled, [{"step": 1, "loss": 1.0}], [{"step": 1, "loss": 1.0, "tokens": math.inf}]]
+    all_rows = [
+        rows,
+        rows,
+        doubled,
+        [{"step": 1, "loss": 1.0}],
+        [{"step": 1, "loss": 1.0, "tokens": math.inf}],
+    ]
     run, *others = [make_run(tmp_path / str(number), rows) for number, rows in enumerate(all_rows)]
     for other, label in zip(others, ("step", "tokens", "step", "step"), strict=True):
         loss = draw(read_runs([run, other])).axes[0]
-        assert (loss.get_xlabel(), loss.dataLim.x1) == (label, 60 * BATCH if label == "tokens" else 30)
+        assert (loss.get_xlabel(), loss.dataLim.x1) == (
+            label,
+            60 * BATCH if label == "tokens" else 30,
+        )
 
 
 def test_events_are_no_rows(tmp_path):
@@ -242,7 +286,10 @@ def test_strange_content_is_left_out_and_said(tmp_path):
 {"step": 50, "loss": 1e308, "lr": "x", "tokens": Infinity, "tokens_per_second": 1e-320}
 {"step": 60, "val_loss": -1e308, "loss": 1e-300, "grad_norm": 1e308, "mfu": []}
 """)
-        file.writelines(f'{{"step": 60, "event": "length"{more}}}\n' for more in ("", ', "steps": 4', ', "steps": []'))
+        file.writelines(
+            f'{{"step": 60, "event": "length"{more}}}\n'
+            for more in ("", ', "steps": 4', ', "steps": []')
+        )
     assert "unreadable lines" not in page_of(run).text
 
 
@@ -268,14 +315,27 @@ class Runs:
     def add(self, losses, lr=1e-3, state="completed", **last):
         """Runs with these seeds and last losses."""
         for seed, loss in losses.items():
-            rows = [{"step": step, "tokens": step, "loss": 3 + step / 9 * seed} for step in range(0, 201, 10)]
+            rows = [
+                {"step": step, "tokens": step, "loss": 3 + step / 9 * seed}
+                for step in range(0, 201, 10)
+            ]
             if loss is not None:
                 rows[5] |= {"val_loss": 0.1, "val_bits_per_byte": 0.1, "val_tokens": 5}
-                rows[-1] |= {"val_loss": loss, "val_bits_per_byte": loss / 3, "val_tokens": 999} | last
+                rows[-1] |= {
+                    "val_loss": loss,
+                    "val_bits_per_byte": loss / 3,
+                    "val_tokens": 999,
+                } | last
             if "tokenizer" in last:
                 rows.insert(0, START | {"tokenizer_sha256": last["tokenizer"]})
             self.paths.append(
-                make_run(self.folder / f"run{len(self.paths)}", rows, state, seed=seed, **{"optim.lr": lr})
+                make_run(
+                    self.folder / f"run{len(self.paths)}",
+                    rows,
+                    state,
+                    seed=seed,
+                    **{"optim.lr": lr},
+                )
             )
 
     def content(self):
@@ -287,13 +347,17 @@ def runs(tmp_path):
     return Runs(tmp_path / "runs")
 
 
-@pytest.mark.parametrize("other", [TWO, {2: 3.2, 3: 3.5, 9: 1.0}])  # a loss of another seed does not count
+# a loss of another seed does not count
+@pytest.mark.parametrize("other", [TWO, {2: 3.2, 3: 3.5, 9: 1.0}])
 def test_differences_are_scipys(other):
     stats = pytest.importorskip("scipy.stats")
     found, shared = compare(ONE, other), ONE.keys() & other.keys()
     a, b = ([each[seed] for seed in shared] for each in (ONE, other))
     test = stats.ttest_rel(b, a)
-    assert_close((found.difference, found.difference / found.standard_error), (np.mean(b) - np.mean(a), test[0]))
+    assert_close(
+        (found.difference, found.difference / found.standard_error),
+        (np.mean(b) - np.mean(a), test[0]),
+    )
     assert (found.n, found.differs) == (len(shared), test[1] < 0.05)
     assert_close(found.interval, test.confidence_interval())
     assert_close(compare(ONE, other, 7).interval, test.confidence_interval(1 - 0.05 / 7))
@@ -321,7 +385,13 @@ def test_left_out_runs_are_named(runs):
     assert_close(differences.pop(1), 4 - ONE[2])
     assert differences == [None, None]
     lines = "\n".join(describe(group_runs(read_runs(runs.paths))))
-    for remark in ("run8: diverged", "run9: failed", "run10: stopped", "run11: no finite", "run12: no finite"):
+    for remark in (
+        "run8: diverged",
+        "run9: failed",
+        "run10: stopped",
+        "run11: no finite",
+        "run12: no finite",
+    ):
         assert remark in lines
 
 
@@ -353,14 +423,22 @@ run4 | {} | 1
 
 def test_headings_are_the_fields_that_differ(runs):
     runs.add(dict.fromkeys(range(5), 3.0))
-    for number, (path, text) in enumerate(zip(runs.paths, ["1, y: null", "1, y: null", "1", "1.0", "{"], strict=True)):
-        (path / "config.yaml").write_text(f"seed: {number}\nrun_name: r{number}\ntokens: 5\noptim: {{lr: {text}}}")
-    found = [f"{group['heading']} | {json.dumps(group['fields'])} | {len(group['runs'])}" for group in runs.content()]
+    for number, (path, text) in enumerate(
+        zip(runs.paths, ["1, y: null", "1, y: null", "1", "1.0", "{"], strict=True)
+    ):
+        (path / "config.yaml").write_text(
+            f"seed: {number}\nrun_name: r{number}\ntokens: 5\noptim: {{lr: {text}}}"
+        )
+    found = [
+        f"{group['heading']} | {json.dumps(group['fields'])} | {len(group['runs'])}"
+        for group in runs.content()
+    ]
     assert found == HEADINGS.strip().splitlines()
 
 
 def test_where_files_are_is_no_difference(runs):
-    """Mirrors and recipes never are, and the folder of the data is none if the data are the same."""
+    """Mirrors and recipes never are, and the folder of the data is none if the data are the
+    same."""
     runs.add({1: 3.0, 2: 3.1, 3: 3.2})
     for number, (path, data) in enumerate(zip(runs.paths, "aab", strict=True)):
         text = f"data: {{path: [data/{number}], prepare: {number}.yaml}}\ncheckpoint: {{mirror: file:///x/{number}}}\n"
@@ -370,7 +448,9 @@ def test_where_files_are_is_no_difference(runs):
         )
     pair, alone = runs.paths[:2], runs.paths[1:]
     assert [group.heading for group in group_runs(read_runs(pair))] == ["run0"]
-    assert [group.heading for group in group_runs(read_runs(alone))] == [f"data.path=['data/{n}']" for n in (1, 2)]
+    assert [group.heading for group in group_runs(read_runs(alone))] == [
+        f"data.path=['data/{n}']" for n in (1, 2)
+    ]
 
 
 LABELS = """
@@ -385,7 +465,9 @@ def test_a_legend_has_names_and_then_whole_fields(runs):
     runs.add({0: 3.0}, lr=0.2)
     found = read_runs(runs.paths)
     first, other = group_runs(found)
-    assert [first.names, other.names] == ["run0, run1, run2, 1 more", "run4"], "too little is common"
+    assert [first.names, other.names] == ["run0, run1, run2, 1 more", "run4"], (
+        "too little is common"
+    )
     texts = [text.get_text() for text in draw(found).legends[0].get_texts()]
     assert texts == [f"{first.names}: optim.lr=0.1", "run4: optim.lr=0.2"]
     assert describe([first, other])[2].strip() == first.label(128)
@@ -409,7 +491,9 @@ def test_memory_is_in_gigabytes_and_values_come_before_samples(tmp_path, unpaint
     page = page_of(run)
     assert page.rows["memory"] == ["2.5 GB"]
     assert (
-        page.text.index("best val_loss") < page.text.index("the last sample") < page.text.index("train_gpt2.py --seed")
+        page.text.index("best val_loss")
+        < page.text.index("the last sample")
+        < page.text.index("train_gpt2.py --seed")
     )
     (panel,) = (axes for axes in draw(read_runs([run])).axes if "(GB)" in axes.get_title("left"))
     assert_close(panel.lines[0].get_ydata(), 2.5 + np.arange(30) / 1e9)
@@ -425,7 +509,10 @@ def test_json_has_no_nan(runs, unpainted):
     assert "NaN" not in output.read_text()
     found = read_json(output)["groups"]
     assert found == runs.content()
-    assert [(group["n"], group["completed"], len(group["runs"])) for group in found] == [(1, 1, 1), (0, 0, 2)]
+    assert [(group["n"], group["completed"], len(group["runs"])) for group in found] == [
+        (1, 1, 1),
+        (0, 0, 2),
+    ]
 
 
 def test_a_group_has_a_colour(runs):
@@ -433,4 +520,5 @@ def test_a_group_has_a_colour(runs):
     runs.add({1: 3.0}, lr=2e-3)
     figure = draw(read_runs(runs.paths))
     assert [line.get_color() for line in figure.legends[0].get_lines()] == ["C0", "C1"]
-    assert [line.get_color() for line in figure.axes[0].lines[1:4]] == ["C0", "C0", "C1"]  # after the legend's
+    # after the legend's
+    assert [line.get_color() for line in figure.axes[0].lines[1:4]] == ["C0", "C0", "C1"]

@@ -1,4 +1,5 @@
-"""A run that is stopped or killed anywhere, and resumed, equals the same run left alone, bit for bit.
+"""A run that is stopped or killed anywhere, and resumed, equals the same run left alone, bit for
+bit.
 
 The matrix is {task x layout x optimizer x kind of stop}: each pair of two of them occurs.
 """
@@ -40,16 +41,22 @@ KINDS = ("gpt2", "resnet18", "transformer", "letters")
 LAYOUTS = ((1, "ddp"), (2, "ddp"), (3, "ddp"), (2, "fsdp"))
 STOPS = {
     "killed": {kind: [(signal.SIGKILL, at) for at in (1, 6, 7)] for kind in KINDS},
-    "signalled": {kind: [(signal.SIGTERM, 4), (signal.SIGUSR1, 3), (signal.SIGINT, 3)] for kind in KINDS},
+    "signalled": {
+        kind: [(signal.SIGTERM, 4), (signal.SIGUSR1, 3), (signal.SIGINT, 3)] for kind in KINDS
+    },
     "inside": {
         "gpt2": [("evaluate", 0), ("tasks", 5), ("sample", 5), ("evaluate", 12)],
         "transformer": [("evaluate", 8)],
         "resnet18": [("evaluate", 10)],
         "letters": [("evaluate", 10)],
     },
-    "saving": {kind: [("save", at), (signal.SIGKILL, 3)] for kind, at in zip(KINDS, (8, 10, 8, 14), strict=True)},
+    "saving": {
+        kind: [("save", at), (signal.SIGKILL, 3)]
+        for kind, at in zip(KINDS, (8, 10, 8, 14), strict=True)
+    },
 }
-"""A signal to the last rank before so many steps of its process; or a SIGTERM in the middle of what follows a step."""
+"""A signal to the last rank before so many steps of its process; or a SIGTERM in the middle of what
+follows a step."""
 FAST = {("gpt2", 3), ("resnet18", 0), ("transformer", 0), ("letters", 1)}
 CASES = [
     pytest.param(
@@ -62,19 +69,28 @@ CASES = [
     for (number, kind), layout in product(enumerate(KINDS), range(4))
 ]
 BAD = (12 * 4, 12 * 9)
-"""Data of the GPT's steps 5 to 9, whose gradients are not finite: the run goes back from there to step 4."""
+"""Data of the GPT's steps 5 to 9, whose gradients are not finite: the run goes back from there to
+step 4."""
 
 
 def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
-    """A run with all that a state depends on: dropout or augmentation, last steps with fewer items, statistics of
-    BatchNorm, sums over steps, epochs and evaluations; of a GPT also two sources and masked documents."""
+    """A run with all that a state depends on: dropout or augmentation, last steps with fewer items,
+    statistics of BatchNorm, sums over steps, epochs and evaluations; of a GPT also two sources and
+    masked documents."""
     output = folder / name
     if kind == "letters":
-        return LettersConfig(output_dir=str(output), run_name="run", checkpoint=KeepConfig(keep_last=9))
+        return LettersConfig(
+            output_dir=str(output), run_name="run", checkpoint=KeepConfig(keep_last=9)
+        )
     changes = {"checkpoint.keep_last": 9, "optim.name": optimizer}
     if kind != "gpt2":
         if kind == "resnet18":
-            changes |= {"data.path": f"{folder}/cifar", "data.image_size": 8, "data.augment": True, "train.epochs": 3}
+            changes |= {
+                "data.path": f"{folder}/cifar",
+                "data.image_size": 8,
+                "data.augment": True,
+                "train.epochs": 3,
+            }
         return job_config(kind, output, changes)
     changes |= {
         "launch.parallel": parallel,
@@ -96,14 +112,15 @@ def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
 
 
 def train_narrow(*arguments):
-    """Trains with faults. A ResNet-18 has an eighth of the channels: the whole one has checkpoints of 134 MB."""
+    """Trains with faults. A ResNet-18 has an eighth of the channels: the whole one has checkpoints
+    of 134 MB."""
     jobs.ResNet18 = partial(RESNET18, width=8)
     return train_with_faults(*arguments)
 
 
 def train_and_stop(config, bad, during, step, rank):
-    """Trains; that rank is sent SIGTERM halfway `during` what follows step `step`. Returns the outcome, and how often
-    the rest was polled."""
+    """Trains; that rank is sent SIGTERM halfway `during` what follows step `step`. Returns the
+    outcome, and how often the rest was polled."""
     from gpt2_ddp.checkpoint import store
     from gpt2_ddp.evaluation import items as scoring
     from gpt2_ddp.training import start as run
@@ -152,10 +169,13 @@ def stop_at(config, bad, world, what, at, rank):
     if not isinstance(what, str):
         outcomes = run_ranks(train_narrow, world, config, bad, nan, at, what)
     else:
-        outcomes, after = zip(*run_ranks(train_and_stop, world, config, bad, what, at, rank), strict=True)
+        outcomes, after = zip(
+            *run_ranks(train_and_stop, world, config, bad, what, at, rank), strict=True
+        )
         assert max(after) <= 2  # it does not go on to its end
         assert state_of(run)["progress"]["step"] == at
-        if isinstance(config, TrainingConfig):  # evaluations of the others end before the ranks agree
+        # evaluations of the others end before the ranks agree
+        if isinstance(config, TrainingConfig):
             assert any(state_of(run)["progress"]["pending"].values()) == (what != "save")
             assert what not in ("evaluate", "tasks") or not at or untimed(run)[-1]["step"] < at
     assert {*outcomes} == {"stopped"}
@@ -170,7 +190,11 @@ def test_it_equals_the_run_left_alone(
     items_file(tmp_path, 35)
     if kind == "resnet18":
         write_cifar(tmp_path / "cifar", 56, 10)
-    name, bad = (("adamw", "muon")[optimizer], BAD) if kind == "gpt2" else (("sgd", "adam")[optimizer], (0, 0))
+    name, bad = (
+        (("adamw", "muon")[optimizer], BAD)
+        if kind == "gpt2"
+        else (("sgd", "adam")[optimizer], (0, 0))
+    )
     given = kind, corpus, short_documents, tmp_path, name, parallel
     whole, parts = (config_of(*given, part) for part in ("whole", "parts"))
     one, other = tmp_path / "whole/run", tmp_path / "parts/run"

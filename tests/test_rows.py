@@ -37,7 +37,11 @@ def test_rows_that_a_rollback_undid_and_events_do_not_stand(count, steps):
 
 
 def test_numbers_that_json_has_not_become_null():
-    assert finite({"loss": math.nan, "lr": -math.inf, "unit": "tokens"}) == {"loss": None, "lr": None, "unit": "tokens"}
+    assert finite({"loss": math.nan, "lr": -math.inf, "unit": "tokens"}) == {
+        "loss": None,
+        "lr": None,
+        "unit": "tokens",
+    }
 
 
 def test_a_torn_line_has_no_row(tmp_path):
@@ -55,13 +59,20 @@ def test_a_line_without_an_end_is_read_in_parts(tmp_path, monkeypatch):
     file.write_bytes(b'{"step": 1}\n' + bytes(60) + b'\n{"event": 1, "step": 2}\n{"step": 3')
     found = [(len(line.text), line.row, line.torn) for line in read_lines(file)]
     parts = [(25, {}, False), (25, {}, False), (10, {}, False)]
-    assert found == [(11, {"step": 1}, False), *parts, (23, {"event": 1, "step": 2}, False), (10, {}, True)]
+    assert found == [
+        (11, {"step": 1}, False),
+        *parts,
+        (23, {"event": 1, "step": 2}, False),
+        (10, {}, True),
+    ]
     assert read_events(file) == ([{"event": 1, "step": 2}], 0)
     assert [*head(file, 2**40)][1:3] == [bytes(25)] * 2
     assert chain_of(file, 2**40) == ""
 
 
-@pytest.mark.parametrize(("step", "kept"), [(1, [1, 5]), (2, [1, 2, 3, 5, 6, 7]), (3, [*range(1, 9)])])
+@pytest.mark.parametrize(
+    ("step", "kept"), [(1, [1, 5]), (2, [1, 2, 3, 5, 6, 7]), (3, [*range(1, 9)])]
+)
 def test_the_rows_of_a_damaged_file_are_kept_by_their_steps(tmp_path, step, kept):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(LINES))
@@ -77,7 +88,9 @@ def test_rows_with_another_chain_have_none(tmp_path):
     assert chain_of(file, file.stat().st_size) == chain
     first = split_chain(lines[0].rstrip())[1]
     file.write_text("".join(lines).replace(first, FIRST_CHAIN))
-    assert chain_of(file, file.stat().st_size) == "", "though the rows and the last chain are the same"
+    assert chain_of(file, file.stat().st_size) == "", (
+        "though the rows and the last chain are the same"
+    )
 
 
 def test_rows_that_are_gone_are_not_kept(tmp_path, capsys):
@@ -87,4 +100,6 @@ def test_rows_that_are_gone_are_not_kept(tmp_path, capsys):
     assert "is missing; the rows up to step 8 are lost" in capsys.readouterr().err
     file.write_text('{"step": 4}\n{"step": 9}\n')
     assert len([*repaired(file, 8)]) == 1
-    assert "rows up to step 8 are kept; a copy is in metrics.jsonl.damaged" in capsys.readouterr().err
+    assert (
+        "rows up to step 8 are kept; a copy is in metrics.jsonl.damaged" in capsys.readouterr().err
+    )

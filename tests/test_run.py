@@ -43,7 +43,8 @@ def files(folder):
 
 
 def there_and_back(config):
-    """Trains four steps, saves; then three times four more from there, and what they came to each time."""
+    """Trains four steps, saves; then three times four more from there, and what they came to each
+    time."""
     import torch
     from runs import built
 
@@ -60,7 +61,10 @@ def there_and_back(config):
         for _ in range(3):
             losses = torch.stack([train_step(run).losses["loss"] for _ in range(4)]).tolist()
             after = run.snapshot()
-            tensors = {name: value.numpy().tobytes() for name, value in (after.model | after.optimizer).items()}
+            tensors = {
+                name: value.numpy().tobytes()
+                for name, value in (after.model | after.optimizer).items()
+            }
             found.append((losses, run.step, tensors, after.state))
             run.load(saved)
             assert run.step == 4
@@ -70,9 +74,12 @@ def there_and_back(config):
 
 @pytest.mark.parametrize("kind", ["muon", "mlp"])
 def test_back_in_the_middle_of_a_run(corpus, tmp_path, kind):
-    """The same four steps have the same bits, on every rank: weights, moments, order, sums over the epoch."""
+    """The same four steps have the same bits, on every rank: weights, moments, order, sums over the
+    epoch."""
     changes = {"model.dropout": 0.1, "optim.name": "muon"}
-    config = training_config(corpus, tmp_path, changes) if kind == "muon" else job_config(kind, tmp_path)
+    config = (
+        training_config(corpus, tmp_path, changes) if kind == "muon" else job_config(kind, tmp_path)
+    )
     for first, *others in run_ranks(there_and_back, 2, config):
         assert first[1] == 8
         assert all(other == first for other in others)
@@ -83,7 +90,9 @@ def test_back_in_the_middle_of_a_run(corpus, tmp_path, kind):
 
 def test_a_run_without_scores_begins_without_a_row(corpus, tmp_path):
     """One without a validation split; its evaluations have rows as other steps."""
-    config = training_config(other_data(corpus, tmp_path), tmp_path, {"train.steps": 2, "eval.every": 2})
+    config = training_config(
+        other_data(corpus, tmp_path), tmp_path, {"train.steps": 2, "eval.every": 2}
+    )
     assert train(config) == "completed"
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
@@ -92,7 +101,8 @@ def test_a_run_without_scores_begins_without_a_row(corpus, tmp_path):
 
 
 def without_long_work(configs, large=(".bin", ".safetensors")):
-    """What each training prints, or its refusal, while nothing is hashed but small files, and no model is built."""
+    """What each training prints, or its refusal, while nothing is hashed but small files, and no
+    model is built."""
     import hashlib
 
     from gpt2_ddp.tasks import pretraining, supervised
@@ -120,7 +130,8 @@ def other_data(corpus, folder):
 
 
 def test_another_training_is_refused(corpus, tmp_path, halfway):
-    """Other settings, other data, another kind of run; nothing is written. tests/test_wrong_input.py has each field."""
+    """Other settings, other data, another kind of run; nothing is written.
+    tests/test_wrong_input.py has each field."""
     shutil.copytree(halfway, tmp_path / "runs")
     other = training_config(other_data(corpus, tmp_path), tmp_path / "runs")
     configs = [training_config(corpus, tmp_path / "runs", {"optim.name": "muon"})]
@@ -144,18 +155,30 @@ def test_a_refused_run_leaves_no_folder(corpus, tmp_path):
     refused = {
         "train.init_from = nowhere": {"train.init_from": "nowhere"},
         "data = nowhere: manifest.json cannot be read": {"data.path": "nowhere"},
-        "processes = 2: more than the 1 windows": {"train.global_batch_tokens": 32, "eval.every": 1},
-        "train.compile = blocks: needs a compiler": {"train.compile": "blocks", "data.path": "nowhere"},
-        f"eval.patience = 2: {other} has no validation split": {"eval.patience": 2, "data.path": other},
+        "processes = 2: more than the 1 windows": {
+            "train.global_batch_tokens": 32,
+            "eval.every": 1,
+        },
+        "train.compile = blocks: needs a compiler": {
+            "train.compile": "blocks",
+            "data.path": "nowhere",
+        },
+        f"eval.patience = 2: {other} has no validation split": {
+            "eval.patience": 2,
+            "data.path": other,
+        },
     }
     configs = [training_config(corpus, tmp_path / "runs", changes) for changes in refused.values()]
     for refusals in run_ranks(without_long_work, 2, configs):
-        assert all(message in refusal for message, refusal in zip(refused, refusals, strict=True)), refusals
+        assert all(
+            message in refusal for message, refusal in zip(refused, refusals, strict=True)
+        ), refusals
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_complete_run_says_so_at_once(corpus, tmp_path, trained, trained_job):
-    """Without hashing the corpus, building, or writing anything; of its data, only small files are compared."""
+    """Without hashing the corpus, building, or writing anything; of its data, only small files are
+    compared."""
     shutil.copytree(trained, tmp_path / "gpt2/run")
     shutil.copytree(trained_job, tmp_path / "job/run")
     changes = {"optim.decay_steps": 10}
@@ -166,14 +189,19 @@ def test_a_complete_run_says_so_at_once(corpus, tmp_path, trained, trained_job):
     ]
     before = files(tmp_path)
     (found,) = run_ranks(without_long_work, 1, configs, (".bin",))
-    assert [text.startswith("run is complete at step") for text in found] == [True, True, False], found
+    assert [text.startswith("run is complete at step") for text in found] == [True, True, False], (
+        found
+    )
     assert "differ from those that the run was started with" in found[2]
     assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize("is_forged", [False, True])
-def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(tmp_path, trained, capsys, is_forged):
-    """It trains its end again, from the one before, and ends as it did. That somebody forged one stays a defect."""
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(
+    tmp_path, trained, capsys, is_forged
+):
+    """It trains its end again, from the one before, and ends as it did. That somebody forged one
+    stays a defect."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     weights = checkpoint_at(run, 10) / "model.safetensors"
     content = weights.read_bytes()
@@ -187,14 +215,17 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(tmp_path, traine
     assert verified(run, capsys)[0] == is_forged
     if is_forged:
         shutil.rmtree(run / "checkpoints/step-00000010.rejected")
-        expect_defect(run, capsys, "checkpoints/step-00000010.rejected: is not what metrics.jsonl recorded")
+        expect_defect(
+            run, capsys, "checkpoints/step-00000010.rejected: is not what metrics.jsonl recorded"
+        )
 
 
 # Whose checkpoints are gone
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, halfway):
-    """The rows name its checkpoints. Whoever wants to start over removes the metrics, or takes another name."""
+    """The rows name its checkpoints. Whoever wants to start over removes the metrics, or takes
+    another name."""
     run = Path(shutil.copytree(halfway / "run", tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")
     (run / STATUS).unlink()
@@ -210,7 +241,8 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, 
 
 
 def test_a_resume_from_an_older_checkpoint_than_the_rows_record_says_so(corpus, tmp_path):
-    """In one line, once: the resumed run's rows record what is there. A run that has all says nothing."""
+    """In one line, once: the resumed run's rows record what is there. A run that has all says
+    nothing."""
     config = training_config(corpus, tmp_path)
     train(config)
     shutil.rmtree(checkpoint_at(tmp_path / "run", 10))
@@ -228,7 +260,8 @@ RECORDS = [
     ([("checkpoint", 9, [5, 9]), ("end", 12, [5])], 5),
     ([("checkpoint", 9, [5, 9]), ("start", 5, [5])], 5),
 ]
-"""Events with their steps and the checkpoints that were there; the newest one that should be there."""
+"""Events with their steps and the checkpoints that were there; the newest one that should be
+there."""
 
 
 @pytest.mark.parametrize(("records", "newest"), RECORDS)
@@ -263,7 +296,9 @@ def is_locked_after(config):
 
 def test_one_process_lets_go_of_its_folder(corpus, tmp_path):
     """Though the process, such as a notebook, lives on."""
-    assert run_ranks(is_locked_after, 1, training_config(corpus, tmp_path, {"train.steps": 1})) == [0]
+    assert run_ranks(is_locked_after, 1, training_config(corpus, tmp_path, {"train.steps": 1})) == [
+        0
+    ]
 
 
 def recorded_early(config):

@@ -1,7 +1,9 @@
-"""Two machines that share no disk, each a network namespace with a host name, processes and folders of its own: each
-way of launching that docs/several-machines.md has, taken from there, and what goes wrong between machines.
+"""Two machines that share no disk, each a network namespace with a host name, processes and folders
+of its own: each way of launching that docs/several-machines.md has, taken from there, and what goes
+wrong between machines.
 
-A run's order digest and weights are always those of two processes of one machine that nothing has happened to.
+A run's order digest and weights are always those of two processes of one machine that nothing has
+happened to.
 """
 
 import json
@@ -46,7 +48,9 @@ def machines(tmp_path_factory):
             machine.start(f"{of_page('prepare_data.py')} --vocab_size 512")
         for machine in both:
             assert machine.started[-1].wait(300) == 0, machine.said
-        first, second = [(machine.folder / "data/mine/manifest.json").read_bytes() for machine in both]
+        first, second = [
+            (machine.folder / "data/mine/manifest.json").read_bytes() for machine in both
+        ]
         assert first == second
         yield both
 
@@ -96,7 +100,12 @@ def trained(machines, run, alone):
     assert not (machines[1].folder / f"runs/{run}").exists()
 
 
-CONFIGURED = (ROOT / "docs/several-machines.md").read_text().partition("The file then has")[2].partition("##")[0]
+CONFIGURED = (
+    (ROOT / "docs/several-machines.md")
+    .read_text()
+    .partition("The file then has")[2]
+    .partition("##")[0]
+)
 """What `accelerate config` has written, as the page says."""
 
 
@@ -107,7 +116,9 @@ def test_each_way_of_launching(machines, alone, way):
     for rank, machine in enumerate(machines):
         file = machine.folder / "home/accelerate/default_config.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = re.findall(r"`(\w+: \S+)`", CONFIGURED.replace("machine_rank: 0", f"machine_rank: {rank}"))
+        lines = re.findall(
+            r"`(\w+: \S+)`", CONFIGURED.replace("machine_rank: 0", f"machine_rank: {rank}")
+        )
         assert len(lines) == 6
         file.write_text("\n".join(lines))
     run = re.sub(r"\W", "", way)
@@ -133,7 +144,9 @@ def cannot_connect(machine, rank):
     """The one line in which a rank says so, once it has ended."""
     wait_until(lambda: machine.errors, 300)
     (line,) = machine.errors
-    assert line.startswith(f"error: processes = 2: rank {rank} on {machine.name} cannot connect to the others (")
+    assert line.startswith(
+        f"error: processes = 2: rank {rank} on {machine.name} cannot connect to the others ("
+    )
     assert 'Traceback (most recent call last):\n  File "scripts' not in machine.said
     return line
 
@@ -143,7 +156,9 @@ def test_interfaces_that_do_not_join_the_machines(machines, interfaces):
     """One that is not there, and two that have one address, as docker0 has on all machines."""
     command = f"{of_page('--node_rank 0')} {TINY} --run_name interface"
     for rank, (machine, interface) in enumerate(zip(machines, interfaces, strict=True)):
-        machine.start(command.replace("--node_rank 0", f"--node_rank {rank}"), GLOO_SOCKET_IFNAME=interface)
+        machine.start(
+            command.replace("--node_rank 0", f"--node_rank {rank}"), GLOO_SOCKET_IFNAME=interface
+        )
     begun = time.monotonic()
     lines = [cannot_connect(machine, rank) for rank, machine in enumerate(machines)]
     assert time.monotonic() - begun < 90, "30 s, five more, and what starting takes"
@@ -173,7 +188,11 @@ def test_a_firewall_on_the_port_is_named_by_the_check(machines):
     env = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
     with firewall(machines[0], "--dport 29500"):
         for rank, machine in enumerate(machines):
-            machine.start("python scripts/check_cluster.py --device cpu --timeout_seconds 30", RANK=str(rank), **env)
+            machine.start(
+                "python scripts/check_cluster.py --device cpu --timeout_seconds 30",
+                RANK=str(rank),
+                **env,
+            )
         assert codes(machines) == [2, 2]
     for machine, field in zip(machines, ("ranks = 1", "MASTER_ADDR = 10.0.0.1:29500"), strict=True):
         (line,) = machine.errors

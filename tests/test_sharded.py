@@ -1,4 +1,5 @@
-"""`launch.parallel: fsdp`: the same run, whether its ranks share one model or each has all of it."""
+"""`launch.parallel: fsdp`: the same run, whether its ranks share one model or each has all of
+it."""
 
 import os
 import resource
@@ -47,12 +48,21 @@ WAYS = ("ddp", "fsdp")
 def text(tmp_path_factory):
     """Shards of bytes: 257 ids, so that every model pads its vocabulary."""
     texts = {"train": [module_text("textwrap")], "val": [module_text("bisect")]}
-    return once(tmp_path_factory, "text", lambda folder: write_shards(folder, "stdlib", texts, "bytes"))
+    return once(
+        tmp_path_factory, "text", lambda folder: write_shards(folder, "stdlib", texts, "bytes")
+    )
 
 
 def cell(text, folder, architecture, optimizer, steps=8, **more):
-    changes = {"model.architecture": architecture, "optim.name": optimizer, "train.steps": steps, "eval.every": steps}
-    return training_config(text, folder, {"run_name": f"{architecture}-{optimizer}"} | changes | more)
+    changes = {
+        "model.architecture": architecture,
+        "optim.name": optimizer,
+        "train.steps": steps,
+        "eval.every": steps,
+    }
+    return training_config(
+        text, folder, {"run_name": f"{architecture}-{optimizer}"} | changes | more
+    )
 
 
 def train_bounded(configs):
@@ -60,12 +70,15 @@ def train_bounded(configs):
     from torch.distributed.distributed_c10d import _world
 
     outcomes = train_all(configs)
-    assert {group._get_backend(torch.device("cpu")).options._timeout for group in _world.pg_map} <= {LONGEST}
+    assert {
+        group._get_backend(torch.device("cpu")).options._timeout for group in _world.pg_map
+    } <= {LONGEST}
     return outcomes
 
 
 def compare(one, other, most=1e-4):
-    """Two runs have the same order of data, and the same losses and weights but for the order of sums."""
+    """Two runs have the same order of data, and the same losses and weights but for the order of
+    sums."""
     ours, theirs = ([row for row in untimed(run) if "loss" in row] for run in (one, other))
     assert ours[-1]["order_digest"] == theirs[-1]["order_digest"]
     loss = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
@@ -80,18 +93,28 @@ def compare(one, other, most=1e-4):
     ("processes", "replicas", "architectures"),
     [
         (3, 1, ["nanochat"]),
-        pytest.param(4, 2, ARCHITECTURES, marks=SLOW),  # each architecture with one of the optimizers
-        *(pytest.param(number, 1, ARCHITECTURES, marks=[SLOW, pytest.mark.soak]) for number in (1, 2, 3)),
+        # each architecture with one of the optimizers
+        pytest.param(4, 2, ARCHITECTURES, marks=SLOW),
+        *(
+            pytest.param(number, 1, ARCHITECTURES, marks=[SLOW, pytest.mark.soak])
+            for number in (1, 2, 3)
+        ),
     ],
 )
 def test_the_same_run_as_ddp(text, tmp_path, processes, replicas, architectures):
-    """Equal order; equal losses and weights, but for the order of sums. In one process, equal bits."""
+    """Equal order; equal losses and weights, but for the order of sums. In one process, equal
+    bits."""
     cells = [*product(architectures, ("adamw", "muon"))]
     if processes == 4:
         cells = [cells[number] for number in (0, 3, 4, 7)]
     ways = {"ddp": {}, "fsdp": FSDP | {"launch.replicas": replicas}}
-    configs = [cell(text, tmp_path / way, *names, 4, **ways[way]) for way in ways for names in cells]
-    assert run_ranks(train_bounded, processes, configs, timeout=300) == [["completed"] * len(configs)] * processes
+    configs = [
+        cell(text, tmp_path / way, *names, 4, **ways[way]) for way in ways for names in cells
+    ]
+    assert (
+        run_ranks(train_bounded, processes, configs, timeout=300)
+        == [["completed"] * len(configs)] * processes
+    )
     for names in cells:
         runs = (tmp_path / way / "-".join(names) for way in ways)
         compare(*runs, 0 if processes == 1 else 1e-4 if "muon" in names else 1e-5)
@@ -126,13 +149,15 @@ def test_muon_and_sharding_of_a_model_without_blocks(text, tmp_path):
         assert run_ranks(train_own, 2, config) == ["completed"] * 2
     compare(*(tmp_path / way / "gpt2-muon" for way in WAYS))
     state = tensors_of(newest_checkpoint(tmp_path / "fsdp/gpt2-muon"), "optimizer")
-    assert [name for name in state if name.startswith("momentum_buffer.")] == ["momentum_buffer.experts"]
+    assert [name for name in state if name.startswith("momentum_buffer.")] == [
+        "momentum_buffer.experts"
+    ]
 
 
 @SLOW
 def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
-    """Each way resumes the other's checkpoints, with dropout, document masks, recomputed activations, a loss in chunks,
-    scores of tasks and samples."""
+    """Each way resumes the other's checkpoints, with dropout, document masks, recomputed
+    activations, a loss in chunks, scores of tasks and samples."""
     more = MUON | {
         "model.document_mask": True,
         "eval.tasks": [items_file(tmp_path)],
@@ -148,7 +173,9 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
         [(1, "ddp", 1), (2, "fsdp", 1), (3, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 1)], 1
     ):
         how = {"train.steps": 2 * number, "launch.parallel": way, "launch.replicas": replicas}
-        run_ranks(train_with_faults, processes, training_config(corpus, tmp_path / "changed", more | how))
+        run_ranks(
+            train_with_faults, processes, training_config(corpus, tmp_path / "changed", more | how)
+        )
     alone, changed = tmp_path / "alone/run", tmp_path / "changed/run"
     compare(alone, changed)
     assert events(alone, "sample") == events(changed, "sample")
@@ -156,8 +183,8 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
 
 
 def train_until_killed_in_a_save(config, step, killed, at_manifest):
-    """Trains. In the save of this step, that rank is killed, or all (-1): after its own files, or when the main process
-    has the manifest."""
+    """Trains. In the save of this step, that rank is killed, or all (-1): after its own files, or
+    when the main process has the manifest."""
     from gpt2_ddp.checkpoint import store
 
     write_part, write_manifest = store.write_part, store.write_manifest
@@ -186,16 +213,20 @@ KILLS = {
     False: [(2, 0, False), (2, 0, True), (4, 1, False)],
     True: [(2, 1, False), (2, -1, False), (4, 0, True)],
 }
-"""By whether checkpoints are saved in the background: step, rank and whether the manifest is written."""
+"""By whether checkpoints are saved in the background: step, rank and whether the manifest is
+written."""
 
 
 @SLOW
 def test_kills_while_parts_are_written(corpus, tmp_path):
-    """Nothing half written is taken, and the resumed run is that which was left alone, bit for bit."""
+    """Nothing half written is taken, and the resumed run is that which was left alone, bit for
+    bit."""
     more = FSDP | MUON | {"train.steps": 4, "train.global_batch_tokens": 192, "checkpoint.every": 2}
     run_ranks(train, 2, training_config(corpus, tmp_path / "alone", more))
     for background, kills in KILLS.items():
-        killed = training_config(corpus, tmp_path / str(background), more | {"checkpoint.background": background})
+        killed = training_config(
+            corpus, tmp_path / str(background), more | {"checkpoint.background": background}
+        )
         for step, rank, at_manifest in kills:
             started = start_ranks(train_until_killed_in_a_save, 2, killed, step, rank, at_manifest)
             for process, _ in started:
@@ -217,10 +248,20 @@ SHARDED = {
 def test_four_processes(corpus, tmp_path):
     """More processes than rows of a parameter, and than items of a task; two
     replicas; four, saved in the background."""
-    alike = MUON | {"train.micro_batch_size": 1, "train.steps": 3, "eval.tasks": [items_file(tmp_path, 3)]}
+    alike = MUON | {
+        "train.micro_batch_size": 1,
+        "train.steps": 3,
+        "eval.tasks": [items_file(tmp_path, 3)],
+    }
     alike |= {"train.global_batch_tokens": 256, "eval.tokens": 130}
-    ways = {name: FSDP | own for name, own in SHARDED.items()} | {"wide-ddp": SHARDED["wide"], "ddp": {}}
-    configs = [training_config(corpus, tmp_path, alike | way | {"run_name": name}) for name, way in ways.items()]
+    ways = {name: FSDP | own for name, own in SHARDED.items()} | {
+        "wide-ddp": SHARDED["wide"],
+        "ddp": {},
+    }
+    configs = [
+        training_config(corpus, tmp_path, alike | way | {"run_name": name})
+        for name, way in ways.items()
+    ]
     assert run_ranks(train_all, 4, configs) == [["completed"] * len(configs)] * 4
     for name in SHARDED:
         compare(tmp_path / ("wide-ddp" if name == "wide" else "ddp"), tmp_path / name)
@@ -230,7 +271,10 @@ def test_four_processes(corpus, tmp_path):
 def test_the_same_initial_weights(text, tmp_path):
     """The main process draws them as every process does with DDP."""
     (whole,) = run_ranks(initial_weights, 1, cell(text, tmp_path / "ddp", "gpt2", "adamw"))
-    assert run_ranks(initial_weights, 2, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP)) == [whole] * 2
+    assert (
+        run_ranks(initial_weights, 2, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP))
+        == [whole] * 2
+    )
 
 
 def test_a_buffer_that_no_checkpoint_has_is_made_on_a_device():
@@ -263,8 +307,8 @@ def growth(work):
 
 
 def rank_memory(config):
-    """MiB of this rank: the peak of its resident set before, after the start and after a step; what torch's tracker
-    finds at the peak of the second step; and what a save and a load add."""
+    """MiB of this rank: the peak of its resident set before, after the start and after a step; what
+    torch's tracker finds at the peak of the second step; and what a save and a load add."""
     # its import is no part of the start
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, MemTracker
 
@@ -283,7 +327,11 @@ def rank_memory(config):
         with tracker:
             loop.train_step(run)
         sizes = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-        found |= {str(getattr(kind, "value", kind)): size >> 20 for kind, size in sizes.items() if size >> 20}
+        found |= {
+            str(getattr(kind, "value", kind)): size >> 20
+            for kind, size in sizes.items()
+            if size >> 20
+        }
         found["save"] = growth(lambda: run.store.save(run.snapshot()))
         newest = run.store.newest()
         assert newest
@@ -293,12 +341,22 @@ def rank_memory(config):
 @SLOW
 @pytest.mark.parametrize(
     ("processes", "way"),
-    [(2, "fsdp"), *(pytest.param(number, way, marks=pytest.mark.soak) for number in (1, 2, 4) for way in WAYS)],
+    [
+        (2, "fsdp"),
+        *(
+            pytest.param(number, way, marks=pytest.mark.soak)
+            for number in (1, 2, 4)
+            for way in WAYS
+        ),
+    ],
 )
 def test_memory_of_100_million_parameters(text, tmp_path, processes, way):
-    """No rank but the first, at the start, has the whole model, of 382 MiB. A save and a load take a tensor, of 11 MiB,
-    beside the part."""
-    more = {"model": {"n_layer": 12, "n_embd": 832, "n_head": 13, "block_size": 8}, "launch.parallel": way}
+    """No rank but the first, at the start, has the whole model, of 382 MiB. A save and a load take
+    a tensor, of 11 MiB, beside the part."""
+    more = {
+        "model": {"n_layer": 12, "n_embd": 832, "n_head": 13, "block_size": 8},
+        "launch.parallel": way,
+    }
     more |= {"train.global_batch_tokens": 32, "train.micro_batch_size": 4 // processes}
     found = run_ranks(rank_memory, processes, cell(text, tmp_path, "gpt2", "adamw", **more))
     print(processes, way, *found, sep="\n")
@@ -325,16 +383,21 @@ def flip_on_rank(config, rank):
 
 @SLOW
 def test_replicas_of_a_part_are_compared(text, tmp_path):
-    told = run_ranks(flip_on_rank, 4, cell(text, tmp_path, "gpt2", "adamw", **FSDP, **{"launch.replicas": 2}), 3)
+    told = run_ranks(
+        flip_on_rank, 4, cell(text, tmp_path, "gpt2", "adamw", **FSDP, **{"launch.replicas": 2}), 3
+    )
     assert len({*told}) == 1
-    assert [f"rank {rank} (" in told[0] for rank in range(4)] == [False, True, False, True]  # no majority of two
+    # no majority of two
+    assert [f"rank {rank} (" in told[0] for rank in range(4)] == [False, True, False, True]
 
 
 def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     config = cell(text, tmp_path, "gpt2", "adamw", 2)
     assert train(config) == "completed"
-    assert torch.get_num_threads() == 1  # two on two busy cores took 702 s for a test's run that one takes 47 s for
+    # two on two busy cores took 702 s for a test's run that one takes 47 s for
+    assert torch.get_num_threads() == 1
     (start,) = events(tmp_path / "gpt2-adamw", "start")
     assert start["config"]["launch"] == {"parallel": "fsdp", "replicas": 1}
-    assert is_intact(tmp_path / "gpt2-adamw")  # the last step is evaluated, which gathers the blocks
+    # the last step is evaluated, which gathers the blocks
+    assert is_intact(tmp_path / "gpt2-adamw")

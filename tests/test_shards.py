@@ -1,4 +1,5 @@
-"""The shard format and its stream: against a plain array, and against files that are broken in every way."""
+"""The shard format and its stream: against a plain array, and against files that are broken in
+every way."""
 
 import dataclasses
 import json
@@ -28,7 +29,9 @@ def write(folder, tokens, shard_tokens=1000, vocab_size=50_257, **changes):
     for part in np.array_split(tokens, 7):  # parts and shards end in different places
         writer.add(part)
     values = {"tokenizer": "gpt2", "tokenizer_sha256": "0", "eot": 0, "source": "test"} | changes
-    manifest = Manifest(version=2, vocab_size=vocab_size, splits={"train": writer.close()}, **values)
+    manifest = Manifest(
+        version=2, vocab_size=vocab_size, splits={"train": writer.close()}, **values
+    )
     write_manifest(folder, manifest)
     return manifest
 
@@ -53,7 +56,8 @@ def test_stream_equals_the_joined_shards(tmp_path, seed):
     rng = np.random.default_rng(seed)
     vocab_size = int(rng.choice([300, 100_000]))
     tokens = rng.integers(0, vocab_size, rng.integers(2, 3000))
-    shard_tokens = int(rng.integers(1, 100) if seed % 2 else rng.integers(100, 5000))  # rows straddle many, or few
+    # rows straddle many, or few
+    shard_tokens = int(rng.integers(1, 100) if seed % 2 else rng.integers(100, 5000))
     manifest = write(tmp_path, tokens, shard_tokens, vocab_size)
     assert {shard.tokens for shard in manifest.splits["train"][:-1]} <= {shard_tokens}
     verify_shards(tmp_path, manifest)
@@ -79,14 +83,21 @@ def test_a_process_keeps_some_shards_open(tmp_path, monkeypatch):
         assert len(os.listdir("/proc/self/fd")) - before == 16
     for path in tmp_path.glob("*.bin"):
         path.unlink()
-    again = write(tmp_path, tokens + 1, shard_tokens=2)  # other shards at the same paths, of which some are open
-    np.testing.assert_array_equal(TokenStream(tmp_path, again, "train").read(np.array([78]), 2)[0], tokens[78:] + 1)
+    # other shards at the same paths, of which some are open
+    again = write(tmp_path, tokens + 1, shard_tokens=2)
+    np.testing.assert_array_equal(
+        TokenStream(tmp_path, again, "train").read(np.array([78]), 2)[0], tokens[78:] + 1
+    )
     shards._opener.cache_clear()
 
 
 def open_data(local_main, **changes):
-    place = SimpleNamespace(num_processes=1, process_index=0, is_local_main_process=local_main, device=CPU)
-    Pretraining(training_config(GOLDEN / "corpus", Path("/nowhere"), changes), place, None).open_data()
+    place = SimpleNamespace(
+        num_processes=1, process_index=0, is_local_main_process=local_main, device=CPU
+    )
+    Pretraining(
+        training_config(GOLDEN / "corpus", Path("/nowhere"), changes), place, None
+    ).open_data()
 
 
 def test_one_process_of_a_machine_reads_the_headers(monkeypatch):
@@ -111,7 +122,9 @@ DAMAGES = {
     "wrong version": other_header(1, 2),
     "wrong count": other_header(2, 999),
     "no tokens": lambda data: other_header(2, 0)(data[:HEADER_BYTES]),
-    "fewer tokens than the manifest's": lambda data: other_header(2, 500)(data[: HEADER_BYTES + 1000]),
+    "fewer tokens than the manifest's": lambda data: other_header(2, 500)(
+        data[: HEADER_BYTES + 1000]
+    ),
 }
 
 
@@ -132,7 +145,9 @@ def test_one_flipped_bit_is_found_by_its_hash(tmp_path):
     data[HEADER_BYTES + 777] ^= 1
     path.write_bytes(data)
     for part, parts in ((0, 1), (1, 3)):
-        expect_error(r"train_000001\.bin.*SHA-256", verify_shards, tmp_path, manifest, part=part, parts=parts)
+        expect_error(
+            r"train_000001\.bin.*SHA-256", verify_shards, tmp_path, manifest, part=part, parts=parts
+        )
     for part in (0, 2):
         verify_shards(tmp_path, manifest, part=part, parts=3)
 
@@ -185,10 +200,18 @@ def test_broken_manifests(tmp_path, changes):
     path = tmp_path / "manifest.json"
     whole, usual = path.read_text(), dataclasses.asdict(shard)
     if "splits" in changes:
-        splits = {split: [usual | other for other in shards] for split, shards in changes["splits"].items()}
+        splits = {
+            split: [usual | other for other in shards]
+            for split, shards in changes["splits"].items()
+        }
         changes = {"splits": splits}
     edit_manifest(tmp_path, **changes)
-    for text in (path.read_text(), json.dumps(json.loads(whole) | {"sha256": "0" * 64}), whole[:-5], "[]"):
+    for text in (
+        path.read_text(),
+        json.dumps(json.loads(whole) | {"sha256": "0" * 64}),
+        whole[:-5],
+        "[]",
+    ):
         path.write_text(text)
         expect_field("data", str(path), read_manifest, tmp_path)
 

@@ -1,4 +1,5 @@
-"""Requests to stop, from the first moment to the last: one line and the documented code, wherever Python stands."""
+"""Requests to stop, from the first moment to the last: one line and the documented code, wherever
+Python stands."""
 
 import os
 import signal
@@ -133,7 +134,11 @@ def last_words(name):
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_it_ends_with_75_and_one_line(tmp_path, number):
-    assert signalled(start(tmp_path, WAITS_IN_PYTHON), number) == (75, "cleared\n", last_words(number.name))
+    assert signalled(start(tmp_path, WAITS_IN_PYTHON), number) == (
+        75,
+        "cleared\n",
+        last_words(number.name),
+    )
 
 
 def test_a_hangup_that_is_ignored_as_under_nohup_stays_ignored(tmp_path):
@@ -176,7 +181,11 @@ def test_a_terminal_that_closes_stops_a_training_which_saves(tmp_path):
     login = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), end)
     process = subprocess.Popen(
-        [sys.executable, "-c", login, *command], cwd=tmp_path, env=environment(), start_new_session=True, **streams
+        [sys.executable, "-c", login, *command],
+        cwd=tmp_path,
+        env=environment(),
+        start_new_session=True,
+        **streams,
     )
     os.close(end)
     shown = b""
@@ -195,21 +204,28 @@ def test_it_ends_though_python_does_not_come_to_run(tmp_path, body):
 
 def test_what_fails_over_a_swallowed_stop_is_the_stop(tmp_path):
     """As numpy's lazy submodules do, where the stop comes between their import and their name."""
-    assert signalled(start(tmp_path, FAILS_OVER_IT), signal.SIGTERM) == (75, "", last_words("SIGTERM"))
+    assert signalled(start(tmp_path, FAILS_OVER_IT), signal.SIGTERM) == (
+        75,
+        "",
+        last_words("SIGTERM"),
+    )
 
 
 def test_one_of_several_ranks_fails_for_its_launcher(tmp_path):
     env = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     assert signalled(start(tmp_path, WAITS_IN_PYTHON, **env), signal.SIGTERM)[0] == 75
     assert signalled(start(tmp_path, WAITS_OUTSIDE, "SIGTERM", **env), signal.SIGTERM)[0] == 75
-    assert signalled(start(tmp_path, WAITS_IN_PYTHON, TORCHELASTIC_RUN_ID="x"), signal.SIGTERM)[0] == 0
+    assert (
+        signalled(start(tmp_path, WAITS_IN_PYTHON, TORCHELASTIC_RUN_ID="x"), signal.SIGTERM)[0] == 0
+    )
 
 
 @pytest.mark.parametrize(("third", "echo"), [("SIGTERM", "0"), ("SIGINT", "0"), ("SIGINT", "600")])
 def test_a_training_answers_itself_and_what_comes_after_it_changes_nothing(tmp_path, third, echo):
     process = heard(start(tmp_path, TRAINS, ECHO=echo), "SIGUSR1")
     process.send_signal(signal.SIGTERM)
-    # a thread says at once what it heard; Python's handlers, which may come later, are called by the signals' numbers
+    # a thread says at once what it heard; Python's handlers, which may come later, are called by
+    # the signals' numbers
     assert sorted(process.stdout.readline().split()) == ["SIGTERM", "SIGUSR1"]
     process.send_signal(signal.Signals[third])
     output, errors = process.communicate("\n", timeout=60)
@@ -225,13 +241,15 @@ def test_when_a_training_is_over_there_is_nothing_to_stop(tmp_path):
 
 
 def test_a_forked_process_does_not_hear_for_its_parent(tmp_path):
-    process = start(tmp_path, FORKS, PYTHONWARNINGS="ignore::DeprecationWarning")  # Python 3.12 warns: we have a thread
+    # Python 3.12 warns: we have a thread
+    process = start(tmp_path, FORKS, PYTHONWARNINGS="ignore::DeprecationWarning")
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (0, f"{-signal.SIGTERM}\n3\ndone\n", "")
 
 
 def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
-    """The stopped rank takes its connections with it, a moment before the launcher tells the others."""
+    """The stopped rank takes its connections with it, a moment before the launcher tells the
+    others."""
     for env, told in (({"WORLD_SIZE": "2"}, True), ({"WORLD_SIZE": "2"}, False), ({}, False)):
         process = start(tmp_path, LOSES_A_PEER, "30" if told else "0.1", **env)
         process.stdin.write("\n")
@@ -248,7 +266,8 @@ def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
     ("1", SystemExit("note"), 1), ("", SystemExit(3), None),
 ])  # fmt: skip
 def test_a_rank_ends_before_its_interpreter_shuts_down(monkeypatch, world, end, code):
-    """Or a thread of gloo that wants Python's lock then would abort it. All exit handlers are called before."""
+    """Or a thread of gloo that wants Python's lock then would abort it. All exit handlers are
+    called before."""
     handlers, codes = [], []
     monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setattr(signals.atexit, "register", lambda *call: handlers.insert(0, call))

@@ -1,4 +1,5 @@
-"""The documentation as a whole: links and anchors, mkdocs.yml's navigation, and figures that other files have, too."""
+"""The documentation as a whole: links and anchors, mkdocs.yml's navigation, and figures that other
+files have, too."""
 
 import os
 import re
@@ -38,7 +39,8 @@ def anchors(page):
 def test_every_link_and_anchor_is_there(page):
     for target in map("".join, TARGETS.findall(re.sub(r"`[^`\n]*`", "", without_code(page)))):
         path, _, anchor = target.partition("#")
-        if re.match(r"[a-z]+:", target) or path.startswith("../../actions/"):  # a badge of the repository's site
+        # a badge of the repository's site
+        if re.match(r"[a-z]+:", target) or path.startswith("../../actions/"):
             continue
         file = Path(os.path.normpath(page.parent / path)) if path else page
         assert file.exists(), target
@@ -59,15 +61,15 @@ def test_the_navigation_has_every_page_once():
 
 
 def test_links_out_of_docs_become_addresses_or_text():
-    text = (
-        "[`a`](docs/x.md#y) [b](configs/b.yaml) ![c](docs/c.png) `[d](docs/d.md)` [e](https://e) [![f](../g.svg)](../h)"
-    )
+    text = "[`a`](docs/x.md#y) [b](configs/b.yaml) ![c](docs/c.png) `[d](docs/d.md)` [e](https://e) [![f](../g.svg)](../h)"
     text += '\n```\n[i](docs/i.md)\n```\n<img src="docs/j.svg"> [k](README.zh-CN.md) [`m` and `n`](LICENSE) [o](#p)'
     done = HOOK.rewrite(text, "", "")
     assert done.split("\n")[0] == "[`a`](x.md#y) b ![c](c.png) `[d](docs/d.md)` [e](https://e) f"
     assert done.split("\n")[2] == "[i](docs/i.md)"
     assert done.split("\n")[4] == '<img src="j.svg"> [k](README.zh-CN.md) `m` and `n` [o](#p)'
-    linked = HOOK.rewrite("[a](../gpt2_ddp/api.py#L1) [b](../README.md#c) [d](e.md)", "docs", "https://h/blob/main")
+    linked = HOOK.rewrite(
+        "[a](../gpt2_ddp/api.py#L1) [b](../README.md#c) [d](e.md)", "docs", "https://h/blob/main"
+    )
     assert linked == "[a](https://h/blob/main/gpt2_ddp/api.py#L1) [b](index.md#c) [d](e.md)"
 
 
@@ -81,5 +83,7 @@ def test_the_tests_and_files_that_a_page_names_exist(page):
         assert all(word in content for word in re.findall(r"\w+", chosen)), (file, chosen)
     files = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
     assert [
-        file for file in files if not any((ROOT / folder / file).is_file() for folder in ("gpt2_ddp", "tests", "."))
+        file
+        for file in files
+        if not any((ROOT / folder / file).is_file() for folder in ("gpt2_ddp", "tests", "."))
     ] == []

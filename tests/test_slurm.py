@@ -1,4 +1,5 @@
-"""slurm/train.sbatch under a real Slurm of two nodes: whatever happens to a job, the run ends as if nothing had."""
+"""slurm/train.sbatch under a real Slurm of two nodes: whatever happens to a job, the run ends as if
+nothing had."""
 
 import fcntl
 import re
@@ -30,7 +31,12 @@ def slurm(tmp_path_factory):
 def alone(slurm, corpus, tmp_path_factory):
     """The project folder of a job that was left alone."""
     folder = tmp_path_factory.mktemp("alone")
-    changes = {"train.steps": STEPS, "train.global_batch_tokens": 8 * 32, "eval.every": 60, "checkpoint.every": 50}
+    changes = {
+        "train.steps": STEPS,
+        "train.global_batch_tokens": 8 * 32,
+        "eval.every": 60,
+        "checkpoint.every": 50,
+    }
     (folder / "config.yaml").write_text(dump(training_config(corpus, Path("runs"), changes)))
     (folder / "scripts").mkdir()
     (folder / "scripts/train_gpt2.py").write_text(TRAINER)
@@ -65,7 +71,9 @@ def run(project):
 
 def trains(run):
     """Whether it runs, and has made a step."""
-    return status(run).get("state") == "running" and '"loss":' in (run / "metrics.jsonl").read_text()
+    return (
+        status(run).get("state") == "running" and '"loss":' in (run / "metrics.jsonl").read_text()
+    )
 
 
 def said(project):
@@ -82,7 +90,8 @@ def completes(slurm, project, job):
 
 
 def equal(run, reference):
-    """Whether every step had the same data and the same loss, and the final weights the same bits."""
+    """Whether every step had the same data and the same loss, and the final weights the same
+    bits."""
     mine, other = steps_of(run), steps_of(reference)
     return mine == other and len(mine) == STEPS and same(weights(run), weights(reference))
 
@@ -107,7 +116,8 @@ def goes_on(slurm, project, job, reference, run="runs/run"):
 
 
 def test_the_time_limit(slurm, project, run, reference):
-    # Slurm looks every 30 s, and warns of a limit that may come before it looks again: 25 to 55 s after the start
+    # Slurm looks every 30 s, and warns of a limit that may come before it looks again: 25 to 55 s
+    # after the start
     (warning,) = re.findall(r"--signal=(\S+)@", SBATCH.read_text())
     job = slurm.sbatch(project, "--time", "1", "--signal", f"{warning}@5")
     slurm.restarted(job)
@@ -115,19 +125,33 @@ def test_the_time_limit(slurm, project, run, reference):
     assert 0 < status(run)["step"] < STEPS
     goes_on(slurm, project, job, reference)
     assert "the time limit is near: stopping" in said(project)
-    logs = [file.parent for file in project.glob("logs/run-*/restart-*/node-*/*/attempt_0/0/stdout.log")]
+    logs = [
+        file.parent for file in project.glob("logs/run-*/restart-*/node-*/*/attempt_0/0/stdout.log")
+    ]
     assert len(logs) == 4, "one of each rank of each attempt"
 
 
 def test_a_preemption(slurm, project, run, reference):
     job = begun(slurm, project)
-    slurm("sbatch", "--partition", "urgent", "--nodes", "2", "--exclusive", "--wrap", "sleep 1", cwd=project)
+    slurm(
+        "sbatch",
+        "--partition",
+        "urgent",
+        "--nodes",
+        "2",
+        "--exclusive",
+        "--wrap",
+        "sleep 1",
+        cwd=project,
+    )
     slurm.restarted(job)
     assert status(run)["state"] == "stopped", said(project)
     goes_on(slurm, project, job, reference)
 
 
-def test_an_administrators_requeue_while_the_old_trainer_is_still_dying(slurm, project, run, reference):
+def test_an_administrators_requeue_while_the_old_trainer_is_still_dying(
+    slurm, project, run, reference
+):
     job = begun(slurm, project)
     slurm("scontrol", "requeue", job)
     slurm.wait("a stop", lambda: status(run).get("state") == "stopped")
@@ -153,9 +177,13 @@ def test_the_check_of_the_nodes_and_a_command_of_one_task(slurm, project, monkey
     """Without a launcher: srun's tasks are the ranks."""
     monkeypatch.setitem(slurm.env, "MASTER_ADDR", "127.0.0.1")  # the nodes' names lead nowhere here
     check = ("python", "scripts/check_cluster.py")
-    said = slurm("srun", "--nodes", "2", "--ntasks-per-node", "1", "slurm/run.sh", *check, cwd=project)
+    said = slurm(
+        "srun", "--nodes", "2", "--ntasks-per-node", "1", "slurm/run.sh", *check, cwd=project
+    )
     assert "2 processes; " in said
-    alone = slurm("srun", "--ntasks", "1", "slurm/run.sh", "bash", "-c", "echo ${RANK:-none}", cwd=project)
+    alone = slurm(
+        "srun", "--ntasks", "1", "slurm/run.sh", "bash", "-c", "echo ${RANK:-none}", cwd=project
+    )
     assert alone == "none"
 
 
@@ -194,14 +222,21 @@ def test_a_stop_before_training_begins(slurm, project, run):
     """With and without a run of before; what waits for the run's end is not started."""
     for _ in range(2):
         job = slurm.sbatch(project)
-        after = slurm("sbatch", "--parsable", f"--dependency=afterok:{job}", "--wrap", "true", cwd=project)
-        slurm.wait("a step of srun", lambda number=job: slurm("squeue", "-h", "--steps", f"{number}.0"))
+        after = slurm(
+            "sbatch", "--parsable", f"--dependency=afterok:{job}", "--wrap", "true", cwd=project
+        )
+        slurm.wait(
+            "a step of srun", lambda number=job: slurm("squeue", "-h", "--steps", f"{number}.0")
+        )
         slurm("scancel", "--batch", "--signal=USR1", job)
         assert slurm.ended(job) == "FAILED", said(project)
         assert slurm.job(job)["ExitCode"] == f"{STOPPED}:0", said(project)
         assert "the job was stopped before its first checkpoint" in said(project)
         assert slurm.job(job)["Restarts"] == "0"
-        slurm.wait("refused", lambda number=after: slurm.job(number)["Reason"] == "DependencyNeverSatisfied")
+        slurm.wait(
+            "refused",
+            lambda number=after: slurm.job(number)["Reason"] == "DependencyNeverSatisfied",
+        )
         if not run.exists():
             run.mkdir(parents=True)
             (run / "status.json").write_text('{"state": "completed", "step": 120, "reason": ""}\n')
@@ -209,10 +244,16 @@ def test_a_stop_before_training_begins(slurm, project, run):
 
 def test_a_failed_run_is_not_requeued(slurm, project, run):
     job = slurm.sbatch(project)
-    slurm.wait("a checkpoint, so that there is something new", lambda: list(run.glob("checkpoints/step-*")))
+    slurm.wait(
+        "a checkpoint, so that there is something new", lambda: list(run.glob("checkpoints/step-*"))
+    )
     ranks = [p for p in psutil.process_iter(["cwd", "environ"]) if p.info["cwd"] == str(project)]
     next(p for p in ranks if p.info["environ"].get("RANK") == "1").kill()
-    assert (slurm.ended(job), status(run)["state"], slurm.job(job)["Restarts"]) == ("FAILED", "failed", "0")
+    assert (slurm.ended(job), status(run)["state"], slurm.job(job)["Restarts"]) == (
+        "FAILED",
+        "failed",
+        "0",
+    )
 
 
 def test_of_an_array_one_element_is_stopped_and_goes_on(slurm, project, reference):
@@ -220,7 +261,8 @@ def test_of_an_array_one_element_is_stopped_and_goes_on(slurm, project, referenc
     for element in "01":
         slurm.wait("a step", lambda run=project / f"runs/run-{element}": trains(run))
     numbers = {element: slurm.job(f"{job}_{element}")["JobId"] for element in "01"}
-    master = next(element for element in "01" if numbers[element] == job)  # the one whose number is the array's
+    # the one whose number is the array's
+    master = next(element for element in "01" if numbers[element] == job)
     for _ in range(2):
         slurm("scancel", "--signal=TERM", f"{job}_{master}")
     slurm.restarted(f"{job}_{master}")

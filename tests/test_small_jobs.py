@@ -20,7 +20,9 @@ PRESETS = {
 
 @pytest.mark.parametrize(("name", "command"), PRESETS.items())
 def test_presets_load_and_are_taken_back(tmp_path, name, command):
-    config = load(command, ["--data.path", "photos"] if name == "images" else [], f"configs/jobs/{name}.yaml")
+    config = load(
+        command, ["--data.path", "photos"] if name == "images" else [], f"configs/jobs/{name}.yaml"
+    )
     assert config.run_name == name
     (tmp_path / "config.yaml").write_text(dump(config))
     assert load(command, ["--config", str(tmp_path / "config.yaml")]) == config

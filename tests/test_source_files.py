@@ -1,4 +1,5 @@
-"""Which files a source is made of, in which order, and what they are: text in some encoding, not text, or damaged."""
+"""Which files a source is made of, in which order, and what they are: text in some encoding, not
+text, or damaged."""
 
 import bz2
 import gzip
@@ -19,13 +20,28 @@ from gpt2_ddp.preparation.sources import scan
 
 
 def test_files_are_sorted_by_the_parts_of_their_names(tmp_path):
-    for name in ("b/x", "b.txt", "a/z", "a/b/c", "a-b", "a.b/c", "c", ".git/x", "a/.hidden", "b/\udcff"):
+    for name in (
+        "b/x",
+        "b.txt",
+        "a/z",
+        "a/b/c",
+        "a-b",
+        "a.b/c",
+        "c",
+        ".git/x",
+        "a/.hidden",
+        "b/\udcff",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "link").symlink_to("c")
     (tmp_path / "nothing").symlink_to("absent")
     (tmp_path / "round").symlink_to("round")
-    visible = [path for path in tmp_path.rglob("*") if not path.is_dir() and not {".git", ".hidden"} & {*path.parts}]
+    visible = [
+        path
+        for path in tmp_path.rglob("*")
+        if not path.is_dir() and not {".git", ".hidden"} & {*path.parts}
+    ]
     assert len(visible) == 11
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "a" / "loop").symlink_to(tmp_path)
@@ -44,13 +60,23 @@ PLACE/**/b/*.md a/b/d.md
 
 
 def test_globs_are_those_of_the_shell(tmp_path, monkeypatch):
-    for name in ("x.txt/y.txt", "x.txt/z.md", "a/b/c.txt", "a/b/d.md", "a.txt", "a/.git/e.txt", "out/f.txt"):
+    for name in (
+        "x.txt/y.txt",
+        "x.txt/z.md",
+        "a/b/c.txt",
+        "a/b/d.md",
+        "a.txt",
+        "a/.git/e.txt",
+        "out/f.txt",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     for line in GLOBS.strip().splitlines():
         pattern, *names = line.replace("PLACE", str(tmp_path)).split()
-        assert [tmp_path / path for path in list_files(pattern)] == [tmp_path / name for name in names], pattern
+        assert [tmp_path / path for path in list_files(pattern)] == [
+            tmp_path / name for name in names
+        ], pattern
     assert Path("out/f.txt") not in {*list_files("**/*", "out")}
     assert tmp_path / "out/f.txt" not in {*list_files(str(tmp_path), "out")}
 
@@ -61,12 +87,22 @@ def test_several_sources_are_one_list(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    for names in (["b.txt", "a.txt", "B.txt"], ["*.txt"], ["b.txt", "[aB].txt", f"{tmp_path}/b.txt"]):
+    for names in (
+        ["b.txt", "a.txt", "B.txt"],
+        ["*.txt"],
+        ["b.txt", "[aB].txt", f"{tmp_path}/b.txt"],
+    ):
         found = find_files(config(names))
         assert sorted(path.name for path in found) == ["B.txt", "a.txt", "b.txt"], names
-    assert [*map(str, find_files(config(["c", "f.md", "**/e.txt"])))] == ["c/d.txt", "c/e.txt", "f.md"]
+    assert [*map(str, find_files(config(["c", "f.md", "**/e.txt"])))] == [
+        "c/d.txt",
+        "c/e.txt",
+        "f.md",
+    ]
     for missing in ("g.txt", "*.rst"):
-        expect_error(f"source = {re.escape(missing)}: no such files", find_files, config(["b.txt", missing]))
+        expect_error(
+            f"source = {re.escape(missing)}: no such files", find_files, config(["b.txt", missing])
+        )
 
 
 ODD = {
@@ -85,8 +121,14 @@ ODD = {
     "pointer.txt": (NOT_TEXT["pointer.txt"], "git lfs pull"),
     "tree.txt": (NOT_TEXT["tree.txt"], "is a tar archive"),
     "paper.txt": (NOT_TEXT["paper.txt"], "is PDF; extract"),
-    "book.epub": (b"PK\x03\x04\x14\0\0\0\x08\0" + b"text " * 99_999, "is zip or an Office document; unpack it"),
-    "small.docx": (b"PK\x03\x04" + bytes(range(128, 256)), "is zip or an Office document; unpack it"),
+    "book.epub": (
+        b"PK\x03\x04\x14\0\0\0\x08\0" + b"text " * 99_999,
+        "is zip or an Office document; unpack it",
+    ),
+    "small.docx": (
+        b"PK\x03\x04" + bytes(range(128, 256)),
+        "is zip or an Office document; unpack it",
+    ),
     "notes.sqlite": (b"SQLite format 3\0" + b"text " * 99_999, "is SQLite; export"),
     "small.gz.txt": (b"\x1f\x8b" + bytes(range(128, 256)), "is not UTF-8 .*; gzip: name it .gz"),
 }
@@ -121,13 +163,26 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch
 
 
 def test_the_library_is_code_and_no_tables():
-    """Of every version of Python: its tables are found by their lines, and some of them come and go."""
+    """Of every version of Python: its tables are found by their lines, and some of them come and
+    go."""
     files = library_files()
     assert files == sorted(files)
     root = Path(os.__file__).parent
     names = {path.relative_to(root).as_posix() for path in files}
-    assert {"argparse.py", "typing.py", "keyword.py", "_compat_pickle.py", "html/__init__.py"} <= names
-    tables = {"encodings/cp1252.py", "pydoc_data/topics.py", "html/entities.py", "stringprep.py", "locale.py"}
+    assert {
+        "argparse.py",
+        "typing.py",
+        "keyword.py",
+        "_compat_pickle.py",
+        "html/__init__.py",
+    } <= names
+    tables = {
+        "encodings/cp1252.py",
+        "pydoc_data/topics.py",
+        "html/entities.py",
+        "stringprep.py",
+        "locale.py",
+    }
     assert not names & {*tables, *(path.name for path in root.glob("_sysconf*"))}
 
 
@@ -139,7 +194,9 @@ def test_what_can_be_decoded_is_read_byte_for_byte(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "good"), [(20_000, True), (19_999, False)])
-def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(tmp_path, monkeypatch, size, good):
+def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(
+    tmp_path, monkeypatch, size, good
+):
     monkeypatch.setattr(source_files, "BLOCK", 1000)
     path = tmp_path / "text"
     path.write_bytes(b"word\n" * 300 + b"\xe9\xe8" + b"x" * (size - 1502))
@@ -163,7 +220,11 @@ def test_control_characters_make_a_file_binary_by_their_share(tmp_path):
             (tmp_path / "text").write_bytes(content)
             (tmp_path / "text.gz").write_bytes(gzip.compress(content))
             for name in ("text", "text.gz"):
-                with nullcontext() if count == 100 else pytest.raises(UserError, match="101 control characters"):
+                with (
+                    nullcontext()
+                    if count == 100
+                    else pytest.raises(UserError, match="101 control characters")
+                ):
                     assert scan(config(tmp_path / name)).parts
     (tmp_path / "text").write_bytes(b"\x1b[1mbold\x1b[0m\x0c\r\n\t\a" * 100)  # a terminal's log
     assert texts(tmp_path / "text")

@@ -35,7 +35,10 @@ def test_a_reserved_port():
 
 
 def who_am_i(word):
-    return [word, *[os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]]
+    return [
+        word,
+        *[os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")],
+    ]
 
 
 def fail(rank, how, other):
@@ -69,7 +72,8 @@ def test_the_main_ranks_result_comes_back_and_without_processes_it_is_a_call(mon
 
 
 def start_from_a_fresh_process():
-    """Its pid and rank; and the pid of what it forks, which stays, like a process that is stuck in a disk."""
+    """Its pid and rank; and the pid of what it forks, which stays, like a process that is stuck in
+    a disk."""
     if child := os.fork():
         return os.getpid(), os.environ.get("RANK"), child
     time.sleep(30)
@@ -90,7 +94,8 @@ def test_one_fresh_process_has_no_rank_and_is_alone_waited_for():
     ("0", "crash", SystemExit, "1"), ("1", "kill", SystemExit, "1"), ("1", "stop", Stopped, "a signal to a rank"),
 ])  # fmt: skip
 def test_the_end_of_one_ends_all(monkeypatch, capfd, tmp_path, rank, how, error, text):
-    """The other rank would sleep for ten minutes. After a stop it is signalled, and has time to save."""
+    """The other rank would sleep for ten minutes. After a stop it is signalled, and has time to
+    save."""
     monkeypatch.setattr("gpt2_ddp.distributed.spawn.GRACE_SECONDS", 0.5)
     with pytest.raises(error, match=text):
         run_processes(fail, 2, rank, how, tmp_path / "other")
@@ -122,7 +127,12 @@ LAUNCHED = """
 
 def test_a_command_of_one_process_runs_once_under_a_launcher(monkeypatch, capsys):
     """Also as the child of any rank."""
-    names = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    names = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+    }
     monkeypatch.setattr(sys, "argv", ["status"])
     monkeypatch.setattr(script, "end_with_parent", lambda number: None)
     for name, value in (names | {"MASTER_PORT": "1"}).items():
@@ -143,14 +153,20 @@ def test_a_command_of_one_process_runs_once_under_a_launcher(monkeypatch, capsys
     ((0.6, 0, 0), {0, 1, 2}, "error: field = value: hint\n"), ((0, 0.6, 0), {0, 1, 2}, "error: field = value: hint\n"),
     ((0, 0, 0.6), {1, 2}, "error: rank 1: field = value: hint\n"),
 ], ids=["late main process", "late other", "only others fail"])  # fmt: skip
-def test_a_launcher_that_ends_all_ranks_at_the_first_exit_loses_no_error(tmp_path, delays, failing, told):
+def test_a_launcher_that_ends_all_ranks_at_the_first_exit_loses_no_error(
+    tmp_path, delays, failing, told
+):
     """As torchrun and Accelerate do."""
-    code = textwrap.dedent(LAUNCHED).replace("DELAYS", repr(delays)).replace("FAILING", repr(failing))
+    code = (
+        textwrap.dedent(LAUNCHED).replace("DELAYS", repr(delays)).replace("FAILING", repr(failing))
+    )
     port, errors = reserve_port(), tmp_path / "errors"
     with errors.open("w") as file:
         started = [
             subprocess.Popen(
-                [sys.executable, "-c", code], stderr=file, env=environment(**rank_environment(rank, len(delays), port))
+                [sys.executable, "-c", code],
+                stderr=file,
+                env=environment(**rank_environment(rank, len(delays), port)),
             )
             for rank in range(len(delays))
         ]

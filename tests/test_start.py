@@ -1,4 +1,5 @@
-"""Starting a training: what it imports, which weights it makes, and what a complete run does not do again."""
+"""Starting a training: what it imports, which weights it makes, and what a complete run does not do
+again."""
 
 import json
 import os
@@ -18,12 +19,13 @@ HEAVY = (
     "datasets huggingface_hub matplotlib pandas pyarrow scipy sympy tensorboard tokenizers"
     " torch._dynamo torch._inductor torch.distributed.tensor trackio transformers wandb"
 )
-"""What a training on the CPU with one process has no use for; each takes a tenth of a second to two."""
+"""What a training on the CPU with one process has no use for; each takes a tenth of a second to
+two."""
 
 
 def loaded(folder, *commands):
-    """What a fresh process prints that runs scripts one after the other: also the heavy modules that it has imported,
-    after each one's training and at its end."""
+    """What a fresh process prints that runs scripts one after the other: also the heavy modules
+    that it has imported, after each one's training and at its end."""
     code = (
         "import json, runpy, sys; import gpt2_ddp.training.loop as loop\n"
         "train = loop.train\n"
@@ -48,9 +50,21 @@ def loaded(folder, *commands):
 def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(dump(training_config(corpus, tmp_path, {"train.steps": 2})))
-    small = ("train_regression.py", "--train.epochs", "1", "--data.points", "100", "--output_dir", str(tmp_path))
+    small = (
+        "train_regression.py",
+        "--train.epochs",
+        "1",
+        "--data.points",
+        "100",
+        "--output_dir",
+        str(tmp_path),
+    )
     train = ("train_gpt2.py", "--config", str(config))
-    heavy = [line for line in loaded(tmp_path, train, small) if line.startswith(("after train", "at the end"))]
+    heavy = [
+        line
+        for line in loaded(tmp_path, train, small)
+        if line.startswith(("after train", "at the end"))
+    ]
     assert heavy[0] == heavy[2] == "after train []"
     assert heavy[3] == "at the end []", "another process draws the report"
     report, rows = tmp_path / "run/report.html", tmp_path / "run/metrics.jsonl"
@@ -58,7 +72,9 @@ def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
     printed = loaded(tmp_path, train)
     assert {"after train []", "at the end []"} <= {*printed}
     assert all(part in "".join(printed) for part in ("is complete at step 2", "report: ")), printed
-    assert report.stat().st_mtime_ns > rows.stat().st_mtime_ns, "a complete run whose report is older gets one"
+    assert report.stat().st_mtime_ns > rows.stat().st_mtime_ns, (
+        "a complete run whose report is older gets one"
+    )
 
 
 def test_a_model_without_init_is_the_same_but_for_its_weights():
@@ -67,21 +83,29 @@ def test_a_model_without_init_is_the_same_but_for_its_weights():
     with without_init():
         bare = GPT(config, 100)
     assert torch.equal(torch.get_rng_state(), before), "nothing was drawn"
-    shapes, others = ({name: value.shape for name, value in one.state_dict().items()} for one in (bare, whole))
+    shapes, others = (
+        {name: value.shape for name, value in one.state_dict().items()} for one in (bare, whole)
+    )
     assert shapes == others
     bare.load_state_dict(whole.state_dict())
     tokens = torch.arange(8)[None]
-    assert torch.equal(bare(tokens), whole(tokens)), "what is no parameter is there: the padding's mask"
+    assert torch.equal(bare(tokens), whole(tokens)), (
+        "what is no parameter is there: the padding's mask"
+    )
 
 
-def test_the_front_door_lists_every_script_once_runs_a_script_and_refuses_other_names(capsys, monkeypatch):
+def test_the_front_door_lists_every_script_once_runs_a_script_and_refuses_other_names(
+    capsys, monkeypatch
+):
     def front(*words):
         monkeypatch.setattr("sys.argv", ["gpt2-ddp", *words])
         front_door.main()
         return capsys.readouterr().out
 
     lines = [line for line in front().splitlines() if line.startswith("  ")]
-    assert sorted(line.split()[0] for line in lines) == [file.stem for file in sorted(SCRIPTS.glob("*.py"))]
+    assert sorted(line.split()[0] for line in lines) == [
+        file.stem for file in sorted(SCRIPTS.glob("*.py"))
+    ]
     assert all(len(line.split()) > 3 and len(line) <= 120 for line in lines), lines
     with pytest.raises(SystemExit) as end:
         front("status", "--help")

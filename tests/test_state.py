@@ -24,9 +24,30 @@ from gpt2_ddp.state import (
 )
 
 GPT = state_of(GOLDEN / "gpt2_run")
-OWN = {"kind": "mine", "progress": {}, "feed": {}, "setup": {"epoch_size": 9}, "task": {"letters": ["a"]}}
+OWN = {
+    "kind": "mine",
+    "progress": {},
+    "feed": {},
+    "setup": {"epoch_size": 9},
+    "task": {"letters": ["a"]},
+}
 MISSING = object()
-ODD = (None, True, -1, 1.5, 2**62, 10**30, 1e300, math.inf, math.nan, "x\n", [], [[5]], {}, {"a": 1})
+ODD = (
+    None,
+    True,
+    -1,
+    1.5,
+    2**62,
+    10**30,
+    1e300,
+    math.inf,
+    math.nan,
+    "x\n",
+    [],
+    [[5]],
+    {},
+    {"a": 1},
+)
 
 
 def changed(state, name, value):
@@ -47,7 +68,8 @@ def test_a_file_of_a_run_comes_back_as_it_was(run):
     state = parse_state(json.dumps(written))
     assert isinstance(state, GPTState if run == "gpt2_run" else JobState)
     again = json.loads(state.to_json())
-    lacks = dict.fromkeys(again["task"].keys() - written["task"].keys())  # fields that are newer than the file
+    # fields that are newer than the file
+    lacks = dict.fromkeys(again["task"].keys() - written["task"].keys())
     del written["guard"]["numbers"], again["guard"]["unjudged"], again["guard"]["climb"]
     del written["log"]["samples_sha256"], written["log"]["samples_bytes"]
     assert again == written | {"task": written["task"] | lacks}
@@ -57,12 +79,18 @@ def test_a_file_of_a_run_comes_back_as_it_was(run):
 def test_a_kind_of_its_own_keeps_its_task_and_what_lacks_takes_its_default():
     state = parse_state(json.dumps(OWN | {"old": 3}))
     assert state.task.model_dump() == {"letters": ["a"]}
-    assert (state.step, state.feed.position, state.guard.first_bad, state.setup.processes) == (0, 0, None, 1)
+    assert (state.step, state.feed.position, state.guard.first_bad, state.setup.processes) == (
+        0,
+        0,
+        None,
+        1,
+    )
     assert (state.log.chain, state.log.bytes) == (FIRST_CHAIN, 0)
     assert State.of(**OWN) == state
     job = JobData(global_batch_size=4, lr=0.5, data_hash="")
     read = parse_state(state.model_copy(update={"task": job}).to_json())
-    assert read.task.model_dump() == job.model_dump()  # a job of a new kind has fields that State does not know
+    # a job of a new kind has fields that State does not know
+    assert read.task.model_dump() == job.model_dump()
 
 
 WRONG = """
@@ -119,7 +147,9 @@ def test_an_odd_value_is_a_wrong_field_or_a_state_that_can_be_saved(run):
     assert all(": " in line and len(line) < 150 and line.isprintable() for line in wrong)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", "[" * 9999, b"\xff", '{"kind": "gpt2", "kind'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "3", "[" * 9999, b"\xff", '{"kind": "gpt2", "kind']
+)
 def test_what_is_no_state_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"^(?!.*Traceback)."):
         parse_state(text)
@@ -133,7 +163,8 @@ def test_infinity_comes_back_where_json_has_null():
 
 
 def test_what_is_derived_from_the_state():
-    """Pending work is kept but for the save that keeps it; items of skipped ranges are not consumed."""
+    """Pending work is kept but for the save that keeps it; items of skipped ranges are not
+    consumed."""
     state = state_after(3, pending=Pending(row={"step": 3}, sample=True, save=True))
     assert parse_state(state.to_json()).progress.pending == Pending(row={"step": 3}, sample=True)
     assert not any((Pending(), Pending(save=True)))
@@ -144,7 +175,14 @@ def test_what_is_derived_from_the_state():
 def test_the_record_has_what_rows_have():
     record = state_after(3, 2.5, rollbacks=1).record
     assert json.loads(json.dumps(record)) == record
-    wanted = {"kind": "regression", "step": 3, "val_loss": 2.5, "rollbacks": 1, "position": 0, "lr": 0.1}
+    wanted = {
+        "kind": "regression",
+        "step": 3,
+        "val_loss": 2.5,
+        "rollbacks": 1,
+        "position": 0,
+        "lr": 0.1,
+    }
     assert wanted.items() < record.items()
     assert "classes" not in record
 

@@ -27,7 +27,14 @@ def write(folder, **values):
 
 def facts(**changes):
     """The status of a running run, a heartbeat of this process at NOW, with `changes`."""
-    usual = {"step": 7, "stage": "data", **this_process()._asdict(), "heartbeat": NOW, "progress": NOW, "limit": 120.0}
+    usual = {
+        "step": 7,
+        "stage": "data",
+        **this_process()._asdict(),
+        "heartbeat": NOW,
+        "progress": NOW,
+        "limit": 120.0,
+    }
     return {"state": "running", "reason": ""} | usual | changes
 
 
@@ -80,7 +87,11 @@ def test_health(tmp_path, case):
     os.utime(folder / "status.json", (NOW, NOW))
     found = health(folder, NOW + age)
     assert found[:3] == (state, 7, age)
-    assert found.detail == "x" if state == "stopped" else f"on {facts(**changes)['host']}" in found.detail
+    assert (
+        found.detail == "x"
+        if state == "stopped"
+        else f"on {facts(**changes)['host']}" in found.detail
+    )
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     (record,) = read_runs([folder])  # today
     assert record.status["state"] in (state, "stalled", "dead")
@@ -88,7 +99,10 @@ def test_health(tmp_path, case):
 
 def test_a_clock_that_is_ahead_gives_no_negative_time(tmp_path, monkeypatch, capsys):
     """Of another machine, or of the disk."""
-    running = write(tmp_path / "running", **facts(host="far", machine="m", heartbeat=NOW + 50, progress=NOW + 50))
+    running = write(
+        tmp_path / "running",
+        **facts(host="far", machine="m", heartbeat=NOW + 50, progress=NOW + 50),
+    )
     ended = write(tmp_path / "ended", state="completed", step=7, reason="")
     os.utime(ended / "status.json", (NOW + 50, NOW + 50))
     monkeypatch.setattr(time, "time", lambda: NOW)
@@ -109,7 +123,8 @@ ROWS = """
 
 
 def test_total_losses_and_what_comes_next(tmp_path):
-    """Of a running run the time left, of a dead one where it resumes; rows of strangers harm none."""
+    """Of a running run the time left, of a dead one where it resumes; rows of strangers harm
+    none."""
     folder = write(tmp_path / "run", **facts(step=21))
     (folder / "metrics.jsonl").write_text(ROWS.lstrip())
     alive = describe(folder, NOW + 1)
@@ -118,7 +133,9 @@ def test_total_losses_and_what_comes_next(tmp_path):
     assert "resumes" not in alive
     write(folder, **facts(step=21, started=1))
     assert "dead" in (dead := describe(folder, NOW + 1))
-    assert ("resumes from step 10" in dead, "left" in dead) == (True, False), "of a copy, by its rows"
+    assert ("resumes from step 10" in dead, "left" in dead) == (True, False), (
+        "of a copy, by its rows"
+    )
     (folder / "checkpoints").mkdir()
     assert "no checkpoint" in describe(folder, NOW + 1)
     for name in ("step-00000010", "step-00000020", ".step-00000021", "step-00000020.corrupt"):
@@ -126,14 +143,18 @@ def test_total_losses_and_what_comes_next(tmp_path):
         (folder / f"checkpoints/{name}/manifest.json").write_text("{}")
     assert "resumes from step 20" in describe(folder, NOW + 1)
     write(folder, **facts())
-    assert "step         20/40" in describe(folder, NOW + 1), "by a row that is newer than the status"
+    assert "step         20/40" in describe(folder, NOW + 1), (
+        "by a row that is newer than the status"
+    )
     for row in (
         '"tokens_per_second": "x"',
         '"samples_per_second": 1.0',
         '"loss_mean": []',
         '"tokens_per_second": 1e-320',
     ):
-        (folder / "metrics.jsonl").write_text(f'{{"event": "start", "step": 0, "steps": 40}}\n{{"step": 20, {row}}}\n')
+        (folder / "metrics.jsonl").write_text(
+            f'{{"event": "start", "step": 0, "steps": 40}}\n{{"step": 20, {row}}}\n'
+        )
         assert "step         20/40" in describe(folder, NOW + 1)
 
 

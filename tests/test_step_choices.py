@@ -76,7 +76,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.bytes = max(self.bytes, *(getattr(tensor, "nbytes", 0) for tensor in tree_leaves(result)), 0)
+        self.bytes = max(
+            self.bytes, *(getattr(tensor, "nbytes", 0) for tensor in tree_leaves(result)), 0
+        )
         return result
 
 
@@ -114,10 +116,11 @@ def test_what_is_compiled(monkeypatch):
 
 
 def test_ddp_cuts_no_compiled_block():
-    """Dynamo cuts what it compiles below DDP at the bounds of DDP's buckets: a whole model needs that for its overlap,
-    a block is all-reduced while the next one computes."""
+    """Dynamo cuts what it compiles below DDP at the bounds of DDP's buckets: a whole model needs
+    that for its overlap, a block is all-reduced while the next one computes."""
     for how, cuts in (("model", True), ("blocks", False)):
-        with torch._dynamo.config.patch(optimize_ddp=True):  # monkeypatch would hide the setting afterwards
+        # monkeypatch would hide the setting afterwards
+        with torch._dynamo.config.patch(optimize_ddp=True):
             compiled(gpt(), how)
             assert torch._dynamo.config.optimize_ddp is cuts
 

@@ -1,4 +1,5 @@
-"""Requests to stop: deadlines, signals that come twice, agreement of the ranks. test_resumed.py stops runs."""
+"""Requests to stop: deadlines, signals that come twice, agreement of the ranks. test_resumed.py
+stops runs."""
 
 import os
 import signal
@@ -52,7 +53,8 @@ def test_the_deadline_reserves_what_a_typical_step_and_save_take(monkeypatch):
 
 
 def interrupted(first, echo_seconds):
-    """What a rank takes for the reason to stop that gets `first` and then SIGINT, and whether that one ended it."""
+    """What a rank takes for the reason to stop that gets `first` and then SIGINT, and whether that
+    one ended it."""
     signals.ECHO_SECONDS = echo_seconds
     with stop_request() as stop:
         stop.request("another rank")  # which is no signal to this one
@@ -65,9 +67,13 @@ def interrupted(first, echo_seconds):
 
 
 def test_a_signal_that_comes_twice_is_one_request(corpus, tmp_path):
-    """To every process of a job, and again through the launcher; who interrupts later than that is impatient. And a run
-    stops after the step, also where nothing else follows it."""
-    calls = [(interrupted, first, echo) for first in (signal.SIGINT, signal.SIGTERM) for echo in (600.0, 0.0)]
+    """To every process of a job, and again through the launcher; who interrupts later than that is
+    impatient. And a run stops after the step, also where nothing else follows it."""
+    calls = [
+        (interrupted, first, echo)
+        for first in (signal.SIGINT, signal.SIGTERM)
+        for echo in (600.0, 0.0)
+    ]
     config = training_config(corpus, tmp_path, {"tracking.log_every": 99})
     calls.append((train_with_faults, config, (0, 0), 1, 3, signal.SIGTERM))
     (found,) = run_ranks(in_turn, 1, *calls)
@@ -76,7 +82,8 @@ def test_a_signal_that_comes_twice_is_one_request(corpus, tmp_path):
 
 
 def agreed(reasons, elastic=True):
-    """Whether the ranks stop, and whether this one's launcher has to start it again; `SIGTERM` is a signal."""
+    """Whether the ranks stop, and whether this one's launcher has to start it again; `SIGTERM` is a
+    signal."""
     stopping.machines, stopping.elastic_nodes = lambda: 2, lambda: "1:2" if elastic else ""
     with stop_request() as stop:
         reason = reasons[int(os.environ["RANK"])]

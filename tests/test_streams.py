@@ -41,7 +41,11 @@ def run(folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **env):
     script = folder / "says.py"
     script.write_text(textwrap.dedent(SAYS))
     return subprocess.run(
-        [sys.executable, str(script)], stdout=stdout, stderr=stderr, cwd=folder, env=environment(**env)
+        [sys.executable, str(script)],
+        stdout=stdout,
+        stderr=stderr,
+        cwd=folder,
+        env=environment(**env),
     )
 
 
@@ -66,9 +70,13 @@ def test_a_full_disk_of_the_output_is_named(tmp_path):
     with open("/dev/full", "w") as full:
         done = run(tmp_path, stdout=full)
         assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
-        assert done.stderr.startswith(b"error: standard output = this one: cannot be written (No space left")
+        assert done.stderr.startswith(
+            b"error: standard output = this one: cannot be written (No space left"
+        )
         assert not (tmp_path / "blamed").exists()
-        assert run(tmp_path, stderr=full).returncode == 0, "what cannot be told on stderr ends nothing"
+        assert run(tmp_path, stderr=full).returncode == 0, (
+            "what cannot be told on stderr ends nothing"
+        )
 
 
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
@@ -80,7 +88,10 @@ def test_a_closed_stream_goes_nowhere(tmp_path, closed):
     redirections = " ".join(f"{number}>&-" for number in closed)
     command = f'"$0" -c "$1" {redirections}'
     done = subprocess.run(
-        ["sh", "-c", command, sys.executable, opened], capture_output=True, cwd=tmp_path, env=environment()
+        ["sh", "-c", command, sys.executable, opened],
+        capture_output=True,
+        cwd=tmp_path,
+        env=environment(),
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout == (b"" if 1 in closed else b"said\n")
@@ -92,5 +103,7 @@ def test_help_for_a_reader_that_has_left(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     for words in (["status", "--help"], ["--help"]):
-        done = subprocess.run([sys.executable, "-m", "gpt2_ddp", *words], stdout=writer, stderr=subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, "-m", "gpt2_ddp", *words], stdout=writer, stderr=subprocess.PIPE
+        )
         assert (done.returncode, done.stderr) == (141, b""), words

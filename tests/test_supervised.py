@@ -1,4 +1,5 @@
-"""Supervised: equal to a hand-written loop on any number of processes, exact in its scores, bitwise after any stop."""
+"""Supervised: equal to a hand-written loop on any number of processes, exact in its scores, bitwise
+after any stop."""
 
 import re
 import shutil
@@ -27,8 +28,8 @@ from gpt2_ddp.tasks.supervised import Samples, Supervised, job_schedule, score_e
 
 
 def assert_by_hand(folder, config):
-    """Linear regression in plain PyTorch: no Accelerate, no module of ours but the order of the samples. Compares the
-    weights of the run in `folder`; returns the losses."""
+    """Linear regression in plain PyTorch: no Accelerate, no module of ours but the order of the
+    samples. Compares the weights of the run in `folder`; returns the losses."""
     generator = torch.Generator().manual_seed(config.seed)
     x, noise = torch.randn(2, config.data.points, generator=generator)
     y = 2 * x + 3 + 0.1 * noise
@@ -53,7 +54,9 @@ def assert_by_hand(folder, config):
 @pytest.mark.parametrize(("world", "micro"), [(1, 5), (3, 2)])
 @float64()
 def test_equal_to_a_hand_written_loop(tmp_path, world, micro):
-    config = job_config("regression", tmp_path, {"data.points": 97, "train.micro_batch_size": micro})
+    config = job_config(
+        "regression", tmp_path, {"data.points": 97, "train.micro_batch_size": micro}
+    )
     results = run_ranks(in_float64, world, train, config)
     losses = assert_by_hand(tmp_path, config)
     for name in ("loss", "loss_mean"):
@@ -75,14 +78,17 @@ def test_rates_by_epochs(tmp_path):
 
 
 SETS = ((1, 4), (2, 1), (37, 8), (48, 8))
-"""Samples and batch size: what no number of processes and no batch divides, and less than a batch."""
+"""Samples and batch size: what no number of processes and no batch divides, and less than a
+batch."""
 
 
 IDENTITY = torch.nn.Identity()
 
 
 def sample_set(n):
-    return Samples(torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.arange(n) % 3)
+    return Samples(
+        torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.arange(n) % 3
+    )
 
 
 def scores_of(model, inputs, targets):
@@ -93,11 +99,16 @@ def score_everything():
     from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
-    return [score_each(accelerator, IDENTITY, sample_set(n), scores_of, size)[1].tolist() for n, size in SETS]
+    return [
+        score_each(accelerator, IDENTITY, sample_set(n), scores_of, size)[1].tolist()
+        for n, size in SETS
+    ]
 
 
 def test_each_test_sample_is_scored_once_in_order():
-    scores = [scores_of(IDENTITY, sample_set(n).inputs, sample_set(n).targets).values() for n, _ in SETS]
+    scores = [
+        scores_of(IDENTITY, sample_set(n).inputs, sample_set(n).targets).values() for n, _ in SETS
+    ]
     wanted = [torch.stack([score.double() for score in of]).T.tolist() for of in scores]
     assert run_ranks(score_everything, 3) == [wanted] * 3
 
@@ -116,7 +127,11 @@ def test_images_are_scored_as_by_a_plain_computation_and_their_folder_may_move(t
     outputs = model(torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1)
     best = outputs.topk(5).indices == targets[:, None]
     loss = torch.nn.functional.cross_entropy(outputs, targets).item()
-    expected = {"val_accuracy": best[:, 0].sum() / 37, "val_top5": best.sum() / 37, "val_loss": loss}
+    expected = {
+        "val_accuracy": best[:, 0].sum() / 37,
+        "val_top5": best.sum() / 37,
+        "val_loss": loss,
+    }
     expected |= {"val_samples": 37, "epoch": 2}
     assert_close({name: last[name] for name in expected}, expected, 1e-5, loss)
 
@@ -125,8 +140,13 @@ def test_images_are_scored_as_by_a_plain_computation_and_their_folder_may_move(t
     ("launch.processes", 3, 1), ("train.global_batch_size", 2, 3),
 ])  # fmt: skip
 def test_another_number_of_processes(tmp_path, name, value, processes):
-    saved = SimpleNamespace(state=SimpleNamespace(task=JobData(global_batch_size=24, lr=0.02, data_hash="")))
-    accelerator, config = SimpleNamespace(num_processes=processes), job_config("regression", tmp_path, {name: value})
+    saved = SimpleNamespace(
+        state=SimpleNamespace(task=JobData(global_batch_size=24, lr=0.02, data_hash=""))
+    )
+    accelerator, config = (
+        SimpleNamespace(num_processes=processes),
+        job_config("regression", tmp_path, {name: value}),
+    )
     expect_error(f"^{name} = {value}: ", Supervised, make_job, config, accelerator, saved)
 
 

@@ -1,4 +1,5 @@
-"""The design, tried: a kind of training that nobody thought of is one short class, and has all that the others have."""
+"""The design, tried: a kind of training that nobody thought of is one short class, and has all that
+the others have."""
 
 import math
 from functools import partial
@@ -45,7 +46,9 @@ class LettersConfig(RunConfig):
 
 
 class Pairs:
-    letters = torch.tensor(list(b"to be or not to be that is the question whether tis nobler in the mind " * 3))
+    letters = torch.tensor(
+        list(b"to be or not to be that is the question whether tis nobler in the mind " * 3)
+    )
 
     def __len__(self) -> int:
         return len(self.letters) - 1

@@ -45,7 +45,9 @@ def run(tmp_path_factory):
 
 def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
     """At first on two ranks; the run's model sees 16 tokens."""
-    short = [{"context": row["ctx"], "choices": ["a", "b c", "d"], "label": 2} for row in made_items(7)]
+    short = [
+        {"context": row["ctx"], "choices": ["a", "b c", "d"], "label": 2} for row in made_items(7)
+    ]
     items = write(tmp_path / "my items.jsonl", short)
     other = items_file(tmp_path)
     broken = write(tmp_path / "broken.jsonl", [*short, {**short[0], "label": 3}])
@@ -69,10 +71,16 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
         scores = [json.loads(line) for line in (found / f"{name}.jsonl").read_text().splitlines()]
         assert len(kept) == summary["items"]
         assert all(len(row["log_likelihoods"]) == len(row["choices"]) for row in scores)
-        assert_close(summary["acc"], np.mean([np.argmax(row["log_likelihoods"]) == row["label"] for row in scores]))
+        assert_close(
+            summary["acc"],
+            np.mean([np.argmax(row["log_likelihoods"]) == row["label"] for row in scores]),
+        )
         assert summary["step"] == 10
     assert_close([told[name]["chance"] for name in told], [1 / 2, 1 / 3])
-    assert sorted(file.name for file in (tmp_path / "other").iterdir()) == ["my_items-3.json", "my_items-3.jsonl"]
+    assert sorted(file.name for file in (tmp_path / "other").iterdir()) == [
+        "my_items-3.json",
+        "my_items-3.jsonl",
+    ]
     assert read_items(tmp_path / "other/my_items-3.jsonl") == read_items(items)[:6:2]
     assert not (found / "broken.json").exists()
     expected = ("broken.jsonl: line 8", "longer.jsonl: choice", f"output = {items}", "tasks = ")
@@ -81,14 +89,23 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
 
 
 def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
-    """The last row's scores are those that evaluate.py gives the last checkpoint; a file that changed is told of."""
+    """The last row's scores are those that evaluate.py gives the last checkpoint; a file that
+    changed is told of."""
     items = tmp_path / "other.jsonl"
-    write(items, [{"context": f"def {word}", "choices": ["(self):", "import"], "label": 0} for word in "abcde"])
+    write(
+        items,
+        [
+            {"context": f"def {word}", "choices": ["(self):", "import"], "label": 0}
+            for word in "abcde"
+        ],
+    )
     both = [items_file(tmp_path), str(items)]
     tasks = {"eval.tasks": both, "train.micro_batch_size": 5}
     run, told = tmp_path / "run", tmp_path / "run/evaluations/step-00000010"
     own = {"checkpoint": str(run), "tasks": both, "batch_size": 5}
-    configs = [training_config(corpus, tmp_path, tasks | {"train.steps": steps}) for steps in (10, 11, 12)]
+    configs = [
+        training_config(corpus, tmp_path, tasks | {"train.steps": steps}) for steps in (10, 11, 12)
+    ]
     calls = [
         (train, configs[0]),
         (evaluate, [SETTINGS | own | {"data": []}]),
@@ -101,11 +118,18 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
     (_, _, _, (_, _, others), _, refused, (code, verdict, _)) = run_ranks(in_turn, 1, *calls)[0]
     scored = {row["step"]: row for row in rows(run) if "val_loss" in row}
     names = {f"{name}_{metric}" for name in ("items", "other") for metric in ("acc", "acc_norm")}
-    assert {step: names & {*row} for step, row in scored.items()} == {0: names, 10: names, 11: names}
+    assert {step: names & {*row} for step, row in scored.items()} == {
+        0: names,
+        10: names,
+        11: names,
+    }
     state = find_checkpoint(run / "checkpoints/step-00000010").state
     for name in ("items", "other"):
         own = read_json(told / f"{name}.json")
-        assert [scored[10][f"{name}_{metric}"] for metric in ("acc", "acc_norm")] == [own["acc"], own["acc_norm"]]
+        assert [scored[10][f"{name}_{metric}"] for metric in ("acc", "acc_norm")] == [
+            own["acc"],
+            own["acc_norm"],
+        ]
         assert state.task.tasks[name] == own["items_sha256"]
     assert "the items of other" in others
     assert "the items of items" not in others

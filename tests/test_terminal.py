@@ -1,4 +1,5 @@
-"""Lines of the terminal: short, and without what a row does not have. One line says what comes next."""
+"""Lines of the terminal: short, and without what a row does not have. One line says what comes
+next."""
 
 import json
 import shlex
@@ -27,7 +28,14 @@ ROW = json.loads("""{"step": 350, "epoch": 0.1234, "tokens": 183500800, "loss": 
 
 
 def test_a_line_has_a_tasks_own_numbers():
-    own = {"letters": 9, "letters_per_second": 7, "rhymes": 0.123456, "count": 12, "grad_norm/h.0": 1.0, "nan": None}
+    own = {
+        "letters": 9,
+        "letters_per_second": 7,
+        "rhymes": 0.123456,
+        "count": 12,
+        "grad_norm/h.0": 1.0,
+        "nan": None,
+    }
     assert describe({"step": 0} | own) == ["rhymes 0.1235", "count 12", "7 letters/s"]
 
 
@@ -46,7 +54,9 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_row_s_speed():
     assert_close(time_left(ROW, 1350), 1000 * 524_288 / 412_345.6)
     assert time_left(ROW, 350) == 0
     assert time_left({"step": 0, "tokens": 0, "val_loss": 3.0}, 10) is None
-    assert time_left({"step": 1, "samples": 4, "samples_per_second": 0.0}, 10) is None, "slower than can be written"
+    assert time_left({"step": 1, "samples": 4, "samples_per_second": 0.0}, 10) is None, (
+        "slower than can be written"
+    )
 
 
 def manifest_of(size):
@@ -82,11 +92,18 @@ def test_each_preset_of_a_size_exists_and_readme_has_it():
 
 def test_a_small_model_for_much_text_is_told_once(tmp_path, monkeypatch, capsys):
     small = ModelConfig.model_validate(yaml.safe_load((ROOT / OWN_TEXT).read_text())["model"])
-    for size, model, notes in ((78_000_000, small, 1), (19_000_000, small, 0), (78_000_000, ModelConfig(), 0)):
+    for size, model, notes in (
+        (78_000_000, small, 1),
+        (19_000_000, small, 0),
+        (78_000_000, ModelConfig(), 0),
+    ):
         monkeypatch.setattr(missing, "read_manifest", lambda folder, size=size: manifest_of(size))
         missing.print_size_note(TrainingConfig(model=model, train={"steps": 1}))
         assert (
-            capsys.readouterr().err.count("note: this model is for up to 20 MB of text, and there are 78 MB") == notes
+            capsys.readouterr().err.count(
+                "note: this model is for up to 20 MB of text, and there are 78 MB"
+            )
+            == notes
         )
 
 
@@ -97,10 +114,14 @@ def test_a_preparation_ends_with_the_next_command_unless_a_training_has_started_
         SCRIPTS / "prepare_data.py",
         *shlex.split("--source text.txt --tokenizer bytes --output mine"),
     ]
-    first, again, within = (launch(words, tmp_path, **env).stdout for env in ({}, {}, {process.CHILD: "1"}))
+    first, again, within = (
+        launch(words, tmp_path, **env).stdout for env in ({}, {}, {process.CHILD: "1"})
+    )
     for printed in (first, again):
         assert printed.count("next: ") == 1
-        assert printed.endswith("next: python scripts/train_gpt2.py --data.path mine --run_name mine\n")
+        assert printed.endswith(
+            "next: python scripts/train_gpt2.py --data.path mine --run_name mine\n"
+        )
     assert "already prepared" in within
     assert "next: " not in within
 

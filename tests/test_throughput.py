@@ -65,7 +65,12 @@ def test_the_peak_of_a_device_is_its_data_sheets_or_unknown():
     for name, gpu in GPUS.items():
         assert name.startswith("NVIDIA "), "as torch says it"
         assert (peak_flops(name), gpu.memory >= 16) == (gpu.tera * 1e12, True)
-    for name, tera in {"A100-SXM4-40GB": 312, "H100 PCIe": 756.5, "GeForce RTX 4090": 165.2, "GB200": 2500}.items():
+    for name, tera in {
+        "A100-SXM4-40GB": 312,
+        "H100 PCIe": 756.5,
+        "GeForce RTX 4090": 165.2,
+        "GB200": 2500,
+    }.items():
         assert peak_flops(f"NVIDIA {name}") == tera * 1e12
     for name in ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A2", "nvidia h200"):
         assert peak_flops(name) is None

@@ -74,22 +74,39 @@ def test_trained_bpe_equals_hf(trained, library):
 def test_training_is_repeatable(trained, library, tmp_path):
     train_bpe(library, 2000, tmp_path / "tokenizer.json")
     assert (tmp_path / "tokenizer.json").read_bytes() == trained.read_bytes()
-    assert load_tokenizer(str(tmp_path)).sha256 == load_tokenizer(str(trained)).sha256  # by its folder
+    # by its folder
+    assert load_tokenizer(str(tmp_path)).sha256 == load_tokenizer(str(trained)).sha256
     train_bpe(["too little text"], 2000, tmp_path / "tokenizer.json")
     assert 257 < load_tokenizer(str(tmp_path)).vocab_size < 300
 
 
-LONG = ["=" * 1000, "".join(random.Random(0).choices("ACGT", k=1000)), " " * 1000, "\n" * 1000, "7" * 1000, "漢" * 1000]
+LONG = [
+    "=" * 1000,
+    "".join(random.Random(0).choices("ACGT", k=1000)),
+    " " * 1000,
+    "\n" * 1000,
+    "7" * 1000,
+    "漢" * 1000,
+]
 
 
 def test_long_words_are_cut_to_train_a_bpe():
-    """A training's time grows with the square of the longest word, as `tokenizers` divides a text."""
+    """A training's time grows with the square of the longest word, as `tokenizers` divides a
+    text."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
-    for text in [*LONG, *(f"some words {long}'s end" for long in LONG), "".join(LONG) + "_" * 300 + " end"]:
+    for text in [
+        *LONG,
+        *(f"some words {long}'s end" for long in LONG),
+        "".join(LONG) + "_" * 300 + " end",
+    ]:
         parts = prepare.cut_long_words(text)
         assert "".join(parts) == text
-        assert max(end - start for part in parts for _, (start, end) in split(part)) <= prepare.LONGEST_WORD + 1
-    endless = "".join(f"{word},7" for word in ["word"] * 1000)  # without a blank, but of short words
+        assert (
+            max(end - start for part in parts for _, (start, end) in split(part))
+            <= prepare.LONGEST_WORD + 1
+        )
+    # without a blank, but of short words
+    endless = "".join(f"{word},7" for word in ["word"] * 1000)
     assert prepare.cut_long_words(endless) == [endless]
 
 
@@ -102,7 +119,10 @@ def test_text_with_ordinary_words_trains_the_same_bpe(trained, library, tmp_path
 def test_a_text_of_one_word_is_encoded_whole(tmp_path):
     """A cut is of the training alone."""
     train_bpe(["=" * 100_000], 300, tmp_path / "tokenizer.json")
-    ours, theirs = load_tokenizer(str(tmp_path)), tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ours, theirs = (
+        load_tokenizer(str(tmp_path)),
+        tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")),
+    )
     text = "=" * 5000
     assert ours.encode(text).tolist() == theirs.encode(text).ids
     assert max(map(len, ours.tokens)) == prepare.LONGEST_WORD, "the training has no longer word"
@@ -116,7 +136,8 @@ def test_lone_surrogates_and_endless_blanks():
     with pytest.raises(ValueError, match="stack"):  # what tiktoken does with it
         tiktoken.Encoding.encode_to_numpy(tokenizer.encoding, text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode(tokenizer.encode("ab" * 500_000)) == "ab" * 500_000  # hours, were it quadratic
+    # hours, were it quadratic
+    assert tokenizer.decode(tokenizer.encode("ab" * 500_000)) == "ab" * 500_000
 
 
 def test_bytes():
@@ -126,13 +147,21 @@ def test_bytes():
     assert tokenizer.token_bytes().tolist() == [1] * 256 + [0]
     for text in [*difficult_texts(), "<|endoftext|>"]:
         ids = tokenizer.encode(text)
-        assert (ids.astype(np.uint8).tobytes(), ids.dtype, tokenizer.decode(ids)) == (text.encode(), np.uint16, text)
+        assert (ids.astype(np.uint8).tobytes(), ids.dtype, tokenizer.decode(ids)) == (
+            text.encode(),
+            np.uint16,
+            text,
+        )
     assert tokenizer.decode(tokenizer.encode("x \ud800")) == "x \ufffd"
 
 
 def test_ids_of_a_large_vocabulary_are_uint32():
     ranks = {bytes([byte]): byte for byte in range(256)}
-    tables = {"pat_str": r".|\n", "mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 70_000}}
+    tables = {
+        "pat_str": r".|\n",
+        "mergeable_ranks": ranks,
+        "special_tokens": {"<|endoftext|>": 70_000},
+    }
     assert Tokenizer("big", tables).encode("ab").dtype == np.uint32
     assert load_tokenizer("gpt2").encode("ab").dtype == np.uint16
 
@@ -161,7 +190,8 @@ added_tokens: [{content: <|endoftext|>, id: 0}, {content: "", id: 2000}]
 added_tokens: [{content: <|endoftext|>, id: 0}, {content: "\ud800", id: 2000}]
 added_tokens: [{content: <|endoftext|>, id: 1180591620717411303424}]
 """
-"""Values below dotted keys. tiktoken would panic at the last ones: an id twice, of another type, left out or huge."""
+"""Values below dotted keys. tiktoken would panic at the last ones: an id twice, of another type,
+left out or huge."""
 
 
 @pytest.mark.parametrize("change", BROKEN.strip().splitlines())
@@ -192,8 +222,12 @@ def test_files_of_other_forms_are_named(tmp_path):
     for given in (tmp_path, tmp_path / "tokenizer.json", tmp_path / "vocab.json"):
         words = f"tokenizer = {tmp_path}: has vocab.json and merges.txt, .*GPT2TokenizerFast"
         expect_error(words, load_tokenizer, str(given))
-    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    expect_error("tokenizer.json: is a pointer of git-LFS.*git lfs pull", load_tokenizer, str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
+    expect_error(
+        "tokenizer.json: is a pointer of git-LFS.*git lfs pull", load_tokenizer, str(tmp_path)
+    )
 
 
 def test_a_file_of_nested_merges_is_refused_by_its_size(tmp_path):

@@ -19,8 +19,8 @@ from gpt2_ddp.state import LogEnd, Progress
 
 
 def train_and_die(config, home, kill_at=None):
-    """Trains. At a step, once its row is in metrics.jsonl and before a tracker has it, the process is killed, and what
-    it started."""
+    """Trains. At a step, once its row is in metrics.jsonl and before a tracker has it, the process
+    is killed, and what it started."""
     os.environ.update(HOME=str(home), TRACKIO_DIR=str(home / "trackio"))
     append = RunLog.append
 
@@ -80,7 +80,13 @@ def in_wandb(run):
         if kind in (1, 4):  # a whole record, or the last part of one
             history, message = Record.FromString(message).history, b""
             for item in history.item:
-                points.append((item.key or "/".join(item.nested_key), history.step.num, json.loads(item.value_json)))
+                points.append(
+                    (
+                        item.key or "/".join(item.nested_key),
+                        history.step.num,
+                        json.loads(item.value_json),
+                    )
+                )
     return collected(point for point in points if not point[0].startswith("_"))
 
 
@@ -89,7 +95,9 @@ def in_trackio(home, run):
     with sqlite3.connect(file) as database:
         question = "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id"
         rows = database.execute(question, (f"run-{run_id(run)}",)).fetchall()
-    return collected((name, step, value) for step, text in rows for name, value in json.loads(text).items())
+    return collected(
+        (name, step, value) for step, text in rows for name, value in json.loads(text).items()
+    )
 
 
 def run_id(run):
@@ -105,7 +113,10 @@ def comparable(points):
 
 
 def in_float32(points):
-    return {name: [(step, np.float32(value).item()) for step, value in values] for name, values in points.items()}
+    return {
+        name: [(step, np.float32(value).item()) for step, value in values]
+        for name, values in points.items()
+    }
 
 
 def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
@@ -117,7 +128,9 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
         log.resume(ends[at], Progress())
         trackers = Trackers(lambda _, action: action(), config, "id", log.path)
         for step in steps:
-            log.append(row := {"step": step, "loss": loss + step, "order_digest": "no number", "mfu": None})
+            log.append(
+                row := {"step": step, "loss": loss + step, "order_digest": "no number", "mfu": None}
+            )
             trackers.log(row)
             ends[step] = log.end()
 
@@ -140,8 +153,17 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
 def test_rows_without_a_step_are_not_sent(tmp_path, monkeypatch):
     """A received run may have any."""
     sent = []
-    monkeypatch.setitem(START, "wandb", lambda *_: (SimpleNamespace(log=lambda row, step: sent.append(step)), -1))
-    lines = ["{}", '{"loss": 1}', '{"step": "2"}', '{"step": true}', '{"step": null}', '{"step": 3}']
+    monkeypatch.setitem(
+        START, "wandb", lambda *_: (SimpleNamespace(log=lambda row, step: sent.append(step)), -1)
+    )
+    lines = [
+        "{}",
+        '{"loss": 1}',
+        '{"step": "2"}',
+        '{"step": true}',
+        '{"step": null}',
+        '{"step": 3}',
+    ]
     (tmp_path / METRICS).write_text("".join(f"{line}\n" for line in lines))
     config = SimpleNamespace(tracking=SimpleNamespace(log_with=["wandb"]))
     Trackers(lambda _, action: action(), config, "id", tmp_path)  # pyright: ignore
@@ -168,7 +190,9 @@ def test_what_fails_is_told_once_and_the_training_and_other_trackers_are_the_sam
     warnings = [line for line in errors.splitlines() if line.startswith("warning:")]
     assert (outcome, len(warnings)) == ("completed", 2)
     for what in ("sample", "wandb tracker"):
-        assert any(f"the {what} failed (ConnectionError: the server is gone)" in line for line in warnings)
+        assert any(
+            f"the {what} failed (ConnectionError: the server is gone)" in line for line in warnings
+        )
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(7))
     assert in_tensorboard(tmp_path / "run") == in_float32(in_metrics(tmp_path / "run"))
     assert (tmp_path / "run/checkpoints/step-00000006").is_dir()
@@ -176,8 +200,8 @@ def test_what_fails_is_told_once_and_the_training_and_other_trackers_are_the_sam
 
 @pytest.mark.slow
 def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypatch):
-    """With all three trackers. Before the first checkpoint and after it: trackers that write late lack rows from before
-    it."""
+    """With all three trackers. Before the first checkpoint and after it: trackers that write late
+    lack rows from before it."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
     tracking = {"log_with": ["tensorboard", "wandb", "trackio"], "log_every": 1}
     changes = {"tracking": tracking, "train.steps": 12, "checkpoint.every": 7, "eval.every": 4}
@@ -187,8 +211,12 @@ def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypa
             run_ranks(train_and_die, 1, config, tmp_path, step)
     assert run_ranks(train_and_die, 1, config, tmp_path) == ["completed"]
     wanted = in_metrics(run)
-    assert (wanted["tokens"][-1][0], in_tensorboard(run)) == (config.train.steps, in_float32(wanted))
-    chain = json.loads((run / METRICS).read_text().splitlines()[-3])["chain"]  # before the last checkpoint and the end
+    assert (wanted["tokens"][-1][0], in_tensorboard(run)) == (
+        config.train.steps,
+        in_float32(wanted),
+    )
+    # before the last checkpoint and the end
+    chain = json.loads((run / METRICS).read_text().splitlines()[-3])["chain"]
     for found in (in_wandb(run), in_trackio(tmp_path, run)):
         assert found.pop("chain")[-1] == (config.train.steps, chain)
         assert comparable(found) == comparable(wanted)

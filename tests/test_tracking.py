@@ -38,7 +38,8 @@ def content(log):
 
 
 def test_rows_are_cut_where_those_of_the_checkpoint_end(log, capsys):
-    """Whatever steps they are of, also before pending work, and after a kill that tore a line. The chain continues."""
+    """Whatever steps they are of, also before pending work, and after a kill that tore a line. The
+    chain continues."""
     ends = []
     for step in (3, 4, 3, 5):
         log.append({"step": step})
@@ -68,8 +69,14 @@ def test_rows_do_not_follow_a_planted_link(tmp_path, log, target):
 
 
 LINES = [b"[1]", b"\0" * 20, b'{"step": true}', b'{"step": 2, "loss": NaN}', b"", b'{"step": 4}']
-LINES += [b'{"step": 2, "a": [-Infinity]}', b'{"step": 2, "text": "\xff"}', b'{"step": 2}{"step": 3}']
-DAMAGES = [lambda first, event, last, line=line: first + line + b"\n\n" + event + last for line in LINES]
+LINES += [
+    b'{"step": 2, "a": [-Infinity]}',
+    b'{"step": 2, "text": "\xff"}',
+    b'{"step": 2}{"step": 3}',
+]
+DAMAGES = [
+    lambda first, event, last, line=line: first + line + b"\n\n" + event + last for line in LINES
+]
 DAMAGES += [
     lambda first, event, last: first + event[:-1],  # a file that is shorter
     lambda first, event, last: first,
@@ -87,14 +94,21 @@ def test_a_damaged_file_is_set_aside_and_its_rows_are_kept(log, capsys, damage):
         ends.append(log.end())
     lines = content(log).splitlines(keepends=True)
     damaged = damage(*lines)
-    kept = [line for line in damaged.splitlines(keepends=True) if line in lines[:2] or line.startswith(b'{"step": 0')]
+    kept = [
+        line
+        for line in damaged.splitlines(keepends=True)
+        if line in lines[:2] or line.startswith(b'{"step": 0')
+    ]
     (log.path / METRICS).write_bytes(damaged)
     log.resume(ends[1], Progress(step=3))
     assert content(log) == b"".join(kept)
     assert capsys.readouterr().err.startswith(f"warning: {log.path / METRICS}: ")
     assert (log.path / f"{METRICS}.damaged").read_bytes() == damaged
     log.append({"step": 4})
-    assert split_chain((log.path / METRICS).read_text().splitlines()[-1]) == ('{"step": 4}', log.end().chain)
+    assert split_chain((log.path / METRICS).read_text().splitlines()[-1]) == (
+        '{"step": 4}',
+        log.end().chain,
+    )
 
 
 def test_a_pending_row_is_not_there_twice_in_a_repaired_file(log):
@@ -125,7 +139,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_trainer_that_lost_its_folder_or_rows_writes_nothing_more(tmp_path, loss):
-    """It removes nothing, also of another trainer. Where it has its folder, it records that it failed."""
+    """It removes nothing, also of another trainer. Where it has its folder, it records that it
+    failed."""
     store = open_store(tmp_path / "run", keep_last=1)
     folder, log = store._run_folder, store._log
     log.append({"step": 1})
@@ -140,7 +155,10 @@ def test_a_trainer_that_lost_its_folder_or_rows_writes_nothing_more(tmp_path, lo
 
     before = times()
     log.append({"step": 2})
-    writes = [lambda: log.write_status("completed", 2), lambda: store.save(Snapshot(state_after(2), "", {}, {}))]
+    writes = [
+        lambda: log.write_status("completed", 2),
+        lambda: store.save(Snapshot(state_after(2), "", {}, {})),
+    ]
     writes += [store.wait, *[lambda: store.remove_after(0)] * (loss != "folder replaced")]
     writes += [lambda: log.resume(LogEnd(), Progress()), store.newest] if is_gone else []
     for write in writes:
@@ -205,7 +223,16 @@ def test_each_prompt_has_its_sample_and_a_crash_is_recorded(corpus, tmp_path):
     with pytest.raises(RankError, match="out of order"):
         run_ranks(crash_at_step_6, 1, training_config(corpus, tmp_path, changes))
     samples = events(tmp_path / "run", "sample")
-    assert [(row["step"], row["prompt"]) for row in samples] == [(2, "def "), (2, ""), (4, "def "), (4, "")]
+    assert [(row["step"], row["prompt"]) for row in samples] == [
+        (2, "def "),
+        (2, ""),
+        (4, "def "),
+        (4, ""),
+    ]
     assert all(row["text"].startswith(row["prompt"]) and len(row["text"]) > 20 for row in samples)
     failed = status(tmp_path / "run")
-    assert (failed["state"], failed["step"], "out of order" in failed["reason"]) == ("failed", 5, True)
+    assert (failed["state"], failed["step"], "out of order" in failed["reason"]) == (
+        "failed",
+        5,
+        True,
+    )

@@ -1,4 +1,5 @@
-"""The code of one's own class: what a resume does after each change of its file; a stranger's code stays data."""
+"""The code of one's own class: what a resume does after each change of its file; a stranger's code
+stays data."""
 
 import copy
 import os
@@ -46,7 +47,9 @@ def made(corpus, tmp_path_factory):
     (folder / "mine.py").write_text(FILE)
     with chdir(folder):
         trust(find("mine.py:Mine"))
-        config = training_config(corpus, folder, {"task": "mine.py:Mine", "train.steps": 5, "checkpoint.every": 2})
+        config = training_config(
+            corpus, folder, {"task": "mine.py:Mine", "train.steps": 5, "checkpoint.every": 2}
+        )
         assert train(config) == "completed"
     return folder
 
@@ -65,7 +68,9 @@ def here(made, tmp_path, monkeypatch):
 
 def resumed(corpus, folder, task=None):
     """The task of the run when it is resumed."""
-    config = training_config(corpus, folder, {"task": task, "train.steps": 5, "checkpoint.every": 2})
+    config = training_config(
+        corpus, folder, {"task": task, "train.steps": 5, "checkpoint.every": 2}
+    )
     return make(Pretraining, config, SimpleNamespace(num_processes=1), checkpoint_of(folder))
 
 
@@ -96,7 +101,9 @@ REFUSED = {
     "renamed class": edit("class Mine", "class Ours"),
     "no task": edit("(Pretraining)", ""),
     "a module beside it": edit("RATE =", "import helper\n\nRATE ="),
-    "a module beside it, inside": edit("        return", "        from helper import x\n\n        return"),
+    "a module beside it, inside": edit(
+        "        return", "        from helper import x\n\n        return"
+    ),
     "a relative import": edit("RATE =", "from . import helper\n\nRATE ="),
     "a missing module": edit("RATE =", "import no_such_module\n\nRATE ="),
     "another Python": edit("RATE =", "print 'x'\nRATE ="),
@@ -123,16 +130,25 @@ def test_a_recorded_name_without_its_file_is_the_recorded_class(corpus, here):
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_changed_file_has_to_be_accepted(corpus, here, monkeypatch, change, capsys):
-    """By name, on the command line, though another run may have made it trusted. The line has the file to compare."""
+    """By name, on the command line, though another run may have made it trusted. The line has the
+    file to compare."""
     CHANGED[change](here / "mine.py")
     trust(find("mine.py:Mine"))
     for task in (None, "mine.py:Mine"):
-        expect_error(r"differs from the run's in .*/task\.py; .* give --task mine", resumed, corpus, here, task)
+        expect_error(
+            r"differs from the run's in .*/task\.py; .* give --task mine",
+            resumed,
+            corpus,
+            here,
+            task,
+        )
     monkeypatch.setattr(sys, "argv", ["--task", "mine.py:Mine"])
     task = resumed(corpus, here, "mine.py:Mine")
     assert task.schedule(2)["lr"] == (1e-3 if change == "constant" else 5e-4)
     assert task.code.source == (here / "mine.py").read_bytes()
-    assert f"that of mine.py:Mine in {checkpoint_of(here).path}/task.py\n" in capsys.readouterr().err
+    assert (
+        f"that of mine.py:Mine in {checkpoint_of(here).path}/task.py\n" in capsys.readouterr().err
+    )
 
 
 def test_a_new_run_takes_no_code_that_only_a_file_names(corpus, here, monkeypatch):
@@ -156,7 +172,10 @@ def test_a_class_is_not_exchanged_in_silence(corpus, here, monkeypatch, capsys):
     (here / "mine.py").write_text(FILE.replace("Mine", "Ours"))
     monkeypatch.setattr(sys, "argv", ["--task", "mine.py:Ours"])
     resumed(corpus, here, "mine.py:Ours")
-    assert "note: the code of mine.py:Ours differs from that of mine.py:Mine in " in capsys.readouterr().err
+    assert (
+        "note: the code of mine.py:Ours differs from that of mine.py:Mine in "
+        in capsys.readouterr().err
+    )
     plain = training_config(corpus, here / "plain", {"train.steps": 1})
     assert train(plain) == "completed"
     expect_error("the run was started without it", resumed, corpus, here / "plain", "mine.py:Ours")
@@ -167,7 +186,9 @@ def test_a_name_has_a_file_and_a_class(corpus, tmp_path, name):
     expect_error("task = ", training_config, corpus, tmp_path, {"task": name})
 
 
-@pytest.mark.parametrize("name", ["nothing.py:Mine", "no.such.module:Mine", "json.decoder:JSONDecoder"])
+@pytest.mark.parametrize(
+    "name", ["nothing.py:Mine", "no.such.module:Mine", "json.decoder:JSONDecoder"]
+)
 def test_a_name_of_no_task(name):
     expect_error(f"task = {name}: ", lambda: find(name).load(Pretraining))
 
@@ -179,7 +200,9 @@ def test_a_module_names_a_class(here, monkeypatch):
     assert find("package.tasks:Mine").load(Pretraining).__name__ == "Mine"
 
 
-@pytest.mark.parametrize("name", ["evil.sub:Mine", "evil.deep.sub:Mine", "evil:Mine", "this.x:Mine", "this:Mine"])
+@pytest.mark.parametrize(
+    "name", ["evil.sub:Mine", "evil.deep.sub:Mine", "evil:Mine", "this.x:Mine", "this:Mine"]
+)
 def test_a_module_that_only_a_file_names_is_not_imported(corpus, here, monkeypatch, name):
     """Neither are the packages above it, by a new run or by the resume of a received one."""
     monkeypatch.syspath_prepend(str(here))
@@ -258,7 +281,8 @@ def test_a_strangers_class_stays_data(here, monkeypatch, line):
 
 @pytest.mark.parametrize("command", ["generate", "evaluate", "export_hf", "verify_run"])
 def test_a_file_does_not_trust_the_code_of_a_run(here, monkeypatch, command):
-    """Whoever gives a run may give a YAML file with it. What `--print_config` writes is taken again."""
+    """Whoever gives a run may give a YAML file with it. What `--print_config` writes is taken
+    again."""
     monkeypatch.setenv("XDG_STATE_HOME", str(here / "elsewhere"))
     (here / "executed").unlink()
     field = "run" if command == "verify_run" else "checkpoint"
@@ -279,9 +303,13 @@ def test_the_export_of_a_model_of_ones_own(here, monkeypatch):
         def make_model(self, *arguments):
             return super().make_model(*arguments)
 
-    monkeypatch.setattr(export, "own_task", lambda checkpoint, trust: Own(read_settings(checkpoint)))
+    monkeypatch.setattr(
+        export, "own_task", lambda checkpoint, trust: Own(read_settings(checkpoint))
+    )
     checkpoint = checkpoint_of(here)
-    expect_error(r"task = mine\.py:Mine: .*to_transformers", export.export, checkpoint, here / "exported")
+    expect_error(
+        r"task = mine\.py:Mine: .*to_transformers", export.export, checkpoint, here / "exported"
+    )
     Own.to_transformers = lambda self, model: model  # pyright: ignore
     assert "logits" in export.export(checkpoint, here / "exported")
 

@@ -43,7 +43,9 @@ from gpt2_ddp.state import LogEnd, Progress
 from gpt2_ddp.tasks.trained_model import load_model
 
 FIVE, TEN = "checkpoints/step-00000005", "checkpoints/step-00000010"
-NEW_STATE, NEW_CONFIG, NEW_MODEL, NEW_OPTIMIZER = (f"{TEN}/{name}" for name in (STATE, CONFIG, MODEL, OPTIMIZER))
+NEW_STATE, NEW_CONFIG, NEW_MODEL, NEW_OPTIMIZER = (
+    f"{TEN}/{name}" for name in (STATE, CONFIG, MODEL, OPTIMIZER)
+)
 
 
 @pytest.fixture
@@ -107,7 +109,12 @@ def test_a_run_may_go_on_meanwhile(run, monkeypatch, capsys):
     def read(*args):
         found = Log(*args)
         shutil.rmtree(run / FIVE, ignore_errors=True)
-        edit_rows(run, lambda rows: rows.append({"step": 10, "event": "checkpoint", "sha256": "", "kept": [10]}))
+        edit_rows(
+            run,
+            lambda rows: rows.append(
+                {"step": 10, "event": "checkpoint", "sha256": "", "kept": [10]}
+            ),
+        )
         return found
 
     edit_rows(run, lambda rows: rows.pop(-1))
@@ -117,15 +124,21 @@ def test_a_run_may_go_on_meanwhile(run, monkeypatch, capsys):
 
 
 def test_mistakes_of_the_user(run, trained, tmp_path, capsys):
-    """Data that are others, by their manifest: a mistake in --data, and a defect of the run's own folder."""
+    """Data that are others, by their manifest: a mistake in --data, and a defect of the run's own
+    folder."""
     expect_error("run = .*/nothing", verified, tmp_path / "nothing", capsys)
     own, data = str(trained.parent / "data"), str(tmp_path / "data")
     manifest = read_manifest(tmp_path / "data")
-    write_manifest(tmp_path / "data", replace(manifest, splits={"train": manifest.splits["train"][:-1]}))
+    write_manifest(
+        tmp_path / "data", replace(manifest, splits={"train": manifest.splits["train"][:-1]})
+    )
     for name in (str(tmp_path / "absent"), data):
         expect_error(f"data = {name}", verified, run, capsys, data=[name])
     change(run / CONFIG, own, data)
-    edit_rows(run, lambda rows: [row["config"]["data"].update(path=data) for row in rows if "config" in row])
+    edit_rows(
+        run,
+        lambda rows: [row["config"]["data"].update(path=data) for row in rows if "config" in row],
+    )
     expect_defect(run, capsys, f"data = {data}: has other tokens")
 
 
@@ -133,8 +146,8 @@ def test_mistakes_of_the_user(run, trained, tmp_path, capsys):
 
 
 def rewrite(run, file, old, new):
-    """Replaces what matches `old` in a file of a run, or all of it; with None, deletes it. A function is of each
-    tensor. The manifest of the newest checkpoint fits again."""
+    """Replaces what matches `old` in a file of a run, or all of it; with None, deletes it. A
+    function is of each tensor. The manifest of the newest checkpoint fits again."""
     path = run / file
     if new is None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -232,11 +245,14 @@ FORGED = [
     (field(9, "step", 10**12), "step 9 has no row"),
     (new_seed, "order_digest of step 1"),
 ]
-"""An edit of rows, and what recomputing finds once all hashes fit; empty: nothing, so only an anchor does."""
+"""An edit of rows, and what recomputing finds once all hashes fit; empty: nothing, so only an
+anchor does."""
 
 
 @pytest.mark.parametrize(("edit", "defect"), FORGED)
-def test_a_consistent_forgery_is_found_by_an_anchor(run, tmp_path, monkeypatch, capsys, edit, defect):
+def test_a_consistent_forgery_is_found_by_an_anchor(
+    run, tmp_path, monkeypatch, capsys, edit, defect
+):
     """Where only the chain fits, the checkpoints find it."""
     monkeypatch.setattr(recompute, "MOST_STEPS", 1000)
     anchor = last_chain(run)
@@ -256,8 +272,14 @@ def test_a_consistent_forgery_is_found_by_an_anchor(run, tmp_path, monkeypatch, 
 def test_the_pages_have_the_numbers_of_these_tables():
     tables = [REWRITTEN, FORGED, STATES, LACKING, MALFORMED, FAR]
     count, by_anchor = sum(map(len, tables)), sum(not defect for _, defect in FORGED)
-    pages = {"README.md": f"{count} of {count} kinds, {by_anchor} of them", "docs/verify.md": f"in {count} ways"}
-    pages |= {"README.zh-CN.md": f"{count} 种中的 {count} 种", "docs/reliability.md": f"{count} of {count}"}
+    pages = {
+        "README.md": f"{count} of {count} kinds, {by_anchor} of them",
+        "docs/verify.md": f"in {count} ways",
+    }
+    pages |= {
+        "README.zh-CN.md": f"{count} 种中的 {count} 种",
+        "docs/reliability.md": f"{count} of {count}",
+    }
     for page, words in pages.items():
         assert words in (Path(__file__).parents[1] / page).read_text(), page
 
@@ -268,7 +290,9 @@ def test_an_anchor_is_the_chain_of_a_row(run, trained, tmp_path, capsys):
     last = last_chain(run)
     older, newest = (read_json(run / name / STATE)["log"]["chain"] for name in (FIVE, TEN))
     assert [verify_by(chain) for chain in (last, newest, older, "f" * 64)] == [0, 0, 0, 1]
-    config = training_config(trained.parent / "data", tmp_path, {"train.steps": 11, "optim.decay_steps": 10})
+    config = training_config(
+        trained.parent / "data", tmp_path, {"train.steps": 11, "optim.decay_steps": 10}
+    )
     complete(config)
     assert [verify_by(chain) for chain in (last, newest)] == [1, 0]
     expect_error("anchor = f: ", verify_by, "f")
@@ -290,7 +314,11 @@ STATES = [
     ("progress", "scored_at", 5),
     ("progress", "scores", {}),
     ("progress", "best", {"step": 5, "val_loss": 1.0, "tokens": 512, "since": 1}),
-    ("progress", "branched_from", {"parent": "a", "run_id": "b", "step": 5, "checkpoint_sha256": ""}),
+    (
+        "progress",
+        "branched_from",
+        {"parent": "a", "run_id": "b", "step": 5, "checkpoint_sha256": ""},
+    ),
     ("progress", "pending", {"row": {"step": 10, "tokens": 1}}),
     ("progress", "pending", {"evaluate": True}),
     ("guard", "judged", 0),
@@ -409,7 +437,10 @@ def test_state_that_the_optimizer_lacks(run, capsys):
     """Without it, training would begin anew with that parameter."""
     for gone in ("exp_avg.ln_f.weight", "ln_f.weight", ""):
         file = run / NEW_OPTIMIZER
-        save_file({name: value for name, value in load_file(file).items() if not name.endswith(gone)}, file)
+        save_file(
+            {name: value for name, value in load_file(file).items() if not name.endswith(gone)},
+            file,
+        )
         reseal(file)
         forge(run)
         expect_defect(run, capsys, f"{NEW_OPTIMIZER}: ")
@@ -434,10 +465,21 @@ def far_rows(step, **changes):
 
 
 def far_rollback(run, rows):
-    rows[-1] = {"event": "rollback", "step": 5, "from": 10**12, "skipped_range": [60, 10**13], "order_digest": "f" * 64}
+    rows[-1] = {
+        "event": "rollback",
+        "step": 5,
+        "from": 10**12,
+        "skipped_range": [60, 10**13],
+        "order_digest": "f" * 64,
+    }
 
 
-FAR = [far_rows(10**12), far_rows(10**12, log_every=10**12), far_rows(10**5, log_every=10**12), far_rollback]
+FAR = [
+    far_rows(10**12),
+    far_rows(10**12, log_every=10**12),
+    far_rows(10**5, log_every=10**12),
+    far_rollback,
+]
 """Edits of rows that claim steps far away."""
 
 
@@ -462,7 +504,8 @@ def test_many_ranges_of_a_branch(run, capsys):
     ("n_layer", 3, "h.2.attn.c_attn.bias"), ("n_layer", 10_000, "tensors for 10000 layers"),
 ])  # fmt: skip
 def test_a_checkpoint_of_a_stranger(run, tmp_path, monkeypatch, name, value, field):
-    """Its configuration may claim any size. Each reader gives one line before it builds anything."""
+    """Its configuration may claim any size. Each reader gives one line before it builds
+    anything."""
     monkeypatch.chdir(tmp_path)
     config = yaml.safe_load((run / NEW_CONFIG).read_text())
     config["model"][name] = value
@@ -476,8 +519,8 @@ def test_a_checkpoint_of_a_stranger(run, tmp_path, monkeypatch, name, value, fie
 
 @pytest.mark.parametrize("row", ["checkpoint", "end"])
 def test_weights_whose_checkpoint_claims_a_later_row(run, capsys, row):
-    """A state has the chain of the row before it was saved. With that of a later one, no row would record its hash. No
-    row is changed, so the anchor is there, and nobody may take the weights."""
+    """A state has the chain of the row before it was saved. With that of a later one, no row would
+    record its hash. No row is changed, so the anchor is there, and nobody may take the weights."""
     rewrite(run, NEW_MODEL, "", Tensor.neg)
     lines = (run / METRICS).read_text().splitlines(keepends=True)
     number = 1 + max(at for at, line in enumerate(lines) if json.loads(line).get("event") == row)
@@ -503,7 +546,8 @@ def test_a_checkpoint_that_a_kill_left_without_a_row(run, events):
 
 
 def test_a_resumed_run_does_not_vouch_for_rows_that_someone_changed(tmp_path, capsys):
-    """It warns, keeps a copy, and the change is found afterwards, too. Rows after the checkpoint are dropped."""
+    """It warns, keeps a copy, and the change is found afterwards, too. Rows after the checkpoint
+    are dropped."""
     log = RunLog(open_folder(tmp_path / "run"))
     log.resume(LogEnd(), Progress(), {"event": "start", "step": 0})
     for step in (1, 2):

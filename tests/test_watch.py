@@ -1,4 +1,5 @@
-"""Who is to blame, judged from recorded signs of life; and what the watch itself counts and tells."""
+"""Who is to blame, judged from recorded signs of life; and what the watch itself counts and
+tells."""
 
 import gc
 import json
@@ -37,9 +38,13 @@ HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
 
 
 def seen(*signs, silent=None):
-    """Ranks that wait in the backward pass of step 7, but for what `signs` says of the first ones."""
+    """Ranks that wait in the backward pass of step 7, but for what `signs` says of the first
+    ones."""
     usual = {"stage": "forward/backward", "step": 7, "progress": [50, 2], "limit": 120.0}
-    beats = [Heartbeat(HOSTS[rank], rank, **(usual | (signs[rank] if rank < len(signs) else {}))) for rank in range(4)]
+    beats = [
+        Heartbeat(HOSTS[rank], rank, **(usual | (signs[rank] if rank < len(signs) else {})))
+        for rank in range(4)
+    ]
     return [Observed(beat, (silent or {}).get(rank, 0.3)) for rank, beat in enumerate(beats)]
 
 
@@ -76,11 +81,13 @@ ACCUSED = r"""
  | {1: 2.1} | rank 1 on host0: UserError: a: b
 {}; {end: refused, error: "UserError: a: b", idle: 5.1} | | rank 1 on host0: UserError: a: b
 """
-"""What the first ranks say (`N*`: so many of them), seconds that a rank is silent, and the beginning of the verdict.
-None: they make progress, are within their limits, or announced a save; a silent rank is heard before one that seems
-behind is judged; the others have time to say why a collective failed. Accused is who is behind: in another stage, in
-the step before, with fewer collectives, less far. An announcement excuses no silence; what a rank raised is the reason,
-if the others had time to raise it: GRACE, or AFTERMATH."""
+"""What the first ranks say (`N*`: so many of them), seconds that a rank is silent, and the
+beginning of the verdict.
+None: they make progress, are within their limits, or announced a save; a silent rank is heard
+before one that seems behind is judged; the others have time to say why a collective failed. Accused
+is who is behind: in another stage, in the step before, with fewer collectives, less far. An
+announcement excuses no silence; what a rank raised is the reason, if the others had time to raise
+it: GRACE, or AFTERMATH."""
 
 
 @pytest.mark.parametrize("case", ACCUSED.replace("\\\n", "").strip().splitlines())
@@ -99,7 +106,9 @@ def test_a_rank_that_is_gone_is_named():
     gone = Observed(Heartbeat(process, 1, stage="data", step=7), GRACE + 0.1)
     first, _, *others = seen()
     verdict = judge([first, gone, *others], 120)
-    assert verdict.reason.startswith("rank 1 on host0: ended without an error message; last stage: data, step 7;")
+    assert verdict.reason.startswith(
+        "rank 1 on host0: ended without an error message; last stage: data, step 7;"
+    )
 
 
 def test_all_that_stand_still_or_are_silent_are_named():
@@ -111,7 +120,9 @@ def test_all_that_stand_still_or_are_silent_are_named():
         assert verdict.stuck == stuck
         accused = [f"rank {rank} on {HOSTS[rank].host}" for rank in named]
         assert [line.split(":")[0] for line in verdict.reason.splitlines()] == accused
-    assert judge(seen(silent={3: SILENCE - 0.1}), 1) is None, "a library that loads may silence a live process"
+    assert judge(seen(silent={3: SILENCE - 0.1}), 1) is None, (
+        "a library that loads may silence a live process"
+    )
 
 
 def test_others_judge_nothing_but_the_silence_of_rank_0():
@@ -163,14 +174,16 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Of a watch whose threads are not started: of a lone process or, with the heartbeat of another rank, of that
-    one's peer."""
+    """Of a watch whose threads are not started: of a lone process or, with the heartbeat of another
+    rank, of that one's peer."""
 
     def make(patience=None, compiles=False, other=None, rank=0):
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", lambda thread: None)
             patch.setattr(dist.HashStore, "clone", lambda store: store, raising=False)
-            watch = PeerWatchdog(rank, 2, patience, dist.HashStore()) if other else Watchdog(patience)
+            watch = (
+                PeerWatchdog(rank, 2, patience, dist.HashStore()) if other else Watchdog(patience)
+            )
         clock = Clock(watch)
         if other:
             watch.seen = {other.rank: (other, 0.0)}
@@ -198,7 +211,9 @@ def test_patience_follows_the_slowest_stage_of_this_run_and_is_two_minutes_at_le
     watch.heartbeat("save", 2, timeout=500)
     assert_close(time.pass_by(400).limit, FIRST_TIMEOUT + 500)
     watch.heartbeat("step", 3)
-    assert distance(time.pass_by(1).limit, 1730) < 0.01, "what was announced says nothing of other stages"
+    assert distance(time.pass_by(1).limit, 1730) < 0.01, (
+        "what was announced says nothing of other stages"
+    )
 
 
 def test_patience_as_configured_holds_from_the_first_step_on_unless_graphs_are_compiled(clock):
@@ -230,7 +245,8 @@ def test_idleness_is_counted_from_the_last_progress_and_shows_the_stack(clock):
 
 
 def test_the_stack_of_a_thread_that_goes_on_meanwhile_is_of_one_moment():
-    """Frames that are made one by one would show two: the line of `outer` in the second call, and `inner`."""
+    """Frames that are made one by one would show two: the line of `outer` in the second call, and
+    `inner`."""
     first, second, went_on = threading.Lock(), threading.Lock(), threading.Event()
 
     def inner():
@@ -306,7 +322,9 @@ def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
     """It had nothing to save: no verdict, and no failure. Rank 0 passes it on."""
     time, sent = clock(other=Heartbeat(HOSTS[1], 1, turn=5, end="stopped")), []
     time.pass_by(1000)
-    monkeypatch.setattr(peers.os, "kill", lambda *signalled: (sent.append(signalled), time.watch.ended.set()))
+    monkeypatch.setattr(
+        peers.os, "kill", lambda *signalled: (sent.append(signalled), time.watch.ended.set())
+    )
     monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", 0.01)
     time.watch._watch()
     assert sent == [(os.getpid(), signal.SIGTERM)]
@@ -315,7 +333,8 @@ def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
 
 
 def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
-    """Its main thread waits in a collective, as for rank 0's data. Or rank 0 would ask whether it was killed."""
+    """Its main thread waits in a collective, as for rank 0's data. Or rank 0 would ask whether it
+    was killed."""
     time, delivered = clock(other=Heartbeat(HOSTS[1], 1)), []
     time.watch._wait = lambda _: delivered.append(time.watch.outgoing().end)
     signals._state.announce()
@@ -324,8 +343,12 @@ def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
 
 @pytest.mark.parametrize("how", ["left", "stopped"])
 def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
-    """Rank 0 serves it, and ends when it reads the heartbeat. torch prints a C++ stack for a call after that."""
-    calls, theirs = [], json.dumps(Heartbeat(HOSTS[0], 0, end="stopped" if how == "stopped" else "")).encode()
+    """Rank 0 serves it, and ends when it reads the heartbeat. torch prints a C++ stack for a call
+    after that."""
+    calls, theirs = (
+        [],
+        json.dumps(Heartbeat(HOSTS[0], 0, end="stopped" if how == "stopped" else "")).encode(),
+    )
     store = SimpleNamespace(clone=lambda: store, compare_set=lambda *_: b"")
     store.set = lambda key, value: calls.append(Heartbeat(*json.loads(value)))
     store.multi_get = lambda keys: calls.append(None) or [b"", theirs]
@@ -357,7 +380,11 @@ def test_an_error_that_comes_after_a_long_wait_is_news(clock):
     assert time.watch.outgoing().idle == 0
     time.pass_by(1 + HEARTBEAT_INTERVAL)
     sign = time.watch.outgoing()
-    assert (sign.error, sign.stage, sign.idle) == ("UserError: data.path = x: is empty", "preparing data", 1)
+    assert (sign.error, sign.stage, sign.idle) == (
+        "UserError: data.path = x: is empty",
+        "preparing data",
+        1,
+    )
 
 
 def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
@@ -369,7 +396,9 @@ def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
     monkeypatch.setattr(peers.os, "getppid", lambda: 1)
     bounded = []  # as ranks that stand still are not judged any more
     monkeypatch.setattr(peers, "WATCHED", [SimpleNamespace(set_timeout=bounded.append)])
-    monkeypatch.setattr(watch, "_exchange_once", lambda outgoing: pytest.fail("torch would print a C++ stack"))
+    monkeypatch.setattr(
+        watch, "_exchange_once", lambda outgoing: pytest.fail("torch would print a C++ stack")
+    )
     watch._wake.set()
     watch._exchange.join(60)
     assert watch.is_cut_off

@@ -28,8 +28,12 @@ def installed(tmp_path_factory):
     run(*pip, "wheel", "--no-deps", "--wheel-dir", made, ROOT)
     [wheel] = made.iterdir()
     names = zipfile.ZipFile(wheel).namelist()
-    tracked = subprocess.check_output(["git", "-C", ROOT, "ls-files", "gpt2_ddp", "scripts", "configs"], text=True)
-    wanted = {name if name.startswith("gpt2_ddp/") else f"gpt2_ddp/{name}" for name in tracked.split()}
+    tracked = subprocess.check_output(
+        ["git", "-C", ROOT, "ls-files", "gpt2_ddp", "scripts", "configs"], text=True
+    )
+    wanted = {
+        name if name.startswith("gpt2_ddp/") else f"gpt2_ddp/{name}" for name in tracked.split()
+    }
     assert {name for name in names if ".dist-info/" not in name} == wanted
     run(*pip, "install", "--no-deps", "--target", site, wheel)
     return site
@@ -37,7 +41,8 @@ def installed(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_wheel_trains_from_an_empty_folder(installed, tmp_path):
-    """Prepared, trained by two processes of a launcher and of its own, without a file of the clone."""
+    """Prepared, trained by two processes of a launcher and of its own, without a file of the
+    clone."""
     command = installed / "bin/gpt2-ddp"
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n\n" * 500)
 
@@ -46,10 +51,28 @@ def test_the_wheel_trains_from_an_empty_folder(installed, tmp_path):
         assert f"{ROOT}/" not in said.replace(sys.prefix, "")
         return said
 
-    works(command, "prepare_data", "--source", "text.txt", "--output", "data/mine", "--tokenizer", "bytes")
-    train = ["train_gpt2", "--config", "configs/gpt2_small_corpus.yaml", "--data.path", "data/mine", *TINY.split()]
+    works(
+        command,
+        "prepare_data",
+        "--source",
+        "text.txt",
+        "--output",
+        "data/mine",
+        "--tokenizer",
+        "bytes",
+    )
+    train = [
+        "train_gpt2",
+        "--config",
+        "configs/gpt2_small_corpus.yaml",
+        "--data.path",
+        "data/mine",
+        *TINY.split(),
+    ]
     flags = ("-q", "--config_file", installed / "gpt2_ddp/configs/accelerate/cpu_processes.yaml")
     said = works(*ACCELERATE, *flags, "-m", "gpt2_ddp", *train, "--run_name", "mine")
     assert "step      4/4" in said
     assert "scripts/" not in said
-    assert "weight " in works(command, "train_regression", "--train.epochs", "1", "--launch.processes", "2")
+    assert "weight " in works(
+        command, "train_regression", "--train.epochs", "1", "--launch.processes", "2"
+    )

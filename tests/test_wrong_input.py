@@ -1,6 +1,8 @@
-"""The user's mistakes: exit code 2, one `error:` line that names the field and the hint, no traceback, nothing changed.
+"""The user's mistakes: exit code 2, one `error:` line that names the field and the hint, no
+traceback, nothing changed.
 
-Those that the data's reader finds are in test_shards.py. Here one process runs the real scripts in turn.
+Those that the data's reader finds are in test_shards.py. Here one process runs the real scripts in
+turn.
 """
 
 import hashlib
@@ -141,7 +143,9 @@ train_regression --bogus 1 | bogus
 """
 """Variables and a command, the field of its error, and what the hint has to name."""
 
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
+BOMB = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20)
+)
 FILES = {
     BOMB: "--config",
     BOMB.replace("[", "{<<: [").replace("]", "]}"): "--config",
@@ -203,19 +207,25 @@ def run_commands(commands, flags):
         count = next(number for number, word in enumerate(words) if "=" not in word)
         os.environ.update(word.split("=", 1) for word in words[:count])
         script, *own = words[count:]
-        found.append(run_script(script, last_of_each((flags if script == "train_gpt2" else []) + own)))
+        found.append(
+            run_script(script, last_of_each((flags if script == "train_gpt2" else []) + own))
+        )
         os.environ.clear()
         os.environ.update(before)
     return found
 
 
 def expect_fields(folder, commands, *flags):
-    """Each command ends with 2 and one error line, of its field. No file of the folder is touched. Of another trainer
-    than train_gpt2, the outputs are in the folder too."""
+    """Each command ends with 2 and one error line, of its field. No file of the folder is touched.
+    Of another trainer than train_gpt2, the outputs are in the folder too."""
     before, rows = snapshot(folder), [line.split(" | ") for line in commands]
     (answers,) = run_ranks(run_commands, 1, [command for command, *_ in rows], [*flags])
     for (command, field, *near), (code, errors) in zip(rows, answers, strict=True):
-        lines = [line.removeprefix("error: ") for line in errors.splitlines() if line.startswith("error: ")]
+        lines = [
+            line.removeprefix("error: ")
+            for line in errors.splitlines()
+            if line.startswith("error: ")
+        ]
         assert (code, len(lines), "Traceback" in errors) == (2, 1, False), (command, errors)
         assert re.match(rf"{re.escape(field)}(\.\d)?( =|:)", lines[0]), (command, lines)
         assert all(name in lines[0] for name in near), (command, lines)
@@ -260,13 +270,20 @@ def test_a_model_larger_than_the_free_memory(corpus, tmp_path, monkeypatch):
 
 
 def test_a_training_whose_optimizer_does_not_fit(monkeypatch):
-    """On CPUs, each process has weights, gradients and the optimizer's values in this machine's memory."""
+    """On CPUs, each process has weights, gradients and the optimizer's values in this machine's
+    memory."""
     model, vocab_size = TrainingConfig.model_validate({"train": {"steps": 1}}).model, 512
     size = 4 * pretraining.count_parameters(model, vocab_size)
     monkeypatch.setattr(pretraining, "free_memory", lambda: 6 * size - 1)
     for processes in (0, 1):
         pretraining.check_memory(model, vocab_size, processes)
-    expect_error("weights, gradients and optimizer take at least", pretraining.check_memory, model, vocab_size, 2)
+    expect_error(
+        "weights, gradients and optimizer take at least",
+        pretraining.check_memory,
+        model,
+        vocab_size,
+        2,
+    )
 
 
 TOO_LITTLE = {
@@ -287,8 +304,12 @@ def test_too_little_memory_is_one_line(library, monkeypatch, capsys):
 def test_too_little_memory_while_training_is_recorded_as_such(tiny_config, monkeypatch):
     monkeypatch.setattr(loop, "train_step", lambda run: torch.empty(10**15))
     config = tiny_config()
-    expect_error("^memory = 4,000,000.0 GB more: does not fit", loop.train, config, make_pretraining)
-    assert read_json(Path(config.output_dir, "run/status.json"))["reason"].startswith("UserError: memory = ")
+    expect_error(
+        "^memory = 4,000,000.0 GB more: does not fit", loop.train, config, make_pretraining
+    )
+    assert read_json(Path(config.output_dir, "run/status.json"))["reason"].startswith(
+        "UserError: memory = "
+    )
 
 
 def test_data(place):
@@ -301,7 +322,9 @@ def test_data(place):
 
 def test_damaged_data_stop_all_ranks(place):
     spoil(place / "data/train_000001.bin")  # rank 1 of 2 hashes the second shard
-    (code, errors), other = run_ranks(run_script, 2, "train_gpt2", ["--config", str(place / "config.yaml")])
+    (code, errors), other = run_ranks(
+        run_script, 2, "train_gpt2", ["--config", str(place / "config.yaml")]
+    )
     assert (code, other) == (2, (2, ""))
     assert re.match(r"error: .*train_000001\.bin: .*SHA-256.*\n$", errors)
 
@@ -310,7 +333,14 @@ def test_damaged_data_stop_all_ranks(place):
 def arguments(trained, tmp_path):
     """Those that resume a copy of a run of ten steps."""
     shutil.copytree(trained, tmp_path / "run")
-    return ["--config", str(tmp_path / "run/config.yaml"), "--output_dir", str(tmp_path), "--train.steps", "20"]
+    return [
+        "--config",
+        str(tmp_path / "run/config.yaml"),
+        "--output_dir",
+        str(tmp_path),
+        "--train.steps",
+        "20",
+    ]
 
 
 CHANGES = """
@@ -344,7 +374,9 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
     damaged = str(tmp_path / "damaged/checkpoints/step-00000010")
     spoil(Path(damaged, "model.safetensors"))
     gone = tmp_path.with_name(f"{tmp_path.name}-gone")  # its checkpoints are renamed
-    for file in Path(shutil.copytree(trained, gone / "run")).glob("checkpoints/*/model.safetensors"):
+    for file in Path(shutil.copytree(trained, gone / "run")).glob(
+        "checkpoints/*/model.safetensors"
+    ):
         file.unlink()
     commands = f"""
 train_gpt2 --output_dir {gone} | run folder
@@ -372,14 +404,27 @@ def test_text_and_shards_in_the_place_of_something_else(place, monkeypatch):
     command = "data = texts: .*prepare_data.py"
     expect_error(command, read_manifest, Path("texts"))
     expect_error(
-        command, missing_data, training_config(Path("texts"), place, {"data.prepare": "configs/data_stdlib.yaml"})
+        command,
+        missing_data,
+        training_config(Path("texts"), place, {"data.prepare": "configs/data_stdlib.yaml"}),
     )
     for field in ("checkpoint", "train.init_from"):
-        expect_error(f"{field} = data: holds no intact checkpoint", find_checkpoint, Path("data"), field)
+        expect_error(
+            f"{field} = data: holds no intact checkpoint", find_checkpoint, Path("data"), field
+        )
         for name in ("dat", "data/dat", "nowhere/step-00000010", "texts/step-00000010"):
             near = r"; did you mean data\?" if name == "dat" else ""
-            expect_error(f"{field} = {name}: there is no such folder{near}; name ", find_checkpoint, Path(name), field)
-    for look, command in ((show_status, StatusConfig), (report, ReportConfig), (verify_run, VerifyConfig)):
+            expect_error(
+                f"{field} = {name}: there is no such folder{near}; name ",
+                find_checkpoint,
+                Path(name),
+                field,
+            )
+    for look, command in (
+        (show_status, StatusConfig),
+        (report, ReportConfig),
+        (verify_run, VerifyConfig),
+    ):
         for folder, problem in {
             "data": "(is no run folder|has no config)",
             "dat": "there is no such folder; did you",
@@ -397,14 +442,21 @@ def test_a_checkpoint_is_no_run_to_verify(trained):
 
 
 def test_a_pointer_of_git_lfs_in_the_place_of_weights(trained, tmp_path):
-    """A checkpoint that git has not fetched is not damaged: it stays in its place, and no older one takes it."""
+    """A checkpoint that git has not fetched is not damaged: it stays in its place, and no older one
+    takes it."""
     run = shutil.copytree(trained, tmp_path / "run")
     for file in run.glob("checkpoints/*/model.safetensors"):
         file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
     before = snapshot(run)
     newest = run / "checkpoints/step-00000010"
-    for look in (partial(find_checkpoint, run), partial(newest_intact, run / "checkpoints", put_aside=True)):
-        expect_error(rf"checkpoint = {newest}/model.safetensors: is a pointer of git-LFS.* `git lfs pull`", look)
+    for look in (
+        partial(find_checkpoint, run),
+        partial(newest_intact, run / "checkpoints", put_aside=True),
+    ):
+        expect_error(
+            rf"checkpoint = {newest}/model.safetensors: is a pointer of git-LFS.* `git lfs pull`",
+            look,
+        )
     assert snapshot(run) == before
 
 
@@ -424,7 +476,9 @@ def test_a_model_that_is_not_there(trained, tmp_path, monkeypatch, source):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("empty").mkdir()
     Path("run").symlink_to(trained)
-    expect_error(f"^source = {source}: .*{WRONG_MODELS[source]}", import_hf, ImportConfig(source=source))
+    expect_error(
+        f"^source = {source}: .*{WRONG_MODELS[source]}", import_hf, ImportConfig(source=source)
+    )
     if source != "run" and not source.startswith("hub:"):
         config = training_config(trained.parent / "data", tmp_path, {"train.init_from": source})
         expect_error(f"^train.init_from = {source}: {WRONG_MODELS[source]}", find_model, config)

@@ -1,11 +1,13 @@
-"""Checkpoints: folders `step-XXXXXXXX/`, written whole; `checkpoint.verify` finds and verifies them.
+"""Checkpoints: folders `step-XXXXXXXX/`, written whole; `checkpoint.verify` finds and verifies
+them.
 
-A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, state.json, config.yaml, a tokenizer
-file if there is one, and manifest.json: size and SHA-256 of every file, itself included. No file is a pickle.
+A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, state.json,
+config.yaml, a tokenizer file if there is one, and manifest.json: size and SHA-256 of every file,
+itself included. No file is a pickle.
 
 The tensors of a file are whole, or there is a file for each rank that shares a model. In that case,
-`model-00002-of-00004.safetensors` has the rows that the second of four ranks holds, of each tensor that is divided. The
-first also has the tensors that are not.
+`model-00002-of-00004.safetensors` has the rows that the second of four ranks holds, of each tensor
+that is divided. The first also has the tensors that are not.
 """
 
 import hashlib
@@ -58,10 +60,12 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a checkpoint's tensors that a rank has: its number, from 0, and the `count` of parts.
+    """The part of a checkpoint's tensors that a rank has: its number, from 0, and the `count` of
+    parts.
 
     Attributes:
-        is_own: whether this rank reads and writes the part; otherwise another rank with the same part does.
+        is_own: whether this rank reads and writes the part; otherwise another rank with the same
+            part does.
         group: the ranks that do, in the order of their parts; None for a single one.
     """
 
@@ -79,7 +83,8 @@ class Snapshot:
     config: str  # the run's configuration as YAML
     model: dict[str, Tensor]  # parameters and buffers by their plain names
     optimizer: dict[str, Tensor]  # by `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`
-    files: Mapping[str, bytes] = field(default_factory=dict)  # more content by name, such as a tokenizer
+    # more content by name, such as a tokenizer
+    files: Mapping[str, bytes] = field(default_factory=dict)
     part: Part = field(default_factory=Part)
 
     @property
@@ -100,7 +105,8 @@ class Checkpoint:
     path: Path
     state: State
     config: dict[str, Any]
-    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # size and SHA-256 of each, by its name
+    # size and SHA-256 of each, by its name
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -121,8 +127,11 @@ class Checkpoint:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The folders `step-XXXXXXXX` in a checkpoints folder, oldest step first, corrupt ones included."""
-    found = (place for place in folder.glob("step-*") if FOLDER.fullmatch(place.name) and place.is_dir())
+    """The folders `step-XXXXXXXX` in a checkpoints folder, oldest step first, corrupt ones
+    included."""
+    found = (
+        place for place in folder.glob("step-*") if FOLDER.fullmatch(place.name) and place.is_dir()
+    )
     return sorted(found, key=step_of)
 
 
@@ -141,8 +150,9 @@ def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:
-    """Writes and fsyncs a part's files of a checkpoint into its folder; the first part's have all but the tensors, too.
-    Returns the files' entries in the manifest. Raises: UserError, as `files.writing`."""
+    """Writes and fsyncs a part's files of a checkpoint into its folder; the first part's have all
+    but the tensors, too. Returns the files' entries in the manifest. Raises: UserError, as
+    `files.writing`."""
     number = snapshot.part.number
     count = snapshot.part.count
     contents: dict[str, Iterable[Any]] = {
@@ -161,9 +171,12 @@ def write_part(snapshot: Snapshot, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def write_manifest(files: Mapping[str, dict[str, Any]], folder: Path) -> None:
-    """Writes the manifest of a checkpoint, whose other files are on disk. Raises: UserError, as `files.writing`."""
+    """Writes the manifest of a checkpoint, whose other files are on disk. Raises: UserError, as
+    `files.writing`."""
     manifest = {"format": FORMAT, "files": {name: files[name] for name in sorted(files)}}
-    write_atomically(folder / MANIFEST, json.dumps({**manifest, "sha256": seal(manifest)}, indent=1))
+    write_atomically(
+        folder / MANIFEST, json.dumps({**manifest, "sha256": seal(manifest)}, indent=1)
+    )
 
 
 def seal(manifest: dict[str, Any]) -> str:
@@ -179,11 +192,16 @@ def part_name(file: str, number: int, count: int) -> str:
 
 
 def part_names(file: str, names: Collection[str]) -> list[str]:
-    """Those of the names that are the file or its parts, in order; none unless they are all parts of one file."""
+    """Those of the names that are the file or its parts, in order; none unless they are all parts
+    of one file."""
     stem, _, ending = file.partition(".")
     pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}")
     found = sorted(filter(pattern.fullmatch, names))
-    return found if found == [part_name(file, number, len(found)) for number in range(len(found))] else []
+    return (
+        found
+        if found == [part_name(file, number, len(found)) for number in range(len(found))]
+        else []
+    )
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -195,8 +213,11 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     }
 
 
-def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, equal to the library's. Copies one tensor at a time, from a device only."""
+def as_safetensors(
+    tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, equal to the library's. Copies one tensor at a time, from a
+    device only."""
     places = list(DTYPES)
     end = 0
     names = sorted(tensors, key=lambda name: (places.index(tensors[name].dtype), name))
@@ -205,7 +226,11 @@ def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None =
         tensor = tensors[name]
         place = [end, end + tensor.nbytes]
         end += tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": place,
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -214,7 +239,8 @@ def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None =
 
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors in a file, or in files of its parts. Each is read when it is asked for: one at a time needs memory.
+    """The tensors in a file, or in files of its parts. Each is read when it is asked for: one at a
+    time needs memory.
     Raises: OSError; SafetensorError for files that do not belong together.
 
     Attributes:
@@ -224,7 +250,8 @@ class Tensors(Mapping[str, Tensor]):
     def __init__(self, files: Sequence[Path]):
         self.shapes: dict[str, list[int]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._rows: dict[str, list[tuple[Path, int]]] = {}  # the files with a tensor, and how many rows each has
+        # the files with a tensor, and how many rows each has
+        self._rows: dict[str, list[tuple[Path, int]]] = {}
         known = {name: dtype for dtype, name in DTYPES.items()}
         for file in files:
             with safe_open(file, "pt") as opened:
@@ -233,7 +260,9 @@ class Tensors(Mapping[str, Tensor]):
                     before = self.shapes.get(name)
                     shape = found.get_shape()
                     dtype = known.get(found.get_dtype())
-                    fits = before is None or (shape and before[1:] == shape[1:] and dtype == self.dtypes[name])
+                    fits = before is None or (
+                        shape and before[1:] == shape[1:] and dtype == self.dtypes[name]
+                    )
                     if dtype is None or not fits:
                         raise SafetensorError(f"{name} has a part of another kind in {file.name}")
                     rows = shape[0] if shape else 1

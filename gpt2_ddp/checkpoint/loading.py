@@ -1,4 +1,5 @@
-"""From the files of a checkpoint into a run. Imported at a resume or a rollback, and by commands."""
+"""From the files of a checkpoint into a run. Imported at a resume or a rollback, and by
+commands."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +16,15 @@ from gpt2_ddp.errors import UserError
 
 
 def saved_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a GPT's checkpoint. Raises: UserError if it cannot be loaded, or is another."""
+    """The tokenizer of a GPT's checkpoint. Raises: UserError if it cannot be loaded, or is
+    another."""
     data = checkpoint.state.record
     file = checkpoint.path / data["tokenizer"]
     tokenizer = load_tokenizer(str(file) if file.is_file() else data["tokenizer"])
     if tokenizer.sha256 != data["tokenizer_sha256"]:
-        raise UserError("checkpoint", file, "is not the tokenizer of the run; name another checkpoint")
+        raise UserError(
+            "checkpoint", file, "is not the tokenizer of the run; name another checkpoint"
+        )
     return tokenizer
 
 
@@ -47,8 +51,8 @@ def load_model_state(weights: Mapping[str, Tensor], model: nn.Module, fill: Any 
     """Loads weights on all ranks, in place. Collective. Raises: UserError, as `fit_weights`.
 
     Args:
-        fill: `fill(targets, values)` copies values of the same names into the targets of all ranks; collective. It
-            reads `values` on the ranks that have a part of their own.
+        fill: `fill(targets, values)` copies values of the same names into the targets of all ranks;
+            collective. It reads `values` on the ranks that have a part of their own.
     """
     on_main(lambda: check_weights(weights, model, "of this run"))
     fill(model.state_dict(), weights)
@@ -56,14 +60,16 @@ def load_model_state(weights: Mapping[str, Tensor], model: nn.Module, fill: Any 
 
 @torch.no_grad()
 def fit_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
-    """Copies the weights of `source` into the plain module. Raises: UserError if names or shapes differ."""
+    """Copies the weights of `source` into the plain module. Raises: UserError if names or shapes
+    differ."""
     check_weights(weights, model, source)
     for name, target in model.state_dict().items():
         target.copy_(weights[name])
 
 
 def check_weights(weights: Mapping[str, Tensor], model: nn.Module, source: object) -> None:
-    """Raises: UserError if names, shapes or dtypes of the weights of `source` are not the module's."""
+    """Raises: UserError if names, shapes or dtypes of the weights of `source` are not the
+    module's."""
     if reason := weights_defect(weights, model):
         raise UserError("checkpoint", source, f"does not fit the model section: {reason}")
 
@@ -94,20 +100,28 @@ def described(layout: Layout | None) -> str:
     if layout is None:
         return "None"
     shape, dtype = layout
-    return f"{shape}" if dtype == torch.float32 else f"{shape} of {str(dtype).removeprefix('torch.')}"
+    return (
+        f"{shape}" if dtype == torch.float32 else f"{shape} of {str(dtype).removeprefix('torch.')}"
+    )
 
 
-def load_optimizer_state(state: Any, model: nn.Module, optimizer: Optimizer, fill: Any = fill) -> None:
-    """Loads optimizer state, `Tensors` or none, on all ranks; the main process decides what there is. Collective;
-    reuses the tensors that are there. `fill`: as of `load_model_state`. Raises: UserError for state that the optimizer
-    cannot have written."""
+def load_optimizer_state(
+    state: Any, model: nn.Module, optimizer: Optimizer, fill: Any = fill
+) -> None:
+    """Loads optimizer state, `Tensors` or none, on all ranks; the main process decides what there
+    is. Collective; reuses the tensors that are there. `fill`: as of `load_model_state`. Raises:
+    UserError for state that the optimizer cannot have written."""
     parameters = dict(model.named_parameters())
 
     def check() -> list[tuple[str, list[int], torch.dtype]]:
         layouts = layout_of(state)
         shapes = {name: [*parameter.shape] for name, parameter in parameters.items()}
         if defect := optimizer_defect(layouts, shapes, state_names(parameters, optimizer)):
-            raise UserError("checkpoint", OPTIMIZER, f"{defect}; restore the file, or resume from another checkpoint")
+            raise UserError(
+                "checkpoint",
+                OPTIMIZER,
+                f"{defect}; restore the file, or resume from another checkpoint",
+            )
         return [(key, shape, dtype) for key, (shape, dtype) in layouts.items()]
 
     layout = on_main(check)
@@ -118,7 +132,9 @@ def load_optimizer_state(state: Any, model: nn.Module, optimizer: Optimizer, fil
         parameter = parameters[name]
         value = before[parameter].get(kind)
         if value is None:
-            value = torch.empty_like(parameter if shape else torch.empty((), device=parameter.device), dtype=dtype)
+            value = torch.empty_like(
+                parameter if shape else torch.empty((), device=parameter.device), dtype=dtype
+            )
         optimizer.state[parameter][kind] = loaded[key] = value.detach()
     fill(loaded, state)
 
@@ -128,8 +144,11 @@ OF_SGD = {"momentum_buffer"}
 """Names of the state of a parameter that Adam and AdamW keep; and SGD and Muon."""
 
 
-def state_names(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, set[str]]:
-    """Names of the state of each parameter, by the parameter's name. A class of somebody's own may keep any."""
+def state_names(
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
+) -> dict[str, set[str]]:
+    """Names of the state of each parameter, by the parameter's name. A class of somebody's own may
+    keep any."""
     if not type(optimizer).__module__.startswith("gpt2_ddp.model."):
         return {}
     is_adam = isinstance(optimizer, torch.optim.Adam)
@@ -156,7 +175,11 @@ def optimizer_defect(
     for key, (shape, dtype) in layouts.items():
         kind, _, name = key.partition(".")
         own = shapes.get(name)
-        if own is None or shape not in ([], own) or (name in names and shape != ([] if kind == "step" else own)):
+        if (
+            own is None
+            or shape not in ([], own)
+            or (name in names and shape != ([] if kind == "step" else own))
+        ):
             return f"{key} has shape {shape}, its parameter {own}"
         if name in names and dtype != torch.float32:
             return f"{key} has the type {str(dtype).removeprefix('torch.')} instead of float32"

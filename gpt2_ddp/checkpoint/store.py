@@ -1,4 +1,5 @@
-"""The checkpoints of a run: found, read, saved in the background or not, and deleted. Each is complete or absent."""
+"""The checkpoints of a run: found, read, saved in the background or not, and deleted. Each is
+complete or absent."""
 
 import math
 import shutil
@@ -40,13 +41,15 @@ SLOW_DISK = 20e6  # bytes per second of the slowest disk for checkpoints, in tim
 
 
 def should_save_async(wish: bool | str, size: int, spare_core: bool) -> bool:
-    """Whether a checkpoint is saved in the background; auto needs a spare core, and memory for `size` more bytes."""
+    """Whether a checkpoint is saved in the background; auto needs a spare core, and memory for
+    `size` more bytes."""
     return wish if isinstance(wish, bool) else spare_core and free_memory() > 1.25 * size
 
 
 class Background:
-    """One task at a time in a thread; `wait` raises its error. A thread is enough: hashing, writing and fsync release
-    Python's lock, and a thread sees the copied memory and ends with the process."""
+    """One task at a time in a thread; `wait` raises its error. A thread is enough: hashing, writing
+    and fsync release Python's lock, and a thread sees the copied memory and ends with the
+    process."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -60,7 +63,9 @@ class Background:
         self._begun = time.monotonic()
         self.timeout = timeout
         self.is_working = True
-        self._thread = threading.Thread(target=self._run, args=(task,), name="background", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(task,), name="background", daemon=True
+        )
         self._thread.start()
 
     def _run(self, task: Callable[[], object]) -> None:
@@ -90,9 +95,9 @@ class Background:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, on every rank. The ranks with a part of their own read and write it; the main process
-    does all else. Methods are collective, but where they say otherwise, and raise UserError on every rank. Events are
-    recorded in `log`.
+    """The checkpoints of one run, on every rank. The ranks with a part of their own read and write
+    it; the main process does all else. Methods are collective, but where they say otherwise, and
+    raise UserError on every rank. Events are recorded in `log`.
 
     Args:
         keep_last: checkpoints to keep. wish: `checkpoint.background`.
@@ -100,7 +105,12 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, folder: RunFolder, log: RunLog, keep_last: int = 3, wish: bool | str = False, patience: float = TIMEOUT
+        self,
+        folder: RunFolder,
+        log: RunLog,
+        keep_last: int = 3,
+        wish: bool | str = False,
+        patience: float = TIMEOUT,
     ):
         self.folder = folder.checkpoints
         self._run_folder = folder
@@ -110,13 +120,15 @@ class CheckpointStore:
         self._patience = patience
         self.background, self._processes = Background(), processes_here()
         self._memory: dict[str, Tensor] = {}  # reused by the copies of background saves
-        # of checkpoints written or read: the state, None of a damaged one; whether the large files were hashed, too
+        # of checkpoints written or read: the state, None of a damaged one; whether the large files
+        # were hashed, too
         self._known: dict[Path, tuple[State | None, bool]] = {}
 
     @runs_on_main
     def newest(self, until: float = math.inf, weights: bool = True) -> Checkpoint | None:
-        """The newest intact checkpoint up to a step that the run recorded; None if there is none. Repairs the folder.
-        Hashes all files, and sets others aside, with a warning; without `weights`, only looks at the small files.
+        """The newest intact checkpoint up to a step that the run recorded; None if there is none.
+        Repairs the folder. Hashes all files, and sets others aside, with a warning; without
+        `weights`, only looks at the small files.
         Raises: UserError if checkpoints of any step were wanted and exist, and none is such."""
         self._recover()
         if not any(self.folder.glob("step-*")):
@@ -132,20 +144,24 @@ class CheckpointStore:
         return found
 
     def _warn_of_missing(self, step: int) -> None:
-        """Prints a warning if the rows record a newer checkpoint than that of `step`, and it is gone. (One that was set
-        aside has its own warning.)"""
+        """Prints a warning if the rows record a newer checkpoint than that of `step`, and it is
+        gone. (One that was set aside has its own warning.)"""
         newest = self._log.newest_checkpoint()
         if newest > step and not any(self.folder.glob(f"step-{newest:08d}*")):
             recorded = f"the checkpoint of step {newest}, which {METRICS} records, is gone"
             print(f"warning: {recorded}; the run resumes from step {step}", file=sys.stderr)
 
     def save(
-        self, snapshot: Snapshot, last_good: float = math.inf, wait: bool = False, spare_core: bool = True
+        self,
+        snapshot: Snapshot,
+        last_good: float = math.inf,
+        wait: bool = False,
+        spare_core: bool = True,
     ) -> None:
-        """Saves the checkpoint of step `snapshot.state.step` durably, then prunes (`prune`). Each rank writes its
-        part. In the background, of a copy, if `should_save_async` and not `wait`; it is on disk
-        once `wait` returns. Raises: UserError if writing failed; then no partial checkpoint is left, and the kept
-        checkpoints are unchanged."""
+        """Saves the checkpoint of step `snapshot.state.step` durably, then prunes (`prune`). Each
+        rank writes its part. In the background, of a copy, if `should_save_async` and not `wait`;
+        it is on disk once `wait` returns. Raises: UserError if writing failed; then no partial
+        checkpoint is left, and the kept checkpoints are unchanged."""
         self.wait()
         self._prepare(snapshot.state.step)
         more = snapshot.part_bytes - sum(tensor.nbytes for tensor in self._memory.values())
@@ -154,10 +170,13 @@ class CheckpointStore:
             on_every_rank(lambda: self._write(snapshot, last_good))
         elif snapshot.part.is_own:
             copy = copied(snapshot, self._memory)
-            self.background.start(lambda: self._write(copy, last_good), self._patience + snapshot.bytes / SLOW_DISK)
+            self.background.start(
+                lambda: self._write(copy, last_good), self._patience + snapshot.bytes / SLOW_DISK
+            )
 
     def wait(self) -> None:
-        """Waits for the background save. Raises: UserError if it failed, or if the run folder is gone."""
+        """Waits for the background save. Raises: UserError if it failed, or if the run folder is
+        gone."""
 
         def done() -> None:
             self._log.check()
@@ -173,8 +192,8 @@ class CheckpointStore:
             temporary.mkdir()
 
     def _write(self, snapshot: Snapshot, last_good: float) -> None:
-        """Writes this rank's part, if it is its own. The first part's rank completes the checkpoint once all parts are
-        on disk. Not collective: the ranks with a part call it, in any thread."""
+        """Writes this rank's part, if it is its own. The first part's rank completes the checkpoint
+        once all parts are on disk. Not collective: the ranks with a part call it, in any thread."""
         place = self.place(snapshot.state.step)
         part = snapshot.part
         if not part.is_own:
@@ -209,7 +228,8 @@ class CheckpointStore:
                 shutil.rmtree(replaced)
 
     def _recover(self) -> None:
-        """Repairs the folder after a killed or failed save. A process that only looks changes nothing."""
+        """Repairs the folder after a killed or failed save. A process that only looks changes
+        nothing."""
         if not self._run_folder.wants_lock:
             return
         self._run_folder.check_lock()
@@ -221,39 +241,50 @@ class CheckpointStore:
         return self.folder / f"step-{step:08d}"
 
     def listing(self) -> dict[str, Any]:
-        """The newest checkpoint, the steps of all, and folders of rejected ones, as rows have them. Not collective."""
+        """The newest checkpoint, the steps of all, and folders of rejected ones, as rows have them.
+        Not collective."""
         there = list_checkpoints(self.folder)
         rejected = [file.name for file in self.folder.glob("step-*.rejected*")]
-        listing = {"checkpoint": checkpoint_ref(there[-1]) if there else None, "kept": steps_of(there)}
+        listing = {
+            "checkpoint": checkpoint_ref(there[-1]) if there else None,
+            "kept": steps_of(there),
+        }
         return listing | ({"rejected": sorted(rejected)} if rejected else {})
 
     @runs_on_main
     def remove_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, after a rollback."""
-        self._delete_except([place for place in list_checkpoints(self.folder) if step_of(place) <= step])
+        self._delete_except(
+            [place for place in list_checkpoints(self.folder) if step_of(place) <= step]
+        )
 
     @runs_on_main
     def prune(self, last_good: float = math.inf) -> None:
-        """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need: the
-        newest up to `last_good`, and all later ones. Deletes that of the first step once a later one is good."""
+        """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a
+        rollback may need: the newest up to `last_good`, and all later ones. Deletes that of the
+        first step once a later one is good."""
         self._delete_except(self._to_keep(last_good))
 
     def _to_keep(self, last_good: float) -> list[Path]:
-        """The checkpoints that `prune` keeps. All are hashed before one is deleted; what is damaged stays, and does not
-        count."""
+        """The checkpoints that `prune` keeps. All are hashed before one is deleted; what is damaged
+        stays, and does not count."""
         there = list_checkpoints(self.folder)
         keep = there
         for weights in (False, True):
             states = {place: self._look(place, weights) for place in there}
-            steps = steps_to_keep({state.step: state for state in states.values() if state}, self._keep_last, last_good)
+            steps = steps_to_keep(
+                {state.step: state for state in states.values() if state},
+                self._keep_last,
+                last_good,
+            )
             keep = [place for place, state in states.items() if not state or state.step in steps]
             if keep == there:
                 break
         return keep
 
     def _look(self, place: Path, weights: bool) -> State | None:
-        """The state of a checkpoint, which another process may have written, read once; None, with a warning, if it is
-        damaged or unreadable. Hashes the large files too if `weights`, once."""
+        """The state of a checkpoint, which another process may have written, read once; None, with
+        a warning, if it is damaged or unreadable. Hashes the large files too if `weights`, once."""
         state, is_hashed = self._known.get(place, (None, False))
         if not is_hashed and (weights or not state):
             try:
@@ -274,7 +305,8 @@ class CheckpointStore:
         with writing(self.folder):
             for place, other in zip(leaving, hidden, strict=True):
                 place.rename(other)
-            fsync_path(self.folder)  # after a crash, a partial folder must not look like a checkpoint
+            # after a crash, a partial folder must not look like a checkpoint
+            fsync_path(self.folder)
             for other in hidden:
                 shutil.rmtree(other)
 
@@ -285,9 +317,10 @@ def _hidden(place: Path, end: str) -> Path:
 
 
 def steps_to_keep(intact: dict[int, State], keep_last: int, last_good: float) -> set[int]:
-    """The steps whose checkpoints are kept, of those that are `intact`, by ascending step. Kept are the newest
-    `keep_last`, and the best of each number of tokens scored (losses over other tokens do not compare). A rollback may
-    need the newest up to `last_good` and all later ones; the first step's goes once a later one is good."""
+    """The steps whose checkpoints are kept, of those that are `intact`, by ascending step. Kept are
+    the newest `keep_last`, and the best of each number of tokens scored (losses over other tokens
+    do not compare). A rollback may need the newest up to `last_good` and all later ones; the first
+    step's goes once a later one is good."""
     steps = [*intact]
     good = [step for step in intact if step <= last_good]
     keep = {*steps[-keep_last:]}
@@ -298,7 +331,8 @@ def steps_to_keep(intact: dict[int, State], keep_last: int, last_good: float) ->
         for step, state in intact.items()
         if (loss := state.progress.val_loss) is not None and math.isfinite(loss)
     ]
-    best = {tokens: step for _, step, tokens in sorted(scored, reverse=True)}  # the lowest loss comes last
+    # the lowest loss comes last
+    best = {tokens: step for _, step, tokens in sorted(scored, reverse=True)}
     return keep | {*good[-1:], *steps[len(good) :], *best.values()}
 
 
@@ -308,14 +342,18 @@ def copied(snapshot: Snapshot, memory: dict[str, Tensor]) -> Snapshot:
     model, optimizer = map(copy, (snapshot.model, snapshot.optimizer))
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # once for all copies
-    return replace(snapshot, state=snapshot.state.model_copy(deep=True), model=model, optimizer=optimizer)
+    return replace(
+        snapshot, state=snapshot.state.model_copy(deep=True), model=model, optimizer=optimizer
+    )
 
 
 def _copy(tensor: Tensor, memory: dict[str, Tensor], name: str) -> Tensor:
-    """Starts a copy to the host. From a GPU it goes to pinned memory, at the full speed of the bus."""
+    """Starts a copy to the host. From a GPU it goes to pinned memory, at the full speed of the
+    bus."""
     if name not in memory:
         memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if tensor.is_cuda:  # exactly these bytes: `pin_memory` would round them up to a power of two
+        # exactly these bytes: `pin_memory` would round them up to a power of two
+        if tensor.is_cuda:
             _pin(memory[name])
     return memory[name].copy_(tensor, non_blocking=tensor.is_cuda)
 

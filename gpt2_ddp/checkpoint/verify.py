@@ -1,5 +1,5 @@
-"""What is intact: checkpoints, by their manifests and the rows of their run, and lines of a damaged file of rows. A new
-run has none."""
+"""What is intact: checkpoints, by their manifests and the rows of their run, and lines of a damaged
+file of rows. A new run has none."""
 
 import errno
 import hashlib
@@ -50,10 +50,13 @@ from gpt2_ddp.records.rows import METRICS, is_rollback, read_events
 from gpt2_ddp.state import KINDS, State
 
 LARGEST = {STATE: 2**26, CONFIG: 2**16}
-"""Most bytes of the files of fields. The parser of YAML takes about 10 s per megabyte (estimate)."""
+"""Most bytes of the files of fields. The parser of YAML takes about 10 s per megabyte
+(estimate)."""
 TENSORS = ".safetensors"  # end of the large files' names
-PAUSES = (0.1, 1.0, 3.0)  # seconds after which a file is read again that the disk or the network failed to read
-NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)  # of the expected kind
+# seconds after which a file is read again that the disk or the network failed to read
+PAUSES = (0.1, 1.0, 3.0)
+# of the expected kind
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
 
 T = TypeVar("T")
 
@@ -78,8 +81,9 @@ class RejectedCheckpoint(CorruptCheckpoint):
 def newest_intact(
     folder: Path, weights: bool = True, put_aside: bool = False, until: float = math.inf
 ) -> Checkpoint | None:
-    """The newest intact checkpoint up to step `until` that its run recorded, or None. If `weights`, hashes the large
-    files too, and prints a warning for each other one; renames it to `*.corrupt` or `*.rejected` if `put_aside`.
+    """The newest intact checkpoint up to step `until` that its run recorded, or None. If `weights`,
+    hashes the large files too, and prints a warning for each other one; renames it to `*.corrupt`
+    or `*.rejected` if `put_aside`.
     Raises: UserError."""
     for place in reversed(list_checkpoints(folder)):
         try:
@@ -99,8 +103,8 @@ def newest_intact(
 
 
 def verify_recorded(place: Path, weights: bool = True) -> Checkpoint:
-    """As `verify`; and compares the checkpoint with the rows of its run, if it is in a run folder. Raises: as `verify`;
-    RejectedCheckpoint."""
+    """As `verify`; and compares the checkpoint with the rows of its run, if it is in a run folder.
+    Raises: as `verify`; RejectedCheckpoint."""
     checkpoint = verify(place, weights)
     events = read_events(place.absolute().parent.parent / METRICS, checkpoint.state.log.chain)
     if defect := record_defect(checkpoint, *events):
@@ -109,8 +113,9 @@ def verify_recorded(place: Path, weights: bool = True) -> Checkpoint:
 
 
 def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], before: int) -> str:
-    """Why a checkpoint is not the one that the events of its run record; empty if it is. It was written after the first
-    `before` events. A kill may have come before its row; then no checkpoint of its step or a later one follows."""
+    """Why a checkpoint is not the one that the events of its run record; empty if it is. It was
+    written after the first `before` events. A kill may have come before its row; then no checkpoint
+    of its step or a later one follows."""
     folder = checkpoint.path
     later = events[before:]
     step = step_of(folder) if FOLDER.fullmatch(folder.name) else checkpoint.step
@@ -125,14 +130,19 @@ def record_defect(checkpoint: Checkpoint, events: Sequence[dict[str, Any]], befo
         return "" if is_same else f"its manifest's SHA-256 differs from {METRICS}'s"
     if _is_too_late(step, events[:before]):
         return f"holds the chain of a row in {METRICS} after which the run did not save it"
-    passed = [row for row in later if row["event"] in ("start", "checkpoint", "end") and row["step"] >= step]
+    passed = [
+        row
+        for row in later
+        if row["event"] in ("start", "checkpoint", "end") and row["step"] >= step
+    ]
     # rows that begin with a later start were deleted
     return f"is not recorded in {METRICS}" if passed and step > start.get("step", step) else ""
 
 
 def _is_too_late(step: int, before: Sequence[dict[str, Any]]) -> bool:
-    """Whether no run saves a checkpoint of this step after these events: it ended, or it saved this step or a later one
-    and neither started nor rolled back since. Otherwise a forged checkpoint could name a row after its own record."""
+    """Whether no run saves a checkpoint of this step after these events: it ended, or it saved this
+    step or a later one and neither started nor rolled back since. Otherwise a forged checkpoint
+    could name a row after its own record."""
     for row in reversed(before):
         found = recorded_checkpoint(row) if row["event"] == "checkpoint" else None
         if row["event"] == "end" or (found and found[0] >= step):
@@ -143,7 +153,8 @@ def _is_too_late(step: int, before: Sequence[dict[str, Any]]) -> bool:
 
 
 def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
-    """Step and SHA-256 of the checkpoint that an event records: the one just saved or, at a start, the newest."""
+    """Step and SHA-256 of the checkpoint that an event records: the one just saved or, at a start,
+    the newest."""
     match row if row["event"] == "checkpoint" else row.get("checkpoint"):
         case {"step": int(step), "sha256": sha256}:
             return step, sha256
@@ -151,8 +162,9 @@ def recorded_checkpoint(row: dict[str, Any]) -> tuple[int, Any] | None:
 
 
 def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
-    """Checks every file of a checkpoint against its manifest; without `weights`, only sizes of the large files. Raises:
-    CorruptCheckpoint for a damaged file; UserError for another format, and for a file that the disk fails to read."""
+    """Checks every file of a checkpoint against its manifest; without `weights`, only sizes of the
+    large files. Raises: CorruptCheckpoint for a damaged file; UserError for another format, and for
+    a file that the disk fails to read."""
     files = _parse_manifest(checkpoint, _read(checkpoint / MANIFEST, read_small, 2**20))
 
     def check(name: str) -> bytes:
@@ -176,16 +188,21 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
 
 
 def _check_header(checkpoint: Checkpoint, name: str) -> None:
-    """Reads the headers of the file `MODEL` or `OPTIMIZER`, or of its parts. Raises: CorruptCheckpoint for a file that
-    is no safetensors file: its hash may fit, as anybody can compute hashes."""
+    """Reads the headers of the file `MODEL` or `OPTIMIZER`, or of its parts. Raises:
+    CorruptCheckpoint for a file that is no safetensors file: its hash may fit, as anybody can
+    compute hashes."""
     from safetensors import SafetensorError
 
     try:
         checkpoint.tensors(name)
     except SafetensorError as error:
-        raise CorruptCheckpoint(checkpoint.path / name, f"is no safetensors file ({one_line(error)})") from error
+        raise CorruptCheckpoint(
+            checkpoint.path / name, f"is no safetensors file ({one_line(error)})"
+        ) from error
     except OSError as error:
-        raise CorruptCheckpoint(checkpoint.path / name, f"cannot be read ({error.strerror or error})") from error
+        raise CorruptCheckpoint(
+            checkpoint.path / name, f"cannot be read ({error.strerror or error})"
+        ) from error
 
 
 def one_line(error: Exception) -> str:
@@ -200,7 +217,9 @@ def parse_state(text: str | bytes) -> State:
         return KINDS.get(kind, State).model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'the state'}: {first['msg']}") from error
+        raise ValueError(
+            f"{'.'.join(map(str, first['loc'])) or 'the state'}: {first['msg']}"
+        ) from error
 
 
 def _parse_config(text: bytes) -> dict[str, Any]:
@@ -212,21 +231,29 @@ def _parse_config(text: bytes) -> dict[str, Any]:
 
 
 def _read(file: Path, read: Callable[..., T], *more: Any) -> T:
-    """`read(file, *more)`. Raises: CorruptCheckpoint for no file; UserError for an error of the disk that persists."""
+    """`read(file, *more)`. Raises: CorruptCheckpoint for no file; UserError for an error of the
+    disk that persists."""
     reason = ""
     for pause in (*PAUSES, 0):
         try:
             return read(file, *more)
         except OSError as error:
-            reason = "is missing" if error.errno == errno.ENOENT else f"cannot be read ({error.strerror})"
+            reason = (
+                "is missing"
+                if error.errno == errno.ENOENT
+                else f"cannot be read ({error.strerror})"
+            )
             if error.errno in NO_FILE:
                 raise CorruptCheckpoint(file, reason) from error
             time.sleep(pause)
-    raise UserError("checkpoint", file, f"{reason}; check that disk, then run the same command again")
+    raise UserError(
+        "checkpoint", file, f"{reason}; check that disk, then run the same command again"
+    )
 
 
 def _check_file(file: Path, size: int, sha256: str) -> bytes:
-    """Checks a file's size and, unless it is empty, its SHA-256. Returns the content of a file of fields."""
+    """Checks a file's size and, unless it is empty, its SHA-256. Returns the content of a file of
+    fields."""
     if (there := regular(file).stat().st_size) != size:
         if is_lfs_pointer(file):  # it is not damaged, and stays in its place
             raise UserError("checkpoint", file, LFS_HINT)
@@ -248,7 +275,9 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
     file = checkpoint / MANIFEST
     try:
         manifest = parse_json(content)
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        files = {
+            name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()
+        }
         format = manifest.get("format")
         sealed = manifest["sha256"] == seal(manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -265,13 +294,18 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
         try:
             check_file_name(name)
         except ValueError as error:
-            raise CorruptCheckpoint(file, f"lists {truncate(name, 40)}, outside of the folder") from error
+            raise CorruptCheckpoint(
+                file, f"lists {truncate(name, 40)}, outside of the folder"
+            ) from error
     return files
 
 
-def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True, kind: str = "") -> Checkpoint:
-    """The checkpoint `path`, or the newest intact one of the run folder `path`, of a run of this `kind` (empty: any).
-    Hashes the large files too if `weights`. Raises: UserError for the user's `field`, which names this path."""
+def find_checkpoint(
+    path: Path, field: str = "checkpoint", weights: bool = True, kind: str = ""
+) -> Checkpoint:
+    """The checkpoint `path`, or the newest intact one of the run folder `path`, of a run of this
+    `kind` (empty: any). Hashes the large files too if `weights`. Raises: UserError for the user's
+    `field`, which names this path."""
     if FOLDER.fullmatch(path.name) or os.path.isfile(path / STATE):
         try:
             found = verify_recorded(path, weights)
@@ -280,10 +314,16 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
             place, problem = (path, missing) if missing else (damage.file, damage.reason)
             raise UserError(field, place, f"{problem}; name another checkpoint") from damage
     else:
-        found = newest_intact(path / "checkpoints", weights) if os.path.isdir(path / "checkpoints") else None
+        found = (
+            newest_intact(path / "checkpoints", weights)
+            if os.path.isdir(path / "checkpoints")
+            else None
+        )
     if not found:
         problem = no_such_folder(path) or "holds no intact checkpoint"
-        raise UserError(field, path, f"{problem}; name a run folder or a step-XXXXXXXX folder in it")
+        raise UserError(
+            field, path, f"{problem}; name a run folder or a step-XXXXXXXX folder in it"
+        )
     if kind and found.kind != kind:
         hint = f"is of a {found.kind} run; name one of a {kind} run, or score it with `{command_for('evaluate')}`"
         raise UserError(field, path, hint)
@@ -291,7 +331,8 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
 
 
 def recover(folder: Path) -> None:
-    """Repairs a checkpoints folder after a killed or failed save: undoes a replacement, and deletes partial folders.
+    """Repairs a checkpoints folder after a killed or failed save: undoes a replacement, and deletes
+    partial folders.
     Raises: UserError, as `files.writing`."""
     with writing(folder):
         for replaced in folder.glob(".step-*.replaced"):

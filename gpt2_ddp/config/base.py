@@ -1,4 +1,5 @@
-"""Base classes of all configurations: frozen, typed sections that report all user errors at once."""
+"""Base classes of all configurations: frozen, typed sections that report all user errors at
+once."""
 
 import difflib
 import json
@@ -46,7 +47,9 @@ Size = Annotated[int, Field(ge=1, le=10_000)]
 def sections(model: type[BaseModel]) -> dict[str, type["Section"]]:
     """The classes of the sections of `model`, by name."""
     fields = model.model_fields.items()
-    return {name: type(field.default) for name, field in fields if isinstance(field.default, Section)}
+    return {
+        name: type(field.default) for name, field in fields if isinstance(field.default, Section)
+    }
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> list[tuple[str, FieldInfo]]:
@@ -54,7 +57,9 @@ def leaves(model: type[BaseModel], prefix: str = "") -> list[tuple[str, FieldInf
     found = []
     below = sections(model)
     for name, field in model.model_fields.items():
-        found += leaves(below[name], f"{prefix}{name}.") if name in below else [(prefix + name, field)]
+        found += (
+            leaves(below[name], f"{prefix}{name}.") if name in below else [(prefix + name, field)]
+        )
     return found
 
 
@@ -64,36 +69,50 @@ def kinds_of(annotation: Any) -> list[Any]:
 
 
 def check_name(value: object) -> None:
-    """Checks a path, a URL or a name that anybody may have written; other types are checked later. Raises: ValueError
-    if it is empty, or a URL of more than one storage.
+    """Checks a path, a URL or a name that anybody may have written; other types are checked later.
+    Raises: ValueError if it is empty, or a URL of more than one storage.
 
-    fsspec chains storages by `::`. Its `reference` executes templates of the file that it is given, as releases before
-    2026 do without a sandbox."""
+    fsspec chains storages by `::`. Its `reference` executes templates of the file that it is given,
+    as releases before 2026 do without a sandbox."""
     if not isinstance(value, str):
         return
     if not value.strip():
-        raise ValueError("is empty, like a variable that is not set; give a value, or leave this out")
+        raise ValueError(
+            "is empty, like a variable that is not set; give a value, or leave this out"
+        )
     if "://" in value and (
-        not re.match(r"[A-Za-z][\w+.-]*://.*[^/]", value) or "::" in value or value.startswith("reference:")
+        not re.match(r"[A-Za-z][\w+.-]*://.*[^/]", value)
+        or "::" in value
+        or value.startswith("reference:")
     ):
         raise ValueError("should be a folder, or the URL of one storage, like s3://BUCKET/FOLDER")
 
 
 class Section(BaseModel):
-    """A frozen group of fields. Unknown keys, NaN, booleans as numbers, NUL in text, and an empty path, URL or name are
-    user errors.
+    """A frozen group of fields. Unknown keys, NaN, booleans as numbers, NUL in text, and an empty
+    path, URL or name are user errors.
 
-    A text has the meaning that it has on the command line. Where texts are expected, it is a list of one. Where other
-    lists are expected, commas separate the items. `none` and `null` are null, or the empty list.
+    A text has the meaning that it has on the command line. Where texts are expected, it is a list
+    of one. Where other lists are expected, commas separate the items. `none` and `null` are null,
+    or the empty list.
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _check(cls, value: Any, handler: pydantic.ValidatorFunctionWrapHandler, info: pydantic.ValidationInfo) -> Any:
+    def _check(
+        cls,
+        value: Any,
+        handler: pydantic.ValidatorFunctionWrapHandler,
+        info: pydantic.ValidationInfo,
+    ) -> Any:
         if isinstance(value, NoValue):
             raise ValueError("needs a value")
         field = cls.model_fields[info.field_name or ""]
@@ -106,7 +125,8 @@ class Section(BaseModel):
         items = value if isinstance(value, list | tuple) else [value]
         if (int in kinds or float in kinds) and any(isinstance(item, bool) for item in items):
             raise ValueError("should be a number, not true or false")
-        if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):  # half a surrogate raises, too
+        # half a surrogate raises, too
+        if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):
             raise ValueError("should not contain a NUL character")
         if str in kinds and not any(isinstance(kind, MayBeEmpty) for kind in kinds):
             for item in items:
@@ -124,7 +144,8 @@ class Command(Section):
     alternatives: ClassVar[tuple[str, ...]] = ()
     """Fields of which one is set. One in a later file or a flag replaces those of earlier files."""
     in_one_process: ClassVar[bool] = False
-    """Whether the command needs no other ranks. Those that a launcher starts on this machine end at once."""
+    """Whether the command needs no other ranks. Those that a launcher starts on this machine end at
+    once."""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors between several fields, as (field, value, hint)."""
@@ -132,7 +153,9 @@ class Command(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _report_mistakes(cls, values: Any, handler: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
+    def _report_mistakes(
+        cls, values: Any, handler: pydantic.ModelWrapValidatorHandler[Self]
+    ) -> Self:
         try:
             config = handler(values)
         except ValidationError as error:
@@ -144,10 +167,12 @@ class Command(Section):
 
 
 def check_url(path: str) -> str:
-    """A path or a URL to read from. Raises: ValueError for a URL with credentials, and for one whose copy would not be
-    in the cache."""
+    """A path or a URL to read from. Raises: ValueError for a URL with credentials, and for one
+    whose copy would not be in the cache."""
     if CREDENTIALS.search(path) or QUERY.search(path):
-        raise ValueError("should be a URL without credentials and parameters; credentials come from the environment")
+        raise ValueError(
+            "should be a URL without credentials and parameters; credentials come from the environment"
+        )
     if "://" in path:
         local_copy(path)
     return path
@@ -163,8 +188,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any], single: Container[str] = ()) -> dict[str, Any]:
-    """The values of all sections, from dotted names: `{"optim": {"lr": ...}}` from `optim.lr`. For errors, names below
-    a field in `single`, which has no keys, stay as they are, and so does a value of a section that is no mapping."""
+    """The values of all sections, from dotted names: `{"optim": {"lr": ...}}` from `optim.lr`. For
+    errors, names below a field in `single`, which has no keys, stay as they are, and so does a
+    value of a section that is no mapping."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         section, dot, field = name.partition(".")
@@ -181,7 +207,8 @@ def describe(command: type[Command], error: ValidationError) -> list[str]:
     found: dict[str, str] = {}
     for details in error.errors():
         parts = [str(part) for part in details["loc"]]
-        name = parts[0] if parts[0] in known else ".".join(parts[:2])  # without items, kinds of a value
+        # without items, kinds of a value
+        name = parts[0] if parts[0] in known else ".".join(parts[:2])
         is_unknown = details["type"] == "extra_forbidden" and name not in known
         if is_unknown:
             hint = _unknown(command, name, details["input"])
@@ -215,7 +242,11 @@ def _problem(command: type[Command], name: str, field: FieldInfo, details: Any) 
     if isinstance(value, list | tuple) and not takes_list:
         several = [other for other, of in leaves(command) if get_origin(of.annotation) is tuple]
         flag = f", such as --{several[0]}" if several else ""
-        return f"takes one value; others have their own flags{flag}" if name == command.positional else wanted
+        return (
+            f"takes one value; others have their own flags{flag}"
+            if name == command.positional
+            else wanted
+        )
     if isinstance(value, NoValue):
         wanted = "needs a value"
         if str in kinds_of(field.annotation):
@@ -224,20 +255,34 @@ def _problem(command: type[Command], name: str, field: FieldInfo, details: Any) 
         wanted = details["msg"].removeprefix("Value error, ")
     elif kind == "extra_forbidden":
         wanted = f"has the unknown key {details['loc'][-1]}; {wanted}"
-    elif kind.endswith("_parsing") and re.match(r"[-+]?\d", str(value)) and bool not in kinds_of(field.annotation):
-        wanted += ", in digits, like 1000000" if int in kinds_of(field.annotation) else ", like 1000 or 1e-3"
+    elif (
+        kind.endswith("_parsing")
+        and re.match(r"[-+]?\d", str(value))
+        and bool not in kinds_of(field.annotation)
+    ):
+        wanted += (
+            ", in digits, like 1000000"
+            if int in kinds_of(field.annotation)
+            else ", like 1000 or 1e-3"
+        )
     elif kind == "finite_number":
         wanted = wanted.replace("a number", "a finite number")
     elif kind == "int_parsing_size":
         wanted = "has an integer of more than 64 bits"
-    return wanted if field.default in (None, ()) else f"{wanted}; the default is {shown(field.default)}"
+    return (
+        wanted
+        if field.default in (None, ())
+        else f"{wanted}; the default is {shown(field.default)}"
+    )
 
 
 def shown(value: object) -> str:
     """A value as it is written in a command or a file."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    if isinstance(value, list | tuple) and all(isinstance(item, str | int | float) for item in value):
+    if isinstance(value, list | tuple) and all(
+        isinstance(item, str | int | float) for item in value
+    ):
         return shlex.join(map(str, value)) if value else "[]"
     return str(value) if str(value).strip() else repr(value)
 
@@ -269,7 +314,9 @@ def _expected(annotation: Any, metadata: Sequence[Any], title: str | None = None
         kind, *details = inside
         fields = [detail for detail in details if isinstance(detail, FieldInfo)]
         limits = [limit for field in fields for limit in field.metadata]
-        return _expected(kind, [*metadata, *details, *limits], next((field.title for field in fields), title))
+        return _expected(
+            kind, [*metadata, *details, *limits], next((field.title for field in fields), title)
+        )
     if annotation is NoneType:
         return ["null"]
     if title:
@@ -285,12 +332,18 @@ def _expected(annotation: Any, metadata: Sequence[Any], title: str | None = None
         return ["true", "false"]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [" and ".join(annotation.model_fields)]
-    bounds = " and ".join(_bounds(metadata, BOUNDS) or [f"{bound} characters" for bound in _bounds(metadata, LENGTHS)])
+    bounds = " and ".join(
+        _bounds(metadata, BOUNDS) or [f"{bound} characters" for bound in _bounds(metadata, LENGTHS)]
+    )
     return [WORDS[annotation] + f" ({bounds})" * bool(bounds)]
 
 
 def _bounds(metadata: Sequence[Any], words: Mapping[str, str]) -> list[str]:
-    values = [(word, getattr(constraint, key, None)) for constraint in metadata for key, word in words.items()]
+    values = [
+        (word, getattr(constraint, key, None))
+        for constraint in metadata
+        for key, word in words.items()
+    ]
     return [f"{word} {value:,}" for word, value in values if value is not None]
 
 

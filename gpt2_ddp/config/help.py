@@ -1,4 +1,5 @@
-"""What few commands need, imported on demand: `--help`, user errors, fields that differ from a saved run's."""
+"""What few commands need, imported on demand: `--help`, user errors, fields that differ from a
+saved run's."""
 
 import json
 import sys
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
 
 
 def other_file(content: Mapping[str, Any]) -> str:
-    """The hint for a file of which no key is a field of the command: it was written for another one."""
+    """The hint for a file of which no key is a field of the command: it was written for another
+    one."""
     if "distributed_type" in content:
-        return "is a configuration of Accelerate; write `accelerate launch --config_file FILE SCRIPT`"
+        return (
+            "is a configuration of Accelerate; write `accelerate launch --config_file FILE SCRIPT`"
+        )
     if content.keys() <= PrepareConfig.model_fields.keys():
         return "is a configuration of prepare_data.py, not of this command"
     if {"run_name", "train", "optim"} & content.keys():
@@ -27,9 +31,14 @@ def other_file(content: Mapping[str, Any]) -> str:
     return f"has no field of this command; its first keys are {', '.join([*content][:4])}; --help lists the fields"
 
 
-def help_text(command: type[Command], preset: str | None, defaults: Mapping[str, Any], only: Sequence[str] = ()) -> str:
-    """The text of `--help`: all flags of a command, or those in `only`. `defaults`: values in the file `preset`, by
-    dotted names."""
+def help_text(
+    command: type[Command],
+    preset: str | None,
+    defaults: Mapping[str, Any],
+    only: Sequence[str] = (),
+) -> str:
+    """The text of `--help`: all flags of a command, or those in `only`. `defaults`: values in the
+    file `preset`, by dotted names."""
     fields = leaves(command)
     words = f"[{command.positional.upper()}] " if command.positional else ""
     preset_text = f" (default: {preset})" if preset else ""
@@ -50,15 +59,26 @@ def help_text(command: type[Command], preset: str | None, defaults: Mapping[str,
             parts += ["", f"{section}: {sections(command)[section].__doc__}"]
             before = section
         value = defaults.get(name, field.default)
-        text = " ".join(map(str, value)) if isinstance(value, tuple | list) else json.dumps(value).strip('"')
-        parts.append(_flag_help(f"{name} {_metavar(field)}", f"{field.description or ''} (default: {text or 'none'})"))
+        text = (
+            " ".join(map(str, value))
+            if isinstance(value, tuple | list)
+            else json.dumps(value).strip('"')
+        )
+        parts.append(
+            _flag_help(
+                f"{name} {_metavar(field)}",
+                f"{field.description or ''} (default: {text or 'none'})",
+            )
+        )
     if only:
         parts += ["", f"--help all lists all {len(fields)} flags"]
     return "\n".join(parts)
 
 
 def _flag_help(flag: str, text: str) -> str:
-    return f"  --{flag}\n" + textwrap.fill(text, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return f"  --{flag}\n" + textwrap.fill(
+        text, 110, initial_indent=" " * 8, subsequent_indent=" " * 8
+    )
 
 
 def _metavar(field: FieldInfo) -> str:

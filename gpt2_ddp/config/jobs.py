@@ -21,11 +21,13 @@ class LaunchConfig(Section):
     """Processes"""
 
     processes: int | None = Field(default=None, ge=1, le=64)
-    """processes to start on this machine, on a GPU each or on the CPU; null: the launcher's processes, or one"""
+    """processes to start on this machine, on a GPU each or on the CPU; null: the launcher's
+    processes, or one"""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """backend of the process group; auto: nccl on GPUs, gloo on CPUs"""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads per process; null: this machine's cores, divided by its processes. Tiny models are fastest with 1"""
+    """CPU threads per process; null: this machine's cores, divided by its processes. Tiny models
+    are fastest with 1"""
 
 
 class JobOptimConfig(ClipConfig):
@@ -36,7 +38,8 @@ class JobOptimConfig(ClipConfig):
     lr: PositiveFloat = 0.01
     """peak learning rate"""
     schedule: Literal["constant", "cosine"] = "constant"
-    """learning rate after the warm-up; cosine: decays to 0 at the end of train.epochs, which then must not change"""
+    """learning rate after the warm-up; cosine: decays to 0 at the end of train.epochs, which then
+    must not change"""
     warmup_epochs: NonNegativeFloat = 0
     """epochs of linear warm-up to lr"""
     momentum: Fraction = 0.0
@@ -53,7 +56,8 @@ class JobTrainConfig(LoopConfig):
     global_batch_size: int = Field(default=32, ge=1, le=MOST_ITEMS)
     """samples per optimizer step over all processes"""
     micro_batch_size: PositiveInt = 1024
-    """most samples per forward pass and process; gradients of a larger batch are accumulated in equal parts"""
+    """most samples per forward pass and process; gradients of a larger batch are accumulated in
+    equal parts"""
 
 
 class JobEvalConfig(Section):
@@ -71,14 +75,17 @@ class JobCheckpointConfig(KeepConfig):
     every: PositiveInt = 1
     """epochs between checkpoints; a stop and the last epoch always save one"""
     keep_last: PositiveInt = 2
-    """newest intact checkpoints to keep; the one with the lowest loss on the test samples is kept, too"""
+    """newest intact checkpoints to keep; the one with the lowest loss on the test samples is kept,
+    too"""
 
     @model_validator(mode="before")
     @classmethod
     def _accept_old_name(cls, values: Any) -> Any:
         """Configurations of earlier runs have `save_every`."""
         if isinstance(values, dict) and "save_every" in values and "every" not in values:
-            return {"every" if name == "save_every" else name: value for name, value in values.items()}
+            return {
+                "every" if name == "save_every" else name: value for name, value in values.items()
+            }
         return values
 
 
@@ -108,7 +115,11 @@ class JobConfig(RunConfig):
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if self.train.compile == "blocks":
-            yield "train.compile", "blocks", "is for GPTs only; use model or off; the default is auto"
+            yield (
+                "train.compile",
+                "blocks",
+                "is for GPTs only; use model or off; the default is auto",
+            )
 
 
 class RegressionDataConfig(Section):
@@ -145,12 +156,14 @@ class ClassifierDataConfig(Section):
     """The samples to classify"""
 
     name: Literal["clusters", "cifar10", "cifar100", "images"] | HubName = "clusters"
-    """data set: `clusters`, two uniform ones in a cube; `cifar10`; `cifar100`; `images`, your own, in path; or
-    OWNER/NAME, images of a data set on the Hub"""
+    """data set: `clusters`, two uniform ones in a cube; `cifar10`; `cifar100`; `images`, your own,
+    in path; or OWNER/NAME, images of a data set on the Hub"""
     path: str | None = None
-    """images: local folder (class folders, parquet files, archives: docs/small-jobs.md); null: from the Hub"""
+    """images: local folder (class folders, parquet files, archives: docs/small-jobs.md); null: from
+    the Hub"""
     image_size: int | None = Field(default=None, ge=1, le=4096)
-    """images: width and height in pixels, after a crop to the centred square; null: unchanged, all of one size"""
+    """images: width and height in pixels, after a crop to the centred square; null: unchanged, all
+    of one size"""
     image_column: str | None = None
     """images of parquet files or the Hub: column of images; null: img or image"""
     label_column: str | None = None
@@ -180,7 +193,8 @@ class ClassifierModelConfig(Section):
     hidden: tuple[Count, ...] = (10_000, 5_000)
     """mlp: widths of the hidden layers"""
     sync_batchnorm: bool = False
-    """resnet18 on GPUs: BatchNorm computes its statistics over the samples of all processes; false: of each process"""
+    """resnet18 on GPUs: BatchNorm computes its statistics over the samples of all processes; false:
+    of each process"""
 
 
 class ClassifierConfig(JobConfig):
@@ -198,7 +212,11 @@ class ClassifierConfig(JobConfig):
             hint = f"is not for data.name {self.data.name}: clusters need mlp, images need lenet or resnet18"
             yield "model.name", self.model.name, hint
         if self.data.name == "images" and not self.data.path:
-            yield "data.path", self.data.path, "should be the folder of your images; or name a data set on the Hub"
+            yield (
+                "data.path",
+                self.data.path,
+                "should be the folder of your images; or name a data set on the Hub",
+            )
         if self.data.path and (not images or "/" in self.data.name):
             hint = f"conflicts with data.name {self.data.name}; set data.name to images, or remove data.path"
             yield "data.path", self.data.path, hint
@@ -221,7 +239,8 @@ class SequenceDataConfig(Section):
     """Sequences of one token each, repeated"""
 
     sequences: Count = 12
-    """number of sequences; sequence i repeats token i; the test sequences are the training sequences"""
+    """number of sequences; sequence i repeats token i; the test sequences are the training
+    sequences"""
     length: int = Field(default=10, ge=2, le=10_000)
     """tokens per sequence; the model predicts each token but the first from the tokens before it"""
 

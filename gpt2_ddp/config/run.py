@@ -28,35 +28,42 @@ class LoopConfig(Section):
     """The training loop"""
 
     mixed_precision: Literal["auto", "fast", "no", "bf16", "fp16"] = "auto"
-    """precision of autocast; auto: as `accelerate launch` says, else bf16 on GPUs that have it; fast: bf16 also on CPUs
-    where it is measured to be faster; a resume keeps the choice; no: fp32; fp16 (CUDA) scales the loss"""
+    """precision of autocast; auto: as `accelerate launch` says, else bf16 on GPUs that have it;
+    fast: bf16 also on CPUs where it is measured to be faster; a resume keeps the choice; no: fp32;
+    fp16 (CUDA) scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = "auto"
-    """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's overlap; auto, with a
+    """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's
+    overlap; auto, with a
     compiler: model for a GPT on one GPU, blocks on several, else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of the training; auto: the first available of cuda, mps, cpu"""
     deterministic: bool = False
-    """use deterministic kernels on GPUs: resumed runs are then bitwise equal there, too; CPU runs always are"""
+    """use deterministic kernels on GPUs: resumed runs are then bitwise equal there, too; CPU runs
+    always are"""
     max_minutes: PositiveFloat | None = None
-    """time limit in minutes; the run saves a checkpoint and stops in time, and the same command resumes it"""
+    """time limit in minutes; the run saves a checkpoint and stops in time, and the same command
+    resumes it"""
     patience_seconds: PositiveFloat | None = None
-    """watchdog timeout in seconds: the run ends and names the process that made no progress for so long; null: 1800
-    the first time that a stage runs, then 120, or ten times the slowest stage so far if that is longer"""
+    """watchdog timeout in seconds: the run ends and names the process that made no progress for so
+    long; null: 1800 the first time that a stage runs, then 120, or ten times the slowest stage so
+    far if that is longer"""
 
 
 class GuardConfig(Section):
     """Reaction to bad steps"""
 
     sigmas: PositiveFloat | None = None
-    """limit of the gradient norm and of the loss, in standard deviations above their running means; a step with a norm
-    above it, or one that is not finite, is skipped; null: no limit for finite numbers"""
+    """limit of the gradient norm and of the loss, in standard deviations above their running means;
+    a step with a norm above it, or one that is not finite, is skipped; null: no limit for finite
+    numbers"""
     patience: PositiveInt = 20
-    """number of bad steps in a row after which the run has diverged: a GPT returns to its newest good checkpoint, skips
-    the data read since, and ends at its fourth divergence; a small job ends"""
+    """number of bad steps in a row after which the run has diverged: a GPT returns to its newest
+    good checkpoint, skips the data read since, and ends at its fourth divergence; a small job
+    ends"""
     climb: PositiveFloat | None = 0.5
-    """limit of a climb above the lowest loss so far, as a share of that loss, or of what training has gained if that is
-    more; a training loss above it for 100 steps, or an evaluation with both losses above it, is a divergence; null: no
-    limit"""
+    """limit of a climb above the lowest loss so far, as a share of that loss, or of what training
+    has gained if that is more; a training loss above it for 100 steps, or an evaluation with both
+    losses above it, is a divergence; null: no limit"""
 
 
 class KeepConfig(Section):
@@ -65,11 +72,12 @@ class KeepConfig(Section):
     keep_last: PositiveInt = 3
     """newest intact checkpoints to keep; the one with the lowest validation loss is kept, too"""
     background: bool | Literal["auto"] = "auto"
-    """true: write checkpoints from a copy in host memory while the training continues; false: the training waits; auto:
-    true if a core and enough memory are free, as on GPU machines"""
+    """true: write checkpoints from a copy in host memory while the training continues; false: the
+    training waits; auto: true if a core and enough memory are free, as on GPU machines"""
     mirror: str | None = None
-    """URL of a folder for a copy of the run, such as s3://BUCKET/runs (any URL of fsspec); each checkpoint is copied in
-    the background, and a machine without the run restores it from there (docs/cloud.md); null: no copy"""
+    """URL of a folder for a copy of the run, such as s3://BUCKET/runs (any URL of fsspec); each
+    checkpoint is copied in the background, and a machine without the run restores it from there
+    (docs/cloud.md); null: no copy"""
 
     @field_validator("mirror")
     @classmethod
@@ -83,7 +91,8 @@ class TrackingConfig(Section):
     log_every: PositiveInt = 10
     """steps between rows of metrics.jsonl"""
     log_with: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
-    """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without a login"""
+    """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without
+    a login"""
 
 
 NAME = "a name of letters, digits, _, - and ., which begins with none of - and ."
@@ -104,16 +113,19 @@ class RunConfig(Command):
     output_dir: str = "runs"
     """folder that contains the run folders"""
     run_name: str = Field(default="gpt2", pattern=r"^\w[\w.-]*$", title=NAME)
-    """name of the run, of letters, digits, _, - and .; its run folder is output_dir/run_name; the same command again
-    resumes the run"""
+    """name of the run, of letters, digits, _, - and .; its run folder is output_dir/run_name; the
+    same command again resumes the run"""
     seed: NonNegativeInt = 1337
     """seed of initial weights, data order and dropout"""
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Fields that must agree on all ranks, by dotted names. For `PER_MACHINE` paths, only their presence counts."""
+        """Fields that must agree on all ranks, by dotted names. For `PER_MACHINE` paths, only their
+        presence counts."""
         found = flat(self.model_dump(mode="json"))
-        return found | {name: "a path" if found[name] else None for name in PER_MACHINE if name in found}
+        return found | {
+            name: "a path" if found[name] else None for name in PER_MACHINE if name in found
+        }
 
     def get(self, name: str) -> Any:
         """The field of a dotted name; None in the kinds of runs that lack it."""
@@ -122,11 +134,13 @@ class RunConfig(Command):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Inputs and outputs of a typical matrix of the model, for `train.mixed_precision: fast`."""
+        """Inputs and outputs of a typical matrix of the model, for `train.mixed_precision:
+        fast`."""
         return 512, 512
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """Whether a field in `kept` may differ from `before`: True if no step up to `step` depends on it."""
+        """Whether a field in `kept` may differ from `before`: True if no step up to `step` depends
+        on it."""
         return False
 
     if TYPE_CHECKING:  # each kind declares its own sections, in its own order

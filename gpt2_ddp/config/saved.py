@@ -10,11 +10,14 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 
-CONFIGS: dict[str, type[RunConfig]] = {config.kind: config for config in (TrainingConfig, *JobConfig.__subclasses__())}
+CONFIGS: dict[str, type[RunConfig]] = {
+    config.kind: config for config in (TrainingConfig, *JobConfig.__subclasses__())
+}
 
 
 def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
-    """The configuration of a run, from its config.yaml. Missing fields get defaults, unknown fields are dropped.
+    """The configuration of a run, from its config.yaml. Missing fields get defaults, unknown fields
+    are dropped.
     Raises: UserError, which names the file `place`, for an unknown kind or an invalid value."""
     if kind not in CONFIGS:
         hint = f"{place} holds an unknown kind of run; this release supports {', '.join(CONFIGS)}"
@@ -22,21 +25,28 @@ def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
     try:
         return CONFIGS[kind].model_validate(complete(CONFIGS[kind], saved))
     except UserError as error:
-        mistakes = [f"in {place}: {mistake}; restore the run's original file" for mistake in error.mistakes]
+        mistakes = [
+            f"in {place}: {mistake}; restore the run's original file" for mistake in error.mistakes
+        ]
         raise UserError.join(mistakes) from error
 
 
 def complete(command: type[Command], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields of `command` in a saved configuration of any release, as `dump` writes them, without validation: newer
-    fields have defaults, and so have empty texts, which older releases took for null. Fields that no longer exist are
-    left out. `saved` is parsed output of `dump`."""
+    """All fields of `command` in a saved configuration of any release, as `dump` writes them,
+    without validation: newer fields have defaults, and so have empty texts, which older releases
+    took for null. Fields that no longer exist are left out. `saved` is parsed output of `dump`."""
     values = flat(command.model_construct().model_dump(mode="json"))
     given = flat(saved)
-    kept = {name: default if given.get(name, "") == "" else given[name] for name, default in values.items()}
+    kept = {
+        name: default if given.get(name, "") == "" else given[name]
+        for name, default in values.items()
+    }
     return nested(kept)
 
 
-def differences(config: Command, saved: Mapping[str, Any], parts: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+def differences(
+    config: Command, saved: Mapping[str, Any], parts: tuple[str, ...]
+) -> list[tuple[str, Any, Any]]:
     """(field, value, saved value) of the fields in `parts` (sections and fields) that differ."""
     before = flat(complete(type(config), saved))
     now = flat(config.model_dump(mode="json"))
@@ -46,9 +56,10 @@ def differences(config: Command, saved: Mapping[str, Any], parts: tuple[str, ...
 
 
 def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step: int) -> None:
-    """Checks that this configuration can resume a checkpoint with the configuration `saved`: the fields in `kept`
-    must be equal, except as `may_change` allows. Fields missing in `saved` have their defaults there. Unknown
-    ones are ignored. Raises: UserError, which names every field that differs."""
+    """Checks that this configuration can resume a checkpoint with the configuration `saved`: the
+    fields in `kept` must be equal, except as `may_change` allows. Fields missing in `saved` have
+    their defaults there. Unknown ones are ignored. Raises: UserError, which names every field that
+    differs."""
     if kind != config.kind:
         hint = f"the run folder holds a run of another kind, {kind}; choose another run_name"
         raise UserError("run_name", config.run_name, hint)

@@ -15,7 +15,9 @@ DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
 TRUST = "execute the class that the run recorded (docs/extend.md), even if it was never given on this machine"
 TrustRunCode = Annotated[bool, OnlyFlag(), Field(description=TRUST)]
-Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$", title="FROM:TO (like 1000:1100)")]
+Steps = Annotated[
+    str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$", title="FROM:TO (like 1000:1100)")
+]
 Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", title="a chain (64 digits 0-9 and a-f)")]
 
 
@@ -35,7 +37,8 @@ def before_glob(path: str) -> Path:
 
 
 def common_folder(paths: Sequence[Path]) -> Path:
-    """The longest path that all begin with: of one path itself, of relative and absolute ones the empty path."""
+    """The longest path that all begin with: of one path itself, of relative and absolute ones the
+    empty path."""
     if len({path.is_absolute() for path in paths}) > 1:
         return Path()
     return Path(os.path.commonpath(paths))
@@ -46,23 +49,27 @@ class PrepareConfig(Command):
 
     in_one_process = True
 
-    source: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=("stdlib",), min_length=1)
-    """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, TSV, parquet (files,
-    folders, globs, one or several); a folder of `save_to_disk`; or `hub:OWNER/NAME`, a dataset on the Hub"""
+    source: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=("stdlib",), min_length=1
+    )
+    """`stdlib` (the source of Python's standard library); local text and tables: JSON, CSV, TSV,
+    parquet (files, folders, globs, one or several); a folder of `save_to_disk`; or
+    `hub:OWNER/NAME`, a dataset on the Hub"""
     output: str | None = None
-    """folder for the shards and their manifest.json; null: data/ and the source's name, of several that of the folder
-    that holds them all"""
+    """folder for the shards and their manifest.json; null: data/ and the source's name, of several
+    that of the folder that holds them all"""
     tokenizer: str = "bpe"
     """`bpe` (trains a byte-level BPE on the training split), `bytes` (256 ids and end-of-text), the
     name of a tiktoken encoding (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
     vocab_size: int | None = Field(default=None, ge=257, le=2**31 - 1)
-    """bpe: tokens of the vocabulary, end-of-text included; null: 4,096 for 1 MB of text, 8,192 for 10 MB, 32,768 for
-    100 MB and more"""
+    """bpe: tokens of the vocabulary, end-of-text included; null: 4,096 for 1 MB of text, 8,192 for
+    10 MB, 32,768 for 100 MB and more"""
     workers: NonNegativeInt = 0
     """encoding processes; 0: one per core; the result does not depend on their number"""
     val_fraction: Fraction = 0.05
-    """fraction of the documents for the validation split, chosen by the hash of their text; of the text's bytes, the
-    last ones, if that would be fewer than about ten documents; a BPE is trained on the rest alone"""
+    """fraction of the documents for the validation split, chosen by the hash of their text; of the
+    text's bytes, the last ones, if that would be fewer than about ten documents; a BPE is trained
+    on the rest alone"""
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
     """most tokens per shard"""
     column: str = "text"
@@ -74,8 +81,8 @@ class PrepareConfig(Command):
     revision: str | None = None
     """Hub: branch, tag or commit; null: the default branch"""
     document_separator: Text | None = Field(default=None, min_length=1, max_length=1000)
-    """text between the documents of a file, such as `<|endoftext|>`, or one line break for lines, two for paragraphs;
-    line breaks around it count as part of it; null: a file is one document"""
+    """text between the documents of a file, such as `<|endoftext|>`, or one line break for lines,
+    two for paragraphs; line breaks around it count as part of it; null: a file is one document"""
     max_documents: PositiveInt | None = None
     """number of documents to stop after; null: all"""
 
@@ -86,39 +93,50 @@ class PrepareConfig(Command):
 
     @property
     def folder(self) -> str:
-        """`output`, or data/NAME with the name of the file, folder or dataset: `texts/*.txt` goes to data/texts."""
+        """`output`, or data/NAME with the name of the file, folder or dataset: `texts/*.txt` goes
+        to data/texts."""
         if self.output:
             return self.output
         if self.source_name.startswith("hub:"):
             name = self.source_name.rpartition("/")[2]
             return f"data/{name}-{self.subset}" if self.subset else f"data/{name}"
-        name = common_folder([before_glob(re.sub(r"^\w+:", "", source)) for source in self.source]).stem
+        name = common_folder(
+            [before_glob(re.sub(r"^\w+:", "", source)) for source in self.source]
+        ).stem
         return f"data/{'text' if name in ('', '..') else name}"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         """Settings that would have no effect."""
         if self.vocab_size and self.tokenizer != "bpe":
-            yield "vocab_size", self.vocab_size, "has an effect with --tokenizer bpe only; leave it out"
+            yield (
+                "vocab_size",
+                self.vocab_size,
+                "has an effect with --tokenizer bpe only; leave it out",
+            )
 
 
 class EvaluateConfig(CheckpointCommand):
-    """evaluate.py: scores of a checkpoint in a split, in test samples or in tasks; predictions of small jobs"""
+    """evaluate.py: scores of a checkpoint in a split, in test samples or in tasks; predictions of
+    small jobs"""
 
     data: tuple[str, ...] = ()
-    """folders of token shards, one or several, or a folder of images in folders of classes; none: the run's own"""
+    """folders of token shards, one or several, or a folder of images in folders of classes; none:
+    the run's own"""
     split: str = "val"
     """split to score: each of its tokens except the first, once"""
     tokens: PositiveInt | None = None
     """number of tokens to score, evenly spread; null: all"""
     tasks: tuple[str, ...] = ()
-    """tasks to score instead of the split: `hellaswag` (from the Hub), or jsonl files of items (docs/evaluation.md)"""
+    """tasks to score instead of the split: `hellaswag` (from the Hub), or jsonl files of items
+    (docs/evaluation.md)"""
     task_items: PositiveInt | None = None
     """items of each task, evenly spread; null: all"""
     images: tuple[str, ...] = ()
-    """classifiers of images: images of unknown classes, or folders of them, to classify instead of scoring"""
+    """classifiers of images: images of unknown classes, or folders of them, to classify instead of
+    scoring"""
     output: str | None = None
-    """folder for the tasks' items and scores, or a small job's predictions; null: evaluations/CHECKPOINT in the run
-    folder, but none for other samples than the run's own"""
+    """folder for the tasks' items and scores, or a small job's predictions; null:
+    evaluations/CHECKPOINT in the run folder, but none for other samples than the run's own"""
     batch_size: PositiveInt = 16
     """windows, continuations of a task, or samples of a small job per forward pass and process"""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
@@ -134,7 +152,8 @@ class GenerateConfig(CheckpointCommand):
     prompts: tuple[Text, ...] = ("",)
     """texts to continue, one or several; empty: the start of a document"""
     max_new_tokens: Count = 256
-    """most tokens to add to each prompt, up to 1,000,000; the end-of-text token ends the text earlier"""
+    """most tokens to add to each prompt, up to 1,000,000; the end-of-text token ends the text
+    earlier"""
     temperature: NonNegativeFloat = 0.8
     """divisor of the logits; 0: always the likeliest token"""
     top_k: PositiveInt | None = 50
@@ -156,7 +175,8 @@ class ExportConfig(CheckpointCommand):
     output: str | None = None
     """folder to create; null: exports/RUN-step-STEP"""
     gguf: bool = False
-    """also write model.gguf for llama.cpp; llama.cpp's own converter accepts no tokenizer that was trained here"""
+    """also write model.gguf for llama.cpp; llama.cpp's own converter accepts no tokenizer that was
+    trained here"""
 
 
 class ImportConfig(Command):
@@ -170,7 +190,8 @@ class ImportConfig(Command):
 
 
 class ReportConfig(Command):
-    """report.py: report.html and report.png of one or several runs; runs that differ only in their seed are a group"""
+    """report.py: report.html and report.png of one or several runs; runs that differ only in their
+    seed are a group"""
 
     in_one_process = True
     positional = "runs"
@@ -178,8 +199,9 @@ class ReportConfig(Command):
     runs: tuple[str, ...] = Field(default=("runs/stdlib",), min_length=1)
     """run folders"""
     output: str | None = None
-    """folder for report.html and report.png. FOLDER/NAME.json: NAME.html, NAME.png, and NAME.json with the groups of
-    seeds. null: the run's folder; for several runs comparison.html and comparison.png in the first run's folder"""
+    """folder for report.html and report.png. FOLDER/NAME.json: NAME.html, NAME.png, and NAME.json
+    with the groups of seeds. null: the run's folder; for several runs comparison.html and
+    comparison.png in the first run's folder"""
 
 
 class StatusConfig(Command):
@@ -203,16 +225,18 @@ class VerifyConfig(Command):
     data: tuple[str, ...] = ()
     """folder of token shards, or all folders of a mixture in their order; none: the run's own"""
     replay: Steps | None = None
-    """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO, at most the next
-    checkpoint's, and compare, in a temporary folder, on as many processes as the run had; null: train nothing"""
+    """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO, at
+    most the next checkpoint's, and compare, in a temporary folder, on as many processes as the run
+    had; null: train nothing"""
     trust_run_code: TrustRunCode = False
     anchor: Chain | None = None
-    """chain of a row that was kept elsewhere, as this script and each row show it: the run must have that row; null: no
-    anchor"""
+    """chain of a row that was kept elsewhere, as this script and each row show it: the run must
+    have that row; null: no anchor"""
 
 
 class CheckClusterConfig(Command):
-    """check_cluster.py: whether all processes connect, have equal versions and all-reduce correctly, and how fast"""
+    """check_cluster.py: whether all processes connect, have equal versions and all-reduce
+    correctly, and how fast"""
 
     timeout_seconds: PositiveFloat = 60
     """seconds to wait for a rank that does not connect, and for an all-reduce that does not end"""
@@ -223,14 +247,15 @@ class CompareConfig(Command):
     """compare_parallel.py: the same training by one process, nn.DataParallel and DDP, timed"""
 
     jobs: tuple[str, ...] = ("regression", "classifier", "gpt2")
-    """trainings to time: regression, classifier, transformer, gpt2; each may name a configuration of its script after a
-    colon, like classifier:configs/jobs/cifar100_lenet.yaml"""
+    """trainings to time: regression, classifier, transformer, gpt2; each may name a configuration
+    of its script after a colon, like classifier:configs/jobs/cifar100_lenet.yaml"""
     processes: tuple[Annotated[int, Field(ge=2, le=64)], ...] = (2,)
     """numbers of DDP processes; each has a row in the table"""
     repeats: PositiveInt = 3
     """runs of each strategy, in new processes each; the strategies alternate"""
     steps: PositiveInt | None = None
-    """number of timed steps of each run; null: regression 5000, classifier 100, transformer 2000, gpt2 20"""
+    """number of timed steps of each run; null: regression 5000, classifier 100, transformer 2000,
+    gpt2 20"""
     threads: PositiveInt = 1
     """CPU threads per process, equal for all strategies"""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"

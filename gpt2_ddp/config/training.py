@@ -30,7 +30,8 @@ from gpt2_ddp.files import local_copy
 FEWEST_WARM_UP = 12
 """Fewest steps of the warm-up with `train.minutes`, which times steps of it."""
 WINDOWS_PER_BLOCK = 1000
-"""Windows per block of a mixture's order; each block holds every source in proportion (`data.mixture`)."""
+"""Windows per block of a mixture's order; each block holds every source in proportion
+(`data.mixture`)."""
 
 
 class Phase(Section):
@@ -55,16 +56,18 @@ class DataConfig(Section):
     """The tokens to train on"""
 
     path: tuple[str, ...] = Field(default=("data/stdlib",), min_length=1)
-    """folder of token shards with a manifest.json, written by prepare_data.py, or its URL, such as s3://BUCKET/data/web;
-    or a mixture of several with the same tokenizer, like data/web data/code"""
+    """folder of token shards with a manifest.json, written by prepare_data.py, or its URL, such as
+    s3://BUCKET/data/web; or a mixture of several with the same tokenizer, like data/web
+    data/code"""
     weights: tuple[float, ...] = ()
-    """several folders: relative weight of each in the training data, like 7 2 1 (0: unused until a later phase); none:
-    in proportion to their windows"""
+    """several folders: relative weight of each in the training data, like 7 2 1 (0: unused until a
+    later phase); none: in proportion to their windows"""
     phases: tuple[Phase, ...] = ()
-    """several folders: new weights from a number of tokens on, each as {at_tokens: N, weights: [...]}, or N:W:W:... on
-    the command line; a phase may change until the run reaches it"""
+    """several folders: new weights from a number of tokens on, each as {at_tokens: N, weights:
+    [...]}, or N:W:W:... on the command line; a phase may change until the run reaches it"""
     prepare: str | None = None
-    """configuration of prepare_data.py to run first if shards are missing; its output is path, or a folder of path"""
+    """configuration of prepare_data.py to run first if shards are missing; its output is path, or a
+    folder of path"""
 
     @field_validator("path")
     @classmethod
@@ -85,7 +88,8 @@ class DataConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Unique names of the sources, for rows: folder names, with the source's number after a repeated one."""
+        """Unique names of the sources, for rows: folder names, with the source's number after a
+        repeated one."""
         names: list[str] = []
         for number, path in enumerate(self.paths):
             name = os.path.basename(os.path.abspath(path))
@@ -99,8 +103,9 @@ class ModelConfig(Section):
     """The model"""
 
     architecture: Literal["gpt2", "llama", "qwen3", "nanochat", "speedrun"] = "gpt2"
-    """architecture, as transformers' class of that name has it; speedrun, which no other tool reads, adds embeddings of
-    token pairs and of values to nanochat's (model/architecture.py has a table)"""
+    """architecture, as transformers' class of that name has it; speedrun, which no other tool
+    reads, adds embeddings of token pairs and of values to nanochat's (model/architecture.py has a
+    table)"""
     n_layer: Size = 12
     """number of transformer blocks"""
     n_head: PositiveInt = 12
@@ -114,7 +119,8 @@ class ModelConfig(Section):
     dropout: Fraction = 0.0
     """dropout probability in embeddings, attention and residual branches"""
     n_inner: int | None = Field(default=None, ge=1, le=10**7)
-    """width of the MLP; null: 4 n_embd, or with SwiGLU 8/3 n_embd, rounded up to a multiple of 64"""
+    """width of the MLP; null: 4 n_embd, or with SwiGLU 8/3 n_embd, rounded up to a multiple of
+    64"""
     rope_theta: PositiveFloat = 10_000.0
     """rotary positions: base of the wavelengths"""
     document_mask: bool = False
@@ -134,21 +140,25 @@ class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """optimizer: AdamW, fused; or Muon for hidden matrices, and AdamW for everything else (docs/optimizers.md)"""
+    """optimizer: AdamW, fused; or Muon for hidden matrices, and AdamW for everything else
+    (docs/optimizers.md)"""
     lr: PositiveFloat = 6e-4
     """peak learning rate"""
     min_lr: NonNegativeFloat = 6e-5
     """learning rate at the end of the decay and after it"""
     embedding_lr: PositiveFloat | None = None
-    """peak learning rate of embeddings that no matrix product reads, on the same schedule; null: lr"""
+    """peak learning rate of embeddings that no matrix product reads, on the same schedule; null:
+    lr"""
     muon_lr: PositiveFloat = 0.01
-    """muon: peak learning rate of the matrices; the schedule is the same: always muon_lr / lr times AdamW's rate"""
+    """muon: peak learning rate of the matrices; the schedule is the same: always muon_lr / lr times
+    AdamW's rate"""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """learning rate after the warm-up: cosine decay, wsd (warmup-stable-decay) or constant"""
     warmup_steps: NonNegativeInt = 700
     """steps of linear warm-up to lr"""
     decay_steps: PositiveInt | None = None
-    """step at which the decay reaches min_lr; null: the run's last step, fixed when the decay begins"""
+    """step at which the decay reaches min_lr; null: the run's last step, fixed when the decay
+    begins"""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """wsd: fraction of decay_steps, at the end, with a linear decay"""
     weight_decay: NonNegativeFloat = 0.1
@@ -160,10 +170,15 @@ class OptimConfig(ClipConfig):
 
     @property
     def decay_begins(self) -> float:
-        """Last step whose learning rate does not depend on `decay_steps`; infinity for a constant schedule."""
+        """Last step whose learning rate does not depend on `decay_steps`; infinity for a constant
+        schedule."""
         if self.schedule == "constant":
             return math.inf
-        stable = round((self.decay_steps or 0) * (1 - self.decay_fraction)) if self.schedule == "wsd" else 0
+        stable = (
+            round((self.decay_steps or 0) * (1 - self.decay_fraction))
+            if self.schedule == "wsd"
+            else 0
+        )
         return max(self.warmup_steps, stable)
 
     def is_over(self, step: int) -> bool:
@@ -172,34 +187,41 @@ class OptimConfig(ClipConfig):
         return decays_to_zero and self.decay_steps is not None and step + 1 >= self.decay_steps
 
     def may_end_at(self, end: int | None, step: int) -> bool:
-        """Whether `decay_steps` may become `end` at this step: no earlier learning rate would differ."""
-        return step <= min(self.decay_begins, self.model_copy(update={"decay_steps": end}).decay_begins)
+        """Whether `decay_steps` may become `end` at this step: no earlier learning rate would
+        differ."""
+        return step <= min(
+            self.decay_begins, self.model_copy(update={"decay_steps": end}).decay_begins
+        )
 
 
 class TrainConfig(LoopConfig):
     """The training loop"""
 
     steps: PositiveInt | None = None
-    """optimizer steps of the whole run; the parent's steps count in a branch (branch_from); null: epochs or minutes"""
+    """optimizer steps of the whole run; the parent's steps count in a branch (branch_from); null:
+    epochs or minutes"""
     epochs: float | None = Field(default=None, gt=0, le=10**6)
     """passes over the training split, instead of steps"""
     minutes: PositiveFloat | None = None
-    """time from the first step to the end, instead of steps: a new run times steps of its warm-up, and then has as many
-    steps as fit (docs/optimizers.md); a resume keeps their number"""
+    """time from the first step to the end, instead of steps: a new run times steps of its warm-up,
+    and then has as many steps as fit (docs/optimizers.md); a resume keeps their number"""
     global_batch_tokens: PositiveInt = 524_288
     """tokens per optimizer step over all processes; a multiple of block_size"""
     micro_batch_size: PositiveInt = 16
-    """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; plan.py shows
-    what fits a GPU"""
+    """most windows per forward pass and process; a step uses the largest divisor of the rank's
+    windows; plan.py shows what fits a GPU"""
     activation_checkpointing: bool = False
-    """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
+    """recompute each block's activations in the backward pass: less memory, about a third more
+    arithmetic"""
     init_from: str | None = None
-    """source of a new run's weights: a run folder or checkpoint; or, by transformers (extra `export`), a folder with
-    config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data needs its tokenizer; fields of the model
-    section that neither a file nor a flag gives are the source's; null: random"""
+    """source of a new run's weights: a run folder or checkpoint; or, by transformers (extra
+    `export`), a folder with config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data
+    needs its tokenizer; fields of the model section that neither a file nor a flag gives are the
+    source's; null: random"""
     branch_from: str | None = None
-    """run folder or checkpoint to branch a new run from, with its step, weights, optimizer state and data position;
-    learning rate, schedule and the optimizer's settings may differ; null: none"""
+    """run folder or checkpoint to branch a new run from, with its step, weights, optimizer state
+    and data position; learning rate, schedule and the optimizer's settings may differ; null:
+    none"""
 
 
 class EvalConfig(Section):
@@ -208,14 +230,15 @@ class EvalConfig(Section):
     every: PositiveInt = 250
     """steps between evaluations; the first and the last step are always evaluated"""
     tokens: PositiveInt | Literal["auto"] | None = "auto"
-    """validation tokens per evaluation, evenly spread, always the same, shared equally by several folders; auto: 6% of
-    the training tokens between two evaluations, at least 16 windows; null: all"""
+    """validation tokens per evaluation, evenly spread, always the same, shared equally by several
+    folders; auto: 6% of the training tokens between two evaluations, at least 16 windows; null:
+    all"""
     patience: PositiveInt | None = None
-    """early stopping: the run ends after so many evaluations in a row without a new lowest val_loss; each new lowest
-    saves a checkpoint; null: train all steps"""
+    """early stopping: the run ends after so many evaluations in a row without a new lowest
+    val_loss; each new lowest saves a checkpoint; null: train all steps"""
     tasks: tuple[str, ...] = ()
-    """tasks scored at each evaluation, on the same 500 items each, evenly spread: `hellaswag` (from the Hub), or jsonl
-    files of items (docs/evaluation.md)"""
+    """tasks scored at each evaluation, on the same 500 items each, evenly spread: `hellaswag` (from
+    the Hub), or jsonl files of items (docs/evaluation.md)"""
 
 
 class CheckpointConfig(KeepConfig):
@@ -238,13 +261,16 @@ class ParallelConfig(Section):
     """How processes share the model"""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: each process has the whole model; fsdp: each has a part of the weights, gradients and optimizer state
-    (docs/sharded.md), which `accelerate config` may select, too"""
+    """ddp: each process has the whole model; fsdp: each has a part of the weights, gradients and
+    optimizer state (docs/sharded.md), which `accelerate config` may select, too"""
     replicas: PositiveInt = 1
-    """fsdp: groups of processes; each group has the model once, in parts; a divisor of the number of processes"""
+    """fsdp: groups of processes; each group has the model once, in parts; a divisor of the number
+    of processes"""
 
 
-TaskName = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$", title="FILE.py:CLASS, MODULE:CLASS")]
+TaskName = Annotated[
+    str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$", title="FILE.py:CLASS, MODULE:CLASS")
+]
 
 
 class TrainingConfig(RunConfig):
@@ -273,8 +299,9 @@ class TrainingConfig(RunConfig):
     )
 
     task: TaskName | None = None
-    """FILE.py:CLASS or MODULE:CLASS, a subclass of `Pretraining` (docs/extend.md); checkpoints record its file, and a
-    resume takes it from there; null: Pretraining, or the class that the run recorded"""
+    """FILE.py:CLASS or MODULE:CLASS, a subclass of `Pretraining` (docs/extend.md); checkpoints
+    record its file, and a resume takes it from there; null: Pretraining, or the class that the run
+    recorded"""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
@@ -287,19 +314,24 @@ class TrainingConfig(RunConfig):
 
     @property
     def inherited(self) -> set[str]:
-        """Fields of the model section that come from the model of `train.init_from`, since none of them is given."""
+        """Fields of the model section that come from the model of `train.init_from`, since none of
+        them is given."""
         return WEIGHT_FIELDS - self.model.model_fields_set if self.train.init_from else set()
 
     def with_model(self, other: ModelConfig) -> Self:
-        """The configuration with the inherited fields of another model section. Raises: UserError, as `load`."""
+        """The configuration with the inherited fields of another model section. Raises: UserError,
+        as `load`."""
         model = self.model.model_dump() | other.model_dump(include=self.inherited)
         return self.model_validate(self.model_dump() | {"model": model})
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """Allows inherited fields, a new end of the schedule before the decay begins, and null for the saved end."""
+        """Allows inherited fields, a new end of the schedule before the decay begins, and null for
+        the saved end."""
         if name.removeprefix("model.") in self.inherited:
             return True
-        return name == "optim.decay_steps" and (self.optim.decay_steps is None or self.optim.may_end_at(before, step))
+        return name == "optim.decay_steps" and (
+            self.optim.decay_steps is None or self.optim.may_end_at(before, step)
+        )
 
     @property
     def block_tokens(self) -> int:
@@ -309,7 +341,10 @@ class TrainingConfig(RunConfig):
     @property
     def phase_begins(self) -> list[int]:
         """Start of each phase in `data.phases`, as a position in the order, in windows."""
-        return [-(-phase.at_tokens // self.block_tokens) * WINDOWS_PER_BLOCK for phase in self.data.phases]
+        return [
+            -(-phase.at_tokens // self.block_tokens) * WINDOWS_PER_BLOCK
+            for phase in self.data.phases
+        ]
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -321,16 +356,20 @@ class TrainingConfig(RunConfig):
         return self.train.global_batch_tokens // self.model.block_size
 
     def total_steps(self, epoch_size: int | None) -> int | None:
-        """Steps of the whole run; None where they are unknown: with `train.minutes`, or with `train.epochs` of an
-        unknown `epoch_size`, in windows."""
+        """Steps of the whole run; None where they are unknown: with `train.minutes`, or with
+        `train.epochs` of an unknown `epoch_size`, in windows."""
         if self.train.epochs is None:
             return self.train.steps
         return epoch_size and math.ceil(self.train.epochs * epoch_size / self.global_batch_windows)
 
     @property
     def auto_eval_tokens(self) -> int:
-        """Tokens of `eval.tokens: auto`: 6% of the training tokens between two evaluations, at least 16 windows."""
-        return max(round(0.06 * self.eval.every * self.global_batch_windows), 16) * self.model.block_size
+        """Tokens of `eval.tokens: auto`: 6% of the training tokens between two evaluations, at
+        least 16 windows."""
+        return (
+            max(round(0.06 * self.eval.every * self.global_batch_windows), 16)
+            * self.model.block_size
+        )
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         optim = self.optim
@@ -339,12 +378,22 @@ class TrainingConfig(RunConfig):
             yield from self._model_mistakes()
         yield from self._length_mistakes()
         if train.branch_from is not None and train.init_from is not None:
-            yield "train.branch_from", train.branch_from, "excludes train.init_from; remove one of the two"
+            yield (
+                "train.branch_from",
+                train.branch_from,
+                "excludes train.init_from; remove one of the two",
+            )
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
         if optim.name != "muon" and optim.muon_lr != OptimConfig().muon_lr:
-            yield "optim.muon_lr", optim.muon_lr, "is for --optim.name muon only; add that flag, or remove this one"
-        is_sharded = self.launch.parallel == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+            yield (
+                "optim.muon_lr",
+                optim.muon_lr,
+                "is for --optim.name muon only; add that flag, or remove this one",
+            )
+        is_sharded = (
+            self.launch.parallel == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        )
         if self.launch.replicas > 1 and not is_sharded:
             hint = "is for --launch.parallel fsdp only; add that flag, or remove this one"
             yield "launch.replicas", self.launch.replicas, hint
@@ -369,9 +418,17 @@ class TrainingConfig(RunConfig):
         if train.minutes is None:
             return
         if train.branch_from is not None:
-            yield "train.branch_from", train.branch_from, "a branch has its parent's steps; set train.steps"
+            yield (
+                "train.branch_from",
+                train.branch_from,
+                "a branch has its parent's steps; set train.steps",
+            )
         if optim.decay_steps is not None:
-            yield "optim.decay_steps", optim.decay_steps, "the decay ends with train.minutes; remove this field"
+            yield (
+                "optim.decay_steps",
+                optim.decay_steps,
+                "the decay ends with train.minutes; remove this field",
+            )
         elif optim.decay_begins < FEWEST_WARM_UP:
             hint = f"should be at least {FEWEST_WARM_UP}: train.minutes times steps of the warm-up"
             yield "optim.warmup_steps", optim.warmup_steps, hint
@@ -386,7 +443,11 @@ class TrainingConfig(RunConfig):
         if width % unit:
             yield "model.n_embd", width, f"should be a multiple of {unit}, for model.n_head {heads}"
         if heads % keys or (gpt2 and keys != heads):
-            yield "model.n_kv_head", keys, f"should divide model.n_head ({heads}), or be null for gpt2"
+            yield (
+                "model.n_kv_head",
+                keys,
+                f"should divide model.n_head ({heads}), or be null for gpt2",
+            )
         tokens = self.train.global_batch_tokens
         size = self.model.block_size
         if tokens % size or tokens > MOST_ITEMS * size:
@@ -406,32 +467,49 @@ def preset_for(size: int) -> str | None:
 
 
 def training_default(flags: Mapping[str, Any]) -> str:
-    """The preset without `--config`, for the built-in corpus or other data. `flags` are values of the command line, by
-    dotted names."""
+    """The preset without `--config`, for the built-in corpus or other data. `flags` are values of
+    the command line, by dotted names."""
     (built_in,) = DataConfig().path
     data = os.path.normpath(str(flags.get("data.path", built_in)))
     return BUILT_IN if data == built_in else OWN_TEXT
 
 
 MOST_SOURCES = 32
-"""Most sources of a mixture: with more, the largest source could get less than its share of a block."""
+"""Most sources of a mixture: with more, the largest source could get less than its share of a
+block."""
 
 
 def mixture_mistakes(config: Any) -> Iterator[tuple[str, object, str]]:
-    """User errors between the fields of several folders in a `TrainingConfig`, as `Command.mistakes`."""
+    """User errors between the fields of several folders in a `TrainingConfig`, as
+    `Command.mistakes`."""
     data = config.data
     paths = config.data.paths
     if len({os.path.normpath(path) for path in paths}) < len(paths):
-        yield "data.path", " ".join(paths), "contains a folder twice; name it once and set data.weights"
+        yield (
+            "data.path",
+            " ".join(paths),
+            "contains a folder twice; name it once and set data.weights",
+        )
     if len(paths) > MOST_SOURCES:
-        yield "data.path", f"{len(paths)} folders", f"should be at most {MOST_SOURCES}; prepare several as one"
+        yield (
+            "data.path",
+            f"{len(paths)} folders",
+            f"should be at most {MOST_SOURCES}; prepare several as one",
+        )
     given = {"data.weights": data.weights} if data.weights else {}
-    given |= {f"data.phases, number {number}": phase.weights for number, phase in enumerate(data.phases, 1)}
+    given |= {
+        f"data.phases, number {number}": phase.weights
+        for number, phase in enumerate(data.phases, 1)
+    }
     for field, weights in given.items():
         if len(weights) != len(paths) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
             hint = f"should be {len(paths)} numbers, one for each folder of data.path, each at least 0, not all 0"
             yield field, " ".join(map(str, weights)), hint
-    for before, phase, begins in zip([0, *config.phase_begins], data.phases, config.phase_begins, strict=False):
+    for before, phase, begins in zip(
+        [0, *config.phase_begins], data.phases, config.phase_begins, strict=False
+    ):
         if begins <= before:
-            hint = f"should begin a block of {config.block_tokens} tokens or more after the last phase"
+            hint = (
+                f"should begin a block of {config.block_tokens} tokens or more after the last phase"
+            )
             yield "data.phases", phase.at_tokens, hint

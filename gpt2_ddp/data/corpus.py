@@ -20,13 +20,16 @@ class Corpus(NamedTuple):
     tokenizer: Tokenizer
     sources: list[Windows]  # of the training splits
     source: "Windows | MixedWindows"  # all of them
-    validation: dict[str, tuple[float, TokenStream]]  # loss weight and validation split, by the name of the folder
+    # loss weight and validation split, by the name of the folder
+    validation: dict[str, tuple[float, TokenStream]]
     mixture: Mixture | None  # manifests and phases of several folders; None for one folder
 
 
 def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
-    """Opens the folders by their small files; hashes only the tokenizer. `check`: read the headers of all shards.
-    Raises: UserError if a folder has no usable shards, or another tokenizer than the first, or another's shards."""
+    """Opens the folders by their small files; hashes only the tokenizer. `check`: read the headers
+    of all shards.
+    Raises: UserError if a folder has no usable shards, or another tokenizer than the first, or
+    another's shards."""
     paths = config.data.paths
     size = config.model.block_size
     manifests = [read_manifest(Path(path)) for path in paths]
@@ -38,14 +41,24 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
             hint = f"has another tokenizer than {file}; restore that file, or prepare all with --tokenizer {paths[0]}"
             raise UserError("data.path", folder, hint)
         if (manifest.vocab_size, manifest.eot) != (tokenizer.vocab_size, tokenizer.eot):
-            raise UserError("data", folder / MANIFEST, f"has another vocab_size or eot than its tokenizer; {AGAIN}")
+            raise UserError(
+                "data",
+                folder / MANIFEST,
+                f"has another vocab_size or eot than its tokenizer; {AGAIN}",
+            )
         if not manifest.tokens("train"):
-            raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
+            raise UserError(
+                "data.path", folder, "has no training split; prepare it with prepare_data.py"
+            )
     sources = [Windows(TokenStream(*folder, "train", check), size) for folder in folders]
     for (folder, _), source in zip(folders, sources, strict=True):
         if not len(source):
-            hint = f"a window needs {size + 1} tokens, but the training split has {len(source.stream)}"
-            raise UserError("data.path", folder, f"{hint}; use more text or a smaller model.block_size")
+            hint = (
+                f"a window needs {size + 1} tokens, but the training split has {len(source.stream)}"
+            )
+            raise UserError(
+                "data.path", folder, f"{hint}; use more text or a smaller model.block_size"
+            )
     if len(sources) == 1:
         weights = {0: 1.0} if manifests[0].tokens("val") > 1 else {}
         source = sources[0]
@@ -54,6 +67,7 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
         source, weights, mixture = mix(config, manifests, sources)
     names = config.data.names
     validation = {
-        names[number]: (weight, TokenStream(*folders[number], "val", check)) for number, weight in weights.items()
+        names[number]: (weight, TokenStream(*folders[number], "val", check))
+        for number, weight in weights.items()
     }
     return Corpus(manifests, tokenizer, sources, source, validation, mixture)

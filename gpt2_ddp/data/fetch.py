@@ -1,4 +1,5 @@
-"""Shards that are not on this machine yet: prepared by the recipe of `data.prepare`, or copied from a URL."""
+"""Shards that are not on this machine yet: prepared by the recipe of `data.prepare`, or copied from
+a URL."""
 
 import os
 from pathlib import Path
@@ -13,14 +14,17 @@ from gpt2_ddp.errors import print_line
 def get_data(config: TrainingConfig) -> None:
     """Copies the shards of URLs, and prepares missing ones. Raises: UserError."""
     for url, folder in config.data.urls.items():
-        run_module("gpt2_ddp.remote.transfer", "--action=data", f"--url={url}", f"--folder={folder}")
+        run_module(
+            "gpt2_ddp.remote.transfer", "--action=data", f"--url={url}", f"--folder={folder}"
+        )
     if recipe := missing_data(config):
         run_module("gpt2_ddp", "prepare_data", "--config", recipe)
         print_size_note(config)
 
 
 def print_size_note(config: TrainingConfig) -> None:
-    """Prints a note if the model is the one for small texts, and the text suits a larger preset. Raises: UserError."""
+    """Prints a note if the model is the one for small texts, and the text suits a larger preset.
+    Raises: UserError."""
     if config.model == ModelConfig.model_validate(read_yaml(OWN_TEXT)["model"]):
         size = sum(text_bytes(read_manifest(Path(folder))) for folder in config.data.paths)
         if preset := preset_for(size):
@@ -31,12 +35,13 @@ def print_size_note(config: TrainingConfig) -> None:
 
 
 def missing_data(config: TrainingConfig) -> str | None:
-    """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError for a folder without a manifest that
-    the recipe does not write."""
+    """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError for a folder
+    without a manifest that the recipe does not write."""
     missing = [path for path in missing_folders(config) if path not in config.data.urls.values()]
     recipe = config.data.prepare
     output = str(read_yaml(recipe, "data.prepare").get("output")) if recipe and missing else ""
     for folder in missing:
-        if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not start a preparation
+        # a mistyped path must not start a preparation
+        if os.path.realpath(output) != os.path.realpath(folder):
             read_manifest(Path(folder))
     return recipe if missing else None

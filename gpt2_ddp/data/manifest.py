@@ -1,6 +1,8 @@
-"""The manifest of a folder of token shards: `manifest.json`, written last, which makes the folder usable.
+"""The manifest of a folder of token shards: `manifest.json`, written last, which makes the folder
+usable.
 
-Its key `sha256` is the SHA-256 of `json.dumps(others, sort_keys=True)`, where `others` are all other keys.
+Its key `sha256` is the SHA-256 of `json.dumps(others, sort_keys=True)`, where `others` are all
+other keys.
 """
 
 import hashlib
@@ -21,7 +23,8 @@ from gpt2_ddp.files import check_file_name, parse_json, read_small
 
 MANIFEST = "manifest.json"
 VERSION = 3
-"""Version of new manifests. Up to version 2, the BPE of a folder was trained on its validation text, too."""
+"""Version of new manifests. Up to version 2, the BPE of a folder was trained on its validation
+text, too."""
 LARGEST_MANIFEST = 2**26
 """Largest manifest in bytes, for 400,000 shards."""
 HEADER_BYTES = 1024
@@ -48,7 +51,8 @@ Split = Annotated[str, Field(pattern=r"^(train|val)$")]
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a shard folder. `recipe` is the configuration that made them; it is not part of the hash."""
+    """Contents of a shard folder. `recipe` is the configuration that made them; it is not part of
+    the hash."""
 
     version: Literal[2, 3]
     tokenizer: Name
@@ -61,9 +65,13 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the tokens and the tokenizer, without source and recipe. Checkpoints record it."""
-        content = {key: value for key, value in asdict(self).items() if key not in ("source", "recipe")}
-        return content_sha256(content | {"version": 1})  # a constant, as saved checkpoints have such hashes
+        """SHA-256 of the tokens and the tokenizer, without source and recipe. Checkpoints record
+        it."""
+        content = {
+            key: value for key, value in asdict(self).items() if key not in ("source", "recipe")
+        }
+        # a constant, as saved checkpoints have such hashes
+        return content_sha256(content | {"version": 1})
 
     def tokens(self, split: str) -> int:
         """Number of tokens of a split; 0 for a missing split."""
@@ -76,8 +84,11 @@ class Manifest:
 
 
 def tokenizer_note(manifests: Mapping[str, Manifest]) -> str:
-    """Note on evaluations in these folders, whose tokenizer has seen the validation text; empty if there are none."""
-    folders = [folder for folder, manifest in manifests.items() if manifest.tokenizer_knows_validation]
+    """Note on evaluations in these folders, whose tokenizer has seen the validation text; empty if
+    there are none."""
+    folders = [
+        folder for folder, manifest in manifests.items() if manifest.tokenizer_knows_validation
+    ]
     if not folders:
         return ""
     return (
@@ -99,8 +110,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and validates `manifest.json`. Raises: UserError if the manifest is missing, unreadable, changed since it
-    was written, or of another version."""
+    """Reads and validates `manifest.json`. Raises: UserError if the manifest is missing,
+    unreadable, changed since it was written, or of another version."""
     path = Path(folder) / MANIFEST
     try:
         text = read_small(path, LARGEST_MANIFEST)
@@ -126,7 +137,9 @@ def parse_manifest(text: bytes, path: Path | str) -> Manifest:
 
 def _check_consistent(manifest: Manifest) -> None:
     """Raises: ValueError for a shard that is in both splits."""
-    train, val = ({shard.sha256 for shard in manifest.splits.get(split, [])} for split in ("train", "val"))
+    train, val = (
+        {shard.sha256 for shard in manifest.splits.get(split, [])} for split in ("train", "val")
+    )
     if train & val:
         raise ValueError(f"both splits have the shard of SHA-256 {min(train & val)}")
 

@@ -1,9 +1,10 @@
 """Several sources as one order: the source and the window of each position.
 
-The order is cut into blocks of M = 1,000 positions. In a block each source has a whole number of windows, by the
-weights of the block's phase; a keyed permutation shuffles the block. The k-th position of a source, over all blocks,
-takes item k of the source's own endless order. So the order is a pure function of seed and position. It is the
-`Permutation` of source 0 while all weight is on that. docs/verify.md specifies it.
+The order is cut into blocks of M = 1,000 positions. In a block each source has a whole number of
+windows, by the weights of the block's phase; a keyed permutation shuffles the block. The k-th
+position of a source, over all blocks, takes item k of the source's own endless order. So the order
+is a pure function of seed and position. It is the `Permutation` of source 0 while all weight is on
+that. docs/verify.md specifies it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,17 +40,24 @@ class Phase(NamedTuple):
 class MixedOrder(Order):
     """The endless order of the windows of several sources, with O(1) seek.
 
-    Its length is an epoch: all windows of the first phase's sources. Sources that come later do not change it.
+    Its length is an epoch: all windows of the first phase's sources. Sources that come later do not
+    change it.
 
     `windows` are the numbers of each source's windows, `names` its names in rows.
     """
 
-    def __init__(self, seed: int, windows: Sequence[int], phases: Sequence[Phase], names: Sequence[str]):
+    def __init__(
+        self, seed: int, windows: Sequence[int], phases: Sequence[Phase], names: Sequence[str]
+    ):
         self.phases = phases
         self.names = names
-        self._orders = [Permutation(seed, n, f"{number}/" if number else "") for number, n in enumerate(windows)]
+        self._orders = [
+            Permutation(seed, n, f"{number}/" if number else "") for number, n in enumerate(windows)
+        ]
         self._slots = Permutation(seed, BLOCK, "block/")
-        self._length = sum(n for n, weight in zip(windows, phases[0].weights, strict=True) if weight)
+        self._length = sum(
+            n for n, weight in zip(windows, phases[0].weights, strict=True) if weight
+        )
         self._block = lru_cache(CACHED)(self._compute_block)
 
     def __len__(self) -> int:
@@ -76,13 +84,18 @@ class MixedOrder(Order):
         return before + np.bincount(self._block(number)[0][:offset], minlength=len(before))
 
     def by_source(self, state: FeedState, unit: str, per_item: int) -> dict[str, float]:
-        """Row fields at a state: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of the source."""
+        """Row fields at a state: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of
+        the source."""
         end = state.position
         skipped = state.skipped_ranges
         reached = self.uses(end)
-        gaps = [self.uses(min(stop, end)) - self.uses(start) for start, stop in skipped if start < end]
+        gaps = [
+            self.uses(min(stop, end)) - self.uses(start) for start, stop in skipped if start < end
+        ]
         trained = (reached - sum(gaps)) * per_item
-        epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]
+        epochs = [
+            round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)
+        ]
         row: dict[str, float] = {}
         for name, count, epoch in zip(self.names, trained.tolist(), epochs, strict=True):
             row |= {f"{unit}/{name}": count, f"epoch/{name}": epoch}
@@ -94,23 +107,29 @@ class MixedOrder(Order):
     def _uses_before(self, block: int) -> np.ndarray:
         ends = [min(phase.begins // BLOCK, block) for phase in self.phases[1:]] + [block]
         blocks = np.diff(ends, prepend=0).tolist()
-        return np.sum([_uses(phase.weights, n) for phase, n in zip(self.phases, blocks, strict=True)], axis=0)
+        return np.sum(
+            [_uses(phase.weights, n) for phase, n in zip(self.phases, blocks, strict=True)], axis=0
+        )
 
     def _compute_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each position in a block, and number of that source's positions before it: int64 [M] both."""
+        """Source of each position in a block, and number of that source's positions before it:
+        int64 [M] both."""
         before = self._uses_before(number)
         counts = self._uses_before(number + 1) - before
         ends = np.cumsum(counts)
         slots = self._slots.items_at(np.arange(number * BLOCK, (number + 1) * BLOCK))
         sources = np.searchsorted(ends, slots.astype(np.int64), side="right")
         uses = np.empty(BLOCK, np.int64)  # ascending in time, so that an epoch's items come first
-        uses[np.argsort(sources, kind="stable")] = np.arange(BLOCK) + np.repeat(before - ends + counts, counts)
+        uses[np.argsort(sources, kind="stable")] = np.arange(BLOCK) + np.repeat(
+            before - ends + counts, counts
+        )
         return sources, uses
 
 
 def _uses(weights: Sequence[Fraction], blocks: int) -> np.ndarray:
-    """Positions of each source in the first blocks of a phase: floor(weight · M · blocks); the (first) heaviest source
-    gets the rest. Counts never fall with more blocks, and no share drifts."""
+    """Positions of each source in the first blocks of a phase: floor(weight · M · blocks); the
+    (first) heaviest source gets the rest. Counts never fall with more blocks, and no share
+    drifts."""
     counts = [weight.numerator * BLOCK * blocks // weight.denominator for weight in weights]
     heaviest = weights.index(max(weights))
     counts[heaviest] += BLOCK * blocks - sum(counts)
@@ -118,9 +137,12 @@ def _uses(weights: Sequence[Fraction], blocks: int) -> np.ndarray:
 
 
 def phases_of(config: TrainingConfig, windows: Sequence[int]) -> list[Phase]:
-    """The phases of a run over sources of these numbers of windows. Weights are exact decimals: 0.1 is one tenth."""
+    """The phases of a run over sources of these numbers of windows. Weights are exact decimals: 0.1
+    is one tenth."""
     weights = [config.data.weights or windows, *(phase.weights for phase in config.data.phases)]
-    return [Phase(*phase) for phase in zip([0, *config.phase_begins], map(normal, weights), strict=True)]
+    return [
+        Phase(*phase) for phase in zip([0, *config.phase_begins], map(normal, weights), strict=True)
+    ]
 
 
 def normal(weights: Sequence[float]) -> tuple[Fraction, ...]:
@@ -143,8 +165,8 @@ def check_distinct(paths: Sequence[str], manifests: Sequence[Manifest]) -> None:
 
 
 def recorded(record: Mapping[str, Any]) -> Mixture | None:
-    """Identity in a start, or a state's `record`, for a single source too; None without one. Raises: ValueError for bad
-    fields."""
+    """Identity in a start, or a state's `record`, for a single source too; None without one.
+    Raises: ValueError for bad fields."""
     if known := record.get("mixture"):
         return Mixture.model_validate(known)
     return alone(record["data_manifest"]) if "data_manifest" in record else None
@@ -159,12 +181,16 @@ def past(mixture: Mixture, position: int, sources: int, block_size: int) -> str:
     """Phases before `position`, with weight 0 for sources that came later."""
     begun = [phase for phase in mixture.phases if phase[0] < max(position, 1)]
     zeros = ["0"] * (sources - len(mixture.manifests))
-    return ", ".join(f"{' '.join(weights + zeros)} from token {begins * block_size} on" for begins, weights in begun)
+    return ", ".join(
+        f"{' '.join(weights + zeros)} from token {begins * block_size} on"
+        for begins, weights in begun
+    )
 
 
 def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
-    """Checks the data of a resumed run. The saved sources must come first; new ones may follow. Weights must be equal
-    for all positions that the run has reached. Raises: UserError if they differ."""
+    """Checks the data of a resumed run. The saved sources must come first; new ones may follow.
+    Weights must be equal for all positions that the run has reached. Raises: UserError if they
+    differ."""
     before = recorded(saved.record)
     assert before, "a GPT's state has the hash of its data"
     paths = config.data.paths
@@ -186,12 +212,20 @@ def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
         raise UserError("data.weights", ours, hint)
 
 
-def source_weights(config: TrainingConfig, manifests: Sequence[Manifest], split: str = "val") -> dict[int, float]:
-    """Weight of each source with this split in the loss of the mixture, by number; they sum up to 1 in every phase.
-    Empty if no source of positive weight has the split."""
-    windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
+def source_weights(
+    config: TrainingConfig, manifests: Sequence[Manifest], split: str = "val"
+) -> dict[int, float]:
+    """Weight of each source with this split in the loss of the mixture, by number; they sum up to 1
+    in every phase. Empty if no source of positive weight has the split."""
+    windows = [
+        count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests
+    ]
     weights = config.data.weights or windows
-    present = {number: weights[number] for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1}
+    present = {
+        number: weights[number]
+        for number, manifest in enumerate(manifests)
+        if manifest.tokens(split) > 1
+    }
     total = sum(present.values())
     return {number: weight / total for number, weight in present.items()} if total else {}
 
@@ -215,8 +249,8 @@ class MixedWindows:
 def mix(
     config: TrainingConfig, manifests: Sequence[Manifest], sources: Sequence[Windows]
 ) -> tuple[MixedWindows, dict[int, float], Mixture]:
-    """Windows, validation weights (`source_weights`) and identity of a mixture. Raises: UserError, as
-    `check_distinct`."""
+    """Windows, validation weights (`source_weights`) and identity of a mixture. Raises: UserError,
+    as `check_distinct`."""
     check_distinct(config.data.paths, manifests)
     phases = phases_of(config, [*map(len, sources)])
     weights = [(phase.begins, [str(weight) for weight in phase.weights]) for phase in phases]

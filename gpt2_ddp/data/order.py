@@ -1,7 +1,8 @@
 """The global order of the training items (windows of tokens, or samples), and its digest.
 
-Position p of the endless order of N items is item `permutation(seed, p // N)[p % N]`. So an epoch of N positions has
-each item once. docs/verify.md specifies permutation and digest, so that other code can check them.
+Position p of the endless order of N items is item `permutation(seed, p // N)[p % N]`. So an epoch
+of N positions has each item once. docs/verify.md specifies permutation and digest, so that other
+code can check them.
 """
 
 import hashlib
@@ -15,11 +16,13 @@ from gpt2_ddp.state import FeedState
 ROUNDS = 8
 FEW = 256
 AHEAD = 2048
-"""Requests for fewer than FEW positions compute and cache AHEAD items. 4 items take as long as 400 (estimate)."""
+"""Requests for fewer than FEW positions compute and cache AHEAD items. 4 items take as long as 400
+(estimate)."""
 
 
 class Order(ABC):
-    """The items at all positions of a training: a pure function of the position. Each epoch has as many positions."""
+    """The items at all positions of a training: a pure function of the position. Each epoch has as
+    many positions."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -41,10 +44,10 @@ class Order(ABC):
 class Permutation(Order):
     """The endless order of N items: a keyed bijection per epoch, in O(1) memory and with O(1) seek.
 
-    A Feistel network (Luby and Rackoff, 1988) over pairs (left, right) of digits below a = ceil(sqrt(N)) permutes
-    [0, a²). Values outside [0, N), at most 2·sqrt(N), pass through it again until they are inside (cycle walking;
-    Black and Rogaway, 2002). `stream` is a prefix of the epoch in the key: each gives another order of the same seed
-    (`data.mixture`).
+    A Feistel network (Luby and Rackoff, 1988) over pairs (left, right) of digits below a =
+    ceil(sqrt(N)) permutes [0, a²). Values outside [0, N), at most 2·sqrt(N), pass through it again
+    until they are inside (cycle walking; Black and Rogaway, 2002). `stream` is a prefix of the
+    epoch in the key: each gives another order of the same seed (`data.mixture`).
     """
 
     def __init__(self, seed: int, n_items: int, stream: str = ""):
@@ -52,7 +55,8 @@ class Permutation(Order):
         self.n_items = n_items
         self.stream = stream
         self.base = math.isqrt(n_items - 1) + 1
-        self._first, self._cached = 0, np.empty(0, np.uint64)  # items at the positions from _first on
+        # items at the positions from _first on
+        self._first, self._cached = 0, np.empty(0, np.uint64)
 
     def __len__(self) -> int:
         return self.n_items
@@ -98,13 +102,13 @@ class Permutation(Order):
 
 
 def next_digest(digest: str, items: np.ndarray) -> str:
-    """The order digest after a step: SHA-256 of the digest before and the step's items (uint64, little endian, in order
-    of position). Equal digests mean equal items in every step so far."""
+    """The order digest after a step: SHA-256 of the digest before and the step's items (uint64,
+    little endian, in order of position). Equal digests mean equal items in every step so far."""
     return hashlib.sha256(bytes.fromhex(digest) + items.astype("<u8").tobytes()).hexdigest()
 
 
 def skipped_digest(digest: str, start: int, stop: int) -> str:
-    """The order digest after positions [start, stop) are skipped: SHA-256 of the digest before, the four bytes `pass`,
-    start and stop (uint64, little endian)."""
+    """The order digest after positions [start, stop) are skipped: SHA-256 of the digest before, the
+    four bytes `pass`, start and stop (uint64, little endian)."""
     ends = np.array([start, stop], "<u8").tobytes()
     return hashlib.sha256(bytes.fromhex(digest) + b"pass" + ends).hexdigest()

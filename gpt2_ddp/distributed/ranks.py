@@ -19,13 +19,15 @@ T = TypeVar("T")
 
 CONTROL = "control"  # description of the control group
 COLLECTIVE = timedelta(minutes=30)  # timeout of collectives where no watchdog runs
-LONGEST = timedelta(days=7)  # timeout of collectives that a watchdog ends earlier, and of work of unknown length
+# timeout of collectives that a watchdog ends earlier, and of work of unknown length
+LONGEST = timedelta(days=7)
 WATCHED: WeakSet[Any] = WeakSet()
 """The groups of processes whose collectives the watchdog ends if a rank is late."""
 
 
 def let_wait(group: Any) -> Any:
-    """The group, once it is connected: from now on, its collectives may take `LONGEST`. Others' have no ranks here."""
+    """The group, once it is connected: from now on, its collectives may take `LONGEST`. Others'
+    have no ranks here."""
     if isinstance(group, dist.ProcessGroup):
         group.set_timeout(LONGEST)
         WATCHED.add(group)
@@ -38,13 +40,15 @@ def has_others() -> bool:
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """The picklable result of `function` on the main process, on every rank. Raises its UserError on every rank."""
+    """The picklable result of `function` on the main process, on every rank. Raises its UserError
+    on every rank."""
     group = control_group()
     return gather(function if not group or is_main_process() else lambda: None, group)[0]  # pyright: ignore
 
 
 def runs_on_main(function: Callable[P, T]) -> Callable[P, T]:
-    """The function as a collective one, by `on_main`. Nothing that runs on the main process alone may call it."""
+    """The function as a collective one, by `on_main`. Nothing that runs on the main process alone
+    may call it."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -59,10 +63,11 @@ def from_main(value: T) -> T:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """The gloo group of all ranks, besides the default group, whose collectives may run on GPUs; None for a process
-    alone. Its first use makes it. Each rank keeps a connection to all others in a group, so a training has no further
-    one. All ranks start the group's collectives in the same order; several may be under way, since gloo numbers them.
-    They may wait for work of unknown length, and end at once if a rank ends."""
+    """The gloo group of all ranks, besides the default group, whose collectives may run on GPUs;
+    None for a process alone. Its first use makes it. Each rank keeps a connection to all others in
+    a group, so a training has no further one. All ranks start the group's collectives in the same
+    order; several may be under way, since gloo numbers them. They may wait for work of unknown
+    length, and end at once if a rank ends."""
     if not has_others():
         return None
     for group in WATCHED:
@@ -72,8 +77,8 @@ def control_group() -> dist.ProcessGroup | None:
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
-    """This rank's result of `function`, once all ranks have succeeded. Raises, on every rank, any rank's first
-    UserError."""
+    """This rank's result of `function`, once all ranks have succeeded. Raises, on every rank, any
+    rank's first UserError."""
     group = control_group()  # before the work, since connecting has a shorter timeout
     result, error = _attempt(function)  # the result may be no object to send
     _raise_on_every_rank(gather(lambda: error, group))
@@ -81,8 +86,8 @@ def on_every_rank(function: Callable[[], T]) -> T:
 
 
 def gather(function: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """The picklable results of `function` on the ranks of a gloo group, on each of them; None: of this rank alone.
-    Raises, on every rank of the group, any rank's first UserError."""
+    """The picklable results of `function` on the ranks of a gloo group, on each of them; None: of
+    this rank alone. Raises, on every rank of the group, any rank's first UserError."""
     if not group:
         return [function()]
     own = _attempt(function)
@@ -92,9 +97,11 @@ def gather(function: Callable[[], T], group: dist.ProcessGroup | None) -> list[T
     return [result for result, _ in outcomes]  # pyright: ignore[reportReturnType]
 
 
-def check_ranks_agree(here: Mapping[str, Any], is_same: Callable[[Any, Any], bool] = operator.eq) -> None:
-    """Checks that all ranks have the same values or hashes, by names for the user. Raises UserError: on every rank,
-    with each name whose values differ, rank 0's value and the other."""
+def check_ranks_agree(
+    here: Mapping[str, Any], is_same: Callable[[Any, Any], bool] = operator.eq
+) -> None:
+    """Checks that all ranks have the same values or hashes, by names for the user. Raises
+    UserError: on every rank, with each name whose values differ, rank 0's value and the other."""
     first, *others = gather(lambda: dict(here), control_group())
     mistakes: dict[str, str] = {}
     for rank, other in enumerate(others, start=1):
@@ -131,10 +138,11 @@ Later = Callable[[], list[float]]
 
 
 def late_sums() -> Callable[[Sequence[float]], Later]:
-    """A function that starts the sum of fp64 values over all ranks; a single process has its own values. Collective.
+    """A function that starts the sum of fp64 values over all ranks; a single process has its own
+    values. Collective.
 
-    Every rank calls that function equally often, in the same order as other work of the control group. Until the
-    result is asked for, no rank waits for another, and no GPU either.
+    Every rank calls that function equally often, in the same order as other work of the control
+    group. Until the result is asked for, no rank waits for another, and no GPU either.
     """
     if not (group := control_group()):
         return lambda values: lambda: [*values]

@@ -1,9 +1,11 @@
-"""SIGTERM, SIGINT, SIGUSR1 and SIGHUP: handlers of stop requests, from a script's start to its end. No torch.
+"""SIGTERM, SIGINT, SIGUSR1 and SIGHUP: handlers of stop requests, from a script's start to its end.
+No torch.
 
 SIGHUP, of a terminal that closes, stays ignored where it is ignored at the start, as under nohup.
 
-A training installs its own handler (`install_handlers`). At any other time there is nothing to save, so the signal ends
-the process: by an exception, or by force if the main thread runs no Python, as in a collective that waits for a rank.
+A training installs its own handler (`install_handlers`). At any other time there is nothing to
+save, so the signal ends the process: by an exception, or by force if the main thread runs no
+Python, as in a collective that waits for a rank.
 """
 
 import atexit
@@ -23,13 +25,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 130  # exit code after a SIGINT that ends the process at once, as in a shell
 PATIENCE_SECONDS = 2.0  # until a process with nothing to save is ended by force
 QUICK_SECONDS = 0.2  # after which a process that still runs reports the signal
-ECHO_SECONDS = 1.0  # a further signal within this time is an echo: launchers forward signals that ranks also receive
+# a further signal within this time is an echo: launchers forward signals that ranks also receive
+ECHO_SECONDS = 1.0
 
 Handler = Callable[[int, FrameType | None], None]
 
 
 class Stopped(BaseException):
-    """A signal, whose name is the message, stopped the process with nothing to save. A BaseException: no failure."""
+    """A signal, whose name is the message, stopped the process with nothing to save. A
+    BaseException: no failure."""
 
 
 class SignalState:
@@ -47,15 +51,16 @@ _state = SignalState()
 
 @contextmanager
 def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
-    """Ends the process, with one line by `print_line`, on a signal without an installed handler. For the main thread.
+    """Ends the process, with one line by `print_line`, on a signal without an installed handler.
+    For the main thread.
 
-    Python's handlers wait until the main thread runs Python. A thread therefore reads Python's wake-up pipe: it reports
-    the signal, and ends a process with nothing to save after `PATIENCE_SECONDS`. Raises SystemExit with the exit code
-    of a stopped command.
+    Python's handlers wait until the main thread runs Python. A thread therefore reads Python's
+    wake-up pipe: it reports the signal, and ends a process with nothing to save after
+    `PATIENCE_SECONDS`. Raises SystemExit with the exit code of a stopped command.
 
-    A rank ends as soon as its exit handlers have run. Threads of gloo and of the watchdog may wait for Python's lock.
-    One that gets it while the interpreter shuts down aborts the process: "terminate called without an active
-    exception".
+    A rank ends as soon as its exit handlers have run. Threads of gloo and of the watchdog may wait
+    for Python's lock. One that gets it while the interpreter shuts down aborts the process:
+    "terminate called without an active exception".
     """
     atexit.register(_end_rank)  # before all others, so that it is called last
     reader, writer = os.pipe()
@@ -76,7 +81,8 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
             _state.exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
             raise
         except RuntimeError:
-            # a rank that stops first closes its connections; this rank's signal comes from the launcher a moment later
+            # a rank that stops first closes its connections; this rank's signal comes from the
+            # launcher a moment later
             if world_size() > 1 and not _state.had_handler:
                 time.sleep(PATIENCE_SECONDS)
             raise
@@ -94,13 +100,14 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
         signal.set_wakeup_fd(wakeup_before)
         os.close(writer)
         _state.active = False
-        atexit.register(_set_handlers, signal.SIG_IGN)  # an interpreter that shuts down has its exit code already
+        # an interpreter that shuts down has its exit code already
+        atexit.register(_set_handlers, signal.SIG_IGN)
 
 
 def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
-    """Calls `handler` for every signal, until the returned function is called. Does nothing outside the main thread. If
-    `last`, signals are ignored afterwards. A SIGINT that follows another signal, and is no echo of it, raises
-    KeyboardInterrupt at any time."""
+    """Calls `handler` for every signal, until the returned function is called. Does nothing outside
+    the main thread. If `last`, signals are ignored afterwards. A SIGINT that follows another
+    signal, and is no echo of it, raises KeyboardInterrupt at any time."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     _state.first = ""
@@ -117,12 +124,14 @@ def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
 
 
 def before_forced_end(announce: Callable[[], object]) -> None:
-    """Has a thread call `announce` before a signal ends the process while its main thread runs no Python."""
+    """Has a thread call `announce` before a signal ends the process while its main thread runs no
+    Python."""
     _state.announce = announce
 
 
 def has_signal() -> bool:
-    """Whether this process has received one of the signals, since the newest handler was installed."""
+    """Whether this process has received one of the signals, since the newest handler was
+    installed."""
     return bool(_state.first)
 
 
@@ -203,4 +212,6 @@ def _after_fork(child: bool = False) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=lambda: _after_fork(child=True))
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=lambda: _after_fork(child=True)
+)

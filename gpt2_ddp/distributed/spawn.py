@@ -1,5 +1,5 @@
-"""Starts processes from Python, like mp.spawn: `--launch.processes 2` instead of a launcher. Imports no torch: the
-parent starts the processes before any thread pool exists."""
+"""Starts processes from Python, like mp.spawn: `--launch.processes 2` instead of a launcher.
+Imports no torch: the parent starts the processes before any thread pool exists."""
 
 import math
 import multiprocessing
@@ -28,17 +28,19 @@ STOP_SECONDS = 600  # after one was stopped: they save a checkpoint, and copy it
 
 
 def run_processes(function: Callable[..., T], processes: int | None, *args: object) -> T:
-    """The main rank's result of a module's `function(*args)`. Called in this process or, for two and more, on each rank
-    of a new world on this machine. Function, arguments and result are pickled.
+    """The main rank's result of a module's `function(*args)`. Called in this process or, for two
+    and more, on each rank of a new world on this machine. Function, arguments and result are
+    pickled.
 
-    The ranks get torchrun's environment. Signals to this process reach all of them; they end when this process dies.
-    Under a launcher, which has started the ranks already, `function` is called here for any `processes`.
+    The ranks get torchrun's environment. Signals to this process reach all of them; they end when
+    this process dies. Under a launcher, which has started the ranks already, `function` is called
+    here for any `processes`.
 
     Raises:
         UserError: of the main rank, or of a launcher's variable that is not a number.
         Stopped: a rank was stopped with nothing to save.
-        SystemExit: 1 if a rank crashed; its traceback is on stderr. 2 after a user error of another rank, which has
-            printed it.
+        SystemExit: 1 if a rank crashed; its traceback is on stderr. 2 after a user error of another
+            rank, which has printed it.
     """
     if processes in (None, 1) or "RANK" in os.environ:
         return function(*args)
@@ -46,9 +48,14 @@ def run_processes(function: Callable[..., T], processes: int | None, *args: obje
 
 
 def refuse_launcher() -> None:
-    """Raises: UserError under a launcher of several processes, for a command that starts its own ones."""
+    """Raises: UserError under a launcher of several processes, for a command that starts its own
+    ones."""
     if world_size() > 1:
-        raise UserError("processes", world_size(), "the command starts its own processes; run it without a launcher")
+        raise UserError(
+            "processes",
+            world_size(),
+            "the command starts its own processes; run it without a launcher",
+        )
 
 
 def start_processes(function: Callable[..., T], processes: int, *args: object) -> T:
@@ -56,7 +63,8 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
     receiver, sender = multiprocessing.Pipe(duplex=False)
     ranks = list(start_ranks(_run_rank, [(sender, function, args)] * processes))
     sender.close()
-    uninstall = install_handlers(lambda number, _: _signal(ranks, number), last=False)  # they stop with a checkpoint
+    # they stop with a checkpoint
+    uninstall = install_handlers(lambda number, _: _signal(ranks, number), last=False)
     try:
         result, error = _wait(ranks, receiver)
     finally:
@@ -74,11 +82,14 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
     return result
 
 
-def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[object, ...]]) -> Iterator[BaseProcess]:
-    """Starts `function(*arguments[rank])` on each rank of a new world, in a fresh process that ends with this one.
+def start_ranks(
+    function: Callable[..., object], arguments: Sequence[tuple[object, ...]]
+) -> Iterator[BaseProcess]:
+    """Starts `function(*arguments[rank])` on each rank of a new world, in a fresh process that ends
+    with this one.
 
-    A single process gets no rank. A Ctrl-C of the terminal reaches this process only. A rank that is stopped with
-    nothing to save ends with 75.
+    A single process gets no rank. A Ctrl-C of the terminal reaches this process only. A rank that
+    is stopped with nothing to save ends with 75.
     """
     context = multiprocessing.get_context("spawn")
     port = reserve_port()
@@ -91,10 +102,11 @@ def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[objec
 
 
 def reserve_port() -> int:
-    """A port of this machine for rank 0 to listen at. On Linux the system gives it to no other program while this one
-    runs."""
+    """A port of this machine for rank 0 to listen at. On Linux the system gives it to no other
+    program while this one runs."""
     held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a bound socket does not keep rank 0 from listening
+    # a bound socket does not keep rank 0 from listening
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
     port = held.getsockname()[1]
     if sys.platform == "linux":
@@ -129,14 +141,17 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
 
 
 def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[Any, UserError | None]:
-    """The main rank's result and error, once all ranks have ended. Soon after one fails, the others are ended;
-    if a signal stopped that one, they are signalled to stop first."""
+    """The main rank's result and error, once all ranks have ended. Soon after one fails, the others
+    are ended; if a signal stopped that one, they are signalled to stop first."""
     answer = None
     deadline = math.inf
     running = ranks
     while running:
         # a rank's end may not show in these: what it has forked holds the other ends of its pipes
-        wait([rank.sentinel for rank in running] + ([receiver] if answer is None else []), POLL_SECONDS)
+        wait(
+            [rank.sentinel for rank in running] + ([receiver] if answer is None else []),
+            POLL_SECONDS,
+        )
         running = [rank for rank in ranks if rank.exitcode is None]
         if answer is None and receiver.poll():
             try:

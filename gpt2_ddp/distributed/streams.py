@@ -17,15 +17,17 @@ CLOSED = 128 + signal.SIGPIPE
 
 
 class OutputLost(BaseException):
-    """The standard output cannot be written: its pipe is closed, or the disk of its file is full. The cause is its
-    OSError. A BaseException: it is no failure of the files that a command reads or writes."""
+    """The standard output cannot be written: its pipe is closed, or the disk of its file is full.
+    The cause is its OSError. A BaseException: it is no failure of the files that a command reads or
+    writes."""
 
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Replaces the standard streams meanwhile. Closed ones (`>&-`) are /dev/null. Characters that the terminal's
-    encoding lacks become `?`. Errors of stderr are ignored, and those of a closed terminal. Raises SystemExit if stdout
-    cannot be written otherwise: 141 for a closed pipe; else 2, with an `error:` line."""
+    """Replaces the standard streams meanwhile. Closed ones (`>&-`) are /dev/null. Characters that
+    the terminal's encoding lacks become `?`. Errors of stderr are ignored, and those of a closed
+    terminal. Raises SystemExit if stdout cannot be written otherwise: 141 for a closed pipe; else
+    2, with an `error:` line."""
     _open_closed_streams()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _replaced(sys.stdout, is_output=True), _replaced(sys.stderr)
@@ -51,8 +53,9 @@ def standard_streams() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Opens /dev/null in place of each standard stream that the shell closed. Otherwise its number would be that of the
-    next file that is opened, such as a checkpoint, and output of libraries would be written into that file."""
+    """Opens /dev/null in place of each standard stream that the shell closed. Otherwise its number
+    would be that of the next file that is opened, such as a checkpoint, and output of libraries
+    would be written into that file."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # Python found it closed
             nowhere = os.open(os.devnull, os.O_RDWR)
@@ -71,12 +74,15 @@ def _exit_code(lost: OutputLost) -> int:
         os.close(nowhere)
     if isinstance(lost.__cause__, BrokenPipeError):
         return CLOSED
-    print_line(f"error: {UserError('standard output', 'this one', f'cannot be written ({lost}); send it elsewhere')}")
+    print_line(
+        f"error: {UserError('standard output', 'this one', f'cannot be written ({lost}); send it elsewhere')}"
+    )
     return record_exit(2)
 
 
 def _replaced(stream: Any, is_output: bool = False) -> TextIO:
-    """A stream of the same descriptor and encoding. A stream without a descriptor stays, as in notebooks."""
+    """A stream of the same descriptor and encoding. A stream without a descriptor stays, as in
+    notebooks."""
     try:
         number = stream.fileno()
         stream.flush()
@@ -104,6 +110,7 @@ class _Descriptor(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if self._is_output and error.errno != errno.EIO:  # EIO: the terminal is gone, and SIGHUP follows
+            # EIO: the terminal is gone, and SIGHUP follows
+            if self._is_output and error.errno != errno.EIO:
                 raise OutputLost(error.strerror) from error
             return len(data)

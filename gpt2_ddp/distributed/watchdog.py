@@ -1,4 +1,5 @@
-"""Watchdog of a process: ends it when its main thread makes no progress. `peers` has the watchdog of several ranks."""
+"""Watchdog of a process: ends it when its main thread makes no progress. `peers` has the watchdog
+of several ranks."""
 
 import faulthandler
 import os
@@ -14,11 +15,15 @@ from gpt2_ddp.distributed.process import Process, this_process
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 REPORT_INTERVAL = 5.0  # seconds between calls of `report_to`'s function
-TIMEOUT = 120.0  # least seconds that a stage may take without progress, where no patience is configured
+# least seconds that a stage may take without progress, where no patience is configured
+TIMEOUT = 120.0
 FIRST_TIMEOUT = 30 * 60.0  # of a stage's first occurrence: libraries load, graphs compile
-SUSPENDED = 10.0  # least seconds between two turns of the watchdog's thread that mean a suspended process
-SILENCE = 10.0  # seconds without a heartbeat that are always allowed: loading a library may block all threads
-AFTERMATH = 5.0  # seconds without a heartbeat that are allowed once a collective has failed on any rank
+# least seconds between two turns of the watchdog's thread that mean a suspended process
+SUSPENDED = 10.0
+# seconds without a heartbeat that are always allowed: loading a library may block all threads
+SILENCE = 10.0
+# seconds without a heartbeat that are allowed once a collective has failed on any rank
+AFTERMATH = 5.0
 
 
 class Heartbeat(NamedTuple):
@@ -35,8 +40,9 @@ class Heartbeat(NamedTuple):
     limit: float = TIMEOUT  # allowed seconds of these
     stack: str = ""  # of an idle main thread
     end: str = ""
-    """How the rank has ended, if it has: `lost`: a collective failed, maybe because another rank ended; `refused`: by a
-    user error of its own, which it prints; `failed`: by another error; `stopped`: by a signal, with nothing to save;
+    """How the rank has ended, if it has: `lost`: a collective failed, maybe because another rank
+    ended; `refused`: by a user error of its own, which it prints; `failed`: by another error;
+    `stopped`: by a signal, with nothing to save;
     `left`: it has closed its watchdog."""
     error: str = ""  # that this rank raised
 
@@ -53,7 +59,9 @@ class Heartbeat(NamedTuple):
     @property
     def stall(self) -> str:
         """What is said of a rank without progress."""
-        return f"{self.name}: no progress for {self.idle:.0f} s at {self.place}\n{self.stack}".rstrip()
+        return (
+            f"{self.name}: no progress for {self.idle:.0f} s at {self.place}\n{self.stack}".rstrip()
+        )
 
 
 class Verdict(NamedTuple):
@@ -66,8 +74,9 @@ class Verdict(NamedTuple):
 
 
 def stack_of(thread: int) -> str:
-    """The newest calls of a thread of this process, the last one last. `faulthandler` reads them at one moment: frames
-    of `sys._current_frames` may change meanwhile, which can crash Python 3.11."""
+    """The newest calls of a thread of this process, the last one last. `faulthandler` reads them at
+    one moment: frames of `sys._current_frames` may change meanwhile, which can crash Python
+    3.11."""
     with suppress(OSError):
         reading, writing = os.pipe()
         os.set_blocking(writing, False)  # what does not fit is cut off
@@ -80,17 +89,20 @@ def stack_of(thread: int) -> str:
 
 
 class Watchdog:
-    """Judges the main thread by what it records, and ends the process if that thread makes no progress. A thread of its
-    own judges; nothing in it may block. It counts seconds while this process is awake, so a suspended process causes no
-    verdict. The public methods belong to the constructing thread, unless they say otherwise.
+    """Judges the main thread by what it records, and ends the process if that thread makes no
+    progress. A thread of its own judges; nothing in it may block. It counts seconds while this
+    process is awake, so a suspended process causes no verdict. The public methods belong to the
+    constructing thread, unless they say otherwise.
 
     Args:
-        patience: timeout of every stage, in seconds, with SILENCE on top at its first occurrence. None: TIMEOUT or ten
-            times the slowest stage so far, whichever is more, and FIRST_TIMEOUT at the first occurrence.
+        patience: timeout of every stage, in seconds, with SILENCE on top at its first occurrence.
+            None: TIMEOUT or ten times the slowest stage so far, whichever is more, and
+            FIRST_TIMEOUT at the first occurrence.
         exit_code: of processes that a verdict ends.
 
     Attributes:
-        first_limit: least timeout of a stage's first occurrence; FIRST_TIMEOUT if graphs are compiled.
+        first_limit: least timeout of a stage's first occurrence; FIRST_TIMEOUT if graphs are
+            compiled.
     """
 
     def __init__(self, patience: float | None, exit_code: int = 1, rank: int = 0):
@@ -123,8 +135,8 @@ class Watchdog:
         return thread
 
     def heartbeat(self, stage: str, step: int | None = None, timeout: float = 0.0) -> None:
-        """Records progress and the stage that begins, with `timeout` seconds on top of the usual limit. `step`: the one
-        that begins; None: the current one."""
+        """Records progress and the stage that begins, with `timeout` seconds on top of the usual
+        limit. `step`: the one that begins; None: the current one."""
         if step is not None and step != self.step:
             self.step = step
             self.count_before = self.count
@@ -147,9 +159,11 @@ class Watchdog:
         for thread in self._threads:
             thread.join(HEARTBEAT_INTERVAL)
 
-    def report_to(self, report: Callable[[dict[str, Any]], object], record: Callable[[str, bool], None]) -> None:
-        """Sets, on the main process, the functions for the regular `status` and for the reason of a verdict. `record`
-        gets the reason, and whether it is a user error."""
+    def report_to(
+        self, report: Callable[[dict[str, Any]], object], record: Callable[[str, bool], None]
+    ) -> None:
+        """Sets, on the main process, the functions for the regular `status` and for the reason of a
+        verdict. `record` gets the reason, and whether it is a user error."""
 
         def report_loop() -> None:
             while not self.ended.wait(REPORT_INTERVAL):
@@ -160,10 +174,15 @@ class Watchdog:
             self._start(report_loop)
 
     def status(self) -> dict[str, Any]:
-        """This rank's stage, step and process; times in seconds since 1970, and the limit in seconds."""
+        """This rank's stage, step and process; times in seconds since 1970, and the limit in
+        seconds."""
         beat = self.beat
         now = time.time()
-        times = {"heartbeat": round(now, 1), "progress": round(now - beat.idle, 1), "limit": round(beat.limit, 1)}
+        times = {
+            "heartbeat": round(now, 1),
+            "progress": round(now - beat.idle, 1),
+            "limit": round(beat.limit, 1),
+        }
         return {"step": beat.step, "stage": beat.stage, **beat.process._asdict(), **times}
 
     def _watch(self) -> None:

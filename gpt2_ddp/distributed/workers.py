@@ -25,8 +25,8 @@ AHEAD = 3
 
 
 class _Worker(SpawnProcess):
-    """A process in a fresh interpreter, without the user's script, that ends with its parent. Signals are blocked: the
-    parent handles them."""
+    """A process in a fresh interpreter, without the user's script, that ends with its parent.
+    Signals are blocked: the parent handles them."""
 
     terminate = SpawnProcess.kill  # SIGTERM is blocked
 
@@ -55,15 +55,16 @@ def block_signals() -> Iterator[None]:
 
 
 def start_resource_tracker() -> None:
-    """Starts multiprocessing's resource tracker with signals blocked: a SIGUSR1 to the process group would end it. Call
-    this before `block_signals`, which the start would undo."""
+    """Starts multiprocessing's resource tracker with signals blocked: a SIGUSR1 to the process
+    group would end it. Call this before `block_signals`, which the start would undo."""
     with block_signals():
         resource_tracker.ensure_running()
 
 
 @contextmanager
 def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of worker processes in fresh interpreters. An exception inside ends the workers at once."""
+    """A pool of worker processes in fresh interpreters. An exception inside ends the workers at
+    once."""
     start_resource_tracker()
     context = copy.copy(multiprocessing.get_context("spawn"))
     context.Process = _Worker  # pyright: ignore[reportAttributeAccessIssue]
@@ -80,8 +81,9 @@ def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def in_order(work: Callable[[Item], T], items: Iterable[Item], pool: Pool) -> Iterator[T]:
-    """`map` over a pool, only a few items ahead; without one, in this process. The pool has processes, since tiktoken
-    is a quarter slower in threads (estimate). They are spawned, since forking a process with threads can deadlock."""
+    """`map` over a pool, only a few items ahead; without one, in this process. The pool has
+    processes, since tiktoken is a quarter slower in threads (estimate). They are spawned, since
+    forking a process with threads can deadlock."""
     if pool is None:
         yield from map(work, items)
         return
@@ -110,6 +112,7 @@ def batches(items: Iterable[T], size: Callable[[T], float], least: float) -> Ite
 
 
 def run_in_worker(function: Callable[..., T], *arguments: Any) -> T:
-    """The result of a module's function in a worker process: signals can interrupt it, and its memory is freed."""
+    """The result of a module's function in a worker process: signals can interrupt it, and its
+    memory is freed."""
     with worker_pool(1) as pool:
         return pool.submit(function, *arguments).result()

@@ -1,4 +1,5 @@
-"""Loss of a model over a split. Each target is scored once, for any number of ranks and any batch size."""
+"""Loss of a model over a split. Each target is scored once, for any number of ranks and any batch
+size."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,8 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over the scored targets: negative log-likelihood in nats (fp64), tokens, and UTF-8 bytes of their text."""
+    """Sums over the scored targets: negative log-likelihood in nats (fp64), tokens, and UTF-8 bytes
+    of their text."""
 
     nll: float
     tokens: int
@@ -45,16 +47,20 @@ class Evaluation:
 
 
 def mixed(parts: Iterable[tuple[float, Evaluation]]) -> Evaluation:
-    """Weighted mean of evaluations. Weights sum up to 1; a part of weight 0 is left out, with its tokens."""
+    """Weighted mean of evaluations. Weights sum up to 1; a part of weight 0 is left out, with its
+    tokens."""
     parts = [(weight, part) for weight, part in parts if weight]
     tokens = sum(part.tokens for _, part in parts)
     scaled = [(weight * tokens / part.tokens, part) for weight, part in parts]
-    return Evaluation(sum(n * part.nll for n, part in scaled), tokens, sum(n * part.bytes for n, part in scaled))
+    return Evaluation(
+        sum(n * part.nll for n, part in scaled), tokens, sum(n * part.bytes for n, part in scaled)
+    )
 
 
 class EvalSet(NamedTuple):
-    """The L - 1 targets of a stream of L tokens, in windows of block_size; the last may be shorter. `tokens` of them
-    are scored, in whole windows, evenly spread; None: all. `token_bytes`, int [vocab_size]: UTF-8 bytes of each."""
+    """The L - 1 targets of a stream of L tokens, in windows of block_size; the last may be shorter.
+    `tokens` of them are scored, in whole windows, evenly spread; None: all. `token_bytes`, int
+    [vocab_size]: UTF-8 bytes of each."""
 
     stream: TokenStream
     block_size: int
@@ -62,10 +68,13 @@ class EvalSet(NamedTuple):
     token_bytes: np.ndarray
 
 
-def rounds(accelerator: Accelerator, count: int, batch_size: int, poll: Callable[[], None], name: str) -> Iterator[int]:
-    """The first item of this rank's batch, in each round of batches over `count` items. Batch j belongs to rank
-    j mod W, so at the end it may be behind the last item. Each rank has equally many, as sharded weights need. `poll`:
-    called before each batch. After two seconds, a terminal shows a progress bar of this name."""
+def rounds(
+    accelerator: Accelerator, count: int, batch_size: int, poll: Callable[[], None], name: str
+) -> Iterator[int]:
+    """The first item of this rank's batch, in each round of batches over `count` items. Batch j
+    belongs to rank j mod W, so at the end it may be behind the last item. Each rank has equally
+    many, as sharded weights need. `poll`: called before each batch. After two seconds, a terminal
+    shows a progress bar of this name."""
     hidden = None if is_main_process() else True  # None hides the bar only without a terminal
     of_ranks = range(0, count, batch_size * accelerator.num_processes)
     for first in tqdm(of_ranks, name, unit="batch", leave=False, delay=2, disable=hidden):
@@ -75,18 +84,23 @@ def rounds(accelerator: Accelerator, count: int, batch_size: int, poll: Callable
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, data: EvalSet, batch_size: int, poll: Callable[[], None] = lambda: None
+    accelerator: Accelerator,
+    model: nn.Module,
+    data: EvalSet,
+    batch_size: int,
+    poll: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """The summed loss of a model over the targets of `data`. Collective.
 
-    Short batches are padded with targets that are not scored: every forward pass has one shape. Ranks synchronize once,
-    at the end.
+    Short batches are padded with targets that are not scored: every forward pass has one shape.
+    Ranks synchronize once, at the end.
 
     Args:
-        model: prepared or plain, in evaluation mode, on the accelerator's device; `model(x, y, reduction="none")` ->
-            nll [B, T].
+        model: prepared or plain, in evaluation mode, on the accelerator's device; `model(x, y,
+            reduction="none")` -> nll [B, T].
         batch_size: windows per forward pass and rank.
-        poll: called before each batch, equally often on each rank; its exceptions end the evaluation.
+        poll: called before each batch, equally often on each rank; its exceptions end the
+            evaluation.
     """
     device = accelerator.device
     windows = _chosen_windows(len(data.stream), data.block_size, data.tokens)

@@ -1,4 +1,5 @@
-"""Evaluation tasks: items with choices that a model answers by likelihood, and their scores, by the rules of lm-eval.
+"""Evaluation tasks: items with choices that a model answers by likelihood, and their scores, by the
+rules of lm-eval.
 
 Items are the lines of a jsonl file, or HellaSwag from the Hub; docs/evaluation.md describes both.
 """
@@ -40,12 +41,15 @@ class Item(BaseModel, frozen=True):
     @model_validator(mode="after")
     def _check_label(self) -> Self:
         if self.label >= len(self.choices):
-            raise ValueError(f"label {self.label} is not one of {len(self.choices)} choices, from 0")
+            raise ValueError(
+                f"label {self.label} is not one of {len(self.choices)} choices, from 0"
+            )
         return self
 
 
 class Request(NamedTuple):
-    """Input of the model: the tokens of a context and a choice. The last `scored` tokens are scored."""
+    """Input of the model: the tokens of a context and a choice. The last `scored` tokens are
+    scored."""
 
     tokens: list[int]
     scored: int
@@ -82,25 +86,35 @@ class HellaSwag(BaseModel):
     def item(self) -> dict[str, Any]:
         """The item that lm-eval makes of the row, without WikiHow's markup."""
         texts = [f"{self.activity_label}: {self.ctx_a} {self.ctx_b.capitalize()}", *self.endings]
-        texts = [re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ") for text in texts]
+        texts = [
+            re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+            for text in texts
+        ]
         return {"context": texts[0], "choices": texts[1:], "label": self.label}
 
 
 def load_sets(
     field: str, tasks: Sequence[str], most: int | None, tokenizer: Tokenizer, block_size: int
 ) -> list[ItemSet]:
-    """The tasks, `hellaswag` or files, in their order, as requests to a model of this context; of each at most `most`
-    items. Raises: UserError of `field` if a task does not exist, has an invalid item, or has another task's name."""
+    """The tasks, `hellaswag` or files, in their order, as requests to a model of this context; of
+    each at most `most` items. Raises: UserError of `field` if a task does not exist, has an invalid
+    item, or has another task's name."""
     sets: dict[str, ItemSet] = {}
     for task in tasks:
         name = re.sub(r"[^\w.-]", "_", Path(task).stem)
         if name in sets:
-            raise UserError(field, task, f"two tasks have the name {name}; rename a file, or remove one")
+            raise UserError(
+                field, task, f"two tasks have the name {name}; rename a file, or remove one"
+            )
         try:
             items = _hellaswag() if task == "hellaswag" else read_items(Path(task))
             sets[name] = make_set(name, items, most, tokenizer, block_size)
         except (OSError, ValueError) as error:
-            problem = f"cannot be read ({error.strerror or error})" if isinstance(error, OSError) else error
+            problem = (
+                f"cannot be read ({error.strerror or error})"
+                if isinstance(error, OSError)
+                else error
+            )
             problem = "is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else problem
             hint = f"{problem}; a task is hellaswag or a jsonl file of items (docs/evaluation.md)"
             raise UserError(field, task, hint) from error
@@ -123,14 +137,18 @@ def notes_on(sets: Iterable[ItemSet], saved: Mapping[str, str]) -> Iterator[str]
 def read_items(path: Path) -> list[Item]:
     """The items of a file. Raises: OSError; ValueError, which names the invalid line."""
     items = []
-    for number, line in enumerate(read_small(path, LONGEST).decode("utf-8-sig").split("\n"), start=1):
+    for number, line in enumerate(
+        read_small(path, LONGEST).decode("utf-8-sig").split("\n"), start=1
+    ):
         if line.strip():
             try:
                 items.append(_item(parse_json(line)))
             except json.JSONDecodeError as error:
                 raise ValueError(f"line {number}: is no JSON: {truncate(line, 60)}") from error
             except ValidationError as error:
-                raise ValueError(f"line {number}: {first_problem(error)}: {truncate(line, 60)}") from error
+                raise ValueError(
+                    f"line {number}: {first_problem(error)}: {truncate(line, 60)}"
+                ) from error
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
     return items
@@ -153,9 +171,11 @@ def _item(row: Any) -> Item:
     return Item.model_validate(row)
 
 
-def make_set(name: str, items: list[Item], most: int | None, tokenizer: Tokenizer, block_size: int) -> ItemSet:
-    """A task of these items, or of `most` of them, evenly spread. Raises: ValueError for no items, or for one that
-    cannot be scored."""
+def make_set(
+    name: str, items: list[Item], most: int | None, tokenizer: Tokenizer, block_size: int
+) -> ItemSet:
+    """A task of these items, or of `most` of them, evenly spread. Raises: ValueError for no items,
+    or for one that cannot be scored."""
     if not items:
         raise ValueError("has no items")
     count = min(most or len(items), len(items))
@@ -165,18 +185,24 @@ def make_set(name: str, items: list[Item], most: int | None, tokenizer: Tokenize
         for choice in item.choices:
             before, continuation = encode_pair(item.context, f" {choice}", tokenizer)
             if not 0 < len(continuation) <= block_size:
-                raise ValueError(f"choice {choice!r} has {len(continuation)} tokens, model.block_size {block_size}")
+                raise ValueError(
+                    f"choice {choice!r} has {len(continuation)} tokens, model.block_size {block_size}"
+                )
             tokens = before + continuation
             requests.append(Request(tokens[-block_size - 1 :], len(continuation)))
     texts = "\n".join(item.model_dump_json() for item in items)
     return ItemSet(name, items, requests, hashlib.sha256(texts.encode()).hexdigest())
 
 
-def encode_pair(context: str, continuation: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Tokens of a context and of its continuation, by lm-eval's rules (`TemplateLM._encode_pair` of lm_eval 0.4).
+def encode_pair(
+    context: str, continuation: str, tokenizer: Tokenizer
+) -> tuple[list[int], list[int]]:
+    """Tokens of a context and of its continuation, by lm-eval's rules (`TemplateLM._encode_pair` of
+    lm_eval 0.4).
 
-    Blanks at the context's end move to the continuation, which is what the two together have behind the context's own
-    tokens. The end-of-text token replaces an empty context, and precedes no other."""
+    Blanks at the context's end move to the continuation, which is what the two together have behind
+    the context's own tokens. The end-of-text token replaces an empty context, and precedes no
+    other."""
     kept = context.rstrip()
     before, both = (tokenizer.encode(text).tolist() for text in (kept, context + continuation))
     return (before, both[len(before) :]) if kept else ([tokenizer.eot], both)
@@ -191,13 +217,15 @@ def answer(
     length: int | None = None,
     poll: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
-    """Log-likelihoods of all requests, in nats, fp64 [n], by `model(x)` -> logits [B, T, vocab_size].
+    """Log-likelihoods of all requests, in nats, fp64 [n], by `model(x)` -> logits [B, T,
+    vocab_size].
 
-    The longest come first. Batches do not depend on the number of ranks. Short ones are padded with rows that are not
-    scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in fp64. Results are gathered once. `model`:
-    in evaluation mode. `batch_size`: requests per forward pass and rank. `length`: of every row, for a compiled
-    model; None: that of the longest in its batch. `poll`: called before each batch, equally often on each rank; its
-    exceptions end scoring."""
+    The longest come first. Batches do not depend on the number of ranks. Short ones are padded with
+    rows that are not scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in
+    fp64. Results are gathered once. `model`: in evaluation mode. `batch_size`: requests per forward
+    pass and rank. `length`: of every row, for a compiled model; None: that of the longest in its
+    batch. `poll`: called before each batch, equally often on each rank; its exceptions end
+    scoring."""
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
     found = torch.zeros(len(requests), dtype=torch.float64)
     for begin in rounds(accelerator, len(order), batch_size, poll, "scoring"):
@@ -227,8 +255,9 @@ def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[T
 
 
 def judge(items: ItemSet, log_likelihoods: np.ndarray) -> dict[str, float]:
-    """The `METRICS` of the requests' log-likelihoods, fp64 [n]: the fraction of items whose right choice has the
-    highest log-likelihood, and the same per character. NaN if a log-likelihood is not finite."""
+    """The `METRICS` of the requests' log-likelihoods, fp64 [n]: the fraction of items whose right
+    choice has the highest log-likelihood, and the same per character. NaN if a log-likelihood is
+    not finite."""
     hits = []
     for item, nats in zip(items.items, items.split(log_likelihoods), strict=True):
         per_character = nats / [len(choice) for choice in item.choices]

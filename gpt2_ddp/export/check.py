@@ -1,4 +1,5 @@
-"""Checks that transformers, loading an exported folder, gives the same results as the checkpoint's own model."""
+"""Checks that transformers, loading an exported folder, gives the same results as the checkpoint's
+own model."""
 
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,16 @@ class ExportMismatch(Exception):
 
 @torch.inference_mode()
 def check_export(folder: Path, model: GPT, tokenizer: Tokenizer, own: nn.Module) -> str:
-    """Loads the folder with transformers, without a network, and compares it with what it was made from: a model in
-    fp32, on the CPU, in evaluation mode. `own`: the model that `model` was made of, whose logits count. Returns what is
-    equal, in words. Raises: ExportMismatch at the first difference."""
+    """Loads the folder with transformers, without a network, and compares it with what it was made
+    from: a model in fp32, on the CPU, in evaluation mode. `own`: the model that `model` was made
+    of, whose logits count. Returns what is equal, in words. Raises: ExportMismatch at the first
+    difference."""
     theirs, their_tokenizer = _load(folder)
     tensors = _compare_weights(theirs, model)
     text, ids = _compare_tokens(their_tokenizer, tokenizer)
     windows = np.resize(ids, (WINDOWS, model.config.block_size)).astype(np.int64)
-    windows[:, 0] = tokenizer.eot  # each holds one document, as transformers attends across documents
+    # each holds one document, as transformers attends across documents
+    windows[:, 0] = tokenizer.eot
     inputs = torch.from_numpy(windows)
     logits = own(inputs)
     difference = (logits - theirs(inputs).logits).abs().max().item()  # NaN where one is
@@ -50,11 +53,15 @@ def _load(folder: Path) -> tuple[Any, Any]:
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, local_files_only=True
+        )
         theirs, info = loaded
         their_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # any exception for an unreadable folder
-        raise ExportMismatch(f"transformers cannot load it: {type(error).__name__}: {error}") from error
+        raise ExportMismatch(
+            f"transformers cannot load it: {type(error).__name__}: {error}"
+        ) from error
     finally:
         if shows_bars:
             logging.enable_progress_bar()
@@ -68,13 +75,17 @@ def _compare_weights(theirs: Any, model: GPT) -> int:
     wanted = to_transformers(model.state_dict(), model)
     for name, weight in wanted.items():
         if not torch.equal(loaded[name].view(torch.int32), weight.view(torch.int32)):
-            raise ExportMismatch(f"{name} differs from the checkpoint's after loading with transformers")
+            raise ExportMismatch(
+                f"{name} differs from the checkpoint's after loading with transformers"
+            )
     return len(wanted)
 
 
 def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
     """The text, and its ids by both."""
     text = sample_text(MODULES)
-    if differing := difference(tokenizer, lambda text: theirs(text, verbose=False)["input_ids"], theirs.decode, text):
+    if differing := difference(
+        tokenizer, lambda text: theirs(text, verbose=False)["input_ids"], theirs.decode, text
+    ):
         raise ExportMismatch(differing)
     return text, tokenizer.encode(text)

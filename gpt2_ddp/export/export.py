@@ -1,4 +1,5 @@
-"""export_hf.py: a checkpoint as a folder that transformers and lm-eval read, and a file for llama.cpp.
+"""export_hf.py: a checkpoint as a folder that transformers and lm-eval read, and a file for
+llama.cpp.
 
 Its model card (README.md), which the Hub shows, has the model, its scores and its use.
 """
@@ -27,13 +28,19 @@ GGUF = "model.gguf"
 
 
 def export_hf(config: ExportConfig) -> int:
-    """The command: exports and prints the comparisons; returns the exit code. Raises: UserError, if possible before the
-    weights are read."""
+    """The command: exports and prints the comparisons; returns the exit code. Raises: UserError, if
+    possible before the weights are read."""
     for name in ("transformers", "gguf") if config.gguf else ("transformers",):
         if importlib.util.find_spec(name) is None:
-            raise UserError("package", name, f"is not installed, but the export needs it; run `pip install {name}`")
+            raise UserError(
+                "package",
+                name,
+                f"is not installed, but the export needs it; run `pip install {name}`",
+            )
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
-    output = Path(config.output or f"exports/{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}")
+    output = Path(
+        config.output or f"exports/{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}"
+    )
     try:
         findings = export(checkpoint, output, config.gguf, config.trust_run_code)
     except ExportMismatch as rejected:
@@ -45,11 +52,13 @@ def export_hf(config: ExportConfig) -> int:
     return 0
 
 
-def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code: bool = False) -> str:
-    """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results; returns what is
-    equal. `gguf`: with a file for llama.cpp. `trust_code`: as for `load_model`. Raises: UserError for another
-    architecture, an `output` in use, a deleted checkpoint, or a failed write. Raises:
-    ExportMismatch for other results."""
+def export(
+    checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code: bool = False
+) -> str:
+    """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same
+    results; returns what is equal. `gguf`: with a file for llama.cpp. `trust_code`: as for
+    `load_model`. Raises: UserError for another architecture, an `output` in use, a deleted
+    checkpoint, or a failed write. Raises: ExportMismatch for other results."""
     settings = read_settings(checkpoint)
     task = own_task(checkpoint, trust_code)
     convert = getattr(task, "to_transformers", None)
@@ -59,7 +68,11 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
     architecture = settings.model.architecture
     known = LLAMA_CPP if gguf else CLASSES
     if architecture not in known:
-        raise UserError("model.architecture", architecture, f"only {', '.join(known)} can be exported in this format")
+        raise UserError(
+            "model.architecture",
+            architecture,
+            f"only {', '.join(known)} can be exported in this format",
+        )
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             own, tokenizer = load_model(checkpoint, trust_code)
@@ -96,12 +109,18 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code:
 
 @contextmanager
 def atomic_directory(output: Path) -> Iterator[Path]:
-    """Yields a hidden folder to fill. At the end it becomes `output`; after an exception it is removed.
-    Raises: UserError if `output` is not an empty folder, another process writes it, or writing fails."""
+    """Yields a hidden folder to fill. At the end it becomes `output`; after an exception it is
+    removed.
+    Raises: UserError if `output` is not an empty folder, another process writes it, or writing
+    fails."""
     with locked_output(output) as aside:
         empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
         if os.path.lexists(output) and not empty:
-            raise UserError("output", output, "exists, and nothing is overwritten; remove it or name another folder")
+            raise UserError(
+                "output",
+                output,
+                "exists, and nothing is overwritten; remove it or name another folder",
+            )
         with writing(output):
             yield aside
         publish(aside, output)

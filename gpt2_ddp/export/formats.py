@@ -1,8 +1,8 @@
 """The files of an export: weights and tokenizer for transformers, and GGUF, the file of llama.cpp.
 
-llama.cpp's own converter rejects every BPE with an unknown hash. Names, types and tables of the GGUF are equal to those
-that it writes for transformers' class, with its package `gguf`. All tensors are fp32; llama.cpp's `llama-quantize`
-makes smaller files of it.
+llama.cpp's own converter rejects every BPE with an unknown hash. Names, types and tables of the
+GGUF are equal to those that it writes for transformers' class, with its package `gguf`. All tensors
+are fp32; llama.cpp's `llama-quantize` makes smaller files of it.
 """
 
 import json
@@ -32,17 +32,24 @@ LLAMA_CPP = ("gpt2", "llama", "qwen3")
 
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes config.json and model.safetensors."""
-    write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
+    write_json(
+        folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot)
+    )
     file = folder / "model.safetensors"
     with writing(file):
         tensors = to_transformers(model.state_dict(), model)
         write_hashed(file, as_safetensors(tensors, {"format": "pt"}))
 
 
-def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int, folder: Path) -> None:
-    """Writes tokenizer.json, which the library `tokenizers` runs, and tokenizer_config.json. `definition`: its own
-    tokenizer.json; None makes one from tiktoken's tables. `context`: tokens that the model sees."""
-    (folder / TOKENIZER_FILE).write_bytes(definition or json.dumps(tokenizer_json(tokenizer)).encode())
+def write_tokenizer(
+    tokenizer: Tokenizer, definition: bytes | None, context: int, folder: Path
+) -> None:
+    """Writes tokenizer.json, which the library `tokenizers` runs, and tokenizer_config.json.
+    `definition`: its own tokenizer.json; None makes one from tiktoken's tables. `context`: tokens
+    that the model sees."""
+    (folder / TOKENIZER_FILE).write_bytes(
+        definition or json.dumps(tokenizer_json(tokenizer)).encode()
+    )
     config = {
         # by name: otherwise transformers uses GPT-2's class, which ignores the file's pre-tokenizer
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -50,7 +57,8 @@ def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
         "padding_side": "left",  # a batch of prompts continues at their ends
-        "split_special_tokens": True,  # a literal end-of-text in a text is text, here as in training
+        # a literal end-of-text in a text is text, here as in training
+        "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }
@@ -58,7 +66,8 @@ def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The definition of a byte-level BPE for HuggingFace `tokenizers`, with the ids that tiktoken gives."""
+    """The definition of a byte-level BPE for HuggingFace `tokenizers`, with the ids that tiktoken
+    gives."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -66,19 +75,34 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     pattern = tokenizer.pattern
     bpe: Any = tokenizers.Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
     bpe.decoder = decoders.ByteLevel()
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == GPT2_PATTERN)
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=pattern == GPT2_PATTERN
+    )
     if pattern != GPT2_PATTERN and tokenizer.name != BYTES:
         split = pre_tokenizers.Split(tokenizers.Regex(pattern.replace("}+", "}")), "isolated")
         bpe.pre_tokenizer = pre_tokenizers.Sequence([split, bpe.pre_tokenizer])
-    definition = json.loads(bpe.to_str())  # the library's own way to set the tables allows no gaps between ids
+    # the library's own way to set the tables allows no gaps between ids
+    definition = json.loads(bpe.to_str())
     tokens = sorted(ranks, key=ranks.__getitem__)
     definition["model"] |= {
         "vocab": {_characters(token): ranks[token] for token in tokens},
-        "merges": [[_characters(part) for part in _halves(token, ranks)] for token in tokens if len(token) > 1],
+        "merges": [
+            [_characters(part) for part in _halves(token, ranks)]
+            for token in tokens
+            if len(token) > 1
+        ],
     }
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     specials = sorted((rank, token) for token, rank in tokenizer.specials.items())
-    definition["added_tokens"] = [{"id": rank, "content": token, **added} for rank, token in specials]
+    definition["added_tokens"] = [
+        {"id": rank, "content": token, **added} for rank, token in specials
+    ]
     return definition
 
 
@@ -87,7 +111,8 @@ def _characters(token: bytes) -> str:
 
 
 def _halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The two tokens that were merged to this one: the result of the earlier merges on its bytes."""
+    """The two tokens that were merged to this one: the result of the earlier merges on its
+    bytes."""
     parts = [token[index : index + 1] for index in range(len(token))]
     while len(parts) > 2:
         merges = [ranks.get(first + second, len(ranks)) for first, second in pairwise(parts)]
@@ -97,13 +122,19 @@ def _halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
-    """Writes the model and its tokenizer. Raises: UserError if writing fails, or llama.cpp has no such tokenizer."""
+    """Writes the model and its tokenizer. Raises: UserError if writing fails, or llama.cpp has no
+    such tokenizer."""
     from gguf import GGUFWriter
 
     fields = _fields(model, tokenizer)
     tensors = _tensors(model)
     writer = GGUFWriter(file, model.config.architecture)
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     for key, value in fields.items():
         adders.get(type(value), writer.add_array)(key, value)
     for name, tensor in tensors.items():
@@ -137,8 +168,12 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
         Keys.Rope.DIMENSION_COUNT: "head_dim",
         Keys.Rope.FREQ_BASE: "rope_theta",
     }
-    token_of_id = {rank: (token, TokenType.NORMAL) for token, rank in definition["model"]["vocab"].items()}
-    token_of_id |= {token["id"]: (token["content"], TokenType.CONTROL) for token in definition["added_tokens"]}
+    token_of_id = {
+        rank: (token, TokenType.NORMAL) for token, rank in definition["model"]["vocab"].items()
+    }
+    token_of_id |= {
+        token["id"]: (token["content"], TokenType.CONTROL) for token in definition["added_tokens"]
+    }
     tokens, types = zip(*(token_of_id[rank] for rank in range(tokenizer.vocab_size)), strict=True)
     fields = {
         Keys.LLM.VOCAB_SIZE: model.vocab_size,
@@ -162,7 +197,8 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _tensors(model: GPT) -> dict[str, np.ndarray]:
-    """By llama.cpp's names, which are made from transformers'; a matrix is [out, in], as in `GPT`."""
+    """By llama.cpp's names, which are made from transformers'; a matrix is [out, in], as in
+    `GPT`."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     config = model.config
@@ -176,6 +212,8 @@ def _tensors(model: GPT) -> dict[str, np.ndarray]:
             tensor = tensor.T
         if config.architecture == "llama" and (rotated := heads.get(their_name.split(".", 2)[-1])):
             # its Llama rotates neighbours in place of halves: `LlamaModel.permute` of its converter
-            tensor = tensor.view(rotated, 2, -1, config.n_embd).transpose(1, 2).reshape(tensor.shape)
+            tensor = (
+                tensor.view(rotated, 2, -1, config.n_embd).transpose(1, 2).reshape(tensor.shape)
+            )
         tensors[their_name] = tensor.float().numpy(force=True)
     return tensors

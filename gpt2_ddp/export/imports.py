@@ -1,8 +1,8 @@
-"""import_hf.py: a model that transformers reads, as a checkpoint in the user's cache. Trainings start from it
-(`train.init_from`), and the commands that take a checkpoint read it.
+"""import_hf.py: a model that transformers reads, as a checkpoint in the user's cache. Trainings
+start from it (`train.init_from`), and the commands that take a checkpoint read it.
 
-`setup.versions` of its state has the SHA-256 of each file that it was made of. It is kept while they, and the release
-of this project, are the same.
+`setup.versions` of its state has the SHA-256 of each file that it was made of. It is kept while
+they, and the release of this project, are the same.
 """
 
 import json
@@ -38,19 +38,29 @@ FIELD = "source"
 FILES = [TRANSFORMERS, "model*.safetensors*", TOKENIZER_FILE]  # that are fetched and hashed
 HUB_NAME = re.compile(rf"{HUB}[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 MOST_LABELS = 10_000  # of a classifier; transformers names each
-SLACK = 10  # how often the size of the weights a config.json may claim: then transformers names what does not fit
-TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # names of the tanh-GELU, the only activation of `GPT`
+# how often the size of the weights a config.json may claim: then transformers names what does not
+# fit
+SLACK = 10
+# names of the tanh-GELU, the only activation of `GPT`
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
 def import_hf(config: ImportConfig) -> None:
-    """The command. Raises: UserError for a missing file, a model that `GPT` does not support, or a failed write."""
+    """The command. Raises: UserError for a missing file, a model that `GPT` does not support, or a
+    failed write."""
     try:
         place = _import(config.source)
     except UserError:
         raise
     except Exception as error:  # transformers and tokenizers raise any
-        hint = "check its name and the network" if config.source.startswith(HUB) else "check the files in it"
-        raise UserError(FIELD, config.source, f"cannot be used ({describe(error)}); {hint}") from error
+        hint = (
+            "check its name and the network"
+            if config.source.startswith(HUB)
+            else "check the files in it"
+        )
+        raise UserError(
+            FIELD, config.source, f"cannot be used ({describe(error)}); {hint}"
+        ) from error
     print(f"{place}: a checkpoint with the weights of {config.source}")
 
 
@@ -61,7 +71,9 @@ def _import(source: str) -> Path:
     with locked_output(place, f"another process is writing {place}; waiting for it") as aside:
         model = _read_config(source, _folder(source, [TRANSFORMERS]))
         folder = _folder(source, FILES)
-        versions = {file.name: sha256_file(file) for pattern in FILES for file in folder.glob(pattern)}
+        versions = {
+            file.name: sha256_file(file) for pattern in FILES for file in folder.glob(pattern)
+        }
         versions["gpt2_ddp"] = VERSION
         kept = newest_intact(place.parent)
         if not kept or kept.state.setup.versions != versions:
@@ -75,33 +87,44 @@ def _import(source: str) -> Path:
 
 
 def _check_source(source: str) -> None:
-    """Raises: UserError for a missing folder or file, and for what is no name of a model on the Hub."""
+    """Raises: UserError for a missing folder or file, and for what is no name of a model on the
+    Hub."""
     if source.startswith(HUB):
         if not HUB_NAME.fullmatch(source):
             raise UserError(
-                FIELD, source, f"is no name of a model on the Hub, like {HUB}OWNER/NAME or {HUB}OWNER/NAME@main"
+                FIELD,
+                source,
+                f"is no name of a model on the Hub, like {HUB}OWNER/NAME or {HUB}OWNER/NAME@main",
             )
     elif hint := no_such_folder(source):
         raise UserError(FIELD, source, f"{hint}; {ON_THE_HUB}")
     elif missing := [pattern for pattern in FILES if not any(Path(source).glob(pattern))]:
         is_run = Path(source, "checkpoints").is_dir()
-        hint = "it is a run, which needs no import" if is_run else f"save the model by transformers; {ON_THE_HUB}"
+        hint = (
+            "it is a run, which needs no import"
+            if is_run
+            else f"save the model by transformers; {ON_THE_HUB}"
+        )
         raise UserError(FIELD, source, f"has no {' and no '.join(missing)}; {hint}")
 
 
 def _convert(folder: Path, model: ModelConfig, setup: Setup, settings: str) -> Snapshot:
-    """A run before its first step, without optimizer state. Raises: UserError, which names what does not fit."""
+    """A run before its first step, without optimizer state. Raises: UserError, which names what
+    does not fit."""
     _check_size(folder, model)
     theirs = _load(folder, CLASSES[model.architecture])
     tensors = theirs.state_dict()
     file = folder / TOKENIZER_FILE
     tokenizer = load_tokenizer(str(file))
     if fault := export_fault(file, tokenizer):
-        print_line(f"note: a run with this tokenizer trains, but export_hf.py would refuse it: {fault}")
+        print_line(
+            f"note: a run with this tokenizer trains, but export_hf.py would refuse it: {fault}"
+        )
     torch.manual_seed(0)  # of the padding rows of the vocabulary
     ours = GPT(model, tokenizer.vocab_size)
     for name, place in to_transformers(ours.state_dict(), ours).items():
-        place.copy_(tensors[name][: len(place)])  # raises for a vocabulary that is smaller than the tokenizer's
+        # raises for a vocabulary that is smaller than the tokenizer's
+        place.copy_(tensors[name][: len(place)])
     data = GPTData(
         tokenizer=TOKENIZER_FILE,
         tokenizer_sha256=tokenizer.sha256,
@@ -114,8 +137,8 @@ def _convert(folder: Path, model: ModelConfig, setup: Setup, settings: str) -> S
 
 
 def _folder(source: str, patterns: list[str]) -> Path:
-    """Local folder: `source`, or of these files of `hub:OWNER/NAME`, or of its branch, tag or commit `@…`. Raises:
-    UserError for a file that git-LFS did not fetch."""
+    """Local folder: `source`, or of these files of `hub:OWNER/NAME`, or of its branch, tag or
+    commit `@…`. Raises: UserError for a file that git-LFS did not fetch."""
     if not source.startswith(HUB):
         for file in (file for pattern in patterns for file in Path(source).glob(pattern)):
             if is_lfs_pointer(regular(file)):
@@ -124,31 +147,46 @@ def _folder(source: str, patterns: list[str]) -> Path:
     import huggingface_hub
 
     name, _, revision = source.removeprefix(HUB).partition("@")
-    return Path(huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+    return Path(
+        huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=patterns)
+    )
 
 
 def _read_config(source: str, folder: Path) -> ModelConfig:
-    """The model section of a config.json. Raises: UserError, which names all that a `GPT` does not support.
-    (`reorder_and_upcast_attn` only changes the order.)"""
+    """The model section of a config.json. Raises: UserError, which names all that a `GPT` does not
+    support. (`reorder_and_upcast_attn` only changes the order.)"""
     import transformers
 
     if int(read_json(folder / TRANSFORMERS).get("num_labels") or 0) > MOST_LABELS:
-        raise UserError(FIELD, source, f"has more than {MOST_LABELS:,} num_labels; a language model has none")
+        raise UserError(
+            FIELD, source, f"has more than {MOST_LABELS:,} num_labels; a language model has none"
+        )
     theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     kind = theirs["model_type"]
     if kind not in CLASSES:
-        raise UserError(FIELD, source, f"is a model of type {kind}; only {', '.join(CLASSES)} are supported")
+        raise UserError(
+            FIELD, source, f"is a model of type {kind}; only {', '.join(CLASSES)} are supported"
+        )
     theirs |= theirs.get("rope_parameters") or {}
     try:
-        fitting = ModelConfig(architecture=kind, **{name: theirs[field] for name, field in SHAPE[kind].items()})
+        fitting = ModelConfig(
+            architecture=kind, **{name: theirs[field] for name, field in SHAPE[kind].items()}
+        )
     except ValidationError as error:
         first = error.errors()[0]
         field = SHAPE[kind].get(str(first["loc"][0]), TRANSFORMERS)
         raise UserError(FIELD, source, f"has {field}: {first['input']}; {first['msg']}") from error
     choices = [
-        str(UserError(FIELD, source, f"has {field}: {json.dumps(theirs[field])}; only {json.dumps(ours)} is supported"))
+        str(
+            UserError(
+                FIELD,
+                source,
+                f"has {field}: {json.dumps(theirs[field])}; only {json.dumps(ours)} is supported",
+            )
+        )
         for field, ours in (fixed_fields(fitting) | {"quantization_config": None}).items()
-        if theirs.get(field, ours) not in (TANH_GELUS if field == "activation_function" else (ours,))
+        if theirs.get(field, ours)
+        not in (TANH_GELUS if field == "activation_function" else (ours,))
     ]
     if choices:
         raise UserError.join(choices)
@@ -156,7 +194,8 @@ def _read_config(source: str, folder: Path) -> ModelConfig:
 
 
 def _check_size(folder: Path, model: ModelConfig) -> None:
-    """Raises: UserError for a config.json that claims far more than the weights are. transformers would make it all."""
+    """Raises: UserError for a config.json that claims far more than the weights are. transformers
+    would make it all."""
     numbers = tensors = 0
     for file in folder.glob("model*.safetensors"):
         with safe_open(file, "pt") as opened:
@@ -168,11 +207,16 @@ def _check_size(folder: Path, model: ModelConfig) -> None:
     needed = model.n_embd * (rows + model.n_layer * (model.n_embd + mlp_width(model)))
     if model.n_layer > SLACK * tensors or needed > SLACK * numbers:
         claim = f"a model of {model.n_layer:,} layers and {needed:,} numbers or more"
-        raise UserError(FIELD, folder, f"its {TRANSFORMERS} claims {claim}; its weights are {numbers:,} in {tensors}")
+        raise UserError(
+            FIELD,
+            folder,
+            f"its {TRANSFORMERS} claims {claim}; its weights are {numbers:,} in {tensors}",
+        )
 
 
 def _load(folder: Path, name: str) -> Any:
-    """The model of transformers' class `name` in fp32, with all tensors of the folder and no others."""
+    """The model of transformers' class `name` in fp32, with all tensors of the folder and no
+    others."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -189,11 +233,26 @@ def _load(folder: Path, name: str) -> Any:
     )
     unfit = [f"{name} is missing" for name in found["missing_keys"]]
     # older releases of transformers saved constants, too
-    unfit += [f"{name} is unknown" for name in found["unexpected_keys"] if not name.endswith(".attn.masked_bias")]
-    unfit += [f"{name} has shape {[*has]} instead of {[*wants]}" for name, has, wants in found["mismatched_keys"]]
-    unfit += [f"{name} is not finite" for name, value in theirs.state_dict().items() if not value.isfinite().all()]
-    if theirs.config.tie_word_embeddings and not theirs.lm_head.weight.equal(theirs.get_input_embeddings().weight):
+    unfit += [
+        f"{name} is unknown"
+        for name in found["unexpected_keys"]
+        if not name.endswith(".attn.masked_bias")
+    ]
+    unfit += [
+        f"{name} has shape {[*has]} instead of {[*wants]}"
+        for name, has, wants in found["mismatched_keys"]
+    ]
+    unfit += [
+        f"{name} is not finite"
+        for name, value in theirs.state_dict().items()
+        if not value.isfinite().all()
+    ]
+    if theirs.config.tie_word_embeddings and not theirs.lm_head.weight.equal(
+        theirs.get_input_embeddings().weight
+    ):
         unfit.append("lm_head.weight differs from the embedding")
     if unfit:
-        raise UserError(FIELD, folder, f"has other weights than its {TRANSFORMERS}: {'; '.join(sorted(unfit))}")
+        raise UserError(
+            FIELD, folder, f"has other weights than its {TRANSFORMERS}: {'; '.join(sorted(unfit))}"
+        )
     return theirs

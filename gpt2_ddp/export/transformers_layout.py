@@ -1,8 +1,8 @@
 """Weights and shape of a GPT in the layout of transformers' class of the same architecture.
 
-transformers' GPT-2 has the same names behind a prefix; it stores a block's matrices as [in, out] (`Conv1D`) and always
-has biases. The other classes have names of their own, and a matrix for each part of `c_attn` and of a gated `c_fc`.
-No class has padding rows in its vocabulary.
+transformers' GPT-2 has the same names behind a prefix; it stores a block's matrices as [in, out]
+(`Conv1D`) and always has biases. The other classes have names of their own, and a matrix for each
+part of `c_attn` and of a gated `c_fc`. No class has padding rows in its vocabulary.
 """
 
 import re
@@ -32,7 +32,9 @@ LLAMA_SHAPE = {
     "block_size": "max_position_embeddings",
     "rope_theta": "rope_theta",
 }
-GPT2_SHAPE = {name: name for name in ("n_layer", "n_head", "n_embd", "n_inner")} | {"block_size": "n_positions"}
+GPT2_SHAPE = {name: name for name in ("n_layer", "n_head", "n_embd", "n_inner")} | {
+    "block_size": "n_positions"
+}
 SHAPE = {name: GPT2_SHAPE if name == "gpt2" else LLAMA_SHAPE for name in CLASSES}
 """Field of the model section -> field of a config.json."""
 NAMES = {
@@ -59,7 +61,8 @@ def shape(config: ModelConfig) -> dict[str, Any]:
 
 
 def fixed_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a config.json that follow from architecture and shape, with the defaults of transformers' class."""
+    """The fields of a config.json that follow from architecture and shape, with the defaults of
+    transformers' class."""
     kind = ARCHITECTURES[config.architecture]
     if config.architecture == "gpt2":
         return {
@@ -84,9 +87,14 @@ def fixed_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
-    """The config.json of transformers' class of this shape. `eot` is the token that begins and ends a document."""
+    """The config.json of transformers' class of this shape. `eot` is the token that begins and ends
+    a document."""
     values = shape(config)
-    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if config.architecture == "gpt2" else ("attention_dropout",)
+    dropouts = (
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+        if config.architecture == "gpt2"
+        else ("attention_dropout",)
+    )
     return {
         "architectures": [CLASSES[config.architecture]],
         "model_type": config.architecture,
@@ -102,17 +110,21 @@ def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[
 
 
 def their_names(name: str, config: ModelConfig) -> list[str]:
-    """Names in transformers' class of the tensors that stand one below the other in our tensor `name`."""
+    """Names in transformers' class of the tensors that stand one below the other in our tensor
+    `name`."""
     if config.architecture == "gpt2":
         return [PREFIX + name]
     layer, module, end = re.fullmatch(r"(?:h\.(\d+)\.)?(.+)\.(\w+)", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
     block = f"model.layers.{layer}." if layer else ""
-    return [f"{block}{part}.{end}" for part in (NANOCHAT if config.architecture == "nanochat" else NAMES)[module]]
+    return [
+        f"{block}{part}.{end}"
+        for part in (NANOCHAT if config.architecture == "nanochat" else NAMES)[module]
+    ]
 
 
 def to_transformers(state: Mapping[str, Tensor], model: GPT) -> dict[str, Tensor]:
-    """The tensors of an equal model of transformers' class, as views: of weights, or gradients, by name. The rows of
-    the vocabulary that are padding are left out."""
+    """The tensors of an equal model of transformers' class, as views: of weights, or gradients, by
+    name. The rows of the vocabulary that are padding are left out."""
     config = model.config
     views = {}
     keys = config.n_embd // config.n_head * config.key_heads
@@ -120,7 +132,9 @@ def to_transformers(state: Mapping[str, Tensor], model: GPT) -> dict[str, Tensor
         theirs = their_names(name, config)
         rows = weight[: model.vocab_size] if name in ("wte.weight", HEAD) else weight
         sizes = [config.n_embd, keys, keys] if len(theirs) == 3 else len(rows) // len(theirs)
-        is_transposed = config.architecture == "gpt2" and name.startswith("h.") and weight.dim() == 2
+        is_transposed = (
+            config.architecture == "gpt2" and name.startswith("h.") and weight.dim() == 2
+        )
         for their_name, part in zip(theirs, rows.split(sizes), strict=True):
             views[their_name] = part.T if is_transposed else part
     return views

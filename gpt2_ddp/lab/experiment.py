@@ -19,7 +19,8 @@ Measure = Callable[[Accelerator], Iterator[Numbers]]
 class Experiment:
     """A claim about DDP, and how to measure both the wrong way and the right one."""
 
-    measure: Measure  # runs on both ranks, given the Accelerator, and yields numbers; rank 0's count
+    # runs on both ranks, given the Accelerator, and yields numbers; rank 0's count
+    measure: Measure
     claim: str  # cells of the table
     wrong: str
     right: str
@@ -42,7 +43,8 @@ def make_model(seed: int = 0) -> nn.Sequential:
 
 
 def make_rows(count: int) -> tuple[Tensor, Tensor]:
-    """Inputs fp32 [count, 8] and targets fp32 [count, 1]; later rows lie further from zero, as sorted data do."""
+    """Inputs fp32 [count, 8] and targets fp32 [count, 1]; later rows lie further from zero, as
+    sorted data do."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(count, 8, generator=generator) + torch.linspace(0, 2, count)[:, None]
     return inputs, inputs.sin().sum(1, keepdim=True)

@@ -12,31 +12,43 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab import lessons
 from gpt2_ddp.lab.experiment import Experiment, Numbers
 
-EXPERIMENTS = {name: value for name, value in vars(lessons).items() if isinstance(value, Experiment)}
+EXPERIMENTS = {
+    name: value for name, value in vars(lessons).items() if isinstance(value, Experiment)
+}
 
 PROCESSES = 2
-BOUND = timedelta(seconds=60)  # timeout of collectives: a rank does not wait for longer if the other one fails
+# timeout of collectives: a rank does not wait for longer if the other one fails
+BOUND = timedelta(seconds=60)
 
 
 def run_lab(config: LabConfig) -> int:
-    """Runs experiments, and prints them. Returns 0 if all claims hold, otherwise 1. Raises: UserError before any
-    work."""
+    """Runs experiments, and prints them. Returns 0 if all claims hold, otherwise 1. Raises:
+    UserError before any work."""
     refuse_launcher()
     for name in config.only:
         if name not in EXPERIMENTS:
-            raise UserError("only", name, f"is not an experiment; choose from {', '.join(EXPERIMENTS)}")
+            raise UserError(
+                "only", name, f"is not an experiment; choose from {', '.join(EXPERIMENTS)}"
+            )
     failed = 0
     for name, numbers in run_experiments(config.only or tuple(EXPERIMENTS)).items():
         experiment = EXPERIMENTS[name]
         fails = not experiment.holds(SimpleNamespace(**numbers))
         failed |= fails
-        print(f"{name}{' FAILS' * fails}\n{as_list(experiment, experiment.measured.format_map(numbers))}\n")
+        print(
+            f"{name}{' FAILS' * fails}\n{as_list(experiment, experiment.measured.format_map(numbers))}\n"
+        )
     return failed
 
 
 def as_list(experiment: Experiment, measured: str) -> str:
     """An experiment as a list in Markdown: claim, wrong way, right way, and the figures as text."""
-    facts = {"claim": experiment.claim, "wrong": experiment.wrong, "right": experiment.right, "measured": measured}
+    facts = {
+        "claim": experiment.claim,
+        "wrong": experiment.wrong,
+        "right": experiment.right,
+        "measured": measured,
+    }
     return "\n".join(f"- **{name}**: {text}" for name, text in facts.items())
 
 

@@ -70,7 +70,10 @@ def no_sync(accelerator: Accelerator):
             with model.no_sync() if saves and i < 3 else nullcontext():
                 found[way] = gradient(model, rows, 1 / 4)
         yield {way: sum(sizes)}
-    yield {"parameter_bytes": found["last"].nbytes, "apart": distance(found["last"], found["every"])}
+    yield {
+        "parameter_bytes": found["last"].nbytes,
+        "apart": distance(found["last"], found["every"]),
+    }
 
 
 @experiment(
@@ -85,7 +88,8 @@ def unused_parameters(accelerator: Accelerator):
     for way, finds in (("default", False), ("found", True)):
         model = make_model()
         done = 0
-        model.register_parameter("unused", nn.Parameter(torch.zeros(1)))  # like the other head of a multi-task model
+        # like the other head of a multi-task model
+        model.register_parameter("unused", nn.Parameter(torch.zeros(1)))
         model = DDP(model, find_unused_parameters=finds)
         try:
             while done < 5:
@@ -131,7 +135,12 @@ def gap(model: nn.Module) -> float:
 def called_module(accelerator: Accelerator):
     for way in ("module", "model"):
         model = DDP(make_model())
-        train(model.module if way == "module" else model, share(make_rows(32), accelerator), steps=10, lr=0.01)
+        train(
+            model.module if way == "module" else model,
+            share(make_rows(32), accelerator),
+            steps=10,
+            lr=0.01,
+        )
         yield {way: gap(model)}
 
 
@@ -199,7 +208,10 @@ def set_epoch(accelerator: Accelerator):
     right="accelerator.gather_for_metrics, which drops the repeated ones",
     measured="of 37 test samples: {padded:.0f} counted, accuracy {padded_accuracy:.1%}; dropped: {dropped:.0f}, "
     "{dropped_accuracy:.1%}; on one process {true_accuracy:.1%}",
-    holds=lambda m: m.dropped == 37 < m.padded and m.dropped_accuracy == m.true_accuracy > m.padded_accuracy + 0.02,
+    holds=lambda m: (
+        m.dropped == 37 < m.padded
+        and m.dropped_accuracy == m.true_accuracy > m.padded_accuracy + 0.02
+    ),
 )
 def padded_test_set(accelerator: Accelerator):
     right = torch.ones(37)
@@ -241,7 +253,8 @@ def unequal_batches(accelerator: Accelerator):
 
 
 def sum_over_ranks(value: float, group: Any) -> float:
-    """The sum of the ranks' values, on all of them. Collective; RuntimeError after the group's timeout."""
+    """The sum of the ranks' values, on all of them. Collective; RuntimeError after the group's
+    timeout."""
     total = torch.tensor(value)
     dist.all_reduce(total, group=group)
     return total.item()
@@ -254,7 +267,9 @@ def sum_over_ranks(value: float, group: Any) -> float:
     measured="3 steps; reduced by rank 0 alone: mean loss {alone_mean:.3f}, and step {alone:.0f} is the last before "
     "the timeout; by all: {all_mean:.3f}, {all:.0f} steps",
     holds=lambda m: (
-        (m.alone, m.all) == (1, 3) and m.alone_mean != m.all_mean and abs(m.all_mean / m.true_mean - 1) < 1e-5
+        (m.alone, m.all) == (1, 3)
+        and m.alone_mean != m.all_mean
+        and abs(m.all_mean / m.true_mean - 1) < 1e-5
     ),
 )
 def collective_on_one_rank(accelerator: Accelerator):
@@ -267,7 +282,8 @@ def collective_on_one_rank(accelerator: Accelerator):
         logged = []
         with suppress(RuntimeError):  # the timeout
             for _ in range(3):
-                sum_over_ranks(len(rows[0]) / accelerator.num_processes, group)  # the rows of the step
+                # the rows of the step
+                sum_over_ranks(len(rows[0]) / accelerator.num_processes, group)
                 if logs:
                     logged.append(sum_over_ranks(loss, group) / accelerator.num_processes)
         yield {way: len(logged), f"{way}_mean": logged[0] if logged else 0.0}
@@ -311,7 +327,9 @@ def unequal_shares(accelerator: Accelerator):
     mine = [part[:3] if accelerator.is_main_process else part[3:] for part in rows]
     count = torch.as_tensor(accelerator.reduce(torch.tensor(len(mine[0])), reduction="sum"))
     for way, weight in (("means", 1), ("sums", len(mine[0]) * accelerator.num_processes / count)):
-        yield {way: distance(gradient(DDP(make_model()), mine, weight), gradient(make_model(), rows))}
+        yield {
+            way: distance(gradient(DDP(make_model()), mine, weight), gradient(make_model(), rows))
+        }
 
 
 @experiment(
@@ -343,7 +361,8 @@ def scheduler_steps(accelerator: Accelerator):
 )
 def multiplied_learning_rate(accelerator: Accelerator):
     rows = make_rows(32)
-    # 1.2 / curvature: gradient descent on a quadratic converges below 2 / curvature and diverges above (1.2 x 2)
+    # 1.2 / curvature: gradient descent on a quadratic converges below 2 / curvature and diverges
+    # above (1.2 x 2)
     curvature = torch.linalg.eigvalsh(2 * rows[0].T @ rows[0] / len(rows[0]))[-1].item()
     for way, times in (("one", 1), ("same", 1), ("multiplied", accelerator.num_processes)):
         torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """What differs between the architectures, in one table, and the parts that they are built from.
 
-Shapes: B sequences, T tokens, C = n_embd, H = n_head query heads, K = n_kv_head key heads, Q = C // H, I = MLP width.
+Shapes: B sequences, T tokens, C = n_embd, H = n_head query heads, K = n_kv_head key heads, Q = C //
+H, I = MLP width.
 """
 
 import math
@@ -38,7 +39,8 @@ RMS_EPSILON = 1e-6
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm (Zhang and Sennrich, 2019). Its weights have the dtype of its input, as torch's kernel needs it."""
+    """RMSNorm (Zhang and Sennrich, 2019). Its weights have the dtype of its input, as torch's
+    kernel needs it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., C] -> [..., C]."""
@@ -54,15 +56,19 @@ class Architecture(NamedTuple):
     """One row of ARCHITECTURES.
 
     Args:
-        norm: of a block's input, of the MLP's input and of the head's input; None: LayerNorm, and biases.
+        norm: of a block's input, of the MLP's input and of the head's input; None: LayerNorm, and
+            biases.
         activation: of the MLP. gated: it takes gate and value.
-        rotary: rotary positions (Su et al., 2021): 1 or -1, the direction of rotation; 0: learned positions.
+        rotary: rotary positions (Su et al., 2021): 1 or -1, the direction of rotation; 0: learned
+            positions.
         query_norm: of queries and keys (Henry et al., 2020), before the rotation; None: none.
         rotated_norm: the same after the rotation.
         embedding_norm: of the embeddings. tied: the head is the embedding.
         soft_cap: of logits, `cap · tanh(logits / cap)` (Gemma 2, 2024); None: none.
-        pairs: rows of an embedding of each token with the one before, hashed (Huang et al., 2025); 0: none.
-        values: each layer adds an embedding of the token to its values (Zhou et al., 2024; modded-nanogpt).
+        pairs: rows of an embedding of each token with the one before, hashed (Huang et al., 2025);
+            0: none.
+        values: each layer adds an embedding of the token to its values (Zhou et al., 2024;
+            modded-nanogpt).
     """
 
     norm: Norm | None
@@ -80,7 +86,8 @@ class Architecture(NamedTuple):
 
 # fmt: off
 ARCHITECTURES = {
-    #            norm            activation, gated  rotary  q/k norm  after rotation  embedding norm  tied   cap
+    # norm            activation, gated  rotary  q/k norm  after rotation  embedding norm  tied
+    # cap
     "gpt2":     (None,           gelu,       False, 0,      None,     None,           None,           True,  None),
     "llama":    (rms_norm,       swiglu,     True,  1,      None,     None,           None,           False, None),
     "qwen3":    (rms_norm,       swiglu,     True,  1,      rms_norm, None,           None,           False, None),
@@ -92,9 +99,9 @@ ARCHITECTURES["speedrun"] = ARCHITECTURES["nanochat"]._replace(pairs=32_768, val
 
 
 class Context(NamedTuple):
-    """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal), cache, and value
-    embeddings [B, T, K·Q] of each layer. The cache has keys and values of the S tokens so far, [L, 2, B, K, S, Q]; the
-    layers write those of the last T."""
+    """What the blocks know of the tokens: rotation of their positions, attention mask (None:
+    causal), cache, and value embeddings [B, T, K·Q] of each layer. The cache has keys and values of
+    the S tokens so far, [L, 2, B, K, S, Q]; the layers write those of the last T."""
 
     rotation: Rotation | None = None
     mask: Tensor | None = None
@@ -105,7 +112,10 @@ class Context(NamedTuple):
 def rotation(config: ModelConfig, positions: Tensor) -> Rotation:
     """Cosines and sines of int64 positions [T] or [B, T]."""
     size = config.n_embd // config.n_head
-    frequencies = config.rope_theta ** (-torch.arange(0, size, 2, device=positions.device).float() / size)  # [Q / 2]
+    # [Q / 2]
+    frequencies = config.rope_theta ** (
+        -torch.arange(0, size, 2, device=positions.device).float() / size
+    )
     angles = positions[..., None, None].float() * frequencies  # [T, 1, Q / 2] or [B, T, 1, Q / 2]
     return angles.cos(), ARCHITECTURES[config.architecture].rotary * angles.sin()
 
@@ -118,12 +128,14 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 SHORT = range(64, 257)
-"""Contexts in tokens whose attention matrix is built in bf16 training on CPUs: at 128, the backward pass of torch's
-kernel takes three times as long. Shorter contexts keep the bits of earlier releases."""
+"""Contexts in tokens whose attention matrix is built in bf16 training on CPUs: at 128, the backward
+pass of torch's kernel takes three times as long. Shorter contexts keep the bits of earlier
+releases."""
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q·kᵀ / √Q)·v over the past, by matrix products: [B, H, T, Q], 2 x [B, K, T, Q] -> [B, H, T, Q]."""
+    """softmax(q·kᵀ / √Q)·v over the past, by matrix products: [B, H, T, Q], 2 x [B, K, T, Q] -> [B,
+    H, T, Q]."""
     (B, H, T, Q), groups = q.shape, q.size(1) // k.size(1)
     k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
     q, k, v = (x.reshape(B * H, T, Q) for x in (q, k, v))
@@ -166,7 +178,12 @@ class Attention(nn.Module):
             cache[self.layer, ..., -T:, :] = torch.stack((k, v))
             k, v = cache[self.layer]  # 2 x [B, K, S, Q]
         dropout = self.dropout if self.training else 0.0
-        is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T in SHORT and torch.is_grad_enabled()
+        is_short = (
+            q.device.type == "cpu"
+            and q.dtype == torch.bfloat16
+            and T in SHORT
+            and torch.is_grad_enabled()
+        )
         if mask is None and not dropout and is_short:
             y = causal_attention(q, k, v)
         else:
@@ -183,16 +200,20 @@ class Attention(nn.Module):
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
     def _rotated(self, x: Tensor, norm: nn.Module | None, rotation: Rotation) -> Tensor:
-        """Queries or keys in fp32 [B, T, H, Q], normalized and rotated in the architecture's order."""
+        """Queries or keys in fp32 [B, T, H, Q], normalized and rotated in the architecture's
+        order."""
         if norm is None:
             return rotate(x, rotation)
         return norm(rotate(x, rotation)) if self.rotates_first else rotate(norm(x), rotation)
 
 
 def mlp_width(config: ModelConfig) -> int:
-    """I of the MLP: `model.n_inner`, or 4·C; with a gate 8/3·C, which has as many parameters, rounded up to 64s."""
+    """I of the MLP: `model.n_inner`, or 4·C; with a gate 8/3·C, which has as many parameters,
+    rounded up to 64s."""
     gated = ARCHITECTURES[config.architecture].gated
-    return config.n_inner or (math.ceil(8 * config.n_embd / 192) * 64 if gated else 4 * config.n_embd)
+    return config.n_inner or (
+        math.ceil(8 * config.n_embd / 192) * 64 if gated else 4 * config.n_embd
+    )
 
 
 class MLP(nn.Module):

@@ -1,4 +1,5 @@
-"""torch.compile: which part of a model to compile, and whether a compiler is available (docs/benchmarks.md)."""
+"""torch.compile: which part of a model to compile, and whether a compiler is available
+(docs/benchmarks.md)."""
 
 import os
 import shutil
@@ -22,12 +23,17 @@ def check_compiler(how: str, device: torch.device) -> None:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """What inductor lacks: a C++ compiler for CPUs; Triton or a C compiler for GPUs. None: nothing."""
+    """What inductor lacks: a C++ compiler for CPUs; Triton or a C compiler for GPUs. None:
+    nothing."""
     if device.type == "mps":
         return None  # Metal has its own compiler
-    if device.type == "cuda" and (not find_spec("triton") or torch.cuda.get_device_capability(device) < (7, 0)):
+    if device.type == "cuda" and (
+        not find_spec("triton") or torch.cuda.get_device_capability(device) < (7, 0)
+    ):
         return "Triton"
-    variable, names = ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
+    variable, names = (
+        ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
+    )
     compilers = [os.environ[variable]] if variable in os.environ else names
     if not any(shutil.which(name) for name in compilers):
         return f"a compiler, which is {' or '.join(compilers)}"
@@ -36,8 +42,11 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def resolve_compile(before: str | None, model: nn.Module, accelerator: Accelerator) -> tuple[str, str | None]:
-    """The value of `train.compile: auto` (off, blocks or model), and what inductor lacks if that turned it off.
+def resolve_compile(
+    before: str | None, model: nn.Module, accelerator: Accelerator
+) -> tuple[str, str | None]:
+    """The value of `train.compile: auto` (off, blocks or model), and what inductor lacks if that
+    turned it off.
     `before`: the saved run's value on the same devices."""
     device = accelerator.device
     how = "blocks" if accelerator.num_processes > 1 else "model"
@@ -49,15 +58,18 @@ def resolve_compile(before: str | None, model: nn.Module, accelerator: Accelerat
 
 
 def compiled(model: Any, how: str) -> nn.Module:
-    """The model, compiled with static shapes: as a whole (model), each block in place (blocks), or unchanged (off)."""
+    """The model, compiled with static shapes: as a whole (model), each block in place (blocks), or
+    unchanged (off)."""
     if how != "off":
         import torch._inductor.config as inductor
 
-        # that launcher keeps Python's lock while the GPU's queue is full, as in a collective that hangs: all threads
+        # that launcher keeps Python's lock while the GPU's queue is full, as in a collective that
+        # hangs: all threads
         # of the watchdog would stop
         inductor.use_static_cuda_launcher = False
     if how == "blocks":
-        torch._dynamo.config.optimize_ddp = False  # it would cut each block by DDP's buckets, as if it were the model
+        # it would cut each block by DDP's buckets, as if it were the model
+        torch._dynamo.config.optimize_ddp = False
         model.compile_blocks()
     return torch.compile(model, dynamic=False) if how == "model" else model  # pyright: ignore
 

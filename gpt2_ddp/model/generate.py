@@ -1,4 +1,5 @@
-"""Text generation: batches of rows and a cache of keys and values. A sample depends only on its seed and row."""
+"""Text generation: batches of rows and a cache of keys and values. A sample depends only on its
+seed and row."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +14,14 @@ from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.model.gpt import GPT
 
 BATCH_ROWS = 32
-"""Rows decoded at once, at most. Bounds the cache's memory: 75 MB a row for GPT-2 (124M) at its full context."""
+"""Rows decoded at once, at most. Bounds the cache's memory: 75 MB a row for GPT-2 (124M) at its
+full context."""
 
 
 class Sampling(NamedTuple):
-    """Length of the samples, and the distribution that their tokens are drawn from: fields of `GenerateConfig`. `top_p`
-    is that of Holtzman et al. (2020). `seed` and a row's index seed its numbers; global generators stay as they are."""
+    """Length of the samples, and the distribution that their tokens are drawn from: fields of
+    `GenerateConfig`. `top_p` is that of Holtzman et al. (2020). `seed` and a row's index seed its
+    numbers; global generators stay as they are."""
 
     max_new_tokens: int = 256
     temperature: float = 0.8
@@ -35,15 +38,18 @@ def generate(
     sampling: Sampling,
     poll: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, int]]:
-    """Continues each prompt: its row, and a new token; a row's tokens do not depend on the other rows.
+    """Continues each prompt: its row, and a new token; a row's tokens do not depend on the other
+    rows.
 
-    The rows of a batch have equal lengths: a row whose prompt is longer than the shortest takes its next token from
-    there. At the model's context, the last half of each row is encoded again: positions are learned, so a cache cannot
-    be shifted. So each token sees at least block_size / 2 tokens.
+    The rows of a batch have equal lengths: a row whose prompt is longer than the shortest takes its
+    next token from there. At the model's context, the last half of each row is encoded again:
+    positions are learned, so a cache cannot be shifted. So each token sees at least block_size / 2
+    tokens.
 
     Args:
         model: on any device; its training mode is restored afterwards.
-        prompts: token ids of one document. An empty prompt is its start. A long one loses its beginning.
+        prompts: token ids of one document. An empty prompt is its start. A long one loses its
+            beginning.
         eot: the end-of-text token, which ends a row, and is left out.
         poll: called before each token; its exceptions end the generation.
     """
@@ -52,7 +58,9 @@ def generate(
     try:
         for first in range(0, len(prompts), BATCH_ROWS):
             batch = prompts[first : first + BATCH_ROWS]
-            draws = [np.random.default_rng([sampling.seed, first + row]) for row in range(len(batch))]
+            draws = [
+                np.random.default_rng([sampling.seed, first + row]) for row in range(len(batch))
+            ]
             for row, token in _continue(model, batch, eot, sampling, draws, poll):
                 yield first + row, token
     finally:
@@ -75,7 +83,9 @@ def _continue(
     rows = torch.tensor([prompt[:shortest] for prompt in given], device=device)  # [B, n]
     prompted = [iter(prompt[shortest:]) for prompt in given]
     left = [sampling.max_new_tokens] * len(given)
-    cache = empty_cache(model, len(given), min(max(map(len, given)) + sampling.max_new_tokens, size))
+    cache = empty_cache(
+        model, len(given), min(max(map(len, given)) + sampling.max_new_tokens, size)
+    )
     while any(left):
         poll()
         if rows.size(1) > size:
@@ -83,9 +93,12 @@ def _continue(
             cache.fill_(math.nan)
         known = [next(tokens, None) for tokens in prompted]
         numbers = [
-            draw.random(dtype=np.float32) if token is None else 0.0 for draw, token in zip(draws, known, strict=True)
+            draw.random(dtype=np.float32) if token is None else 0.0
+            for draw, token in zip(draws, known, strict=True)
         ]
-        drawn = sample(next_logits(model, rows, cache), torch.tensor(numbers, device=device), sampling).tolist()
+        drawn = sample(
+            next_logits(model, rows, cache), torch.tensor(numbers, device=device), sampling
+        ).tolist()
         tokens = [new if token is None else token for new, token in zip(drawn, known, strict=True)]
         rows = torch.cat((rows, torch.tensor(tokens, device=device)[:, None]), dim=1)
         for row, token in enumerate(tokens):
@@ -105,8 +118,9 @@ def empty_cache(model: GPT, rows: int, length: int) -> Tensor:
 
 
 def next_logits(model: GPT, rows: Tensor, cache: Tensor) -> Tensor:
-    """Logits [B, V] of the token after each row, int64 [B, n]; n up to block_size. The cache is empty,
-    or has all tokens but the last. It is filled again if attention of one's own leaves out a layer."""
+    """Logits [B, V] of the token after each row, int64 [B, n]; n up to block_size. The cache is
+    empty, or has all tokens but the last. It is filled again if attention of one's own leaves out a
+    layer."""
     cache = cache[..., : rows.size(1), :]
     begin = 0 if cache[..., 0, 0].isnan().any() else rows.size(1) - 1
     tokens = rows[:, begin:]
@@ -120,17 +134,22 @@ def next_logits(model: GPT, rows: Tensor, cache: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
-    """One token per row, int64 [B], drawn from logits [B, V] by inverting their cumulative distribution at `uniform`,
-    numbers in [0, 1) [B]. Temperature, top_k and top_p apply in this order."""
+    """One token per row, int64 [B], drawn from logits [B, V] by inverting their cumulative
+    distribution at `uniform`, numbers in [0, 1) [B]. Temperature, top_k and top_p apply in this
+    order."""
     _, temperature, top_k, top_p, _ = sampling
     if temperature == 0:
         return logits.argmax(dim=-1)
-    top, ids = logits.float().topk(min(top_k or logits.size(-1), logits.size(-1)))  # [B, k], likeliest first
-    share = ((top - top[:, :1]) / max(temperature, 1e-30)).softmax(dim=-1)  # below, fp32 would divide 0 by 0
+    # [B, k], likeliest first
+    top, ids = logits.float().topk(min(top_k or logits.size(-1), logits.size(-1)))
+    # below, fp32 would divide 0 by 0
+    share = ((top - top[:, :1]) / max(temperature, 1e-30)).softmax(dim=-1)
     total = share.cumsum(dim=-1)
-    nucleus = (total - share < top_p).sum(dim=-1, keepdim=True).clamp(min=1)  # [B, 1]: tokens until top_p is reached
+    # [B, 1]: tokens until top_p is reached
+    nucleus = (total - share < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
     target = uniform[:, None] * total.gather(1, nucleus - 1)
-    choice = torch.minimum((total <= target).sum(dim=-1, keepdim=True), nucleus - 1)  # rounding may reach the end
+    # rounding may reach the end
+    choice = torch.minimum((total <= target).sum(dim=-1, keepdim=True), nucleus - 1)
     return ids.gather(1, choice)[:, 0]
 
 

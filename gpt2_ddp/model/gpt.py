@@ -1,6 +1,7 @@
 """The language model of each architecture: GPT-2 (Radford et al., 2019), Llama, Qwen3 and nanochat.
 
-Parameters have the names of OpenAI's and HuggingFace's GPT-2 (`h.0.attn.c_attn.weight`); layers are `nn.Linear`.
+Parameters have the names of OpenAI's and HuggingFace's GPT-2 (`h.0.attn.c_attn.weight`); layers are
+`nn.Linear`.
 Shapes: B sequences, T tokens, C = n_embd, V = padded vocabulary.
 """
 
@@ -19,18 +20,19 @@ from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, make_norm
 from gpt2_ddp.model.optim import Role, roles
 
 VOCAB_MULTIPLE = 128
-"""The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
+"""The embedding is padded to a multiple of this many rows: faster matrix multiplication in the
+head."""
 PAIR_HASH = 92_821
 PAIR_DROPOUT = 0.3
-"""Prime factor of the first token in the hash of a pair; dropout of the embeddings of pairs, which would learn a text
-by heart in its second epoch (docs/speedrun.md)."""
+"""Prime factor of the first token in the hash of a pair; dropout of the embeddings of pairs, which
+would learn a text by heart in its second epoch (docs/speedrun.md)."""
 LOSS_CHUNK = 8192
 """Tokens per chunk of the loss on GPUs: GPT-2's logits take about 1 GB in bf16."""
 
 
 def loss_chunk(x: Tensor) -> int:
-    """Tokens per chunk of the loss of these hidden states; 0: all at once. A compiled loss keeps no logits in fp32, so
-    chunks would save little."""
+    """Tokens per chunk of the loss of these hidden states; 0: all at once. A compiled loss keeps no
+    logits in fp32, so chunks would save little."""
     return LOSS_CHUNK if x.is_cuda and not torch.compiler.is_compiling() else 0
 
 
@@ -66,26 +68,33 @@ class GPT(nn.Module):
         self.wpe = None if kind.rotary else nn.Embedding(config.block_size, config.n_embd)
         self.pairs = nn.Embedding(kind.pairs, config.n_embd) if kind.pairs else None
         keys = config.n_embd // config.n_head * config.key_heads
-        self.values = nn.ModuleList(nn.Embedding(padded, keys) for _ in range(config.n_layer * kind.values))
+        self.values = nn.ModuleList(
+            nn.Embedding(padded, keys) for _ in range(config.n_layer * kind.values)
+        )
         self.embedding_norm = kind.embedding_norm(config.n_embd) if kind.embedding_norm else None
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
         self.lm_head = None if kind.tied else nn.Linear(config.n_embd, padded, bias=False)
-        # the head's bias: gives the padding probability 0 within the matrix multiplication; no checkpoint has it, so it
-        # is on the CPU even if the model is made on the meta device
+        # the head's bias: gives the padding probability 0 within the matrix multiplication; no
+        # checkpoint has it, so it is on the CPU even if the model is made on the meta device
         mask = torch.zeros(padded, device="cpu")
         mask[vocab_size:] = -math.inf
-        self.register_buffer("padding_mask", mask if padded > vocab_size else None, persistent=False)
+        self.register_buffer(
+            "padding_mask", mask if padded > vocab_size else None, persistent=False
+        )
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         for name, parameter in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # the residual stream sums 2 * n_layer of these (GPT-2, section 2.3)
+            # the residual stream sums 2 * n_layer of these (GPT-2, section 2.3)
+            if name.endswith("c_proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
         """Next-token loss, or logits without targets.
 
         Args:
@@ -94,7 +103,8 @@ class GPT(nn.Module):
             reduction: `mean` (over scored targets), `sum` or `none`, as in `F.cross_entropy`.
 
         Returns:
-            Cross-entropy in nats: fp32 scalar, or [B, T] with reduction `none`. Logits: [B, T, vocab_size].
+            Cross-entropy in nats: fp32 scalar, or [B, T] with reduction `none`. Logits: [B, T,
+            vocab_size].
         """
         # [T]; causal
         positions = torch.arange(tokens.size(1), device=tokens.device)
@@ -121,7 +131,8 @@ class GPT(nn.Module):
         rows = self.ln_f(x).flatten(0, 1)
         goals = targets.flatten()
         score = lambda rows, goals, kind: F.cross_entropy(self._logits(rows), goals, reduction=kind)  # noqa: E731
-        if (chunk := loss_chunk(rows)) and len(rows) > chunk:  # the backward pass computes each chunk's logits again
+        # the backward pass computes each chunk's logits again
+        if (chunk := loss_chunk(rows)) and len(rows) > chunk:
             parts = zip(rows.split(chunk), goals.split(chunk), strict=True)
             again = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
             loss = torch.cat([again(*part, "none") for part in parts])
@@ -132,29 +143,36 @@ class GPT(nn.Module):
         return loss.view_as(targets) if reduction == "none" else loss
 
     def compile_blocks(self) -> None:
-        """Compiles each block, and the head with the loss, in place. So DDP all-reduces a block's gradients during the
-        backward pass of the blocks below."""
+        """Compiles each block, and the head with the loss, in place. So DDP all-reduces a block's
+        gradients during the backward pass of the blocks below."""
         for block in self.h:
             block.compile(dynamic=False)
         self.loss = torch.compile(self.loss, dynamic=False)
         self.compiles_blocks = True
 
     def context(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None, cache: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: Tensor | None = None,
     ) -> Context:
         """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
         rotated = rotation(self.config, positions) if self.wpe is None else None
         return Context(rotated, mask, cache, [table(tokens) for table in self.values])
 
     def embed(self, tokens: Tensor, before: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings [B, T, C] of tokens int64 [B, T] at positions [T] or [B, T]. Some architectures add those of pairs
-        with the tokens `before` [B, T], which do not count at position 0. Without positions, an embedding of zeros
-        (transformers' for `pad_token_id`) has no gradient: that of RMSNorm would be in the thousands."""
+        """Embeddings [B, T, C] of tokens int64 [B, T] at positions [T] or [B, T]. Some
+        architectures add those of pairs with the tokens `before` [B, T], which do not count at
+        position 0. Without positions, an embedding of zeros (transformers' for `pad_token_id`) has
+        no gradient: that of RMSNorm would be in the thousands."""
         if self.wpe is None:
             x = self.wte(tokens)
             x = torch.where(x.any(-1, keepdim=True), x, x.detach())
         else:  # [T]: the first ones, whose gradient needs no gather
-            learned = self.wpe.weight[: tokens.size(1)] if positions.dim() == 1 else self.wpe(positions)
+            learned = (
+                self.wpe.weight[: tokens.size(1)] if positions.dim() == 1 else self.wpe(positions)
+            )
             x = self.wte(tokens) + learned
         if self.pairs is not None:
             pairs = (positions > 0) * (PAIR_HASH * before + tokens) % self.pairs.num_embeddings
@@ -162,14 +180,17 @@ class GPT(nn.Module):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _within_documents(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions within documents, int64 [B, T], and the causal mask within each, bool [B, 1, T, T]. A document
-        begins with end-of-text. Tokens before a window's first one belong to a document that began earlier."""
+        """Positions within documents, int64 [B, T], and the causal mask within each, bool [B, 1, T,
+        T]. A document begins with end-of-text. Tokens before a window's first one belong to a
+        document that began earlier."""
         assert self.eot is not None, "a document mask needs the id of end-of-text"
         begins = tokens == self.eot
         index = torch.arange(tokens.size(1), device=tokens.device)
         positions = index - (begins * index).cummax(dim=1).values
         document = begins.cumsum(dim=1)  # [B, T], index in the window
-        mask = (document[:, None, :, None] == document[:, None, None, :]) & (index[:, None] >= index)
+        mask = (document[:, None, :, None] == document[:, None, None, :]) & (
+            index[:, None] >= index
+        )
         return positions, mask
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -190,13 +211,15 @@ class GPT(nn.Module):
         return {(self.lm_head or self.wte).weight: "head"}
 
     def num_parameters(self) -> int:
-        """Parameters of matrix products and norms, without embeddings that are only looked up (nanoGPT's count): 123.7M
-        for GPT-2 (124M), with padding."""
-        return sum(parameter.numel() for parameter, role in roles(self).items() if role != "embedding")
+        """Parameters of matrix products and norms, without embeddings that are only looked up
+        (nanoGPT's count): 123.7M for GPT-2 (124M), with padding."""
+        return sum(
+            parameter.numel() for parameter, role in roles(self).items() if role != "embedding"
+        )
 
     def flops_per_token(self) -> int:
-        """Training FLOPs per token, forward and backward: 6·N + 12·L·H·Q·T (PaLM, appendix B; nanoGPT's N). Masked
-        attention counts in full."""
+        """Training FLOPs per token, forward and backward: 6·N + 12·L·H·Q·T (PaLM, appendix B;
+        nanoGPT's N). Masked attention counts in full."""
         config = self.config
         return 6 * self.num_parameters() + 12 * config.n_layer * config.n_embd * config.block_size
 
@@ -204,14 +227,16 @@ class GPT(nn.Module):
 def count_parameters(config: ModelConfig, vocab_size: int) -> int:
     """Parameters of a `GPT`, without making it: each layer adds equally many."""
     with torch.device("meta"), without_init():
-        models = [GPT(config.model_copy(update={"n_layer": layers}), vocab_size) for layers in (1, 2)]
+        models = [
+            GPT(config.model_copy(update={"n_layer": layers}), vocab_size) for layers in (1, 2)
+        ]
     one, two = (sum(parameter.numel() for parameter in model.parameters()) for model in models)
     return one + (config.n_layer - 1) * (two - one)
 
 
 class without_init(TorchFunctionMode):
-    """Context in which modules are made without initial weights, which are loaded or received afterwards. It saves
-    1.4 s of CPU time for GPT-2 (124M)."""
+    """Context in which modules are made without initial weights, which are loaded or received
+    afterwards. It saves 1.4 s of CPU time for GPT-2 (124M)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Skips calls of `torch.nn.init`."""

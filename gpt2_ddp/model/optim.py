@@ -15,7 +15,8 @@ from gpt2_ddp.distributed.launch import multiplies_bf16
 from gpt2_ddp.errors import UserError
 
 Role = Literal["matrix", "embedding", "head", "vector", "other"]
-"""matrix: a hidden layer's, or a stack of them [..., A, B]: Muon's. embedding: a table that no matrix product reads.
+"""matrix: a hidden layer's, or a stack of them [..., A, B]: Muon's. embedding: a table that no
+matrix product reads.
 head: the matrix that makes the outputs. vector: without weight decay."""
 KERNELS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -23,9 +24,9 @@ KERNELS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def roles(model: Any) -> dict[Any, Role]:
     """The role of each parameter, in the order of `named_parameters`.
 
-    A model's optional method `parameter_roles` returns roles by parameter. The others follow from modules and shapes.
-    The head is transformers' `get_output_embeddings`, or else the last `nn.Linear`. An `nn.Embedding` that shares its
-    weight with the head is the head.
+    A model's optional method `parameter_roles` returns roles by parameter. The others follow from
+    modules and shapes. The head is transformers' `get_output_embeddings`, or else the last
+    `nn.Linear`. An `nn.Embedding` that shares its weight with the head is the head.
     """
     own: dict[Any, Role] = model.parameter_roles() if hasattr(model, "parameter_roles") else {}
     assert {*own.values()} <= {*get_args(Role)}, own.values()
@@ -50,12 +51,15 @@ MOMENTUM = 0.95
 """Decay rate of Muon's momentum."""
 EPSILON = 1e-8
 """AdamW's epsilon."""
-NOBODY = "the model trains no parameter of the role {}; {}, or name some in the model's parameter_roles"
+NOBODY = (
+    "the model trains no parameter of the role {}; {}, or name some in the model's parameter_roles"
+)
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, bf16: bool = False) -> Optimizer:
-    """The optimizer over the plain model. `bf16`: Muon sends its updates in bf16, and computes them in bf16 on devices
-    with instructions for it. Raises: UserError for a setting of a group that no parameter is in."""
+    """The optimizer over the plain model. `bf16`: Muon sends its updates in bf16, and computes them
+    in bf16 on devices with instructions for it. Raises: UserError for a setting of a group that no
+    parameter is in."""
     optimizer = OPTIMIZERS[config.name](model, config)
     sent = torch.bfloat16 if bf16 else torch.float32
     dtype = sent if multiplies_bf16(next(model.parameters()).device) else torch.float32
@@ -66,49 +70,72 @@ def build_optimizer(model: nn.Module, config: OptimConfig, bf16: bool = False) -
 
 def adamw(model: nn.Module, config: OptimConfig) -> Optimizer:
     """PyTorch's fused AdamW."""
-    return without_dynamo(AdamW)(decay_groups(model, config), config.lr, config.betas, EPSILON, fused=True)
+    return without_dynamo(AdamW)(
+        decay_groups(model, config), config.lr, config.betas, EPSILON, fused=True
+    )
 
 
 def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
     """Muon for the matrices, at `relative_lr` times the learning rate, and AdamW for the others."""
-    matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, "momentum": MOMENTUM}
+    matrices = {
+        "params": muon_matrices(model),
+        "weight_decay": config.weight_decay,
+        "momentum": MOMENTUM,
+    }
     matrices |= {"name": "muon", "relative_lr": config.muon_lr / config.lr}
     groups = [*decay_groups(model, config, {*matrices["params"]}), matrices]
     return MuonAdamW(groups, config.lr, config.betas, EPSILON, fused=True)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig], Optimizer]] = {"adamw": adamw, "muon": muon}
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig], Optimizer]] = {
+    "adamw": adamw,
+    "muon": muon,
+}
 """The function that builds each optimizer, by `optim.name`."""
 
 
-def decay_groups(model: nn.Module, config: OptimConfig, own: Set[nn.Parameter] = frozenset()) -> list[dict[str, Any]]:
-    """Groups of the trained parameters that are not in `own`. Matrices and embeddings decay; biases and LayerNorms do
-    not. `embedding_lr` has a group of its own."""
+def decay_groups(
+    model: nn.Module, config: OptimConfig, own: Set[nn.Parameter] = frozenset()
+) -> list[dict[str, Any]]:
+    """Groups of the trained parameters that are not in `own`. Matrices and embeddings decay; biases
+    and LayerNorms do not. `embedding_lr` has a group of its own."""
     trained = {p: role for p, role in roles(model).items() if p.requires_grad and p not in own}
     tables = [p for p, role in trained.items() if role == "embedding" and config.embedding_lr]
     vectors = [p for p, role in trained.items() if role == "vector"]
     decays = {"weight_decay": config.weight_decay}
     groups = [
-        {"name": "decayed", "params": [p for p in trained if p not in {*tables, *vectors}], **decays},
+        {
+            "name": "decayed",
+            "params": [p for p in trained if p not in {*tables, *vectors}],
+            **decays,
+        },
         {"name": "vector", "params": vectors, "weight_decay": 0.0, "relative_weight_decay": 0.0},
     ]
     if config.embedding_lr:
         if not tables:
-            raise UserError("optim.embedding_lr", config.embedding_lr, NOBODY.format("embedding", "set it to null"))
+            raise UserError(
+                "optim.embedding_lr",
+                config.embedding_lr,
+                NOBODY.format("embedding", "set it to null"),
+            )
         relative = config.embedding_lr / config.lr
         groups.append({"name": "embedding", "params": tables, **decays, "relative_lr": relative})
     return groups
 
 
 def without_dynamo(kind: Any) -> Any:
-    """The optimizer class without torch's wrappers, which import Dynamo at the first call: 1.1 s of CPU time."""
+    """The optimizer class without torch's wrappers, which import Dynamo at the first call: 1.1 s of
+    CPU time."""
     names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     bare = {name: inspect.unwrap(getattr(kind, name)) for name in names}
-    return type(kind.__name__, (kind,), {**bare, "step": torch.no_grad()(inspect.unwrap(kind.step))})
+    return type(
+        kind.__name__, (kind,), {**bare, "step": torch.no_grad()(inspect.unwrap(kind.step))}
+    )
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of Muon's group. The largest come first, which balances the ranks. Raises: UserError for none."""
+    """Parameters of Muon's group. The largest come first, which balances the ranks. Raises:
+    UserError for none."""
     matrices = [p for p, role in roles(model).items() if role == "matrix" and p.requires_grad]
     if not matrices:
         raise UserError("optim.name", "muon", NOBODY.format("matrix", "use adamw"))
@@ -123,11 +150,14 @@ TOGETHER = 2**22
 
 
 def orthogonal_updates(
-    parameters: Sequence[Any], direction: Callable[[int], Tensor], dtype: torch.dtype, sent_dtype: torch.dtype
+    parameters: Sequence[Any],
+    direction: Callable[[int], Tensor],
+    dtype: torch.dtype,
+    sent_dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The orthogonalized `direction` of each parameter; of a sharded one, this rank's rows. Each rank computes some and
-    sends them. So ranks share the work, and stay replicas although processors round differently. Computes in `dtype`,
-    sends `sent_dtype`."""
+    """The orthogonalized `direction` of each parameter; of a sharded one, this rank's rows. Each
+    rank computes some and sends them. So ranks share the work, and stay replicas although
+    processors round differently. Computes in `dtype`, sends `sent_dtype`."""
     mesh = parameters[0].device_mesh["shards"] if hasattr(parameters[0], "device_mesh") else None
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if mesh:
@@ -140,7 +170,9 @@ def orthogonal_updates(
         found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)
     updates = []
     for n, one in enumerate(parameters):
-        update = found[n] if n in found else torch.empty(one.shape, dtype=sent_dtype, device=one.device)
+        update = (
+            found[n] if n in found else torch.empty(one.shape, dtype=sent_dtype, device=one.device)
+        )
         if mesh:
             update = divided(update, mesh, n % world)
         elif world > 1:
@@ -172,7 +204,8 @@ def gathered(
 
 
 class MuonAdamW(without_dynamo(AdamW)):
-    """Muon for parameter groups with a `momentum`, fused AdamW for the others. Both read `found_inf` on the device."""
+    """Muon for parameter groups with a `momentum`, fused AdamW for the others. Both read
+    `found_inf` on the device."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -187,7 +220,12 @@ class MuonAdamW(without_dynamo(AdamW)):
                     if not self.state[p]:
                         self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
                 bad = getattr(self, "found_inf", torch.zeros((), device=parameters[0].device))
-                muon_step(group, parameters, bad, [local(self.state[p]["momentum_buffer"]) for p in parameters])
+                muon_step(
+                    group,
+                    parameters,
+                    bad,
+                    [local(self.state[p]["momentum_buffer"]) for p in parameters],
+                )
 
 
 def local(tensor: Any) -> Tensor:
@@ -195,25 +233,34 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor]) -> None:
-    """Step of `torch.optim.Muon`. The update of an [A, B] matrix is Nesterov's momentum, orthogonalized and scaled by
-    √max(1, A/B) (the "original" adjustment): its spectral norm is about the learning rate at any width."""
+def muon_step(
+    group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor]
+) -> None:
+    """Step of `torch.optim.Muon`. The update of an [A, B] matrix is Nesterov's momentum,
+    orthogonalized and scaled by √max(1, A/B) (the "original" adjustment): its spectral norm is
+    about the learning rate at any width."""
     gradients = [local(parameter.grad) for parameter in parameters]
     bad = bad.bool()
     for gradient, buffer in zip(gradients, buffers, strict=True):
-        buffer.lerp_(torch.where(bad, buffer, gradient), 1 - group["momentum"])  # lerp to itself keeps it
+        # lerp to itself keeps it
+        buffer.lerp_(torch.where(bad, buffer, gradient), 1 - group["momentum"])
     direction = lambda n: gradients[n].lerp(buffers[n], group["momentum"])  # noqa: E731
     updates = orthogonal_updates(parameters, direction, group["dtype"], group["sent_dtype"])
     for parameter, update in zip(parameters, updates, strict=True):
         held = local(parameter)
         stepped = held * (1 - group["lr"] * group["weight_decay"])
-        stepped.add_(update, alpha=-group["lr"] * math.sqrt(max(1, parameter.size(-2) / parameter.size(-1))))
+        stepped.add_(
+            update, alpha=-group["lr"] * math.sqrt(max(1, parameter.size(-2) / parameter.size(-1)))
+        )
         held.copy_(torch.where(bad, held, stepped))
 
 
-def batches(matrices: Sequence[Tensor], numbers: Sequence[int], dtype: torch.dtype) -> Iterator[list[int]]:
-    """The numbers of matrices to orthogonalize together: of one shape and, in bf16, `TOGETHER` elements at most. Small
-    products fill a processor better in a batch. In fp32 each matrix is alone: its bits are the same on any rank."""
+def batches(
+    matrices: Sequence[Tensor], numbers: Sequence[int], dtype: torch.dtype
+) -> Iterator[list[int]]:
+    """The numbers of matrices to orthogonalize together: of one shape and, in bf16, `TOGETHER`
+    elements at most. Small products fill a processor better in a batch. In fp32 each matrix is
+    alone: its bits are the same on any rank."""
     for shape in dict.fromkeys(matrices[number].shape for number in numbers):
         same = [number for number in numbers if matrices[number].shape == shape]
         size = 1 if dtype == torch.float32 else max(1, TOGETHER // shape.numel())
@@ -221,17 +268,20 @@ def batches(matrices: Sequence[Tensor], numbers: Sequence[int], dtype: torch.dty
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U·Vᵀ of each matrix U·S·Vᵀ, by the Newton-Schulz iteration in this dtype: [..., A, B] -> [..., A, B].
+    """About U·Vᵀ of each matrix U·S·Vᵀ, by the Newton-Schulz iteration in this dtype: [..., A, B]
+    -> [..., A, B].
 
-    Each step multiplies X by a polynomial of X·Xᵀ. For an oblong X in fp32, the polynomials' product is computed first
-    and multiplies X once: half of the arithmetic. bf16 is too coarse for that, as singular values are squared first.
+    Each step multiplies X by a polynomial of X·Xᵀ. For an oblong X in fp32, the polynomials'
+    product is computed first and multiplies X once: half of the arithmetic. bf16 is too coarse for
+    that, as singular values are squared first.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.size(-2) > matrices.size(-1)
     stack = matrices.flatten(0, -3)
     x = (stack.mT if is_tall else stack).to(dtype)
     x = x / torch.stack([one.norm() for one in x])[:, None, None].clamp(min=1e-7)
-    if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1):  # nearer to a square, it takes more arithmetic
+    # nearer to a square, it takes more arithmetic
+    if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1):
         x = torch.stack([_product_of_polynomials(one @ one.T) @ one for one in x])
     else:
         for _ in range(STEPS):
@@ -241,7 +291,8 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product_of_polynomials(gram: Tensor) -> Tensor:
-    """Product of the iteration's polynomials of G = X·Xᵀ. A step by P = a + b·G + c·G² turns G into P·G·P."""
+    """Product of the iteration's polynomials of G = X·Xᵀ. A step by P = a + b·G + c·G² turns G into
+    P·G·P."""
     a, b, c = COEFFICIENTS
     polynomial = product = gram
     for step in range(STEPS):

@@ -12,7 +12,8 @@ from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rm
 from gpt2_ddp.model.gpt import GPT, LOSS_CHUNK
 from gpt2_ddp.model.optim import build_optimizer
 
-CUDA_BASE = 1.0e9  # bytes of a CUDA context, cuBLAS's workspace and the allocator's slack; NCCL takes as much again
+# bytes of a CUDA context, cuBLAS's workspace and the allocator's slack; NCCL takes as much again
+CUDA_BASE = 1.0e9
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,17 @@ class Setting:
         return 4 if self.precision == "no" else 2
 
 
-def setting_of(config: TrainingConfig, model: GPT, kind: str, processes: int, precision: str) -> Setting:
-    """Setting of a training on GPUs that evaluates and saves in the foreground, for a micro-batch of 1. The model may
-    be on the meta device."""
+def setting_of(
+    config: TrainingConfig, model: GPT, kind: str, processes: int, precision: str
+) -> Setting:
+    """Setting of a training on GPUs that evaluates and saves in the foreground, for a micro-batch
+    of 1. The model may be on the meta device."""
     groups = build_optimizer(model, config.optim).param_groups
-    state = sum((2 - ("momentum" in group)) * parameter.numel() for group in groups for parameter in group["params"])
+    state = sum(
+        (2 - ("momentum" in group)) * parameter.numel()
+        for group in groups
+        for parameter in group["params"]
+    )
     return Setting(
         config,
         kind,
@@ -61,7 +68,8 @@ Parts = dict[str, float]
 
 
 def moments_of(setting: Setting) -> dict[str, Parts]:
-    """What is alive at the peak of a training step and of an evaluation. While a checkpoint is saved, less is."""
+    """What is alive at the peak of a training step and of an evaluation. While a checkpoint is
+    saved, less is."""
     config = setting.config
     window = config.model.block_size
     weights = 4.0 * setting.parameters
@@ -72,10 +80,12 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     if setting.background and setting.kind == "cpu":
         lasting["checkpoint's copy"] = (weights + state) / shards
     gradients = {"gradients": weights}
-    # with DDP, gradients are views of its buckets, which stay; otherwise they are None between the steps
+    # with DDP, gradients are views of its buckets, which stay; otherwise they are None between the
+    # steps
     between = gradients if setting.processes > 1 and not is_sharded else {}
     layers = config.model.n_layer
-    matrices = layers * setting.block + setting.vocab_size * config.model.n_embd  # which autocast copies
+    # which autocast copies
+    matrices = layers * setting.block + setting.vocab_size * config.model.n_embd
     read = {"weights in half": 2.0 * matrices} if setting.precision != "no" else {}
     if is_sharded:
         root = setting.parameters - layers * setting.block
@@ -102,37 +112,43 @@ def _saved(setting: Setting, tokens: int) -> float:
     layers = model.n_layer
     width = tokens * model.n_embd
     keys = width * model.key_heads // model.n_head
-    # the residual stream, as in fp32: an H100 reserves 1 % more than this says for GPT-2 (124M) in bf16
+    # the residual stream, as in fp32: an H100 reserves 1 % more than this says for GPT-2 (124M) in
+    # bf16
     stream = (2 * layers + 3) * 4 * width
     block = 3 * width * half  # outputs of both norms and of attention
     block += (width + 2 * keys) * half  # queries, keys, values
-    block += (2 + 2 * kind.gated) * tokens * mlp_width(model) * half  # before and after the activation
+    # before and after the activation
+    block += (2 + 2 * kind.gated) * tokens * mlp_width(model) * half
     if kind.rotary:  # rotated queries and keys
         block += (width + keys) * half
     # CPUs have no fused kernel of RMSNorm, and its output before the weights is a tensor of its own
     unfused = setting.kind == "cpu" and kind.norm not in (None, plain_rms_norm)
     block += 2 * 4 * width * unfused
-    if kind.query_norm or kind.rotated_norm:  # its input, unless that is a part of queries and keys above
+    # its input, unless that is a part of queries and keys above
+    if kind.query_norm or kind.rotated_norm:
         inputs = unfused + bool(kind.rotated_norm or half == 2)
         block += inputs * 4 * (width + keys)
     if model.dropout:
         block += 2 * width  # a byte for each number
-    if setting.config.train.activation_checkpointing:  # a block's input is kept, and one block at a time is whole
+    # a block's input is kept, and one block at a time is whole
+    if setting.config.train.activation_checkpointing:
         return stream - layers * 4 * width + block
     return stream + layers * block
 
 
 def _temporary(setting: Setting, tokens: int) -> float:
-    """Bytes of a block, in evaluation or the backward pass: the activation's input and output or their gradients."""
+    """Bytes of a block, in evaluation or the backward pass: the activation's input and output or
+    their gradients."""
     model = setting.config.model
-    numbers = 3 if ARCHITECTURES[model.architecture].activation is gelu else 5  # gelu's backward pass is one kernel
+    # gelu's backward pass is one kernel
+    numbers = 3 if ARCHITECTURES[model.architecture].activation is gelu else 5
     return numbers * tokens * mlp_width(model) * setting.number_bytes
 
 
 def _logits(setting: Setting, tokens: int, trains: bool = False) -> float:
-    """fp32: logits and log-softmax; in the backward pass the gradients of both and log-softmax, and tanh of capped
-    logits. In half precision: logits in half and in fp32, and log-softmax. Compiled for a GPU: logits, in whose place
-    their gradients come."""
+    """fp32: logits and log-softmax; in the backward pass the gradients of both and log-softmax, and
+    tanh of capped logits. In half precision: logits in half and in fp32, and log-softmax. Compiled
+    for a GPU: logits, in whose place their gradients come."""
     model = setting.config.model
     train = setting.config.train
     if setting.kind == "cuda" and train.compile != "off":
@@ -149,7 +165,8 @@ class Memory(NamedTuple):
 
     moment: str  # of the peak
     parts: Parts  # at the peak
-    host: float  # host memory of GPUs' processes for a checkpoint in the background, on one machine at most
+    # host memory of GPUs' processes for a checkpoint in the background, on one machine at most
+    host: float
 
     @property
     def peak(self) -> float:

@@ -39,10 +39,12 @@ from gpt2_ddp.training.gpus import GPUS, peak_flops
 from gpt2_ddp.training.start import Opened, open_run
 from gpt2_ddp.training.throughput import device_name
 
-CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
+# largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
+CPU_MARGIN = 0.2
 FIRST_STEP = 4e7  # bytes that the first step on a CPU loads: libraries and kernels
 MFU = 0.4  # assumed model FLOP/s utilization, as a fraction of the GPUs' peak
-MFU_WIDTH = 768  # narrowest model that reached it (docs/benchmarks.md); narrower ones wait for memory and launches
+# narrowest model that reached it (docs/benchmarks.md); narrower ones wait for memory and launches
+MFU_WIDTH = 768
 DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkpoint
 START = {"cuda": 180.0, "cpu": 60.0, "mps": 60.0}  # assumed seconds to the first step; GPUs compile
 
@@ -51,20 +53,26 @@ START = {"cuda": 180.0, "cpu": 60.0, "mps": 60.0}  # assumed seconds to the firs
 class Seen:
     """Results of a dry run."""
 
-    mistakes: list[str] = field(default_factory=list)  # user errors, as the lines printed after `error:`
-    task: Pretraining | None = None  # with its data open; None for missing data, and after most user errors
+    # user errors, as the lines printed after `error:`
+    mistakes: list[str] = field(default_factory=list)
+    # with its data open; None for missing data, and after most user errors
+    task: Pretraining | None = None
     model: ModelConfig | None = None  # settled; None after most user errors
     step: int = 0  # of the checkpoint
 
 
 def preflight(config: TrainingConfig, processes: int) -> Seen:
-    """Does the work of a training up to its first step (`training.loop.train`, `run.build`), with the same user errors.
-    `processes` are the planned training's; this one is alone, or has as many."""
+    """Does the work of a training up to its first step (`training.loop.train`, `run.build`), with
+    the same user errors. `processes` are the planned training's; this one is alone, or has as
+    many."""
     seen = Seen()
     launch = config.launch
-    config = config.model_copy(update={"launch": launch.model_copy(update={"replicas": 1})})  # for this process alone
+    # for this process alone
+    config = config.model_copy(update={"launch": launch.model_copy(update={"replicas": 1})})
 
-    def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
+    def make_task(
+        config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None
+    ) -> Pretraining:
         if config.launch.parallel == "fsdp":
             count_shards(processes, launch.replicas)
         split_batch(config.global_batch_windows, processes, 1)
@@ -78,7 +86,9 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
                 seen.step = run.step
                 if not (file := missing_data(config)):
                     _look_at(run, seen)
-                elif not (recipe := load(PrepareConfig, ["--config", file])).source_name.startswith("hub:"):
+                elif not (recipe := load(PrepareConfig, ["--config", file])).source_name.startswith(
+                    "hub:"
+                ):
                     scan(recipe)
         except UserError as error:
             seen.mistakes = error.mistakes
@@ -130,7 +140,8 @@ def find_target(config: PlanConfig, started: int) -> Target:
     else:
         kind = "cuda"
         names = matching_gpus(config.gpu)
-        is_clear = len({GPUS[name] for name in names}) == 1  # variants with equal figures have equal plans
+        # variants with equal figures have equal plans
+        is_clear = len({GPUS[name] for name in names}) == 1
         if not is_clear and not config.gpu_memory:
             raise UserError("gpu", config.gpu, _gpu_hint(config.gpu, names))
         name = names[0] if is_clear else config.gpu
@@ -141,8 +152,9 @@ def find_target(config: PlanConfig, started: int) -> Target:
 
 
 def matching_gpus(text: str) -> list[str]:
-    """The names of the table that a user may mean: an exact one, or else all that have each word of the text. Case,
-    hyphens, NVIDIA and GeForce do not matter; nor do spaces in a whole name, like `rtx4090`."""
+    """The names of the table that a user may mean: an exact one, or else all that have each word of
+    the text. Case, hyphens, NVIDIA and GeForce do not matter; nor do spaces in a whole name, like
+    `rtx4090`."""
     words = _words(text)
     exact = [name for name in GPUS if f" {name}".lower().endswith(f" {text}".lower())]
     exact += [name for name in GPUS if "".join(_words(name)) == "".join(words)]
@@ -151,15 +163,21 @@ def matching_gpus(text: str) -> list[str]:
 
 
 def _words(name: str) -> list[str]:
-    return [word for word in name.lower().replace("-", " ").split() if word not in ("nvidia", "geforce")]
+    return [
+        word for word in name.lower().replace("-", " ").split() if word not in ("nvidia", "geforce")
+    ]
 
 
 def _gpu_hint(text: str, names: Sequence[str]) -> str:
     if names:
-        return f"may be {', '.join(name.removeprefix('NVIDIA ') for name in names)}; name one of them"
+        return (
+            f"may be {', '.join(name.removeprefix('NVIDIA ') for name in names)}; name one of them"
+        )
     numbers = {word for word in _words(text) if any(map(str.isdigit, word))}
     known = {" ".join(_words(name)): name.removeprefix("NVIDIA ") for name in GPUS}
-    near = [name for name in known if numbers & {*name.split()}] or get_close_matches(text.lower(), known)
+    near = [name for name in known if numbers & {*name.split()}] or get_close_matches(
+        text.lower(), known
+    )
     similar = f" (similar: {', '.join(known[name] for name in near)})" if near else ""
     return f"is no known name of nvidia-smi{similar}; for another GPU, set --gpu_memory, in GB, and --tokens_per_second"
 
@@ -182,7 +200,9 @@ def describe_corpus(config: TrainingConfig, task: Pretraining | None) -> Corpus:
         return Corpus(assumed_vocabulary(config), None, steps, scored or config.auto_eval_tokens)
     known = sum(len(stream) - 1 for _, stream in task.corpus.validation.values())
     scored = min(scored or known, known)
-    return Corpus(task.manifest.vocab_size, task.epoch_size, task.total_steps(task.epoch_size), scored)
+    return Corpus(
+        task.manifest.vocab_size, task.epoch_size, task.total_steps(task.epoch_size), scored
+    )
 
 
 def assumed_vocabulary(config: TrainingConfig) -> int:
@@ -221,7 +241,9 @@ class Plan:
 
     @property
     def accumulation(self) -> int:
-        return ceil(self.config.global_batch_windows / (self.machine.processes * self.setting.micro_batch))
+        return ceil(
+            self.config.global_batch_windows / (self.machine.processes * self.setting.micro_batch)
+        )
 
     @property
     def fits(self) -> bool:
@@ -235,7 +257,8 @@ class Plan:
 
     @property
     def largest(self) -> int:
-        """The most windows of a micro-batch that fit a process's memory, up to the configured number; 0: none fits."""
+        """The most windows of a micro-batch that fit a process's memory, up to the configured
+        number; 0: none fits."""
         config = self.config
         processes = min(self.machine.processes, self.config.global_batch_windows)
         for size in range(config.train.micro_batch_size, 0, -1):
@@ -251,25 +274,29 @@ class Plan:
 
     @property
     def others(self) -> int:
-        """Checkpoints besides the newest ones at a time: the best, and the one that is being written."""
+        """Checkpoints besides the newest ones at a time: the best, and the one that is being
+        written."""
         return bool(self.corpus.scored) + 1
 
     @property
     def has_known_mfu(self) -> bool:
-        """Whether the assumed MFU holds for a model of this width, and the table of peaks for this precision."""
-        return self.config.model.n_embd >= MFU_WIDTH and self.setting.precision != "no"  # the table has bf16's
+        """Whether the assumed MFU holds for a model of this width, and the table of peaks for this
+        precision."""
+        # the table has bf16's
+        return self.config.model.n_embd >= MFU_WIDTH and self.setting.precision != "no"
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second over all processes, as given or by the MFU; None without a known peak or MFU."""
+        """Tokens per second over all processes, as given or by the MFU; None without a known peak
+        or MFU."""
         peak = self.machine.peak if self.has_known_mfu else None
         by_mfu = peak and MFU * peak * self.machine.processes / self.flops_per_token
         return self.config.tokens_per_second or by_mfu
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall time of the remaining work, by kind; empty if unknown. First and last step are evaluated. An evaluation
-        has a third of a step's arithmetic per token."""
+        """Wall time of the remaining work, by kind; empty if unknown. First and last step are
+        evaluated. An evaluation has a third of a step's arithmetic per token."""
         config = self.config
         steps = self.steps
         done = self.step
@@ -309,7 +336,8 @@ class Plan:
 
 
 def show_plan(config: PlanConfig) -> int:
-    """The command. Raises: UserError after it has printed the plan, with the user errors of the training."""
+    """The command. Raises: UserError after it has printed the plan, with the user errors of the
+    training."""
     plan = make_plan(config)
     if is_main_process():
         print(*format_plan(plan), sep="\n", flush=True)
@@ -319,12 +347,14 @@ def show_plan(config: PlanConfig) -> int:
 
 
 def make_plan(config: PlanConfig) -> Plan:
-    """The plan. Raises: UserError for errors in the fields of plan.py; errors of the training are in the plan."""
+    """The plan. Raises: UserError for errors in the fields of plan.py; errors of the training are
+    in the plan."""
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         config = config.model_copy(update={"launch": follow_accelerate(config.training).launch})
     machine = find_target(config, world_size())
     training = config.training
-    if not machine.is_here:  # user errors of the device are those of the GPUs, which have all precisions
+    # user errors of the device are those of the GPUs, which have all precisions
+    if not machine.is_here:
         own = {"device": "cpu", "mixed_precision": "no"}
         training = training.model_copy(update={"train": training.train.model_copy(update=own)})
     precision = config.train.mixed_precision
@@ -332,14 +362,17 @@ def make_plan(config: PlanConfig) -> Plan:
         if precision == "fast":
             config = settle_fast(config, torch.device(machine.kind))
         precision = pick_precision(config.train.mixed_precision, torch.device(machine.kind))
-    base = psutil.Process().memory_info().rss + FIRST_STEP  # before the meta device loads more than a training has
+    # before the meta device loads more than a training has
+    base = psutil.Process().memory_info().rss + FIRST_STEP
     seen = preflight(training, machine.processes)
     if config.inherited and not seen.model:
         raise UserError.join(seen.mistakes)
     return build_plan(config, machine, precision, seen, base)
 
 
-def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, base: float = 0.0) -> Plan:
+def build_plan(
+    config: PlanConfig, machine: Target, precision: str, seen: Seen, base: float = 0.0
+) -> Plan:
     """The plan of a dry run. `base`: bytes of a CPU's process without its model."""
     config = config.model_copy(update={"model": seen.model or config.model})
     corpus = describe_corpus(config, seen.task)
@@ -347,7 +380,8 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
         model = (seen.task or Pretraining(config)).make_model(corpus.vocab_size)
     setting = setting_of(config, model, machine.kind, machine.processes, precision)
     checkpoint = 4 * (setting.parameters + setting.state)
-    background = config.checkpoint.background is not False  # elsewhere, machines with GPUs have cores and memory
+    # elsewhere, machines with GPUs have cores and memory
+    background = config.checkpoint.background is not False
     if machine.is_here:
         has_core = spare_core(machine.kind, torch.get_num_threads())
         background = should_save_async(config.checkpoint.background, checkpoint, has_core)
@@ -356,7 +390,9 @@ def build_plan(config: PlanConfig, machine: Target, precision: str, seen: Seen, 
         setting = replace(setting, base=base)
     windows = config.global_batch_windows
     processes = min(machine.processes, windows)  # more are refused
-    setting = replace(setting, micro_batch=split_batch(windows, processes, config.train.micro_batch_size))
+    setting = replace(
+        setting, micro_batch=split_batch(windows, processes, config.train.micro_batch_size)
+    )
     return Plan(
         config,
         machine,
@@ -401,8 +437,12 @@ def format_plan(plan: Plan) -> Iterator[str]:
         yield f"  time         unknown{_why_unknown(plan)}: set --tokens_per_second"
         return
     yield f"  time         {timedelta(seconds=round(sum(plan.seconds.values())))} at {plan.speed:,.0f} tokens/s"
-    yield "    " + ", ".join(f"{what} {timedelta(seconds=round(time))}" for what, time in plan.seconds.items())
-    price = f", {config.price * plan.device_hours:,.2f} in total" if config.price is not None else ""
+    yield "    " + ", ".join(
+        f"{what} {timedelta(seconds=round(time))}" for what, time in plan.seconds.items()
+    )
+    price = (
+        f", {config.price * plan.device_hours:,.2f} in total" if config.price is not None else ""
+    )
     yield f"  device time  {plan.device_hours:,.2f} hours{price}"
 
 
@@ -414,10 +454,16 @@ def _what_fits(plan: Plan) -> str:
         return f"--train.micro_batch_size {plan.largest} fits"
     config = plan.config
     least = estimate(replace(plan.setting, micro_batch=1)).peak
-    flags = [] if config.train.activation_checkpointing else ["--train.activation_checkpointing true"]
+    flags = (
+        [] if config.train.activation_checkpointing else ["--train.activation_checkpointing true"]
+    )
     if config.launch.parallel == "ddp" and plan.machine.processes > 1:
         flags.append("--launch.parallel fsdp")
-    hint = f"; try {' and '.join(flags)}" if flags else "; use more GPUs" * (config.launch.parallel == "fsdp")
+    hint = (
+        f"; try {' and '.join(flags)}"
+        if flags
+        else "; use more GPUs" * (config.launch.parallel == "fsdp")
+    )
     return f"a micro-batch of 1 takes {least / 1e9:,.2f} GB{hint}"
 
 
@@ -450,5 +496,9 @@ def _training(plan: Plan) -> str:
     flops = plan.flops_per_token * tokens
     epochs = f", {tokens / (windows * plan.config.model.block_size):.2f} epochs" if windows else ""
     done = f"; {plan.step:,} steps are done" if plan.step else ""
-    margin = f" (in {minutes:g} minutes, {'±10%' if plan.config.tokens_per_second else '±25%'})" if minutes else ""
+    margin = (
+        f" (in {minutes:g} minutes, {'±10%' if plan.config.tokens_per_second else '±25%'})"
+        if minutes
+        else ""
+    )
     return f"{steps:,} steps{margin}, {tokens:,} tokens, {flops:.3g} FLOP{epochs}{done}"

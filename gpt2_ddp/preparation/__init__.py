@@ -1,1 +1,2 @@
-"""Text to token shards: sources, tokenizers, encoding (scripts/prepare_data.py). A training loads none of it."""
+"""Text to token shards: sources, tokenizers, encoding (scripts/prepare_data.py). A training loads
+none of it."""

@@ -1,8 +1,9 @@
-"""Encodes documents into the shards of their splits, with several processes, in the order of the source.
+"""Encodes documents into the shards of their splits, with several processes, in the order of the
+source.
 
-Workers read parts of the files and encode them; the main process joins the tokens, and reads what cannot be cut.
-If `gigatoken` is installed (`pip install gpt2_ddp[fast]`), it encodes GPT-2's BPE: the same ids, many times faster.
-tiktoken encodes a sample of each item again, for comparison.
+Workers read parts of the files and encode them; the main process joins the tokens, and reads what
+cannot be cut. If `gigatoken` is installed (`pip install gpt2_ddp[fast]`), it encodes GPT-2's BPE:
+the same ids, many times faster. tiktoken encodes a sample of each item again, for comparison.
 """
 
 import base64
@@ -75,16 +76,20 @@ def encode_item(tokenizer_name: str, config: PrepareConfig, item: Item) -> Encod
 def write_splits(
     folder: Path, source: Source, tokenizer: str, cut: Cut | None, pool: Pool
 ) -> tuple[dict[str, list[Shard]], Counter[str]]:
-    """Encodes the source into shards: each document is the end-of-text token, then its own tokens. `cut`: the result
-    of `find_cut`. Returns the shards of each split, and the counts of `read_pieces`.
+    """Encodes the source into shards: each document is the end-of-text token, then its own tokens.
+    `cut`: the result of `find_cut`. Returns the shards of each split, and the counts of
+    `read_pieces`.
     Raises: UserError if the source cannot be read, or gives no tokens for a split."""
     for cached in (_cached_tokenizer, _cached_fast_encoder):
-        cached.cache_clear()  # an earlier preparation of this process may have had another file of this name
+        # an earlier preparation of this process may have had another file of this name
+        cached.cache_clear()
     config = source.config
     vocab_size = _cached_tokenizer(tokenizer).vocab_size
     names = ("train", "val") if config.val_fraction else ("train",)
     counts: Counter[str] = Counter()
-    writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size) for split in names}
+    writers = {
+        split: ShardWriter(folder, split, config.shard_tokens, vocab_size) for split in names
+    }
     sizes: deque[float] = deque()
     items = _noting_sizes(make_items(source, counts, cut), sizes)
     encoded = in_order(partial(encode_item, tokenizer, config), items, pool)
@@ -103,50 +108,62 @@ def write_splits(
 def _noting_sizes(items: Iterable[Item], sizes: deque[float]) -> Iterator[Item]:
     """The items, while their sizes are appended to `sizes`: bytes of files, or of text."""
     for parts, pieces in items:
-        sizes.append(sum(part.bytes for part in parts) + sum(len(piece.text.encode()) for piece in pieces))
+        sizes.append(
+            sum(part.bytes for part in parts) + sum(len(piece.text.encode()) for piece in pieces)
+        )
         yield parts, pieces
 
 
 def make_items(source: Source, counts: Counter[str], cut: Cut | None) -> Iterator[Item]:
-    """The items of the source, in order. Parts above `LARGEST` are read and counted here; with a cut, or with
-    `max_documents`, all are."""
+    """The items of the source, in order. Parts above `LARGEST` are read and counted here; with a
+    cut, or with `max_documents`, all are."""
     in_main_process = cut is not None or source.config.max_documents is not None
     for batch in batches(source.parts, lambda part: part.bytes, inf if in_main_process else BLOCK):
         if batch[-1].bytes <= LARGEST and not in_main_process:
             yield batch, []
         else:
             read = read_split(source, batch, counts, cut)
-            yield from (([], pieces) for pieces in batches(read, lambda piece: len(piece.text), BLOCK))
+            yield from (
+                ([], pieces) for pieces in batches(read, lambda piece: len(piece.text), BLOCK)
+            )
 
 
 @dataclass
 class FastEncoder:
-    """Encodes like `Tokenizer.encode`, for text without lone surrogates and a byte-level BPE with GPT-2's pattern. Ids,
-    except those of special tokens, go from `first` on without a gap. `encoder`: gigatoken's, with ids from 0 on. It has
-    no special tokens, since it would find them in the text."""
+    """Encodes like `Tokenizer.encode`, for text without lone surrogates and a byte-level BPE with
+    GPT-2's pattern. Ids, except those of special tokens, go from `first` on without a gap.
+    `encoder`: gigatoken's, with ids from 0 on. It has no special tokens, since it would find them
+    in the text."""
 
     tokenizer: Tokenizer
     encoder: Any
     first: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids [n], uint16, or uint32 for more than 65,536 ids. Raises: UserError if gigatoken panics."""
+        """Ids [n], uint16, or uint32 for more than 65,536 ids. Raises: UserError if gigatoken
+        panics."""
         try:
             ids = self.encoder.encode(text.encode())
-        except BaseException as error:  # a panic of Rust's is no Exception, and its class cannot be imported
+        except (
+            BaseException
+        ) as error:  # a panic of Rust's is no Exception, and its class cannot be imported
             if type(error).__module__ != "pyo3_runtime":
                 raise
-            raise UserError("gigatoken", truncate(text, 60), f"panicked ({error}); {WITHOUT}") from None
+            raise UserError(
+                "gigatoken", truncate(text, 60), f"panicked ({error}); {WITHOUT}"
+            ) from None
         return (ids + np.uint32(self.first)).astype(token_dtype(self.tokenizer.vocab_size))
 
     def check(self, text: str, ids: np.ndarray) -> None:
-        """Compares `ids`, the result of `encode`, with tiktoken's of the beginning, up to the first end of a word after
-        `SAMPLE` characters. Raises: UserError if they differ."""
+        """Compares `ids`, the result of `encode`, with tiktoken's of the beginning, up to the first
+        end of a word after `SAMPLE` characters. Raises: UserError if they differ."""
         end = WORD_END.search(text, SAMPLE)
         text = text[: end.start()] if end else text
         expected = self.tokenizer.encode(text)
         if not np.array_equal(ids[: len(expected)] if end else ids, expected):
-            raise UserError("gigatoken", truncate(text, 60), f"its ids are not tiktoken's; {WITHOUT}")
+            raise UserError(
+                "gigatoken", truncate(text, 60), f"its ids are not tiktoken's; {WITHOUT}"
+            )
 
 
 def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
@@ -171,7 +188,8 @@ _cached_fast_encoder = cache(lambda tokenizer: fast_encoder(tokenizer))
 
 
 class ShardWriter:
-    """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter."""
+    """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be
+    shorter."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int):
         self.folder = folder
@@ -207,7 +225,8 @@ class ShardWriter:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json` atomically. Raises: UserError if it is invalid, as when one shard is in both splits."""
+    """Writes `manifest.json` atomically. Raises: UserError if it is invalid, as when one shard is
+    in both splits."""
     content = asdict(manifest)
     content["sha256"] = content_sha256(content)
     text = json.dumps(content, indent=1) + "\n"

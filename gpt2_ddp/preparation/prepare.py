@@ -1,5 +1,6 @@
-"""Text to token shards. The same source and settings give the same bytes with any number of workers. manifest.json is
-written last and makes the folder usable; after a kill, a preparation starts over.
+"""Text to token shards. The same source and settings give the same bytes with any number of
+workers. manifest.json is written last and makes the folder usable; after a kill, a preparation
+starts over.
 """
 
 import errno
@@ -45,31 +46,41 @@ from gpt2_ddp.preparation.sources import MOST_NAMED, DocumentChunk, Source, scan
 from gpt2_ddp.preparation.split import Cut, empty_split, find_cut, read_split
 from gpt2_ddp.preparation.tokenizer_check import check_tokenizer
 
-LEFT = ("train_*.bin", "val_*.bin", TOKENIZER_FILE)  # beside RECORD, of a preparation that was killed at its end
+# beside RECORD, of a preparation that was killed at its end
+LEFT = ("train_*.bin", "val_*.bin", TOKENIZER_FILE)
 LINE = 320  # most characters of such a file's line
 NAMED = 3  # files that the summary names of those that are left out
 LONGEST_WORD = 256
-"""Most characters of a word, or of a run of blanks, that a BPE is trained on. The time of the training grows with the
-square of a word's length, so longer ones are cut. The encoding of a text cuts none."""
+"""Most characters of a word, or of a run of blanks, that a BPE is trained on. The time of the
+training grows with the square of a word's length, so longer ones are cut. The encoding of a text
+cuts none."""
 _LONG = f"{{{LONGEST_WORD + 1},}}"
-LONG_WORDS = re.compile("|".join(kind + _LONG for kind in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")))
+LONG_WORDS = re.compile(
+    "|".join(kind + _LONG for kind in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s"))
+)
 """Letters, digits, other characters, blanks: GPT-2's pattern leaves such parts of a text whole."""
 LONG_RUNS = re.compile(rf"(?<!\S)\S{_LONG}|(?<!\s)\s{_LONG}")
-"""Text without a blank, or of blanks alone. Long words are within such runs, which are found in a third of the time."""
+"""Text without a blank, or of blanks alone. Long words are within such runs, which are found in a
+third of the time."""
 BPE_CHARACTERS = 10**8
-"""Most characters of the source to train a BPE on. Of 500 MB of program files, a BPE of 32,768 tokens that was trained
-on 0.5e8, 1e8 and 2e8 characters encoded 3.62, 3.65 and 3.67 bytes a token."""
+"""Most characters of the source to train a BPE on. Of 500 MB of program files, a BPE of 32,768
+tokens that was trained on 0.5e8, 1e8 and 2e8 characters encoded 3.62, 3.65 and 3.67 bytes a
+token."""
 
 
 def prepare(config: PrepareConfig) -> Manifest:
-    """Creates a folder of token shards, and returns its manifest. Keeps a folder that is prepared already. Raises:
-    UserError if source, tokenizer or output folder are unusable, or the folder has other content."""
+    """Creates a folder of token shards, and returns its manifest. Keeps a folder that is prepared
+    already. Raises: UserError if source, tokenizer or output folder are unusable, or the folder has
+    other content."""
     folder = Path(config.folder)
     config = config.model_copy(update={"output": str(folder)})
-    if manifest := _finished(folder, config):  # first without the lock, since the folder may be read-only
+    # first without the lock, since the folder may be read-only
+    if manifest := _finished(folder, config):
         return manifest
     try:
-        with locked_output(folder, f"another process is preparing {folder}; waiting for it") as aside:
+        with locked_output(
+            folder, f"another process is preparing {folder}; waiting for it"
+        ) as aside:
             if manifest := _finished(folder, config):
                 return manifest
             _clear(folder)
@@ -85,28 +96,38 @@ def prepare(config: PrepareConfig) -> Manifest:
 
 
 def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
-    """The manifest of a folder with this recipe; None if it is not prepared. Raises: UserError for another recipe, or a
-    source that has changed; a deleted one may have."""
+    """The manifest of a folder with this recipe; None if it is not prepared. Raises: UserError for
+    another recipe, or a source that has changed; a deleted one may have."""
     if not os.path.exists(folder / MANIFEST):
         return None
     manifest = read_manifest(folder)
     recipe = _recipe(config)
     made_with = manifest.recipe
-    differing = [f"{name} {made_with.get(name)}" for name in recipe if made_with.get(name) != recipe[name]]
+    differing = [
+        f"{name} {made_with.get(name)}" for name in recipe if made_with.get(name) != recipe[name]
+    ]
     if differing:
         hint = f"has shards made with {', '.join(differing)}; choose another output, or delete it"
         raise UserError("output", folder, hint)
     for split in manifest.splits:
         TokenStream(folder, manifest, split)  # checks the shards
-    is_file = config.tokenizer not in ("bpe", *encoding_names()) and os.path.exists(config.tokenizer)
+    is_file = config.tokenizer not in ("bpe", *encoding_names()) and os.path.exists(
+        config.tokenizer
+    )
     if is_file and load_tokenizer(config.tokenizer).sha256 != manifest.tokenizer_sha256:
         hint = f"has changed since the text was encoded with it; choose another output, or delete {folder}"
         raise UserError("tokenizer", config.tokenizer, hint)
     can_compare = row_source(config) or any(list_files(source) for source in config.source)
     if can_compare:
         check_unchanged(folder, config, made_with.get("fingerprint"))
-    gone = "" if can_compare else f" ({config.source_name} is not here any more, so it was not compared)"
-    print(f"{folder} is already prepared: {_summary(manifest)}{gone}; delete it to prepare it again")
+    gone = (
+        ""
+        if can_compare
+        else f" ({config.source_name} is not here any more, so it was not compared)"
+    )
+    print(
+        f"{folder} is already prepared: {_summary(manifest)}{gone}; delete it to prepare it again"
+    )
     if note := tokenizer_note({str(folder): manifest}):
         print(f"  note: {note}")
     return manifest
@@ -153,12 +174,18 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Pool) -> Manifest:
     account = counts | {"left_out": source.left_out[:MOST_NAMED]}
     recipe = _recipe(config) | {"fingerprint": was, "account": account}
     name_of_source = config.source_name
-    text = f"stdlib (Python {platform.python_version()})" if name_of_source == "stdlib" else name_of_source
+    text = (
+        f"stdlib (Python {platform.python_version()})"
+        if name_of_source == "stdlib"
+        else name_of_source
+    )
     manifest = make_manifest(load_tokenizer(name), text, splits, recipe)
     write_manifest(aside, manifest)
     publish(aside, folder, last=MANIFEST)
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
-    print(f"  {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['replaced']:,} U+FFFD")
+    print(
+        f"  {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['replaced']:,} U+FFFD"
+    )
     print(f"  left out: {len(source.left_out):,} files")
     for file in source.left_out[:NAMED]:
         print(f"    {truncate(file, LINE)}")
@@ -181,7 +208,9 @@ def _notes(config: PrepareConfig, manifest: Manifest, counts: Counter[str]) -> I
         if "\\" in separator:
             hint += "; a backslash is itself: write a line break as $'\\n' in bash, or as \"\\n\" in YAML"
         elif "\n" in separator:
-            hint += "; the text may have other line ends: in bash, CRLF is $'\\r\\n', and CR is $'\\r'"
+            hint += (
+                "; the text may have other line ends: in bash, CRLF is $'\\r\\n', and CR is $'\\r'"
+            )
         yield f"the separator {json.dumps(separator, ensure_ascii=False)} never occurs in the text, {hint}"
     if config.vocab_size and manifest.vocab_size < config.vocab_size:
         yield f"the text gives only {manifest.vocab_size:,} of {config.vocab_size:,} tokens; the rest would not occur"
@@ -192,7 +221,14 @@ def make_manifest(
 ) -> Manifest:
     """The manifest of shards of this tokenizer's ids."""
     return Manifest(
-        VERSION, tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot, source, splits, recipe
+        VERSION,
+        tokenizer.name,
+        tokenizer.sha256,
+        tokenizer.vocab_size,
+        tokenizer.eot,
+        source,
+        splits,
+        recipe,
     )
 
 
@@ -202,7 +238,8 @@ def _summary(manifest: Manifest) -> str:
 
 
 def make_tokenizer(source: Source, cut: Cut | None, path: Path) -> None:
-    """Trains the source's own tokenizer, `bpe`, or copies one, to `path`. `cut`: the result of `find_cut`."""
+    """Trains the source's own tokenizer, `bpe`, or copies one, to `path`. `cut`: the result of
+    `find_cut`."""
     name = source.config.tokenizer
     if name == "bpe":
         run_in_worker(_train_bpe, source, cut, path)  # merging blocks signals
@@ -217,7 +254,8 @@ def tokenizer_file(name: str) -> Path:
 
 def _train_bpe(source: Source, cut: Cut | None, path: Path) -> None:
     """Trains a BPE on a sample of the training split."""
-    tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
+    # its own is of all processes, and would outlive a helper that is ended
+    tqdm.set_lock(threading.RLock())
     counts: Counter[str] = Counter()
     source_counts: Counter[str] = Counter()
     first = BPE_CHARACTERS if row_source(source.config) else math.inf  # rows would be fetched
@@ -232,7 +270,9 @@ def _train_bpe(source: Source, cut: Cut | None, path: Path) -> None:
     train_bpe(texts, size, path)
 
 
-def _training_texts(pieces: Iterable[DocumentChunk], most: float, counts: Counter[str]) -> Iterator[str]:
+def _training_texts(
+    pieces: Iterable[DocumentChunk], most: float, counts: Counter[str]
+) -> Iterator[str]:
     """Texts of the training split, until they have `most` bytes. Adds their `bytes` to `counts`."""
     for piece in pieces:
         if counts["bytes"] >= most:
@@ -243,7 +283,8 @@ def _training_texts(pieces: Iterable[DocumentChunk], most: float, counts: Counte
 
 
 def random_sample(texts: Iterable[str], most: int) -> list[str]:
-    """At most `most` characters of the texts: whole texts, always the same ones, each with the same probability."""
+    """At most `most` characters of the texts: whole texts, always the same ones, each with the same
+    probability."""
     draw = random.Random(0)
     sample = []
     characters = 0
@@ -256,8 +297,8 @@ def random_sample(texts: Iterable[str], most: int) -> list[str]:
 
 
 def suitable_vocab_size(size: int) -> int:
-    """Number of ids of a BPE: three times the square root of the text's bytes, as a power of two from 512 to 32,768.
-    The number of different words grows about as that root (Heaps, 1978)."""
+    """Number of ids of a BPE: three times the square root of the text's bytes, as a power of two
+    from 512 to 32,768. The number of different words grows about as that root (Heaps, 1978)."""
     return 2 ** min(max(round(math.log2(3 * math.sqrt(size))), 9), 15)
 
 
@@ -272,7 +313,8 @@ def cut_long_words(text: str) -> list[str]:
 
 def train_bpe(texts: Sequence[str], vocab_size: int, path: Path) -> None:
     """Trains a byte-level BPE with GPT-2's pre-tokenizer on texts and saves it in `path`.
-    `vocab_size`: ids in all, at least 257: end-of-text, 256 bytes, merges. Little text gives fewer merges."""
+    `vocab_size`: ids in all, at least 257: end-of-text, 256 bytes, merges. Little text gives fewer
+    merges."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

@@ -18,7 +18,11 @@ DELAY = 2.0
 
 
 def progress(
-    items: Iterable[T], action: str, unit: str, total: float, size: Callable[[T], float] = lambda _: 1
+    items: Iterable[T],
+    action: str,
+    unit: str,
+    total: float,
+    size: Callable[[T], float] = lambda _: 1,
 ) -> Iterator[T]:
     """The items, while stderr shows how much is done, and the time left.
 
@@ -31,7 +35,9 @@ def progress(
     known = total if 0 < total < math.inf else None
     start = before = time.monotonic()
     done = 0.0
-    with tqdm(desc=action, total=known, unit=f" {unit}", unit_scale=True, disable=None, delay=DELAY) as bar:
+    with tqdm(
+        desc=action, total=known, unit=f" {unit}", unit_scale=True, disable=None, delay=DELAY
+    ) as bar:
         for item in items:
             yield item
             amount = size(item)
@@ -40,7 +46,11 @@ def progress(
             now = time.monotonic()
             if bar.disable and now - before >= EVERY:
                 before = now
-                print(progress_line(action, unit, done, known, now - start), file=sys.stderr, flush=True)
+                print(
+                    progress_line(action, unit, done, known, now - start),
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def progress_line(action: str, unit: str, done: float, total: float | None, seconds: float) -> str:

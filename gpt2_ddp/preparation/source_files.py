@@ -1,4 +1,5 @@
-"""Files of a source: their list and order, whether they are text, and changes since they were read."""
+"""Files of a source: their list and order, whether they are text, and changes since they were
+read."""
 
 import codecs
 import glob
@@ -23,14 +24,25 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import LFS_HINT, LFS_POINTER, regular, sha256_file
 from gpt2_ddp.preparation.row_sources import row_source
 
-NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+NOT_LIBRARY = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "encodings",
+    "pydoc_data",
+}
 TABLE = 0.59
 SMALL_TABLE = 4000
-"""A module of more than 4,000 bytes is a table if so many of its lines are an entry: a literal and nothing else. With
-tables left out, and those of `encodings` and the help texts of `pydoc_data`, a model learns to write code."""
+"""A module of more than 4,000 bytes is a table if so many of its lines are an entry: a literal and
+nothing else. With tables left out, and those of `encodings` and the help texts of `pydoc_data`, a
+model learns to write code."""
 LINE = re.compile(rb"^[ \t]*[^#\s]", re.MULTILINE)
 ENTRY = re.compile(
-    rb"""^[ \t]*(?:b?'[^'\n]*'|b?"[^"\n]*"|[\[({]*-?0?x?[0-9a-fA-F]+)[\])}]*[ \t]*(?:[:,)]|$)""", re.MULTILINE
+    rb"""^[ \t]*(?:b?'[^'\n]*'|b?"[^"\n]*"|[\[({]*-?0?x?[0-9a-fA-F]+)[\])}]*[ \t]*(?:[:,)]|$)""",
+    re.MULTILINE,
 )
 KINDS = {
     ".jsonl": "json",
@@ -45,7 +57,8 @@ BLOCK = 2**20  # bytes or characters to read at a time
 LARGEST = 2**24  # bytes of a part that a worker reads
 TRACE = 10_000  # in a text file, at most one character in so many bytes is undecodable
 CONTROLS = bytes({*range(32), 127} - {*b"\a\b\t\n\v\f\r\x1b"})
-"""Control characters except those of texts and terminal logs. A text file has at most one in 100 bytes."""
+"""Control characters except those of texts and terminal logs. A text file has at most one in 100
+bytes."""
 HEAD = 4096  # bytes that show the format of a file
 REFUSED = {
     re.escape(LFS_POINTER): LFS_HINT,
@@ -79,13 +92,14 @@ MARKUP = {
     rb"(?s:\s*\{\s*\"cells\":\s*\[)": "Jupyter notebooks",
 }
 """Beginnings of files whose markup becomes text."""
-RECORD = ".source.jsonl"  # next to the shards, a line per file of the source: [name, bytes, time in ns, SHA-256]
+# next to the shards, a line per file of the source: [name, bytes, time in ns, SHA-256]
+RECORD = ".source.jsonl"
 
 
 def find_files(config: PrepareConfig) -> list[Path]:
-    """The files of all sources, without the output folder. Several sources give a file once, and all are sorted, so
-    that a glob gives the same whether the shell or this function expands it. Raises: UserError if a source has none, as
-    `list_files`."""
+    """The files of all sources, without the output folder. Several sources give a file once, and
+    all are sorted, so that a glob gives the same whether the shell or this function expands it.
+    Raises: UserError if a source has none, as `list_files`."""
     files: dict[str, Path] = {}
     for source in config.source:
         found = list_files(source, config.output)
@@ -97,9 +111,10 @@ def find_files(config: PrepareConfig) -> list[Path]:
 
 
 def list_files(source: str, without: str | None = None) -> list[Path]:
-    """The files of `stdlib` or of a path or glob, sorted by the parts of their names; hidden ones are left out, and the
-    folder `without`. A glob has at most one `**`. A dangling link and a special file count as files: reading them
-    fails. Raises: UserError if a folder cannot be listed."""
+    """The files of `stdlib` or of a path or glob, sorted by the parts of their names; hidden ones
+    are left out, and the folder `without`. A glob has at most one `**`. A dangling link and a
+    special file count as files: reading them fails. Raises: UserError if a folder cannot be
+    listed."""
     if source == "stdlib":
         return library_files()
     name = os.path.join(".", os.path.expanduser(source))
@@ -108,18 +123,29 @@ def list_files(source: str, without: str | None = None) -> list[Path]:
     seen = {os.path.realpath(without)} if without else set()
     files = []
     try:
-        for place in [Path(name)] if os.path.lexists(name) else sorted(map(Path, glob.glob(start.rstrip("/")))):
+        for place in (
+            [Path(name)]
+            if os.path.lexists(name)
+            else sorted(map(Path, glob.glob(start.rstrip("/"))))
+        ):
             if deep and place.is_dir():
-                files += (file for file in files_below(place, seen) if file.relative_to(place).match(pattern or "*"))
+                files += (
+                    file
+                    for file in files_below(place, seen)
+                    if file.relative_to(place).match(pattern or "*")
+                )
             elif not (deep or place.is_dir()):
                 files.append(place)
     except OSError as error:
-        raise UserError("source", error.filename, f"cannot be listed ({error.strerror}); allow it") from error
+        raise UserError(
+            "source", error.filename, f"cannot be listed ({error.strerror}); allow it"
+        ) from error
     return files
 
 
 def files_below(folder: Path, seen: set[str]) -> Iterator[Path]:
-    """The files of a folder, and of those in it that are not `seen` yet, by whatever link. Raises: OSError."""
+    """The files of a folder, and of those in it that are not `seen` yet, by whatever link. Raises:
+    OSError."""
     place = os.path.realpath(folder)
     if place in seen:
         return
@@ -137,7 +163,8 @@ def library_files() -> list[Path]:
     """Python's own modules, without tests, tables and installed packages."""
     found: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = set(folders) - NOT_LIBRARY  # these are not listed: a machine's packages may have 100,000 files
+        # these are not listed: a machine's packages may have 100,000 files
+        folders[:] = set(folders) - NOT_LIBRARY
         found += (Path(folder, name) for name in names if name.endswith(".py"))
     return sorted(path for path in found if not _is_table(path.read_bytes()))
 
@@ -171,8 +198,9 @@ def kind_of(path: str | Path) -> str:
 
 
 def text_parts(path: Path, end: bytes) -> list[Part]:
-    """The parts of a file, which is read as a whole, in little memory. `end`: pattern of the end of a document, where
-    the file may be cut. Raises: OSError or ValueError if the file is no text in UTF-8, or cannot be read."""
+    """The parts of a file, which is read as a whole, in little memory. `end`: pattern of the end of
+    a document, where the file may be cut. Raises: OSError or ValueError if the file is no text in
+    UTF-8, or cannot be read."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     parts = []
     start = size = undecodable = controls = 0
@@ -190,7 +218,9 @@ def text_parts(path: Path, end: bytes) -> list[Part]:
     if controls * 100 > size or undecodable * TRACE > size:
         found = first_match(NOT_TEXT, head_of(path))
         if controls * 100 > size:
-            raise ValueError(f"is not text (has {controls:,} control characters){found and f'; {found}'}")
+            raise ValueError(
+                f"is not text (has {controls:,} control characters){found and f'; {found}'}"
+            )
         hint = found or "convert it: iconv -f cp1252 -t UTF-8 OLD > NEW, or from its own encoding"
         raise ValueError(f"is not UTF-8 (cannot decode {undecodable:,} characters); {hint}")
     return [*parts, Part(str(path), start, 0, size - start)]
@@ -208,7 +238,8 @@ def first_match(formats: dict[bytes, str], head: bytes) -> str:
 
 
 class _Gzip(io.RawIOBase):
-    """The bytes of a gzip file, of several in one, and without zeros that follow. Any damage raises an OSError."""
+    """The bytes of a gzip file, of several in one, and without zeros that follow. Any damage raises
+    an OSError."""
 
     def __init__(self, path: Path):
         self._file = gzip.open(path)  # noqa: SIM115 (`close` closes it)
@@ -236,7 +267,8 @@ class _Gzip(io.RawIOBase):
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
-    """A file's bytes, decompressed if its suffix is that of a compressed file. Empty files are empty."""
+    """A file's bytes, decompressed if its suffix is that of a compressed file. Empty files are
+    empty."""
     compression = COMPRESSED.get(path.suffix.lower())
     if compression is None:
         return open(path, "rb")
@@ -248,8 +280,8 @@ def open_bytes(path: Path) -> io.BufferedReader:
 
 
 def open_text(part: Part) -> io.TextIOWrapper:
-    """Text of a part, line ends as they are; what cannot be decoded becomes U+FFFD. A byte order mark at the beginning
-    of the file is left out."""
+    """Text of a part, line ends as they are; what cannot be decoded becomes U+FFFD. A byte order
+    mark at the beginning of the file is left out."""
     file = open_bytes(Path(part.path))
     if part.start:
         file.seek(part.start)
@@ -268,8 +300,9 @@ def lines_before(part: Part) -> int:
 
 
 def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, Any]:
-    """What the manifest's recipe keeps of a source: the digest of all names and hashes, or the version of a source of
-    rows, None if unknown. The digest shows a change even without the record."""
+    """What the manifest's recipe keeps of a source: the digest of all names and hashes, or the
+    version of a source of rows, None if unknown. The digest shows a change even without the
+    record."""
     if rows := row_source(config):
         return {"commit": rows.version(config)}
     names = "".join(json.dumps([entry.name, entry.sha256]) for entry in entries)
@@ -278,11 +311,13 @@ def fingerprint(config: PrepareConfig, entries: Sequence[Entry]) -> dict[str, An
 
 
 def check_unchanged(folder: Path, config: PrepareConfig, was: object, hint: str = "") -> None:
-    """Compares the source with its `fingerprint`. Files of the size and time in its record are not read again.
-    `was`: of a folder of somebody else it may be anything. `hint`: what to do about a change, by default with a folder
-    that is prepared. Raises: UserError if it has changed."""
+    """Compares the source with its `fingerprint`. Files of the size and time in its record are not
+    read again.
+    `was`: of a folder of somebody else it may be anything. `hint`: what to do about a change, by
+    default with a folder that is prepared. Raises: UserError if it has changed."""
     before: tuple[Entry, ...] = ()
-    with suppress(OSError, ValueError, TypeError, RecursionError):  # a folder of somebody else may have anything
+    # a folder of somebody else may have anything
+    with suppress(OSError, ValueError, TypeError, RecursionError):
         lines = regular(folder / RECORD).read_text().splitlines()
         record = tuple(Entry(*json.loads(line)) for line in lines)
         hash(record)  # not of lists in place of names
@@ -294,7 +329,9 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: object, hint: str 
         raise UserError("source", config.source_name, f"has changed since it was read; {hint}")
 
 
-def file_entries(config: PrepareConfig, paths: Iterable[Path], known: Iterable[Entry] = ()) -> Iterator[Entry]:
+def file_entries(
+    config: PrepareConfig, paths: Iterable[Path], known: Iterable[Entry] = ()
+) -> Iterator[Entry]:
     """The files' current state. Files in `known` with the same size and time are not read."""
     roots = [Path(sysconfig.get_path("stdlib"))]
     if config.source != ("stdlib",):

@@ -1,7 +1,8 @@
-"""Text of a source as documents: local files, tables (JSON lines and arrays, CSV, parquet), the standard library's
-source, a dataset on the Hub.
+"""Text of a source as documents: local files, tables (JSON lines and arrays, CSV, parquet), the
+standard library's source, a dataset on the Hub.
 
-A document is text in blocks, so documents of any length need little memory. A document ends before the next begins.
+A document is text in blocks, so documents of any length need little memory. A document ends before
+the next begins.
 """
 
 import csv
@@ -43,9 +44,11 @@ from gpt2_ddp.preparation.source_files import (
 )
 
 PIECE = 2**20
-"""Characters after which a long document is cut, at the next place that no token of GPT-2 can cross."""
+"""Characters after which a long document is cut, at the next place that no token of GPT-2 can
+cross."""
 LONGEST_PIECE = 4 * PIECE  # latest cut if there is no such place, in text without words
-CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
+# after a line break or before a blank, single and between words
+CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 MOST_NAMED = 100_000
 """Most files that the manifest names of those that are left out."""
 
@@ -65,7 +68,8 @@ CHECKED = 1000  # rows of a table that the check reads
 LONGEST_FIELD = 2**31 - 1  # characters of a field of CSV
 CSV_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 WIDE = "; decompress it: zstd -d --long=31 FILE"
-"""Hint for a frame of zstd whose window has more than 128 MB: other programs also refuse it by default."""
+"""Hint for a frame of zstd whose window has more than 128 MB: other programs also refuse it by
+default."""
 EXCERPT = 30  # characters of a line that an error shows on both sides of its place
 BATCH = 256  # rows of parquet that are in memory
 
@@ -75,8 +79,8 @@ Row = dict[str, Any]
 
 @dataclass
 class Source:
-    """What `scan` finds: the parts of all files in order, the state of the files, those that are left out, and notes
-    for the user."""
+    """What `scan` finds: the parts of all files in order, the state of the files, those that are
+    left out, and notes for the user."""
 
     config: PrepareConfig
     parts: list[Part]
@@ -107,10 +111,12 @@ class DocumentChunk(NamedTuple):
     split: str
 
 
-def read_pieces(config: PrepareConfig, parts: Iterable[Part], counts: Counter[str]) -> Iterator[DocumentChunk]:
-    """The documents of parts, up to `max_documents`, cut into pieces. Leaves out empty ones. Adds to `counts`:
-    documents, bytes in UTF-8, texts of the end-of-text token, U+FFFD, separators, empty documents. Raises: UserError if
-    they cannot be read."""
+def read_pieces(
+    config: PrepareConfig, parts: Iterable[Part], counts: Counter[str]
+) -> Iterator[DocumentChunk]:
+    """The documents of parts, up to `max_documents`, cut into pieces. Leaves out empty ones. Adds
+    to `counts`: documents, bytes in UTF-8, texts of the end-of-text token, U+FFFD, separators,
+    empty documents. Raises: UserError if they cannot be read."""
     split = ""
     for blocks in read_documents(config, parts, counts):
         counts["empty"] += 1
@@ -163,13 +169,15 @@ def _of_rows(config: PrepareConfig, part: Part) -> Iterator[Blocks]:
                 raise ValueError(f"{row_name(part, number)}: {found}")
             yield (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
     except UNREADABLE as error:
-        hint = f"cannot be read ({error}); correct the file, or remove that row, then prepare it again"
+        hint = (
+            f"cannot be read ({error}); correct the file, or remove that row, then prepare it again"
+        )
         raise UserError("source", part.path, hint) from error
 
 
 def read_rows(config: PrepareConfig, part: Part) -> Iterator[tuple[int, Row]]:
-    """Rows of a table, or of a source of rows, with their numbers in the part, as `row_name` takes them. Columns
-    without the text may be missing. Raises: one of UNREADABLE."""
+    """Rows of a table, or of a source of rows, with their numbers in the part, as `row_name` takes
+    them. Columns without the text may be missing. Raises: one of UNREADABLE."""
     if source := row_source(config):
         return enumerate(source.rows(config), 1)
     kind = kind_of(part.path)
@@ -190,12 +198,23 @@ def kind_of_value(value: object) -> str:
     """What a value is that should be text or an object, in words."""
     if is_chat(value):
         return "a chat (a list of turns)"
-    words = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", bytes: "bytes"}
-    return words.get(type(value), "an object" if isinstance(value, dict) else "null" if value is None else "no text")
+    words = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        bytes: "bytes",
+    }
+    return words.get(
+        type(value),
+        "an object" if isinstance(value, dict) else "null" if value is None else "no text",
+    )
 
 
 def is_chat(value: object) -> bool:
-    """Whether a value is a list of turns, as chat models are trained on: `{"role": ..., "content": ...}`."""
+    """Whether a value is a list of turns, as chat models are trained on: `{"role": ..., "content":
+    ...}`."""
     turns = value if isinstance(value, list) and value else [None]
     return all(isinstance(turn, dict) and turn.keys() & {"content", "value"} for turn in turns)
 
@@ -223,8 +242,8 @@ def fault_of(rows: Iterable[tuple[int, Row]], column: str) -> str:
 
 
 def text_of(row: Row, column: str) -> Any:
-    """The value in a key of the column's name, or below keys joined by dots; None if there is none. Raises: ValueError
-    for a value that has nothing below it."""
+    """The value in a key of the column's name, or below keys joined by dots; None if there is none.
+    Raises: ValueError for a value that has nothing below it."""
     outer, _, inner = column.partition(".")
     if not inner or column in row:
         return row.get(column)
@@ -235,7 +254,8 @@ def text_of(row: Row, column: str) -> Any:
 
 
 def _json_rows(part: Part) -> Iterator[tuple[int, Row]]:
-    """The object of each line, or the objects of an array; with the number of the line where it begins."""
+    """The object of each line, or the objects of an array; with the number of the line where it
+    begins."""
     is_first = not part.start
     with open_text(part) as file:
         for number, line in enumerate(file, 1):
@@ -260,7 +280,11 @@ def _json_rows(part: Part) -> Iterator[tuple[int, Row]]:
 def _json_problem(part: Part, number: int, text: str, error: Exception) -> str:
     """Where JSON is wrong: line of the file, column, an excerpt, and what is expected."""
     if not isinstance(error, json.JSONDecodeError):
-        problem = "is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        problem = (
+            "is nested too deeply"
+            if isinstance(error, RecursionError)
+            else "a number has too many digits"
+        )
         return f"{row_name(part, number)}: {problem}; correct or remove it"
     excerpt = truncate(text[max(error.pos - EXCERPT, 0) : error.pos + EXCERPT].strip(), 3 * EXCERPT)
     place = f"{row_name(part, number + error.lineno - 1)}, column {error.colno:,}"
@@ -269,15 +293,17 @@ def _json_problem(part: Part, number: int, text: str, error: Exception) -> str:
 
 
 def _csv_rows(part: Part, column: str) -> Iterator[tuple[int, Row]]:
-    """The fields of each row, with the number of its last line. Unlike pandas, refuses a row with more fields than the
-    first one."""
+    """The fields of each row, with the number of its last line. Unlike pandas, refuses a row with
+    more fields than the first one."""
     csv.field_size_limit(LONGEST_FIELD)
     with open_text(part) as file:
         first = next((line for line in file if not line.isspace()), "")
         options = csv_options(part, first, column)
         names: list[str] = next(csv.reader([first], strict=True, **options), [])
         if names.count(column) > 1:
-            raise ValueError(f"column {column} is named {names.count(column)} times in the first line")
+            raise ValueError(
+                f"column {column} is named {names.count(column)} times in the first line"
+            )
         wanted = names.index(column) if column in names else 0
         is_plain = options["quoting"] == csv.QUOTE_NONE
         rows = csv.reader(file, strict=True, **options)
@@ -287,11 +313,19 @@ def _csv_rows(part: Part, column: str) -> Iterator[tuple[int, Row]]:
             except StopIteration:
                 return
             except csv.Error as error:
-                raise ValueError(f"line {rows.line_num + 1:,}: {error}; is a quotation mark missing?") from error
+                raise ValueError(
+                    f"line {rows.line_num + 1:,}: {error}; is a quotation mark missing?"
+                ) from error
             number = rows.line_num + 1
             if len(row) > len(names):
-                hint = "a text has a tab" if is_plain else "put fields that have a separator in quotation marks"
-                raise ValueError(f"line {number:,} has {len(row)} fields, the first line has {len(names)}; {hint}")
+                hint = (
+                    "a text has a tab"
+                    if is_plain
+                    else "put fields that have a separator in quotation marks"
+                )
+                raise ValueError(
+                    f"line {number:,} has {len(row)} fields, the first line has {len(names)}; {hint}"
+                )
             if is_plain and 0 < len(row) <= wanted:
                 hint = "a field of TSV has no line break; a file with fields in quotation marks is CSV: name it .csv"
                 raise ValueError(f"line {number:,} has {len(row)} of {len(names)} fields; {hint}")
@@ -300,16 +334,23 @@ def _csv_rows(part: Part, column: str) -> Iterator[tuple[int, Row]]:
 
 
 def csv_options(part: Part, first: str, column: str) -> dict[str, Any]:
-    """How fields are written, by the suffix and the first line. TSV has tabs and no quoting, unless its first line has
-    quotation marks. CSV has commas; or semicolons, tabs or bars if only they give the column."""
+    """How fields are written, by the suffix and the first line. TSV has tabs and no quoting, unless
+    its first line has quotation marks. CSV has commas; or semicolons, tabs or bars if only they
+    give the column."""
     if ".tsv" in part.path.lower():
-        return {"delimiter": "\t", "quoting": csv.QUOTE_MINIMAL if first.startswith('"') else csv.QUOTE_NONE}
-    fitting = (mark for mark in CSV_SEPARATORS if column in next(csv.reader([first], delimiter=mark), []))
+        return {
+            "delimiter": "\t",
+            "quoting": csv.QUOTE_MINIMAL if first.startswith('"') else csv.QUOTE_NONE,
+        }
+    fitting = (
+        mark for mark in CSV_SEPARATORS if column in next(csv.reader([first], delimiter=mark), [])
+    )
     return {"delimiter": next(fitting, ","), "quoting": csv.QUOTE_MINIMAL}
 
 
 def csv_note(path: Path, column: str) -> str:
-    """What a reader of a CSV or TSV file may not expect: another separator, quotation marks that are text."""
+    """What a reader of a CSV or TSV file may not expect: another separator, quotation marks that
+    are text."""
     part = Part(str(path))
     with open_text(part) as file:
         first = next((line for line in file if not line.isspace()), "")
@@ -320,7 +361,11 @@ def csv_note(path: Path, column: str) -> str:
             return "texts keep their quotation marks, as in TSV; if a program wrote it like CSV, name it .csv"
         return ""
     is_usual = ".tsv" in part.path.lower() or options["delimiter"] == ","
-    return "" if is_usual else f"{CSV_SEPARATORS[options['delimiter']]} are read as the marks between fields"
+    return (
+        ""
+        if is_usual
+        else f"{CSV_SEPARATORS[options['delimiter']]} are read as the marks between fields"
+    )
 
 
 def _parquet_rows(part: Part, column: str) -> Iterator[Row]:
@@ -345,7 +390,11 @@ def look_at(config: PrepareConfig, paths: list[Path]) -> list[Look]:
             head = head_of(regular(path))
             if refused := first_match(REFUSED, head):
                 raise ValueError(refused)
-            parts = _row_groups(path) if kind == "parquet" else text_parts(path, _end_of_document(path, config))
+            parts = (
+                _row_groups(path)
+                if kind == "parquet"
+                else text_parts(path, _end_of_document(path, config))
+            )
             rows = (row for part in parts for row in read_rows(config, part))
             fault = fault_of(rows, config.column) if kind != "text" else ""
             if kind == "text":
@@ -363,7 +412,9 @@ def _row_groups(path: Path) -> list[Part]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
+        sizes = [
+            file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)
+        ]
     return [Part(str(path), start=group, bytes=size) for group, size in enumerate(sizes)]
 
 
@@ -379,8 +430,8 @@ def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
 
 
 def scan(config: PrepareConfig, pool: Pool = None) -> Source:
-    """Reads all files completely, in the processes of `pool`, or the first rows of a source of rows. Raises: UserError
-    if there is no text."""
+    """Reads all files completely, in the processes of `pool`, or the first rows of a source of
+    rows. Raises: UserError if there is no text."""
     check_request(config)
     found = Source(config, [Part(config.source_name)])
     if row_source(config):
@@ -392,7 +443,9 @@ def scan(config: PrepareConfig, pool: Pool = None) -> Source:
     files = batches(paths, lambda path: size_of(path) + BLOCK // 1000, BLOCK)
     looks = chain.from_iterable(in_order(partial(look_at, config), files, pool))
     noted: dict[str, list[Path]] = {}
-    looks = progress(looks, "looking at files", "bytes", sum(map(size_of, paths)), lambda look: look.entry.bytes)
+    looks = progress(
+        looks, "looking at files", "bytes", sum(map(size_of, paths)), lambda look: look.entry.bytes
+    )
     for path, look in zip(paths, looks, strict=True):
         found.entries.append(look.entry)
         found.parts += look.parts
@@ -411,7 +464,8 @@ def scan(config: PrepareConfig, pool: Pool = None) -> Source:
 
 
 def divide(blocks: Blocks, separator: str, counts: Counter[str]) -> Iterator[Blocks]:
-    """The documents between separators, which are counted; nothing after the last one is no document."""
+    """The documents between separators, which are counted; nothing after the last one is no
+    document."""
     for _, parts in groupby(_numbered(blocks, separator, counts), key=itemgetter(0)):
         yield (text for _, text in parts)
 

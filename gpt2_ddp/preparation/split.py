@@ -1,8 +1,8 @@
-"""Which text of a source is validation text. This is decided before a tokenizer exists: the tokenizer and its size
-depend on the training text alone.
+"""Which text of a source is validation text. This is decided before a tokenizer exists: the
+tokenizer and its size depend on the training text alone.
 
-A hash of a document's text decides its split, so that it keeps it when documents are added. In a source of few
-documents, the last `val_fraction` of the text's bytes are the validation split.
+A hash of a document's text decides its split, so that it keeps it when documents are added. In a
+source of few documents, the last `val_fraction` of the text's bytes are the validation split.
 """
 
 import re
@@ -18,22 +18,23 @@ from gpt2_ddp.preparation.source_files import Part
 from gpt2_ddp.preparation.sources import DocumentChunk, Source, read_documents, read_pieces
 
 EXPECTED_DOCUMENTS = 10
-"""Least expected documents of the smaller split, for splits by hash; with fewer, it could be empty."""
+"""Least expected documents of the smaller split, for splits by hash; with fewer, it could be
+empty."""
 LONGEST_SEARCH = 2**16  # bytes
 BLANK = re.compile(r"\s")
 
 
 class Cut(NamedTuple):
-    """The training split ends with the last line break between these bytes of the text, else before the last blank,
-    else with the last character. `earliest` bounds the search."""
+    """The training split ends with the last line break between these bytes of the text, else before
+    the last blank, else with the last character. `earliest` bounds the search."""
 
     earliest: int
     latest: int
 
 
 def find_cut(source: Source) -> Cut | None:
-    """Where the text of few documents is divided; None: a hash decides the split of each document. Reads a source of
-    few documents. Raises: UserError if it cannot be read."""
+    """Where the text of few documents is divided; None: a hash decides the split of each document.
+    Reads a source of few documents. Raises: UserError if it cannot be read."""
     fraction = source.config.val_fraction
     if not fraction:
         return None
@@ -48,14 +49,19 @@ def find_cut(source: Source) -> Cut | None:
     return Cut(training - min(training // 2, validation // 2, LONGEST_SEARCH), training)
 
 
-def read_split(source: Source, parts: Iterable[Part], counts: Counter[str], cut: Cut | None) -> Iterator[DocumentChunk]:
+def read_split(
+    source: Source, parts: Iterable[Part], counts: Counter[str], cut: Cut | None
+) -> Iterator[DocumentChunk]:
     """`read_pieces`, each piece in its split. With a cut, `parts` are all parts of the source."""
     pieces = read_pieces(source.config, parts, counts)
     return pieces if cut is None else divide_pieces(pieces, cut)
 
 
-def empty_split(config: PrepareConfig, split: str, cut: Cut | None, counts: Counter[str]) -> UserError:
-    """The error of a source that gives no text for a split. `cut` and `counts`: those that it was read with."""
+def empty_split(
+    config: PrepareConfig, split: str, cut: Cut | None, counts: Counter[str]
+) -> UserError:
+    """The error of a source that gives no text for a split. `cut` and `counts`: those that it was
+    read with."""
     hint = f"has too little text for a {split} split; choose another source, or val_fraction 0"
     if not counts["bytes"]:
         hint = "has no text; choose another source"
@@ -65,7 +71,8 @@ def empty_split(config: PrepareConfig, split: str, cut: Cut | None, counts: Coun
 
 
 def divide_pieces(pieces: Iterable[DocumentChunk], cut: Cut) -> Iterator[DocumentChunk]:
-    """The pieces of a text, before the cut in the training split, and after it in the validation split."""
+    """The pieces of a text, before the cut in the training split, and after it in the validation
+    split."""
     start = 0  # of the piece in the text, in bytes
     for text, first, _ in pieces:
         data = text.encode()
@@ -83,8 +90,8 @@ def divide_pieces(pieces: Iterable[DocumentChunk], cut: Cut) -> Iterator[Documen
 
 
 def _training_length(data: bytes, cut: Cut) -> int:
-    """Characters of a piece that are before the cut. Bytes after `cut.latest` do not matter. A piece begins at a line
-    break or a blank, if there are any."""
+    """Characters of a piece that are before the cut. Bytes after `cut.latest` do not matter. A
+    piece begins at a line break or a blank, if there are any."""
     text = data[: cut.latest].decode(errors="ignore")  # without a part of a character
     searched = len(data[: max(cut.earliest, 0)].decode(errors="ignore"))
     line = text.rfind("\n", searched) + 1

@@ -1,5 +1,6 @@
-"""Whether an export will accept a tokenizer.json: the library `tokenizers`, which transformers uses, must encode and
-decode text as this project does. A preparation asks this before any work, since the export is the last command.
+"""Whether an export will accept a tokenizer.json: the library `tokenizers`, which transformers
+uses, must encode and decode text as this project does. A preparation asks this before any work,
+since the export is the last command.
 """
 
 import json
@@ -18,7 +19,8 @@ SCRIPTS = (
     "Ελληνικά Русский 日本語 中文 한국어 العربية עברית ไทย हिन्दी தமிழ் 👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽 ½ ﬁ ∑∫ "
     "\u200b\u2028\u3000\ufeff\x00\x7f end   "
 )
-"""Text that is rare in modules: other scripts, combining characters, all kinds of blanks, end-of-text as text."""
+"""Text that is rare in modules: other scripts, combining characters, all kinds of blanks,
+end-of-text as text."""
 MODULES = 10  # of Python, 200,000 characters, to compare token ids on in a third of a second
 USUAL: dict[str, tuple[Any, ...]] = {
     "post_processor": (None, "ByteLevel"),
@@ -27,32 +29,35 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "model.continuing_subword_prefix": (None, ""),
     "model.end_of_word_suffix": (None, ""),
 }
-"""Values of a tokenizer.json with which `tokenizers` does what tiktoken does; of an object, its type. Errors name
-others."""
+"""Values of a tokenizer.json with which `tokenizers` does what tiktoken does; of an object, its
+type. Errors name others."""
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 def check_tokenizer(file: Path) -> None:
     """Raises: UserError if a tokenizer.json is no byte-level BPE, or an export would refuse it."""
     if fault := export_fault(file, load_tokenizer(str(file))):
-        hint = (
-            f"would train, but export_hf.py would refuse it: {fault}; change the file, or choose bpe, which trains one"
-        )
+        hint = f"would train, but export_hf.py would refuse it: {fault}; change the file, or choose bpe, which trains one"
         raise UserError("tokenizer", file, hint)
 
 
 def export_fault(file: Path, tokenizer: Tokenizer) -> str:
-    """Why an export refuses a tokenizer.json, which `tokenizer` was read from; empty if it does not."""
+    """Why an export refuses a tokenizer.json, which `tokenizer` was read from; empty if it does
+    not."""
     definition = json.loads(read_small(file, LARGEST))
     unusual = _unusual(definition)
     if any(definition["model"].get(affix) for affix in AFFIXES):  # with which the library may panic
         return unusual
-    plain = [token["content"] for token in definition["added_tokens"] if token.get("special") is False]
+    plain = [
+        token["content"] for token in definition["added_tokens"] if token.get("special") is False
+    ]
     if plain:
         return f"its added token {plain[0]!r} is not special, so it would be one within a text, too"
     try:
         differing = _library_difference(file, tokenizer)
-    except BaseException as error:  # a panic of Rust's is no Exception, and its class cannot be imported
+    except (
+        BaseException
+    ) as error:  # a panic of Rust's is no Exception, and its class cannot be imported
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         return f"the library tokenizers cannot read it ({error})"
@@ -67,13 +72,19 @@ def _library_difference(file: Path, tokenizer: Tokenizer) -> str:
     theirs.no_truncation()
     theirs.no_padding()
     theirs.encode_special_tokens = True
-    return difference(tokenizer, lambda text: theirs.encode(text).ids, theirs.decode, sample_text(MODULES))
+    return difference(
+        tokenizer, lambda text: theirs.encode(text).ids, theirs.decode, sample_text(MODULES)
+    )
 
 
 def difference(
-    tokenizer: Tokenizer, encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str], text: str
+    tokenizer: Tokenizer,
+    encode: Callable[[str], Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+    text: str,
 ) -> str:
-    """What differs from `tokenizer` in another one's ids of a text, or its text of these ids; empty if nothing does."""
+    """What differs from `tokenizer` in another one's ids of a text, or its text of these ids; empty
+    if nothing does."""
     ids = tokenizer.encode(text).tolist()
     if ids != [*encode(text)]:
         return "token ids differ"
@@ -82,7 +93,9 @@ def difference(
 
 def sample_text(modules: int) -> str:
     """Text of all scripts and of Python's first modules."""
-    return SCRIPTS + "".join(file.read_text("utf-8", "replace") for file in library_files()[:modules])
+    return SCRIPTS + "".join(
+        file.read_text("utf-8", "replace") for file in library_files()[:modules]
+    )
 
 
 def _unusual(definition: dict[str, Any]) -> str:

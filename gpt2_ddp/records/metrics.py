@@ -14,13 +14,16 @@ from gpt2_ddp.records.trackers import Trackers
 
 
 def describe(row: dict[str, Any]) -> list[str]:
-    """A row's losses, own numbers of the task and speed as texts; missing fields and names with a / are left out."""
+    """A row's losses, own numbers of the task and speed as texts; missing fields and names with a /
+    are left out."""
     unit, rate = speed_of(row)
     texts = {name: field.text for name, field in FIELDS.items()}
     for name in row:
         if is_own(name) and "/" not in name and not name.endswith("_acc_norm") and name != unit:
             texts[name] = f"{name} {{:{'.1%' if name.endswith('_acc') else '.4g'}}}"
-    parts = [text.format(row[name]) for name, text in texts.items() if text and row.get(name) is not None]
+    parts = [
+        text.format(row[name]) for name, text in texts.items() if text and row.get(name) is not None
+    ]
     return [*parts, f"{rate:,.0f} {unit}/s"] if unit else parts
 
 
@@ -34,7 +37,8 @@ class Sample(NamedTuple):
 
 
 class Metrics:
-    """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints them."""
+    """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints
+    them."""
 
     def __init__(self, log: RunLog, on_row: OnRow | None = None):
         self._log = log
@@ -48,8 +52,8 @@ class Metrics:
             self.trackers = Trackers(self.attempt, config, run_id, self._log.path)
 
     def log(self, row: dict[str, Any], steps: int | None) -> None:
-        """Writes and prints one row. JSON lacks numbers that are not finite; they become null. `steps`: of the whole
-        run; None while unknown."""
+        """Writes and prints one row. JSON lacks numbers that are not finite; they become null.
+        `steps`: of the whole run; None while unknown."""
         row = finite(row)
         self._log.append(row)
         if self.trackers:
@@ -61,10 +65,12 @@ class Metrics:
             self._on_row(row)
 
     def print(self, text: str) -> None:
-        """Prints a line on the main process, above a progress bar: warnings to stderr, others to standard output."""
+        """Prints a line on the main process, above a progress bar: warnings to stderr, others to
+        standard output."""
         if self._log.is_main:
             stream = sys.stderr if text.startswith("warning") else sys.stdout
-            with suppress(OSError), tqdm.external_write_mode(stream):  # a log file on a full disk must not end the run
+            # a log file on a full disk must not end the run
+            with suppress(OSError), tqdm.external_write_mode(stream):
                 print(text, file=stream, flush=True)
 
     def show_samples(self, step: int, samples: list[Sample] | None) -> None:
@@ -74,14 +80,17 @@ class Metrics:
             self.print(f"--- sample at step {step} ---\n{sample.text}\n---")
 
     def attempt(self, what: str, action: Callable[[], T]) -> T | None:
-        """The result of an optional action. After an exception: None, with one warning for each `what`."""
+        """The result of an optional action. After an exception: None, with one warning for each
+        `what`."""
         try:
             return action()
         except Exception as error:  # of any library: the run matters more than a curve or sample
             if what not in self._failed:
                 self._failed.add(what)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                self.print(f"warning: the {what} failed ({reason}); the training continues without it")
+                self.print(
+                    f"warning: the {what} failed ({reason}); the training continues without it"
+                )
             return None
 
     def close(self) -> None:

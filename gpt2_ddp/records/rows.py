@@ -1,7 +1,8 @@
 """The files of a run folder: names, and rows of metrics.jsonl. No torch.
 
-A row is of a step or, with an `event`, of the run: a start, a checkpoint, a sample, a rollback, a branch, an end. Each
-line ends with its `chain`, a hash of all lines up to it, so changed and removed rows are detected.
+A row is of a step or, with an `event`, of the run: a start, a checkpoint, a sample, a rollback, a
+branch, an end. Each line ends with its `chain`, a hash of all lines up to it, so changed and
+removed rows are detected.
 """
 
 import fcntl
@@ -31,11 +32,13 @@ STATUS = "status.json"
 CONFIG = "config.yaml"
 RECORDS = (METRICS, CONFIG, STATUS)
 LONGEST_LINE = 2**26
-"""Most bytes of a line that is read as a row. A line may have no end: a hole of a file looks like zeros."""
+"""Most bytes of a line that is read as a row. A line may have no end: a hole of a file looks like
+zeros."""
 PATIENCE = 20
 """Most seconds in which the end of a stopped run is copied to its mirror."""
 Outcome = Literal["completed", "stopped", "diverged"]
-"""How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or useless weights."""
+"""How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or
+useless weights."""
 
 
 class Field(NamedTuple):
@@ -44,8 +47,9 @@ class Field(NamedTuple):
     text: str = ""  # in the terminal
     panel: str = ""  # title in a report
     kind: Literal["", "measured", "counted", "own"] = ""
-    """Measured: differs when trained again, and null if unknown. Counted: a share of samples. Others than `own`: null
-    if not finite, and equal when trained again, floats up to the order of sums."""
+    """Measured: differs when trained again, and null if unknown. Counted: a share of samples.
+    Others than `own`: null if not finite, and equal when trained again, floats up to the order of
+    sums."""
     unit: str = ""  # in a report
     scale: float = 1.0  # what a report divides by, to have that unit
 
@@ -80,7 +84,8 @@ def field_of(name: str) -> Field:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a trainer has locked the run folder. For other processes: in the trainer, this would unlock it."""
+    """Whether a trainer has locked the run folder. For other processes: in the trainer, this would
+    unlock it."""
     with suppress(OSError), regular(folder / ".lock").open() as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -108,7 +113,8 @@ def is_own(name: str) -> bool:
 
 
 def is_event(row: dict[str, Any]) -> bool:
-    """Whether a row records an event of the run (start, checkpoint, rollback, end ...) instead of a step."""
+    """Whether a row records an event of the run (start, checkpoint, rollback, end ...) instead of a
+    step."""
     return "event" in row
 
 
@@ -135,7 +141,8 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def time_left(row: dict[str, Any], steps: int) -> float | None:
-    """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed."""
+    """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the
+    row has no speed."""
     unit, rate = speed_of(row)
     return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
 
@@ -181,11 +188,14 @@ def parse_lines(lines: Iterable[bytes]) -> Iterator[Line]:
 
 
 def read_events(file: Path, chain: str = FIRST_CHAIN) -> tuple[list[dict[str, Any]], int]:
-    """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has it."""
+    """The events of metrics.jsonl, and how many come up to the row with this chain; 0 if no row has
+    it."""
     events = []
     before = 0
     with file.open("rb") if file.is_file() else BytesIO() as stream:
-        for line in parse_lines(line for line in lines_of(stream) if b'"event"' in line or chain.encode() in line):
+        for line in parse_lines(
+            line for line in lines_of(stream) if b'"event"' in line or chain.encode() in line
+        ):
             if is_event(line.row) and type(line.row.get("step")) is int:
                 events.append(line.row)
             if line.row.get("chain") == chain:
@@ -203,8 +213,8 @@ def head(file: Path, size: int) -> Iterator[bytes]:
 
 
 def chain_of(file: Path, size: int) -> str:
-    """The chain of the rows in the first `size` bytes, or in a shorter file; empty if they are no whole rows with right
-    chains."""
+    """The chain of the rows in the first `size` bytes, or in a shorter file; empty if they are no
+    whole rows with right chains."""
     chain = FIRST_CHAIN
     for line in head(file, size):
         text, own = split_chain(line.decode(errors="replace").removesuffix("\n"))
@@ -215,15 +225,17 @@ def chain_of(file: Path, size: int) -> str:
 
 
 def repaired(file: Path, step: int) -> Iterator[bytes]:
-    """The rows that a resumed run keeps of a damaged file: the sound ones up to this step. Copies the file aside, with
-    a warning. Raises: UserError."""
+    """The rows that a resumed run keeps of a damaged file: the sound ones up to this step. Copies
+    the file aside, with a warning. Raises: UserError."""
     message = f"is missing; the rows up to step {step} are lost"
     if file.is_file():
         aside = free_name(file.with_name(f"{file.name}.damaged"))
         with writing(file):
             shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
             fsync_path(aside)
-        message = f"a row before the checkpoint is missing or changed; rows up to step {step} are kept"
+        message = (
+            f"a row before the checkpoint is missing or changed; rows up to step {step} are kept"
+        )
         message += f"; a copy is in {aside.name}"
     print(f"warning: {file}: {message}", file=sys.stderr)
     for line in read_lines(file):

@@ -1,5 +1,5 @@
-"""A run's folder: made, locked by one trainer at a time, unlocked by its main process; and its records: rows of
-metrics.jsonl, status and configuration."""
+"""A run's folder: made, locked by one trainer at a time, unlocked by its main process; and its
+records: rows of metrics.jsonl, status and configuration."""
 
 import errno
 import fcntl
@@ -33,14 +33,15 @@ from gpt2_ddp.records.rows import (
 )
 from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress, next_chain
 
-LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)  # the folder is gone, or another trainer has the lock
+# the folder is gone, or another trainer has the lock
+LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)
 
 Row = dict[str, Any]
 
 
 class RunFolder:
-    """`output_dir/run_name`, on every rank; the main process locks it. Without `lock`, it only checks the folder:
-    creates, locks and repairs nothing."""
+    """`output_dir/run_name`, on every rank; the main process locks it. Without `lock`, it only
+    checks the folder: creates, locks and repairs nothing."""
 
     def __init__(self, config: RunConfig, lock: bool = True):
         self.path = Path(config.output_dir) / config.run_name
@@ -52,13 +53,18 @@ class RunFolder:
 
     @runs_on_main
     def open(self) -> None:
-        """Makes and locks the folder, until `release`. Raises: UserError, on every rank, for an unusable folder."""
+        """Makes and locks the folder, until `release`. Raises: UserError, on every rank, for an
+        unusable folder."""
         try:
             if self.wants_lock:
-                refuse_links(*self.path.glob("*"), *self.path.glob("checkpoints/*"))  # of a run of somebody else
+                # of a run of somebody else
+                refuse_links(*self.path.glob("*"), *self.path.glob("checkpoints/*"))
                 make_folder(self.checkpoints)
-                self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-                # a lock of the process: the kernel releases it however the process ends, and forks do not inherit it
+                self._lock = os.open(
+                    self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644
+                )
+                # a lock of the process: the kernel releases it however the process ends, and forks
+                # do not inherit it
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_locked(self.path) if self._lock is None else not self.has_lock():
                 raise BlockingIOError  # its owner just removed the folder
@@ -69,14 +75,19 @@ class RunFolder:
             hint = f"cannot be written ({error.strerror}); choose another output_dir"
             raise UserError("output_dir", self.path, hint) from error
         kept = any(self.checkpoints.glob("*step-*"))  # hidden ones, too
-        if not kept and any(event["event"] == "checkpoint" for event in read_events(self.path / METRICS)[0]):
-            lost = f"{self.path} has lost its checkpoints, and a new start would erase its {METRICS}"
+        if not kept and any(
+            event["event"] == "checkpoint" for event in read_events(self.path / METRICS)[0]
+        ):
+            lost = (
+                f"{self.path} has lost its checkpoints, and a new start would erase its {METRICS}"
+            )
             hint = f"{lost}; restore them, choose another run_name, or remove the folder"
             raise UserError("run_name", self.path.name, hint)
 
     def has_lock(self) -> bool:
-        """Whether this process has the lock of the folder at the path. Somebody may have replaced the folder; a network
-        disk may have given the lock to another machine. True without a lock, as on other ranks. For any thread."""
+        """Whether this process has the lock of the folder at the path. Somebody may have replaced
+        the folder; a network disk may have given the lock to another machine. True without a lock,
+        as on other ranks. For any thread."""
         if (lock := self._lock) is not None and not self._is_lost:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,14 +97,16 @@ class RunFolder:
         return not self._is_lost
 
     def check_lock(self) -> None:
-        """Raises: UserError if this process has lost the folder or its lock. Called before changes of files."""
+        """Raises: UserError if this process has lost the folder or its lock. Called before changes
+        of files."""
         if not self.has_lock():
             hint = "was removed, renamed or replaced, or another trainer has it; this run writes nothing more there"
             raise UserError("run folder", self.path, f"the folder or its .lock {hint}")
 
     def check_is_shared(self, is_needed: bool = True) -> None:
-        """Compares this machine's folder with rank 0's, if the rank needs the same one: an elastic launcher may move
-        rank 0, and ranks that share a model write parts. Collective. Raises: UserError, on every rank."""
+        """Compares this machine's folder with rank 0's, if the rank needs the same one: an elastic
+        launcher may move rank 0, and ranks that share a model write parts. Collective. Raises:
+        UserError, on every rank."""
         lock = self.path / ".lock"
         there = on_main(lambda: lock.stat().st_ino)
 
@@ -119,7 +132,8 @@ class RunFolder:
 
 
 class RunLog:
-    """The records of a run, on every rank; the main process writes them. `more`: keys for status.json while it runs.
+    """The records of a run, on every rank; the main process writes them. `more`: keys for
+    status.json while it runs.
     `chain`: of the last row."""
 
     def __init__(self, folder: RunFolder, more: Callable[[], Row] = dict):
@@ -144,11 +158,14 @@ class RunLog:
         with self._writing:
             (self._folder.check_lock if state == "failed" else self.check)()
             self._state = state
-            process = {**this_process()._asdict(), "heartbeat": time.time()} if state == "running" else {}
+            process = (
+                {**this_process()._asdict(), "heartbeat": time.time()} if state == "running" else {}
+            )
             self._put_status({"state": state, "step": step, "reason": reason, **process})
 
     def write_heartbeat(self, status: Row) -> None:
-        """Records the watchdog's `status` of a running run, and whether its files are gone. For any thread."""
+        """Records the watchdog's `status` of a running run, and whether its files are gone. For any
+        thread."""
         has_lock = self._folder.has_lock()
         with self._writing, suppress(UserError):  # the disk may be full for a while
             if has_lock and self._state == "running":
@@ -157,15 +174,17 @@ class RunLog:
         self.is_gone = not has_lock or self._is_lost
 
     def check(self) -> None:
-        """Raises: UserError if this process has lost the folder, or if another program has changed its rows."""
+        """Raises: UserError if this process has lost the folder, or if another program has changed
+        its rows."""
         self._folder.check_lock()
         if self._is_lost:
             hint = "was removed or changed by another program, and this run writes no row to it; run the command again"
             raise UserError("file", self._rows, hint)
 
     def write_failure(self, step: int, reason: str, is_refused: bool = False) -> None:
-        """Records that the run failed, unless its end is recorded already. A user error (`is_refused`) leaves the
-        records of a run that has not begun to train as they are. For any thread."""
+        """Records that the run failed, unless its end is recorded already. A user error
+        (`is_refused`) leaves the records of a run that has not begun to train as they are. For any
+        thread."""
         recorded = ("running",) if is_refused else ("", "running")
         with self._writing, suppress(UserError):  # the reason is printed as well
             if self._state in recorded:
@@ -176,7 +195,8 @@ class RunLog:
                     self._overwrite_status({"state": "failed", "step": step, "reason": reason})
 
     def _overwrite_status(self, status: Row) -> None:
-        """Replaces the content of status.json where it is: a full disk has room for no second file."""
+        """Replaces the content of status.json where it is: a full disk has room for no second
+        file."""
         content = (json.dumps(status) + "\n").encode()
         with suppress(OSError):
             file = os.open(self.path / STATUS, os.O_WRONLY | os.O_NOFOLLOW)
@@ -193,8 +213,9 @@ class RunLog:
             write_atomically(file, content, durable)
 
     def append(self, row: Row) -> None:
-        """Appends a row to metrics.jsonl, with its chain. For any thread. Does nothing if the folder is lost, or if the
-        file has not the size that it should: at the next heartbeat, all ranks stop."""
+        """Appends a row to metrics.jsonl, with its chain. For any thread. Does nothing if the
+        folder is lost, or if the file has not the size that it should: at the next heartbeat, all
+        ranks stop."""
         if self._is_lost or not (self.is_main and self._folder.has_lock()):
             return
         with self._appending, writing(self._rows):
@@ -218,8 +239,8 @@ class RunLog:
             return LogEnd(chain=self.chain, bytes=self._size)
 
     def sync(self) -> None:
-        """Waits until all rows are on disk, since a checkpoint has the chain of the last one. For any thread. Raises:
-        UserError, as `check`."""
+        """Waits until all rows are on disk, since a checkpoint has the chain of the last one. For
+        any thread. Raises: UserError, as `check`."""
         self.check()
         if self._rows.is_file():
             with writing(self._rows):
@@ -227,13 +248,14 @@ class RunLog:
 
     @runs_on_main
     def resume(self, end: LogEnd, progress: Progress, start: Row | None = None) -> None:
-        """Drops the rows after a checkpoint that has `end` and `progress`, and adds the row `start`. In the same write:
-        a kill leaves the old rows or these. A damaged file is copied aside, with a warning. Collective. Raises:
-        UserError, on every rank."""
+        """Drops the rows after a checkpoint that has `end` and `progress`, and adds the row
+        `start`. In the same write: a kill leaves the old rows or these. A damaged file is copied
+        aside, with a warning. Collective. Raises: UserError, on every rank."""
         self._folder.check_lock()
         kept = head(self._rows, end.bytes)
         if chain_of(self._rows, end.bytes) != end.chain:
-            kept = repaired(self._rows, progress.step - bool(progress.pending.row))  # that row follows the checkpoint
+            # that row follows the checkpoint
+            kept = repaired(self._rows, progress.step - bool(progress.pending.row))
 
         def rows() -> Iterator[bytes]:
             line = b""
@@ -247,7 +269,8 @@ class RunLog:
         self._size = size_of(self._rows)
 
     def newest_checkpoint(self) -> int:
-        """The step of the newest checkpoint that the run has by its rows; 0 for none. Not collective."""
+        """The step of the newest checkpoint that the run has by its rows; 0 for none. Not
+        collective."""
         newest = 0
         for event in read_events(self._rows)[0]:
             if is_rollback(event):

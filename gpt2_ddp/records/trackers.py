@@ -1,7 +1,9 @@
-"""Trackers (Accelerate's tensorboard, wandb and trackio): each has every row of metrics.jsonl once, also after kills.
+"""Trackers (Accelerate's tensorboard, wandb and trackio): each has every row of metrics.jsonl once,
+also after kills.
 
-Local files (tensorboard, wandb offline) are written again at each start, with all rows. wandb and trackio report their
-last step, and receive later rows. Each keeps the first row of a step (docs/tracking.md).
+Local files (tensorboard, wandb offline) are written again at each start, with all rows. wandb and
+trackio report their last step, and receive later rows. Each keeps the first row of a step
+(docs/tracking.md).
 """
 
 import os
@@ -27,14 +29,16 @@ Running = tuple[GeneralTracker, int]
 
 
 class Trackers:
-    """The trackers of `tracking.log_with`, on the main process. A failing one causes a warning; the others continue.
-    The same `run_id` resumes the same run there."""
+    """The trackers of `tracking.log_with`, on the main process. A failing one causes a warning; the
+    others continue. The same `run_id` resumes the same run there."""
 
     def __init__(self, attempt: Attempt, config: RunConfig, run_id: str, folder: Path):
         self._attempt = attempt
         self._running: dict[str, Running] = {}
         for name in config.tracking.log_with:
-            if running := attempt(f"{name} tracker", lambda name=name: START[name](config, run_id, folder)):
+            if running := attempt(
+                f"{name} tracker", lambda name=name: START[name](config, run_id, folder)
+            ):
                 self._running[name] = running
         lines = read_lines(folder / METRICS)
         for row in valid_rows(line.row for line in lines if type(line.row.get("step")) is int):
@@ -42,7 +46,9 @@ class Trackers:
 
     def log(self, row: dict[str, Any]) -> None:
         """Sends the numbers of a row, and its chain, to each tracker without its step."""
-        kept = {k: value for k, value in row.items() if isinstance(value, int | float) or k == "chain"}
+        kept = {
+            k: value for k, value in row.items() if isinstance(value, int | float) or k == "chain"
+        }
         del kept["step"]
         for name, (tracker, last) in self._running.items():
             if row["step"] > last:
@@ -66,7 +72,8 @@ def _tensorboard(config: RunConfig, run_id: str, folder: Path) -> Running:
 
 
 def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
-    """A run of wandb; offline, in the run folder, when nobody is logged in and WANDB_MODE is not set."""
+    """A run of wandb; offline, in the run folder, when nobody is logged in and WANDB_MODE is not
+    set."""
     from requests.utils import get_netrc_auth
 
     logged_in = os.environ.get("WANDB_API_KEY") or get_netrc_auth("https://api.wandb.ai")
@@ -75,7 +82,13 @@ def _wandb(config: RunConfig, run_id: str, folder: Path) -> Running:
         for before in folder.glob(f"wandb/offline-run-*-{run_id}"):
             shutil.rmtree(before, ignore_errors=True)
     resume = "allow" if mode == "online" else None  # offline it would be ignored, with a warning
-    own = {"name": config.run_name, "id": run_id, "resume": resume, "mode": mode, "dir": str(folder)}
+    own = {
+        "name": config.run_name,
+        "id": run_id,
+        "resume": resume,
+        "mode": mode,
+        "dir": str(folder),
+    }
     tracker = WandBTracker(PROJECT, **own)
     tracker.start()
     tracker.store_init_configuration(config.model_dump(mode="json"))

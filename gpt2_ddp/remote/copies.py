@@ -33,8 +33,9 @@ def with_local_runs(config: C) -> C:
 
 
 def _local_run(path: str, field: str) -> str:
-    """The path or, of a URL, the folder in the cache with a copy of the run: its records and, unless the command reads
-    only `runs`' rows, its whole checkpoints. Raises: UserError if there is no such run."""
+    """The path or, of a URL, the folder in the cache with a copy of the run: its records and,
+    unless the command reads only `runs`' rows, its whole checkpoints. Raises: UserError if there is
+    no such run."""
     if "://" not in path:
         return path
     try:

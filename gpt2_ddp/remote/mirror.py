@@ -1,8 +1,10 @@
-"""A copy of a run at a URL, such as a bucket: kept up to date, restored on a machine without the run.
+"""A copy of a run at a URL, such as a bucket: kept up to date, restored on a machine without the
+run.
 
-The rows are copied before the files of a checkpoint, and its manifest last. So a copied checkpoint with a manifest is
-whole, and its rows are there. Every object is read back and compared. A lease keeps two machines apart, a lock two
-processes of one machine. It is code of a process of its own: the trainer does not import it (`mirror_process`).
+The rows are copied before the files of a checkpoint, and its manifest last. So a copied checkpoint
+with a manifest is whole, and its rows are there. Every object is read back and compared. A lease
+keeps two machines apart, a lock two processes of one machine. It is code of a process of its own:
+the trainer does not import it (`mirror_process`).
 """
 
 import fcntl
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 FIELD = "checkpoint.mirror"
 LEASE = "lease.json"
 OVERTAKEN = "overtaken"
-"""End of the name of a checkpoint whose steps another machine has trained, too. It is no defect of the run."""
+"""End of the name of a checkpoint whose steps another machine has trained, too. It is no defect of
+the run."""
 EXPIRES = 60.0
 """Seconds after which a lease that its owner has not renewed is over."""
 LOOK = 1.0
@@ -47,7 +50,8 @@ ATTEMPTS = 4
 
 
 class Lease(BaseModel):
-    """The process that trains a run, and the time when it said so last, by its own clock. `mirror_process` makes it."""
+    """The process that trains a run, and the time when it said so last, by its own clock.
+    `mirror_process` makes it."""
 
     owner: str  # machine and folder, for people: containers of one image may share both
     time: Annotated[float, Field(allow_inf_nan=False)] = 0.0
@@ -63,7 +67,8 @@ class Lease(BaseModel):
 
 
 class Mirror:
-    """The copy of a run. The process of a killed trainer copies the rest first. `lease`: of the trainer."""
+    """The copy of a run. The process of a killed trainer copies the rest first. `lease`: of the
+    trainer."""
 
     def __init__(self, bucket: Bucket, run: Path, lease: Lease):
         self._run = run
@@ -77,13 +82,14 @@ class Mirror:
 
     @cached_property
     def _whole(self) -> dict[str, str]:
-        """The SHA-256 of the copied checkpoints' manifests, by name. At the start, the newest is first."""
+        """The SHA-256 of the copied checkpoints' manifests, by name. At the start, the newest is
+        first."""
         return self._bucket.checkpoints()
 
     def restore(self) -> None:
-        """Takes the lease, and the whole checkpoints that are newer than those here, with the records. Raises:
-        UserError if the URL has another run, if another machine trains this one, or if there is a newer state of which
-        nothing is intact; any error of the storage."""
+        """Takes the lease, and the whole checkpoints that are newer than those here, with the
+        records. Raises: UserError if the URL has another run, if another machine trains this one,
+        or if there is a newer state of which nothing is intact; any error of the storage."""
         self._take_lease()
         try:
             if any(name == METRICS or CHECKPOINT.fullmatch(name) for name in self._bucket.names()):
@@ -161,8 +167,8 @@ class Mirror:
                 write_atomically(self._run / record, [content])
 
     def _set_aside_unrecorded(self) -> None:
-        """Sets the checkpoints aside that the restored rows do not record: a machine went on for a while after its last
-        copy, and another one trained the same steps."""
+        """Sets the checkpoints aside that the restored rows do not record: a machine went on for a
+        while after its last copy, and another one trained the same steps."""
         from gpt2_ddp.checkpoint.format import list_checkpoints
         from gpt2_ddp.checkpoint.verify import CorruptCheckpoint, record_defect, verify
         from gpt2_ddp.files import free_name
@@ -182,26 +188,33 @@ class Mirror:
                 warn(f"{place}: {defect}, which is from {self._url}; moved to {aside.name}")
 
     def _refuse_damage(self, step: int) -> None:
-        """Raises: UserError if the bucket has, or had, checkpoints after a step, of which none is whole. But a machine
-        may have been lost while it copied the first one."""
+        """Raises: UserError if the bucket has, or had, checkpoints after a step, of which none is
+        whole. But a machine may have been lost while it copied the first one."""
         from gpt2_ddp.checkpoint.verify import recorded_checkpoint
 
         rows = parse_lines(io.BytesIO(self._bucket.read(METRICS) or b""))
-        recorded = [found for line in rows if is_event(line.row) and (found := recorded_checkpoint(line.row))]
+        recorded = [
+            found
+            for line in rows
+            if is_event(line.row) and (found := recorded_checkpoint(line.row))
+        ]
         steps = {found[0] for found in recorded}
         steps |= {int(name[5:]) for name in self._bucket.names() if CHECKPOINT.fullmatch(name)}
         newest = max(steps, default=-1)
         if newest <= step:
             return
         if step < 0 and not self._whole and len(steps) == 1:
-            warn(f"{self._url} has no whole checkpoint yet, only a part of that of step {newest}; the run starts anew")
+            warn(
+                f"{self._url} has no whole checkpoint yet, only a part of that of step {newest}; the run starts anew"
+            )
             return
         problem = f"has a run up to step {newest} or later, of which no checkpoint is intact; nothing is changed there"
         hint = "restore them from a copy, remove the run there, or choose another run_name"
         raise UserError(FIELD, self._url, f"{problem}; {hint}")
 
     def copy(self, ended: threading.Event) -> int:
-        """Copies until the run has ended; then the rest, and gives the lease back. Returns 1 if that fails."""
+        """Copies until the run has ended; then the rest, and gives the lease back. Returns 1 if
+        that fails."""
         self._ended = ended
         over = threading.Event()
         renewing = threading.Thread(target=self._renew_loop, args=(over,), daemon=True)
@@ -213,7 +226,8 @@ class Mirror:
             try:
                 if is_last:
                     over.set()
-                    renewing.join()  # or a late renewal would follow the last status and the end of the lease
+                    # or a late renewal would follow the last status and the end of the lease
+                    renewing.join()
                 self._copy(is_last)
                 step = max(self._whole, default=None)
                 problem = ""
@@ -221,7 +235,9 @@ class Mirror:
             except Exception as error:  # each kind of storage has its own
                 problem = describe(error)
                 if not failures:
-                    warn(f"{self._url} cannot be written ({problem}); the run goes on and tries again")
+                    warn(
+                        f"{self._url} cannot be written ({problem}); the run goes on and tries again"
+                    )
                 failures += 1
             status = {"mirror_step": step and int(step[5:]), "mirror_problem": problem}
             with suppress(OSError):  # the disk may be full for a while
@@ -234,10 +250,17 @@ class Mirror:
                 is_last = ended.wait(min(LOOK * 5**failures, PAUSE))
 
     def _copy(self, is_last: bool) -> None:
-        """Copies new checkpoints and the records, and deletes what the run has deleted; in the end also the lease."""
+        """Copies new checkpoints and the records, and deletes what the run has deleted; in the end
+        also the lease."""
         places = sorted((self._run / "checkpoints").glob("step-*"), reverse=True)
-        here = {place.name: content_of(place / MANIFEST) for place in places if place.name[5:].isdigit()}
-        hashes = {name: hashlib.sha256(manifest).hexdigest() for name, manifest in here.items() if manifest}
+        here = {
+            place.name: content_of(place / MANIFEST) for place in places if place.name[5:].isdigit()
+        }
+        hashes = {
+            name: hashlib.sha256(manifest).hexdigest()
+            for name, manifest in here.items()
+            if manifest
+        }
         new = hashes.items() - self._whole.items()
         gone = self._whole.keys() - here.keys()
         if new or gone or is_last:
@@ -248,14 +271,16 @@ class Mirror:
         for name, sha256 in sorted(new, reverse=True):
             manifest = here[name] or b""
             self._whole.pop(name, None)
-            self._bucket.remove_all(name)  # a step that was saved again; a part of an earlier attempt
+            # a step that was saved again; a part of an earlier attempt
+            self._bucket.remove_all(name)
             with suppress(FileNotFoundError):  # deleted by the run meanwhile
                 for file, file_sha256 in listed_files(manifest).items():
                     place = below(self._run / "checkpoints" / name, file)
                     self._bucket.put(place, f"{name}/{file}", file_sha256)
                 self._bucket.write(f"{name}/{MANIFEST}", manifest)
                 self._whole[name] = sha256
-        has_newest = max(here, default=None) in self._whole  # not if it was deleted meanwhile, or if the folder is lost
+        # not if it was deleted meanwhile, or if the folder is lost
+        has_newest = max(here, default=None) in self._whole
         for name in gone if has_newest else ():
             self._bucket.remove_all(name)
             del self._whole[name]
@@ -263,12 +288,15 @@ class Mirror:
             self._give_back()
 
     def _take_lease(self) -> None:
-        """Takes the lease once nobody renews another one. Clocks of machines may differ: what counts is whether the
-        lease changes while this process looks. Raises: UserError if it does."""
+        """Takes the lease once nobody renews another one. Clocks of machines may differ: what
+        counts is whether the lease changes while this process looks. Raises: UserError if it
+        does."""
         first: bytes | None = None
         until = 0.0
         while (content := self._bucket.read(LEASE)) is not None:
-            lease = parse_lease(content) or Lease(owner="a machine whose lease cannot be read", time=time.time())
+            lease = parse_lease(content) or Lease(
+                owner="a machine whose lease cannot be read", time=time.time()
+            )
             if lease.id == self._own.id or lease.is_gone:
                 break
             if first is None:
@@ -276,7 +304,9 @@ class Mirror:
                 # two renewals at least
                 first = content
                 until = time.monotonic() + max(remaining, EXPIRES / 3)
-                warn(f"waiting for {truncate(lease.owner)}, which trained this run until now", "note")
+                warn(
+                    f"waiting for {truncate(lease.owner)}, which trained this run until now", "note"
+                )
             if content != first:
                 hint = f"{lease.owner} trains this run now; stop it, or choose another run_name"
                 raise UserError(FIELD, self._url, hint)
@@ -285,7 +315,8 @@ class Mirror:
             time.sleep(LOOK)
         self._write_lease()
         time.sleep(LOOK)
-        if self._foreign_lease():  # of two machines that looked at the same time, the last one has it
+        # of two machines that looked at the same time, the last one has it
+        if self._foreign_lease():
             self._take_lease()
 
     def _foreign_lease(self) -> Lease | None:
@@ -294,9 +325,9 @@ class Mirror:
         return lease if lease and lease.id != self._own.id else None
 
     def _check_lease(self, hashes: Mapping[str, str]) -> None:
-        """Ends this process, which stops the run, if another machine has the lease, or has had it meanwhile: then this
-        one's is missing, and the bucket has checkpoints besides those with `hashes` of manifests here. With exit code
-        0, once the run has ended with 1."""
+        """Ends this process, which stops the run, if another machine has the lease, or has had it
+        meanwhile: then this one's is missing, and the bucket has checkpoints besides those with
+        `hashes` of manifests here. With exit code 0, once the run has ended with 1."""
         lease = self._foreign_lease()
         if not lease and self._bucket.read(LEASE) is None:
             if self._bucket.checkpoints().items() - self._whole.items() - hashes.items():
@@ -328,7 +359,8 @@ class Mirror:
             with suppress(Exception):  # the next one may succeed
                 if self._foreign_lease():
                     self._check_lease({})
-                if self._bucket.read(LEASE) is not None:  # otherwise the next copy asks who removed it
+                # otherwise the next copy asks who removed it
+                if self._bucket.read(LEASE) is not None:
                     self._renew()
 
 

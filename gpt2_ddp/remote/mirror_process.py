@@ -1,7 +1,10 @@
-"""The process that mirrors a run, as the trainer sees it: started, watched, and waited for in the end.
+"""The process that mirrors a run, as the trainer sees it: started, watched, and waited for in the
+end.
 
-The end of its standard input is the end of the run, also after `kill -9` of the trainer. Signals do not end
-it: they are blocked. Its status is in the file `.mirror` of the run folder, whose time is that of its last progress.
+The end of its standard input is the end of the run, also after `kill -9` of the trainer. Signals do
+not end
+it: they are blocked. Its status is in the file `.mirror` of the run folder, whose time is that of
+its last progress.
 """
 
 import json
@@ -29,8 +32,8 @@ from gpt2_ddp.records.rows import PATIENCE, is_complete
 RESTART = 60.0
 """Least seconds from a start of the process to the next one, after a crash."""
 SILENCE = 180.0
-"""Seconds without progress after which the process is killed at the end of the run. A part of an object may have 100
-MB."""
+"""Seconds without progress after which the process is killed at the end of the run. A part of an
+object may have 100 MB."""
 FIRST_NOTE = 10.0
 NOTES = 30.0
 """Seconds until a line says what the end of the run waits for, and between two of these lines."""
@@ -39,9 +42,12 @@ FAILED = 1
 
 
 class MirrorProcess:
-    """The process. `command`: the words that start it. `wait_longer`: called while its end is waited for."""
+    """The process. `command`: the words that start it. `wait_longer`: called while its end is
+    waited for."""
 
-    def __init__(self, command: list[str], run: Path, wait_longer: Callable[[], object] = lambda: None):
+    def __init__(
+        self, command: list[str], run: Path, wait_longer: Callable[[], object] = lambda: None
+    ):
         self._command = command
         self._run = run
         self._wait_longer = wait_longer
@@ -54,8 +60,9 @@ class MirrorProcess:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def status(self) -> dict[str, Any]:
-        """The newest step that is there, and why the last attempt to copy failed, for status.json. Stops the run if
-        another machine has begun to train it: then the process has ended with 0. Starts it again if it has crashed."""
+        """The newest step that is there, and why the last attempt to copy failed, for status.json.
+        Stops the run if another machine has begun to train it: then the process has ended with 0.
+        Starts it again if it has crashed."""
         code = self._process.poll()
         if code == 0:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -69,24 +76,34 @@ class MirrorProcess:
         return {}
 
     def close(self) -> bool:
-        """Ends the process, which first copies the rest, for at most 20 s unless the run is complete. Starts it again,
-        once, if it has crashed or makes no progress. Returns whether all is there; prints a warning if not."""
+        """Ends the process, which first copies the rest, for at most 20 s unless the run is
+        complete. Starts it again, once, if it has crashed or makes no progress. Returns whether all
+        is there; prints a warning if not."""
         is_taken = self._process.poll() == 0  # another machine has the lease
         code = self._finish()
         if code not in (0, FAILED, -signal.SIGALRM):
-            print(f"note: the process that copies the run ended with {code}; it is started again", file=sys.stderr)
+            print(
+                f"note: the process that copies the run ended with {code}; it is started again",
+                file=sys.stderr,
+            )
             self._start()
             code = self._finish()
         if code == 0 and not is_taken:
             return True
-        problem = self._read_status().get("mirror_problem") or f"the process that copies it ended with {code}"
+        problem = (
+            self._read_status().get("mirror_problem")
+            or f"the process that copies it ended with {code}"
+        )
         hint = "the same command copies it"
-        print(f"warning: checkpoint.mirror lacks the end of the run ({problem}); {hint}", file=sys.stderr)
+        print(
+            f"warning: checkpoint.mirror lacks the end of the run ({problem}); {hint}",
+            file=sys.stderr,
+        )
         return False
 
     def _finish(self) -> int:
-        """Lets the process copy the rest, and returns its exit code. Prints what is waited for. Kills the process if it
-        makes no progress."""
+        """Lets the process copy the rest, and returns its exit code. Prints what is waited for.
+        Kills the process if it makes no progress."""
         assert self._process.stdin
         self._process.stdin.close()
         self._wait_longer()
@@ -120,19 +137,23 @@ class MirrorProcess:
         there = "no checkpoint yet" if step is None else f"the checkpoint of step {step}"
         idle = f"; no progress for {silence:.0f} s" if silence > FIRST_NOTE else ""
         url = next(word for word in self._command if word.startswith("--url="))[6:]
-        print(f"note: waiting for the copy of the run's end: {url} has {there}{idle}", file=sys.stderr)
+        print(
+            f"note: waiting for the copy of the run's end: {url} has {there}{idle}", file=sys.stderr
+        )
 
     def end(self, *error: object) -> None:
-        """`close`, as the end of a `with`. Raises: SystemExit 75 if a complete run is not there as a whole: the same
-        command copies the rest."""
+        """`close`, as the end of a `with`. Raises: SystemExit 75 if a complete run is not there as
+        a whole: the same command copies the rest."""
         if not self.close() and error == (None, None, None) and is_complete(self._run):
             raise SystemExit(record_exit(STOPPED))
 
 
-def open_mirror(url: str, run: Path, watchdog: Watchdog, closing: ExitStack) -> Callable[[], dict[str, Any]]:
-    """Restores what is newer at the URL than here, and copies the run to it until `closing`, on the main process.
-    Returns the mirror's `status`. Collective. Raises: UserError, on every rank, if the URL cannot be read, has another
-    run or a damaged one, or another machine trains this one."""
+def open_mirror(
+    url: str, run: Path, watchdog: Watchdog, closing: ExitStack
+) -> Callable[[], dict[str, Any]]:
+    """Restores what is newer at the URL than here, and copies the run to it until `closing`, on the
+    main process. Returns the mirror's `status`. Collective. Raises: UserError, on every rank, if
+    the URL cannot be read, has another run or a damaged one, or another machine trains this one."""
     watchdog.heartbeat("restoring", timeout=LONGEST.total_seconds())
     process = this_process()
     lease: dict[str, Any] = {"owner": f"{process.host}:{run.absolute()}", "id": uuid.uuid4().hex}
@@ -142,6 +163,8 @@ def open_mirror(url: str, run: Path, watchdog: Watchdog, closing: ExitStack) -> 
     on_main(lambda: run_module(*command, "--action=restore"))
     if not is_main_process():
         return dict
-    mirror = MirrorProcess(command, run, partial(watchdog.heartbeat, "copying to the mirror", timeout=FIRST_TIMEOUT))
+    mirror = MirrorProcess(
+        command, run, partial(watchdog.heartbeat, "copying to the mirror", timeout=FIRST_TIMEOUT)
+    )
     closing.push(mirror.end)
     return mirror.status

@@ -47,17 +47,24 @@ class Bucket:
         """Names of the objects and of what looks like folders; empty if there is nothing."""
         self._files.invalidate_cache()
         with suppress(FileNotFoundError):
-            return [Path(path).name for path in self._files.ls(f"{self._root}/{folder}", detail=False)]
+            return [
+                Path(path).name for path in self._files.ls(f"{self._root}/{folder}", detail=False)
+            ]
         return []
 
     def checkpoints(self) -> dict[str, str]:
         """The SHA-256 of the manifest of each whole checkpoint, by name, the newest first."""
-        steps = sorted(filter(CHECKPOINT.fullmatch, self.names()), key=lambda name: int(name[5:]), reverse=True)
+        steps = sorted(
+            filter(CHECKPOINT.fullmatch, self.names()), key=lambda name: int(name[5:]), reverse=True
+        )
         manifests = {name: self.read(f"{name}/{MANIFEST}", LARGEST_MANIFEST) for name in steps}
-        return {name: hashlib.sha256(found).hexdigest() for name, found in manifests.items() if found}
+        return {
+            name: hashlib.sha256(found).hexdigest() for name, found in manifests.items() if found
+        }
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """The content of a small object; None without it. Raises: OSError for more than `most` bytes."""
+        """The content of a small object; None without it. Raises: OSError for more than `most`
+        bytes."""
         path = f"{self._root}/{name}"
         with suppress(FileNotFoundError):
             if self._is_disk:
@@ -70,7 +77,8 @@ class Bucket:
         return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a small object, and compares it. One thread at a time. Raises: OSError if it differs."""
+        """Writes a small object, and compares it. One thread at a time. Raises: OSError if it
+        differs."""
         with self._writing:
             with self._whole(name) as target:
                 self._files.pipe_file(target, content)
@@ -90,8 +98,8 @@ class Bucket:
         self._files.mv(f"{target}.tmp", target)
 
     def _refuse_links(self, name: str) -> None:
-        """Raises: UserError if an object, or a folder that it is in, is a link of a disk: somebody else may have made
-        the folder at the URL, and what the link leads to is not in it."""
+        """Raises: UserError if an object, or a folder that it is in, is a link of a disk: somebody
+        else may have made the folder at the URL, and what the link leads to is not in it."""
         if self._is_disk:
             parts = Path(name).parts
             refuse_links(*(Path(self._root, *parts[:count]) for count in range(1, len(parts) + 1)))
@@ -109,8 +117,8 @@ class Bucket:
             raise OSError(f"{name} is not what was written")
 
     def get(self, name: str, folder: Path, files: Iterable[str]) -> None:
-        """Copies these objects below a name into a folder; leaves out what is not there. Raises: ValueError for a name
-        that is no file of the folder."""
+        """Copies these objects below a name into a folder; leaves out what is not there. Raises:
+        ValueError for a name that is no file of the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             target = below(folder, check_file_name(file))
@@ -118,9 +126,9 @@ class Bucket:
                 self._files.get_file("/".join(filter(None, (self._root, name, file))), str(target))
 
     def get_checkpoint(self, name: str, folder: Path) -> None:
-        """Copies the files that a checkpoint's manifest lists into a folder, and the manifest last. Of a manifest that
-        cannot be read, only itself: whoever verifies the copy names the damage. Raises: FileNotFoundError without
-        one."""
+        """Copies the files that a checkpoint's manifest lists into a folder, and the manifest last.
+        Of a manifest that cannot be read, only itself: whoever verifies the copy names the damage.
+        Raises: FileNotFoundError without one."""
         manifest = self.read(f"{name}/{MANIFEST}" if name else MANIFEST, LARGEST_MANIFEST)
         if manifest is None:
             raise FileNotFoundError("there is nothing")
@@ -137,7 +145,8 @@ class Bucket:
             self._files.rm_file(f"{self._root}/{name}")
 
     def remove_all(self, name: str) -> None:
-        """Deletes all objects below a name, a manifest first. One by one: not every server accepts a list of them."""
+        """Deletes all objects below a name, a manifest first. One by one: not every server accepts
+        a list of them."""
         for file in (MANIFEST, *self.names(name)):
             self.remove(f"{name}/{file}")
         if self._is_disk:
@@ -157,17 +166,21 @@ class _Progress(Callback):
 
 
 def listed_files(manifest: bytes) -> dict[str, str]:
-    """The SHA-256 of each file that a checkpoint's manifest lists, by its name. Raises: ValueError if the manifest
-    cannot be read, or lists a file outside of its folder."""
+    """The SHA-256 of each file that a checkpoint's manifest lists, by its name. Raises: ValueError
+    if the manifest cannot be read, or lists a file outside of its folder."""
     try:
-        return {check_file_name(name): entry["sha256"] for name, entry in parse_json(manifest)["files"].items()}
+        return {
+            check_file_name(name): entry["sha256"]
+            for name, entry in parse_json(manifest)["files"].items()
+        }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} lists no files ({error})") from error
 
 
 def fetch_data(folder: Path, url: str) -> None:
-    """Copies the files that the manifest at a URL lists into a folder, unless its manifest is the same. A training
-    compares their hashes. Raises: UserError if the manifest or one of its shards is missing, or it is damaged."""
+    """Copies the files that the manifest at a URL lists into a folder, unless its manifest is the
+    same. A training compares their hashes. Raises: UserError if the manifest or one of its shards
+    is missing, or it is damaged."""
     with reading(url, "data.path") as bucket:
         content = bucket.read(MANIFEST, LARGEST_MANIFEST)
         if content is None:
@@ -178,7 +191,8 @@ def fetch_data(folder: Path, url: str) -> None:
         manifest = parse_manifest(content, f"{url}/{MANIFEST}")
         shards = [shard.file for split in manifest.splits.values() for shard in split]
         copied.unlink(missing_ok=True)  # the shards may be others
-        bucket.get("", folder, [*shards, manifest.tokenizer])  # which may be an encoding's name instead of a file's
+        # which may be an encoding's name instead of a file's
+        bucket.get("", folder, [*shards, manifest.tokenizer])
         if missing := [shard for shard in shards if not (folder / shard).exists()]:
             hint = f"has no {missing[0]}, which its {MANIFEST} lists; copy the data there again"
             raise UserError("data.path", url, hint)
@@ -187,8 +201,8 @@ def fetch_data(folder: Path, url: str) -> None:
 
 @contextmanager
 def reading(url: str, field: str) -> Iterator[Bucket]:
-    """The bucket at the URL in a field. Raises: UserError for any error inside, since each kind of storage has its
-    own."""
+    """The bucket at the URL in a field. Raises: UserError for any error inside, since each kind of
+    storage has its own."""
     try:
         yield Bucket(url)
     except UserError:

@@ -1,7 +1,8 @@
-"""The process in which a training reads and writes what is at a URL: `python -m gpt2_ddp.remote.transfer`.
+"""The process in which a training reads and writes what is at a URL: `python -m
+gpt2_ddp.remote.transfer`.
 
-So the libraries of storages, their threads and their crashes are not in the trainer. No torch, unless a run is
-restored.
+So the libraries of storages, their threads and their crashes are not in the trainer. No torch,
+unless a run is restored.
 """
 
 import signal
@@ -21,8 +22,8 @@ class TransferConfig(Command):
     """What to copy"""
 
     action: Literal["data", "restore", "mirror"] = "data"
-    """data: shards, into the folder; restore: a run, into the folder; mirror: a run, to the URL, until the standard
-    input ends"""
+    """data: shards, into the folder; restore: a run, into the folder; mirror: a run, to the URL,
+    until the standard input ends"""
     url: str = ""
     folder: str = ""
     lease: str = "{}"
@@ -46,7 +47,9 @@ def transfer(config: TransferConfig) -> int:
             Mirror(bucket, folder, Lease.model_validate_json(config.lease)).restore()
     else:
         threading.Thread(target=see_end, daemon=True).start()
-        return Mirror(Bucket(config.url), folder, Lease.model_validate_json(config.lease)).copy(ended)
+        return Mirror(Bucket(config.url), folder, Lease.model_validate_json(config.lease)).copy(
+            ended
+        )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Groups of runs that differ only in their seed: means, standard deviations, and differences to the first group."""
+"""Groups of runs that differ only in their seed: means, standard deviations, and differences to the
+first group."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from gpt2_ddp.reports.runs import SCORED, Row, RunRecord, share_tokens
 OWN = ("seed", "run_name", "output_dir")
 """Fields in which the runs of a group may differ."""
 PLACES = ("checkpoint.mirror", "data.prepare")
-"""Fields that only describe where files are. The path of the data is one, too, if all runs have the same data."""
+"""Fields that only describe where files are. The path of the data is one, too, if all runs have the
+same data."""
 CELLS = 1_000_000
 """Cells of the sum in place of an integral."""
 VALUE = 60
@@ -30,7 +32,8 @@ PREFIX = 4
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Runs whose configurations differ in OWN only. `fields`: those in which the groups differ, if a run has them."""
+    """Runs whose configurations differ in OWN only. `fields`: those in which the groups differ, if
+    a run has them."""
 
     heading: str
     fields: Row
@@ -38,13 +41,16 @@ class Group:
 
     @property
     def names(self) -> str:
-        """The names of its runs: what they begin with, or the first ones and the number of the others."""
+        """The names of its runs: what they begin with, or the first ones and the number of the
+        others."""
         names = [run.name for run in self.runs]
         alike = takewhile(lambda letters: len({*letters}) == 1, zip(*names, strict=False))
         shared = "".join(first for first, *_ in alike)
         if len(names) > 1 and len(shared) >= PREFIX:
             return f"{shared}* ({len(names)} runs)"
-        return ", ".join(names if len(names) <= NAMED else [*names[:NAMED], f"{len(names) - NAMED} more"])
+        return ", ".join(
+            names if len(names) <= NAMED else [*names[:NAMED], f"{len(names) - NAMED} more"]
+        )
 
     def label(self, most: int) -> str:
         """Its runs, and then as many of its fields as at most `most` characters have room for."""
@@ -77,20 +83,21 @@ class Group:
 
 
 class Difference(NamedTuple):
-    """Mean difference of a group's last evaluations to those of the first group with the same seeds. None: undefined,
-    for the reason in `text`."""
+    """Mean difference of a group's last evaluations to those of the first group with the same
+    seeds. None: undefined, for the reason in `text`."""
 
     text: str
     difference: float | None = None
     standard_error: float | None = None
     n: int | None = None  # seeds
-    interval: tuple[float, float] | None = None  # with the true difference in 95 % of tables, for all of its rows
+    # with the true difference in 95 % of tables, for all of its rows
+    interval: tuple[float, float] | None = None
     differs: bool | None = None  # whether the interval is without 0
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Groups in the order of their first runs. A run without a readable configuration is a group of its own. Headings
-    list the fields in which the groups differ."""
+    """Groups in the order of their first runs. A run without a readable configuration is a group of
+    its own. Headings list the fields in which the groups differ."""
     members: dict[str, list[RunRecord]] = {}
     ignored = _ignored(runs)
     for run in runs:
@@ -106,11 +113,15 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 def _texts(fields: Row) -> list[str]:
     """Each field with its value."""
-    return [f"{name}={'null' if value is None else truncate(value, VALUE)}" for name, value in fields.items()]
+    return [
+        f"{name}={'null' if value is None else truncate(value, VALUE)}"
+        for name, value in fields.items()
+    ]
 
 
 def _ignored(runs: Sequence[RunRecord]) -> set[str]:
-    """The fields that make no difference between these runs: OWN, and those that describe where files are."""
+    """The fields that make no difference between these runs: OWN, and those that describe where
+    files are."""
     data = {str(run.start.get("data_manifest", run.name)) for run in runs}
     return {*OWN, *PLACES, *(["data.path"] if len(data) == 1 else [])}
 
@@ -124,8 +135,9 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def compare(one: dict[str, float], two: dict[str, float], comparisons: int = 1) -> Difference:
-    """The difference of scores by seed, of the first group and another, over the seeds that both have, with Student's
-    interval of paired differences. Of several `comparisons` in a table, each has a wider one (Bonferroni)."""
+    """The difference of scores by seed, of the first group and another, over the seeds that both
+    have, with Student's interval of paired differences. Of several `comparisons` in a table, each
+    has a wider one (Bonferroni)."""
     pairs = [two[seed] - one[seed] for seed in one if seed in two]
     if not pairs:
         return Difference("not compared: no seed with this score in both groups")
@@ -145,9 +157,11 @@ def compare(one: dict[str, float], two: dict[str, float], comparisons: int = 1) 
 
 
 def critical_value(level: float, freedom: int) -> float:
-    """The t with this probability between -t and t, of Student's distribution with so many degrees of freedom.
+    """The t with this probability between -t and t, of Student's distribution with so many degrees
+    of freedom.
 
-    With t = sqrt(freedom) tan(angle), the angle's density is in proportion to cos(angle) ** (freedom - 1)."""
+    With t = sqrt(freedom) tan(angle), the angle's density is in proportion to cos(angle) **
+    (freedom - 1)."""
     ends = np.linspace(0, math.pi / 2, CELLS + 1)
     density = np.cos((ends[1:] + ends[:-1]) / 2) ** (freedom - 1)
     within = np.cumsum(density) / density.sum()
@@ -155,8 +169,8 @@ def critical_value(level: float, freedom: int) -> float:
 
 
 def content(groups: Sequence[Group]) -> list[Row]:
-    """The groups for JSON: None for what is undefined. Their score is the last val_loss, or bits per byte where the
-    tokenizers differ."""
+    """The groups for JSON: None for what is undefined. Their score is the last val_loss, or bits
+    per byte where the tokenizers differ."""
     score = SCORED[not share_tokens(run for group in groups for run in group.runs)]
     found: list[Row] = []
     for group in groups:
@@ -165,7 +179,11 @@ def content(groups: Sequence[Group]) -> list[Row]:
         each = None
         if found:
             reason = _unlike([*groups[0].scored, *group.scored])
-            each = Difference(reason) if reason else compare(groups[0].values(score), values, len(groups) - 1)
+            each = (
+                Difference(reason)
+                if reason
+                else compare(groups[0].values(score), values, len(groups) - 1)
+            )
         found.append({
             "heading": group.heading,
             "fields": finite(group.fields),
@@ -185,20 +203,30 @@ def content(groups: Sequence[Group]) -> list[Row]:
 
 
 def describe(groups: Sequence[Group]) -> list[str]:
-    """A table as lines of text. Below the numbered rows are headings, differences to the first group, and remarks."""
+    """A table as lines of text. Below the numbered rows are headings, differences to the first
+    group, and remarks."""
     found = content(groups)
     rows = [["group", "completed", "n", *{f"last {group['score']}" for group in found}]]
     below = []
     for number, (group, runs) in enumerate(zip(found, groups, strict=True), 1):
         mean = group["mean"]
         deviation = group["sd"]
-        figure = "–" if mean is None else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.2g}")
-        rows.append([str(number), f"{group['completed']} of {len(group['runs'])}", str(group["n"]), figure])
+        figure = (
+            "–"
+            if mean is None
+            else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.2g}")
+        )
+        rows.append(
+            [str(number), f"{group['completed']} of {len(group['runs'])}", str(group["n"]), figure]
+        )
         difference = [group["difference"]["text"]] if group["difference"] else []
         texts = [runs.label(LINE - 2), *difference, *group["remarks"]]
         below.append([f"  {truncate(text, LINE - 2)}" for text in texts])
     first, *lines = text_table(rows).split("\n")
-    return [first, *(text for line, texts in zip(lines, below, strict=True) for text in (line, *texts))]
+    return [
+        first,
+        *(text for line, texts in zip(lines, below, strict=True) for text in (line, *texts)),
+    ]
 
 
 def _remarks(group: Group) -> list[str]:
@@ -215,4 +243,8 @@ def _remarks(group: Group) -> list[str]:
 def _unlike(runs: Sequence[RunRecord]) -> str:
     """Why the scores of these runs do not compare; empty if they do."""
     counts = sorted({str(run.last("val_loss").get(f"val_{run.unit}", "unknown")) for run in runs})
-    return f"not compared: evaluations of {' and '.join(counts)} {runs[0].unit}" if len(counts) > 1 else ""
+    return (
+        f"not compared: evaluations of {' and '.join(counts)} {runs[0].unit}"
+        if len(counts) > 1
+        else ""
+    )

@@ -1,4 +1,5 @@
-"""Names, shapes and dtypes of a checkpoint's tensors, compared with those that its configuration makes."""
+"""Names, shapes and dtypes of a checkpoint's tensors, compared with those that its configuration
+makes."""
 
 import math
 from collections.abc import Mapping
@@ -20,8 +21,9 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 
 
 def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) -> list[str]:
-    """Why a checkpoint's weights or optimizer state are not those of its configuration. `kind`: the class of a GPT's
-    task. A model gets no memory, and its layers are made only if the file has as many tensors."""
+    """Why a checkpoint's weights or optimizer state are not those of its configuration. `kind`: the
+    class of a GPT's task. A model gets no memory, and its layers are made only if the file has as
+    many tensors."""
     try:
         config = read_config(checkpoint.kind, checkpoint.config, f"{place}/{CONFIG}")
     except UserError as error:
@@ -41,7 +43,9 @@ def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) 
     state = checkpoint.state
     has_stepped = state.step - state.progress.first_step > state.losses.skipped
     if not defect and (layouts or has_stepped):
-        lost = {name for name, kinds in names.items() if kinds} - {key.partition(".")[2] for key in layouts}
+        lost = {name for name, kinds in names.items() if kinds} - {
+            key.partition(".")[2] for key in layouts
+        }
         defect = f"the state of {min(lost)} is missing" if lost else ""
     return [f"{place}/{OPTIMIZER}: {defect}"] if defect else []
 
@@ -49,8 +53,8 @@ def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) 
 def _make_model(
     config: RunConfig, checkpoint: Checkpoint, weights: Tensors, kind: type[Pretraining]
 ) -> nn.Module | str | None:
-    """The plain model on the meta device; or why the file cannot have its weights. None for a job of one's own, whose
-    model comes with its data."""
+    """The plain model on the meta device; or why the file cannot have its weights. None for a job
+    of one's own, whose model comes with its data."""
     facts = checkpoint.state.record
     layers = config.get("model.n_layer") or 0
     if layers > len(weights):
@@ -74,8 +78,11 @@ def _make_model(
         return image_model(config, facts)
 
 
-def _state_names(config: RunConfig, model: nn.Module, kind: type[Pretraining]) -> Mapping[str, set[str]]:
-    """Names of the optimizer state of each parameter; none of a class with an optimizer of its own."""
+def _state_names(
+    config: RunConfig, model: nn.Module, kind: type[Pretraining]
+) -> Mapping[str, set[str]]:
+    """Names of the optimizer state of each parameter; none of a class with an optimizer of its
+    own."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     if isinstance(config, JobConfig):
         of_sgd = OF_SGD if config.optim.momentum else set[str]()

@@ -18,7 +18,9 @@ from gpt2_ddp.records.rows import FIELDS, field_of
 from gpt2_ddp.reports.groups import group_runs
 from gpt2_ddp.reports.runs import RunRecord, share_tokens
 
-STYLE = matplotlib.rc_params_from_file(str(Path(__file__).with_suffix(".mplstyle")), use_default_template=False)
+STYLE = matplotlib.rc_params_from_file(
+    str(Path(__file__).with_suffix(".mplstyle")), use_default_template=False
+)
 PANELS = {name: field.panel for name, field in FIELDS.items() if field.panel}
 """Titles of the panels beside the loss, by metric."""
 LABEL = 72
@@ -30,7 +32,8 @@ Colors = Mapping[RunRecord, str]
 
 
 def draw(runs: Sequence[RunRecord]) -> Figure:
-    """The figure of runs, along steps, or tokens if they differ in tokens per step and all are known."""
+    """The figure of runs, along steps, or tokens if they differ in tokens per step and all are
+    known."""
     groups = group_runs(runs)
     colors = {run: f"C{number}" for number, group in enumerate(groups) for run in group.runs}
     rates = {round(run.tokens_per_step) for run in runs}
@@ -41,7 +44,9 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
     with matplotlib.rc_context(STYLE):
         rows = len(metrics) // 2 + 1
         figure = Figure(figsize=(11, 3.4 * rows), layout="constrained")
-        loss, *others = (figure.add_subplot(rows, 2, number) for number in range(1, len(metrics) + 2))
+        loss, *others = (
+            figure.add_subplot(rows, 2, number) for number in range(1, len(metrics) + 2)
+        )
         _draw_loss(loss, colors, along, unit)
         for panel, metric in zip(others, metrics, strict=True):
             panel.set_title(PANELS[metric].format(unit=unit))
@@ -54,7 +59,9 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
             panel.set_xlabel(unit if by_tokens else "step")
         if len(groups) > 1:
             names = [group.label(LABEL) for group in groups]
-            handles = [Line2D([], [], linewidth=3, color=f"C{number}") for number in range(len(groups))]
+            handles = [
+                Line2D([], [], linewidth=3, color=f"C{number}") for number in range(len(groups))
+            ]
             figure.legend(handles, names, loc="outside upper center", ncols=2)
     return figure
 
@@ -62,7 +69,9 @@ def draw(runs: Sequence[RunRecord]) -> Figure:
 def _draw_loss(panel: Axes, colors: Colors, along: Along, unit: str) -> None:
     look = {"linewidth": 1.6, "marker": "o", "markersize": 4, "markeredgecolor": "black"}
     if share_tokens(colors):
-        panel.set_title("Loss (nats per token, log scale)" if unit == "tokens" else "Loss (log scale)")
+        panel.set_title(
+            "Loss (nats per token, log scale)" if unit == "tokens" else "Loss (log scale)"
+        )
         panel.plot([], [], color="gray", alpha=0.6, label="train")
         _plot(panel, colors, "loss_mean", along, alpha=0.6)
         _plot(panel, colors, "val_loss", along, **look)

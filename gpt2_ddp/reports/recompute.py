@@ -1,10 +1,12 @@
-"""What follows from a run's configuration and data, recomputed: the order's digest, positions and learning rates.
+"""What follows from a run's configuration and data, recomputed: the order's digest, positions and
+learning rates.
 
-The items of each step follow from seed, step size and number of items, so a feed that reads no data repeats the steps.
+The items of each step follow from seed, step size and number of items, so a feed that reads no data
+repeats the steps.
 
-A file may claim any step. Two rules bound the work by the size of the rows and of the data. Rows come every
-`tracking.log_every` steps, and at the end of each epoch, so a step far from the row before is a defect by itself. And
-nothing is recomputed after the first row that differs.
+A file may claim any step. Two rules bound the work by the size of the rows and of the data. Rows
+come every `tracking.log_every` steps, and at the end of each epoch, so a step far from the row
+before is a defect by itself. And nothing is recomputed after the first row that differs.
 """
 
 import math
@@ -26,20 +28,27 @@ from gpt2_ddp.tasks.supervised import job_schedule
 
 Record = dict[str, Any]
 MOST_STEPS = 500_000
-"""Most recomputed steps between two rows (a quarter of a minute of work): a file may claim any number."""
+"""Most recomputed steps between two rows (a quarter of a minute of work): a file may claim any
+number."""
 
 
 class Recomputed:
     """The data after each step of a run.
 
     Args:
-        config, start: of the run's newest start. Each process of a run writes one, with its configuration.
+        config, start: of the run's newest start. Each process of a run writes one, with its
+            configuration.
         kind, sources: the class of a GPT's task, and the windows of each folder's training split.
         returns: steps that rollbacks return to.
     """
 
     def __init__(
-        self, config: RunConfig, start: Record, kind: type[Pretraining], sources: Sequence[Sized], returns: set[int]
+        self,
+        config: RunConfig,
+        start: Record,
+        kind: type[Pretraining],
+        sources: Sequence[Sized],
+        returns: set[int],
     ):
         self.config = config
         self.kind = kind
@@ -49,7 +58,11 @@ class Recomputed:
             self.unit = "tokens"
             self.per_item = config.model.block_size
             if not all(map(len, sources)):
-                raise UserError("model.block_size", self.per_item, f"in {METRICS}: longer than the training split")
+                raise UserError(
+                    "model.block_size",
+                    self.per_item,
+                    f"in {METRICS}: longer than the training split",
+                )
             order = kind(config).make_order(sources)
             batch = GlobalBatch(config.global_batch_windows, lambda size: [])
         else:
@@ -66,7 +79,8 @@ class Recomputed:
         self._begin(0, self.feed.state)
 
     def row_defects(self, row: Record) -> Iterator[str]:
-        """Why the next row does not follow from the data and the rows before. No row may follow one with defects.
+        """Why the next row does not follow from the data and the rows before. No row may follow one
+        with defects.
         Raises: UserError for an unusable configuration."""
         event = row.get("event")
         step = row["step"]
@@ -76,8 +90,11 @@ class Recomputed:
         if event is None:
             yield from self._check_step(row)
         elif event == "start":
-            self.row_step = max(self.row_step, step - 1)  # the row of its checkpoint's step may be pending
-        elif event == "branch" and not self.step:  # where the parent run was; its own rows confirm that
+            # the row of its checkpoint's step may be pending
+            self.row_step = max(self.row_step, step - 1)
+        elif (
+            event == "branch" and not self.step
+        ):  # where the parent run was; its own rows confirm that
             self._begin(step, FeedState.model_validate(row))
         elif event == "rollback":
             if defect := self._too_far(row.get("from", step)):
@@ -111,15 +128,18 @@ class Recomputed:
         if self.eval_every and ("val_loss" in row) != self._is_evaluated(step, "val_loss" in row):
             yield f"step {step} has {'a' if 'val_loss' in row else 'no'} val_loss (eval.every = {self.eval_every})"
         for name, value in order.by_source(state, self.unit, self.per_item).items():
-            if name in row and not is_equal(row[name], value):  # an older row may have fewer folders, or other names
+            # an older row may have fewer folders, or other names
+            if name in row and not is_equal(row[name], value):
                 yield f"{name} of step {step} is {row[name]}, not {value}"
 
     def _is_evaluated(self, step: int, has_loss: bool) -> bool:
-        """Whether the weights of a step are evaluated. Those of the first one are, if the data have a validation
-        split."""
+        """Whether the weights of a step are evaluated. Those of the first one are, if the data have
+        a validation split."""
         if step == self.first_step:
             self.validates = has_loss
-        return self.validates and (step % (self.eval_every or 1) == 0 or step in {self.first_step, *self.lasts})
+        return self.validates and (
+            step % (self.eval_every or 1) == 0 or step in {self.first_step, *self.lasts}
+        )
 
     def state_defects(self, place: str, checkpoint: Checkpoint) -> list[str]:
         """Why a checkpoint, after the last of the rows so far, has not the state of its step."""
@@ -133,7 +153,9 @@ class Recomputed:
             defects = [defect]
         else:
             if pending and pending.get("step") == step:
-                defects = [f"progress.pending.row: {defect}" for defect in self._check_step(pending)]
+                defects = [
+                    f"progress.pending.row: {defect}" for defect in self._check_step(pending)
+                ]
             self._advance(step)
             right = self.feed.state
             for name, value in checkpoint.state.feed:
@@ -152,14 +174,18 @@ class Recomputed:
         self.rollbacks = 0
 
     def _too_far(self, step: int, is_pending: bool = False) -> str:
-        """Why no step can be the next one with a row, or a checkpoint: a row is missing before it. Empty if it can.
+        """Why no step can be the next one with a row, or a checkpoint: a row is missing before it.
+        Empty if it can.
         `is_pending`: the step's own row comes later."""
         every = self.log_every
         due = step if every is None else (max(self.row_step, self.first_step) // every + 1) * every
         if step - is_pending > due:
-            return f"step {due} has no row, and there is one every {every} steps (tracking.log_every)"
+            return (
+                f"step {due} has no row, and there is one every {every} steps (tracking.log_every)"
+            )
         epoch_steps = math.ceil(len(self.feed.order) / self.feed.step_size)
-        if every and step - max(self.row_step, self.first_step) > epoch_steps + 1:  # a step may straddle two epochs
+        # a step may straddle two epochs
+        if every and step - max(self.row_step, self.first_step) > epoch_steps + 1:
             return f"step {step} follows more than an epoch of {epoch_steps} steps without a row"
         if step - self.step > MOST_STEPS:
             return f"step {step} is more than {MOST_STEPS:,} steps after the row before"
@@ -173,13 +199,14 @@ class Recomputed:
                 self.stood[self.step] = [self.feed.state]
 
     def _goes_back(self, row: Record) -> bool:
-        """Goes back to the step of a rollback, and skips the data that were read since its checkpoint. Returns whether
-        these are those of the row."""
+        """Goes back to the step of a rollback, and skips the data that were read since its
+        checkpoint. Returns whether these are those of the row."""
         self.step = self.row_step = row["step"]
         self.rollbacks += 1
         reached = self.feed.state.position
         known = self.stood.get(self.step, [])
-        for state in known:  # the checkpoint lacks an earlier rollback's range, unless it was saved again since
+        # the checkpoint lacks an earlier rollback's range, unless it was saved again since
+        for state in known:
             self.feed.seek(state)
             begin = self.feed.next_position
             is_free = begin < reached and not any(
@@ -189,7 +216,8 @@ class Recomputed:
                 self.feed.skip_range(begin, reached)
                 known.append(self.feed.state)
                 return (
-                    self.rollbacks <= self.config.rollbacks and row.get("order_digest") == self.feed.state.order_digest
+                    self.rollbacks <= self.config.rollbacks
+                    and row.get("order_digest") == self.feed.state.order_digest
                 )
         return False
 
@@ -203,7 +231,9 @@ class Recomputed:
             optim = config.optim
             schedule = self.kind(config).schedule
             is_known = optim.decay_steps is not None or optim.schedule == "constant"
-            self.rates = lambda step: schedule(step) if is_known or step < optim.warmup_steps else {}
+            self.rates = lambda step: (
+                schedule(step) if is_known or step < optim.warmup_steps else {}
+            )
         else:
             assert isinstance(config, JobConfig), "the other kinds"
             rate = job_schedule(config, math.ceil(len(self.feed.order) / self.feed.step_size))

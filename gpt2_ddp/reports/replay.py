@@ -1,7 +1,8 @@
-"""Replay: trains a part of a run again from one of its checkpoints, and compares it with the run's records.
+"""Replay: trains a part of a run again from one of its checkpoints, and compares it with the run's
+records.
 
-It trains in a temporary folder with links to the checkpoint's files; the run folder is only read. The same number of
-processes gives the same bits; another number changes the order of sums.
+It trains in a temporary folder with links to the checkpoint's files; the run folder is only read.
+The same number of processes gives the same bits; another number changes the order of sums.
 """
 
 import math
@@ -56,8 +57,8 @@ NEARLY = 5e-6
 
 
 class Span(NamedTuple):
-    """Steps to train again, and the run's rows of these steps. `skipped`: positions [start, stop] that a rollback to
-    `start` skipped, which its checkpoint lacks."""
+    """Steps to train again, and the run's rows of these steps. `skipped`: positions [start, stop]
+    that a rollback to `start` skipped, which its checkpoint lacks."""
 
     start: int  # step of a checkpoint; training begins after it
     stop: int  # at most that of the next checkpoint, which may have other settings and processes
@@ -66,7 +67,8 @@ class Span(NamedTuple):
 
 
 def plan(run: Path, steps: str) -> Span:
-    """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which names the checkpoints."""
+    """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which names the
+    checkpoints."""
     start, stop = map(int, steps.split(":"))
     checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
     near = [row for row in _rows(run) if is_rollback(row) or start < row["step"] <= stop]
@@ -74,15 +76,22 @@ def plan(run: Path, steps: str) -> Span:
     last = next((step for step in checkpoints if step > start), max(rows, default=start))
     if start not in checkpoints or not start < stop <= last or stop not in {*rows, last}:
         there = ", ".join(map(str, checkpoints)) or "none"
-        raise UserError("replay", steps, f"begin at a checkpoint ({there}), and end at the next or at a row before it")
+        raise UserError(
+            "replay",
+            steps,
+            f"begin at a checkpoint ({there}), and end at the next or at a row before it",
+        )
     back = next((row for row in reversed(near) if is_rollback(row) and row["step"] <= start), {})
     return Span(start, stop, rows, back.get("skipped_range") if back.get("step") == start else None)
 
 
-def replay(run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpoint], command: VerifyConfig) -> Finding:
-    """Trains the span again. Compares rows and, where it ends at one of the `intact` checkpoints, weights and optimizer
-    state. `settings`: configuration after the newest one. Raises: UserError if the data are not those of the run, or
-    this machine cannot train it; SystemExit 75 after a signal."""
+def replay(
+    run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpoint], command: VerifyConfig
+) -> Finding:
+    """Trains the span again. Compares rows and, where it ends at one of the `intact` checkpoints,
+    weights and optimizer state. `settings`: configuration after the newest one. Raises: UserError
+    if the data are not those of the run, or this machine cannot train it; SystemExit 75 after a
+    signal."""
     what = f"replay from step {span.start} to {span.stop}"
     if span.start not in intact:
         return what, [f"{what}: its checkpoint is damaged, so it cannot be trained again"]
@@ -94,7 +103,9 @@ def replay(run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpo
     state = maker.state.record
     code = trusted(maker, command.trust_run_code)
     with TemporaryDirectory(prefix="replay-") as folder:
-        config = _config(begin.kind, after.config if after else settings, folder, command.data, state)
+        config = _config(
+            begin.kind, after.config if after else settings, folder, command.data, state
+        )
         processes, reasons = _how_exactly(config, state)
         again = Path(folder) / config.run_name
         copy = again / "checkpoints" / begin.path.name
@@ -102,7 +113,10 @@ def replay(run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpo
         log = begin.state.log  # a resume expects the rows before its checkpoint
         (again / METRICS).write_bytes(b"".join(head(run / METRICS, log.bytes)))
         has_bits = end is not None and not reasons
-        if run_processes(_train_again, processes, config, span, has_bits, state["threads"], code) == "stopped":
+        if (
+            run_processes(_train_again, processes, config, span, has_bits, state["threads"], code)
+            == "stopped"
+        ):
             raise SystemExit(STOPPED)
         new = valid_rows(row for row in _rows(again) if row["step"] in span.rows)
         defects = compare_rows(span.rows, {row["step"]: row for row in new}, exact=not reasons)
@@ -110,15 +124,21 @@ def replay(run: Path, span: Span, settings: Record, intact: Mapping[int, Checkpo
             ours = verify(again / "checkpoints" / end.path.name)
             for name in (MODEL, OPTIMIZER):
                 if end.sha256(name) != ours.sha256(name):
-                    defects.append(f"{(end.path / name).relative_to(run)}: has other bits when trained again")
+                    defects.append(
+                        f"{(end.path / name).relative_to(run)}: has other bits when trained again"
+                    )
     compared = f"rows: {len(span.rows)}{', and all tensors' * has_bits}"
-    how = f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared" if reasons else "bit for bit"
+    how = (
+        f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared"
+        if reasons
+        else "bit for bit"
+    )
     return f"{what}, processes: {processes}, {compared}, {how}", defects
 
 
 def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
-    """Differences between a run's rows and the replayed ones: all bits, or, if not `exact`, sums over ranks to a
-    tolerance."""
+    """Differences between a run's rows and the replayed ones: all bits, or, if not `exact`, sums
+    over ranks to a tolerance."""
     defects = []
     for step, row in sorted(rows.items()):
         if step not in again:
@@ -128,18 +148,25 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
             old = row.get(name)
             new = other.get(name)
             kind = field_of(name).kind
-            is_close = isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=NEARLY)
+            is_close = (
+                isinstance(old, float)
+                and isinstance(new, float)
+                and math.isclose(old, new, rel_tol=NEARLY)
+            )
             is_near = not exact and (kind == "counted" or is_close)
-            is_renamed = "/" in name and None in (old, new)  # a source's folder may have another name here
+            # a source's folder may have another name here
+            is_renamed = "/" in name and None in (old, new)
             if old != new and kind not in ("measured", "own") and not is_near and not is_renamed:
-                defects.append(f"{METRICS}: {name} of step {step} is {old}, but {new} when trained again")
+                defects.append(
+                    f"{METRICS}: {name} of step {step} is {old}, but {new} when trained again"
+                )
     return defects
 
 
 @dataclass
 class ReplayTask:
-    """A task whose run ends with the span, and logs and evaluates at the run's steps. `_save`: a checkpoint at its end,
-    too."""
+    """A task whose run ends with the span, and logs and evaluates at the run's steps. `_save`: a
+    checkpoint at its end, too."""
 
     _task: Task
     _span: Span
@@ -154,7 +181,10 @@ class ReplayTask:
     def load_state_dict(self, state: TaskState) -> None:
         """Loads the task's state. Its feed then skips the ranges that the run skipped here."""
         self._task.load_state_dict(state)
-        if self._span.skipped and tuple(self._span.skipped) not in self._task.feed.state.skipped_ranges:
+        if (
+            self._span.skipped
+            and tuple(self._span.skipped) not in self._task.feed.state.skipped_ranges
+        ):
             self._task.feed.skip_range(*self._span.skipped)
 
     def due(self, step: int, last: bool) -> Due:
@@ -162,13 +192,16 @@ class ReplayTask:
         return Due(log=bool(row), evaluate="val_loss" in row, save=last and self._save)
 
 
-def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None, code: Code | None) -> Outcome:
+def _train_again(
+    config: RunConfig, span: Span, save: bool, threads: int | None, code: Code | None
+) -> Outcome:
     make: Any = partial(Supervised, make_job)
     if isinstance(config, TrainingConfig):
         make = code.load(Pretraining) if code else Pretraining
 
     def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
-        torch.set_num_threads(threads or torch.get_num_threads())  # each number has its own order of sums
+        # each number has its own order of sums
+        torch.set_num_threads(threads or torch.get_num_threads())
         return ReplayTask(make(config, accelerator, saved), span, save)
 
     with redirect_stdout(sys.stderr):  # standard output is the verdict's
@@ -180,9 +213,9 @@ def _rows(run: Path) -> Iterator[Record]:
 
 
 def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: Record) -> RunConfig:
-    """The settings `saved` for a run in another folder, without preparation, trackers, profile and tasks, whose items
-    may be gone. `train.compile: auto` becomes the choice in `state`, on such a device: the span's few steps could give
-    another one."""
+    """The settings `saved` for a run in another folder, without preparation, trackers, profile and
+    tasks, whose items may be gone. `train.compile: auto` becomes the choice in `state`, on such a
+    device: the span's few steps could give another one."""
     config = read_config(kind, saved, METRICS)
     values = config.model_dump(mode="json")
     changes: Record = {"output_dir": folder, "run_name": "replay", "train.max_minutes": None}
@@ -191,7 +224,8 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
     if is_alike and config.train.compile == "auto":
         changes["train.compile"] = state["compile"]
     if isinstance(config, TrainingConfig):
-        if config.train.minutes:  # a stretch of the warm-up, which does not depend on the number of steps
+        # a stretch of the warm-up, which does not depend on the number of steps
+        if config.train.minutes:
             changes |= {"train.minutes": None, "train.steps": config.optim.warmup_steps}
         changes |= {"data.prepare": None, "data.path": data or config.data.paths}
         changes |= {"eval.patience": None, "eval.tasks": ()}
@@ -201,11 +235,16 @@ def _config(kind: str, saved: Record, folder: str, data: Sequence[str], state: R
 
 
 def _how_exactly(config: RunConfig, state: Record) -> tuple[int, list[str]]:
-    """Number of processes for the replay of a stretch that ends with `state`, and reasons for different last digits."""
+    """Number of processes for the replay of a stretch that ends with `state`, and reasons for
+    different last digits."""
     device = pick_device(config.train.device, "train.")
     trained = state["processes"]
     fits = device.type != "cuda" or trained <= torch.cuda.device_count()
-    here: Record = {"torch": torch.__version__, "device": device_name(device), "processes": trained if fits else 1}
+    here: Record = {
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "processes": trained if fits else 1,
+    }
     there = here | state["versions"] | {"device": state["device"], "processes": trained}
     reasons = [f"the run had {name} {there[name]}" for name in here if here[name] != there[name]]
     if device.type == "cuda" and not config.train.deterministic:
@@ -214,5 +253,7 @@ def _how_exactly(config: RunConfig, state: Record) -> tuple[int, list[str]]:
     draws_others = not fits or (len(devices) > 1 and "cpu" in devices)
     if draws_others and config.model_dump()["model"].get("dropout"):
         hint = f"its dropout depends on its {trained} processes and on {there['device']}"
-        raise UserError("replay", config.kind, f"{hint}; replay it on the same number and kind of devices")
+        raise UserError(
+            "replay", config.kind, f"{hint}; replay it on the same number and kind of devices"
+        )
     return here["processes"], reasons

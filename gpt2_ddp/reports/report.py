@@ -1,4 +1,5 @@
-"""report.html and report.png of one or several runs: a table with a column for each run, and the figure.
+"""report.html and report.png of one or several runs: a table with a column for each run, and the
+figure.
 
 The page is one HTML document that links to nothing, fetches nothing and runs no script.
 """
@@ -24,27 +25,31 @@ ORIGIN = ("command", "commit", "hardware", "processes", "device", "versions")  #
 SAMPLED_STEPS = 12
 SAMPLES = 8
 SAMPLE_LENGTH = 3000
-"""Newest steps of a run whose samples are shown, samples shown of each, and characters of all runs' samples of it."""
+"""Newest steps of a run whose samples are shown, samples shown of each, and characters of all runs'
+samples of it."""
 
 
 def report(config: ReportConfig) -> int:
     """The command: writes the report and prints its path."""
     runs = [Path(run) for run in config.runs]
-    name = "comparison" if len(runs) > 1 and not config.output else "report"  # a run keeps its own report
+    # a run keeps its own report
+    name = "comparison" if len(runs) > 1 and not config.output else "report"
     print(write_report(runs, Path(config.output or runs[0]), name))
     return 0
 
 
 def write_report(runs: list[Path], output: Path, name: str = "report") -> Path:
-    """Writes NAME.html and NAME.png of run folders into the folder `output`, each complete or not at all. If `output`
-    is FOLDER/NAME.json, writes that file, too, with the groups of runs. Returns the path of NAME.html. Missing and torn
-    rows and files are omitted, with a note on the page. Raises: UserError if a folder has no metrics to show, or
-    `output` cannot be written."""
+    """Writes NAME.html and NAME.png of run folders into the folder `output`, each complete or not
+    at all. If `output` is FOLDER/NAME.json, writes that file, too, with the groups of runs. Returns
+    the path of NAME.html. Missing and torn rows and files are omitted, with a note on the page.
+    Raises: UserError if a folder has no metrics to show, or `output` cannot be written."""
     loaded = read_runs(runs)
     png = as_png(draw(loaded))
     files = {"png": png, "html": page(loaded, png).encode(errors="replace")}
     if output.suffix == ".json" and not output.is_dir():
-        text = json.dumps({"groups": content(group_runs(loaded))}, ensure_ascii=False, default=str, indent=2)
+        text = json.dumps(
+            {"groups": content(group_runs(loaded))}, ensure_ascii=False, default=str, indent=2
+        )
         files["json"] = f"{text}\n".encode(errors="replace")  # a text may hold half a character
         output, name = output.parent, output.stem
     make_output_folder(output)
@@ -80,7 +85,9 @@ def _newest(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
     cells |= {name: _text(run.config[name]) for name in settings if name in run.config}
     for name in run.fields:
         if row := run.last(name):
-            cells[name] = _value(name, row[name]) + (f" at step {row['step']:,}" if row["step"] != end else "")
+            cells[name] = _value(name, row[name]) + (
+                f" at step {row['step']:,}" if row["step"] != end else ""
+            )
     if best:
         cells["best val_loss"] = f"{_number(best['val_loss'])} at step {best['step']:,}"
     return cells
@@ -88,7 +95,10 @@ def _newest(run: RunRecord, settings: Iterable[str]) -> dict[str, str]:
 
 def _origin(run: RunRecord) -> dict[str, str]:
     """A run's newest start, and all settings."""
-    return {name: _text(value) for name, value in ({name: run.start.get(name) for name in ORIGIN} | run.config).items()}
+    return {
+        name: _text(value)
+        for name, value in ({name: run.start.get(name) for name in ORIGIN} | run.config).items()
+    }
 
 
 def _samples(run: RunRecord, length: int) -> list[str]:
@@ -109,7 +119,9 @@ def _by_run(columns: Mapping[str, Mapping[str, str]]) -> str:
     labels = dict.fromkeys(label for column in columns.values() for label in column)
     lines = [f"<tr><th></th>{''.join(f'<th>{escape(name)}</th>' for name in columns)}</tr>"]
     for label in labels:
-        cells = "".join(f"<td>{escape(column.get(label, UNKNOWN))}</td>" for column in columns.values())
+        cells = "".join(
+            f"<td>{escape(column.get(label, UNKNOWN))}</td>" for column in columns.values()
+        )
         lines.append(f"<tr><th>{escape(label)}</th>{cells}</tr>")
     return "\n".join(["<div><table>", *lines, "</table></div>"])
 
@@ -117,7 +129,11 @@ def _by_run(columns: Mapping[str, Mapping[str, str]]) -> str:
 def _value(name: str, value: object) -> str:
     """The value of a field, in its unit."""
     field = field_of(name)
-    return f"{_number(value / field.scale)} {field.unit}" if field.unit and is_finite(value) else _number(value)
+    return (
+        f"{_number(value / field.scale)} {field.unit}"
+        if field.unit and is_finite(value)
+        else _number(value)
+    )
 
 
 def _number(value: object) -> str:

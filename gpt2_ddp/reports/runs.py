@@ -28,16 +28,20 @@ from gpt2_ddp.reports.status import health
 
 SCORED = ("val_loss", "val_bits_per_byte")
 Row = dict[str, Any]
-Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
+# steps [n] and values [n], float64; a value may be NaN or infinite
+Series = tuple[np.ndarray, np.ndarray]
 LARGEST = 3.4e38  # about the largest number in fp32
 
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """The readable content of a run folder. In the names of metrics, `tokens` stands for the run's unit."""
+    """The readable content of a run folder. In the names of metrics, `tokens` stands for the run's
+    unit."""
 
     name: str
-    rows: list[Row]  # without events and what rollbacks have undone; `loss_mean` is the `loss` where that is not known
+    # without events and what rollbacks have undone; `loss_mean` is the `loss` where that is not
+    # known
+    rows: list[Row]
     events: list[Row]  # starts, rollbacks ...
     config: Row  # config.yaml, flat, with dotted keys
     status: Row
@@ -53,7 +57,12 @@ class RunRecord:
     def unit(self) -> str:
         """What steps count: tokens, or a job's samples."""
         return next(
-            (name.removesuffix("_per_second") for name in self.fields if name.endswith("_per_second")), "tokens"
+            (
+                name.removesuffix("_per_second")
+                for name in self.fields
+                if name.endswith("_per_second")
+            ),
+            "tokens",
         )
 
     def last(self, metric: str) -> Row:
@@ -62,16 +71,19 @@ class RunRecord:
         return next((row for row in reversed(self.rows) if row.get(name) is not None), {})
 
     def best(self) -> Row:
-        """The row with the lowest val_loss, or an empty one. Losses over other tokens than the last do not compare."""
+        """The row with the lowest val_loss, or an empty one. Losses over other tokens than the last
+        do not compare."""
         scored = f"val_{self.unit}"
         number = self.last("val_loss").get(scored)
-        alike = (row for row in self.rows if row.get(scored) == number and is_finite(row.get("val_loss")))
+        alike = (
+            row for row in self.rows if row.get(scored) == number and is_finite(row.get("val_loss"))
+        )
         return min(alike, key=lambda row: row["val_loss"], default={})
 
     @cache  # noqa: B019, a report lives as long as its process
     def series(self, metric: str) -> Series:
-        """`metric` in the rows that hold a number, finite or not, by rising step. Above fp32's range, it is
-        infinite."""
+        """`metric` in the rows that hold a number, finite or not, by rising step. Above fp32's
+        range, it is infinite."""
         name = metric.replace("tokens", self.unit)
         pairs = ((row["step"], row[name]) for row in self.rows if _is_number(row.get(name)))
         steps, values = np.fromiter(pairs, np.dtype((np.float64, 2))).T
@@ -102,15 +114,16 @@ class RunRecord:
         return next((event for event in reversed(self.events) if event["event"] == "start"), {})
 
     def tokens_at(self, steps: np.ndarray) -> np.ndarray:
-        """Tokens until each of the steps [n], between rows in proportion [n]. Needs a known `tokens_per_step`."""
+        """Tokens until each of the steps [n], between rows in proportion [n]. Needs a known
+        `tokens_per_step`."""
         places, tokens = self.series("tokens")
         finite = np.isfinite(tokens)
         return np.interp(steps, places[finite], tokens[finite])
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
-    """Reads run folders, each once, named by their paths below the folder that has all of them. Raises: UserError for
-    a folder without a complete row."""
+    """Reads run folders, each once, named by their paths below the folder that has all of them.
+    Raises: UserError for a folder without a complete row."""
     paths = dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders)
     above = os.path.commonpath([path.parent for path in paths])
     return [_read_run(path, os.path.relpath(path, above)) for path in paths]
@@ -118,23 +131,36 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 
 def share_tokens(runs: Iterable[RunRecord]) -> bool:
     """Whether losses per token can be compared: all known tokenizers are the same."""
-    return len({str(run.start["tokenizer_sha256"]) for run in runs if "tokenizer_sha256" in run.start}) < 2
+    return (
+        len({str(run.start["tokenizer_sha256"]) for run in runs if "tokenizer_sha256" in run.start})
+        < 2
+    )
 
 
 def _read_run(folder: Path, name: str) -> RunRecord:
     if not os.path.isfile(folder / METRICS):
-        hint = no_such_folder(folder) or f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib"
+        hint = (
+            no_such_folder(folder)
+            or f"is no run folder, as it has no {METRICS}; name one, like runs/stdlib"
+        )
         raise UserError("runs", folder, hint)
     notes: list[str] = []
     lines = _read_rows(folder / METRICS, notes)
     rows = valid_rows(lines)
     if not rows:
-        raise UserError("runs", folder, "has no complete row in metrics.jsonl yet; wait for one, or name another run")
+        raise UserError(
+            "runs",
+            folder,
+            "has no complete row in metrics.jsonl yet; wait for one, or name another run",
+        )
     config = flat(_read(folder / CONFIG, lambda file: read_yaml(str(file)), notes))
     events = [*filter(is_event, lines)]
-    for event in events:  # runs of equal minutes belong together, whatever steps they had the time for
+    # runs of equal minutes belong together, whatever steps they had the time for
+    for event in events:
         match event:
-            case {"event": "length", "steps": steps, "minutes": minutes} if steps == config.get("train.steps"):
+            case {"event": "length", "steps": steps, "minutes": minutes} if steps == config.get(
+                "train.steps"
+            ):
                 config |= {"train.minutes": minutes, "train.steps": None, "optim.decay_steps": None}
     status = _read(folder / STATUS, read_json, notes)
     if status.get("state") == "running":  # it may have been killed since
@@ -155,7 +181,11 @@ def _read_rows(file: Path, notes: list[str]) -> list[Row]:
             unreadable += bool(line.text.strip())
             continue
         row.pop("chain", None)
-        row |= {name: math.nan for name, value in row.items() if value is None and not field_of(name).kind}
+        row |= {
+            name: math.nan
+            for name, value in row.items()
+            if value is None and not field_of(name).kind
+        }
         if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
             row["loss_mean"] = row["loss"]
         rows.append(row)

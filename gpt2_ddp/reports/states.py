@@ -1,7 +1,8 @@
 """What the rows before a checkpoint know of its state, compared with it field by field.
 
-A patient forger computes all hashes again. So a state is compared with what the rows say in other words: scores,
-rollbacks, the newest start and configuration, and the row of the checkpoint's own step. `recompute` compares the feed.
+A patient forger computes all hashes again. So a state is compared with what the rows say in other
+words: scores, rollbacks, the newest start and configuration, and the row of the checkpoint's own
+step. `recompute` compares the feed.
 """
 
 import math
@@ -29,8 +30,8 @@ class Facts(NamedTuple):
 
     Attributes:
         row, previous: the row, and the one before. scores: the newest of each name.
-        epoch: sum of the losses and number of their units since the last epoch ended; None if a step was skipped since,
-            or if another run began the epoch.
+        epoch: sum of the losses and number of their units since the last epoch ended; None if a
+            step was skipped since, or if another run began the epoch.
     """
 
     step: int
@@ -83,7 +84,8 @@ class Known:
             yield from self._add_step(row)
 
     def _event_defects(self, row: Record) -> Iterator[str]:
-        """Events that list checkpoints which no row recorded; ends of other steps than the newest checkpoint's."""
+        """Events that list checkpoints which no row recorded; ends of other steps than the newest
+        checkpoint's."""
         event = row.get("event")
         step = row["step"]
         saved = recorded_checkpoint(row) if event else None
@@ -92,7 +94,11 @@ class Known:
         self._has_ended = event == "end"
         if event == "checkpoint" and not saved:
             yield f"the checkpoint of step {step} has no sha256"
-        if event == "start" and row.get("checkpoint") is not None and (not saved or saved[0] != step):
+        if (
+            event == "start"
+            and row.get("checkpoint") is not None
+            and (not saved or saved[0] != step)
+        ):
             yield f"a start at step {step} has the checkpoint {row['checkpoint']}"
         if event == "checkpoint" and saved == self._newest:
             yield f"the checkpoint of step {step} is recorded twice"
@@ -115,23 +121,37 @@ class Known:
         before = self._facts
         skipped = row.get("skipped")
         first = before.row.get("skipped")
-        if isinstance(skipped, int) and isinstance(first, int) and not 0 <= skipped - first <= step - before.step:
+        if (
+            isinstance(skipped, int)
+            and isinstance(first, int)
+            and not 0 <= skipped - first <= step - before.step
+        ):
             yield f"skipped of step {step} is {skipped}, of step {before.step} {first}"
-        for passed in self._returns[bisect_left(self._returns, before.step) : bisect_left(self._returns, step)]:
+        for passed in self._returns[
+            bisect_left(self._returns, before.step) : bisect_left(self._returns, step)
+        ]:
             self._before[passed] = before
         scores = before.scores | {name: row[name] for name in self._names if name in row}
         scored_at = before.scored_at
         best = before.best
         if "val_loss" in row:
             scored_at = step
-            best = best.after(step, {name: _number(row.get(name)) for name in ("val_loss", "val_tokens")})
-        self._facts = Facts(step, row, before.row, scores, scored_at, best, _epoch_after(before, row))
+            best = best.after(
+                step, {name: _number(row.get(name)) for name in ("val_loss", "val_tokens")}
+            )
+        self._facts = Facts(
+            step, row, before.row, scores, scored_at, best, _epoch_after(before, row)
+        )
 
     def defects(self, place: str, checkpoint: Checkpoint) -> Iterator[str]:
         """Fields of a checkpoint, after the last of these rows, that the rows contradict."""
         found = {}
         right = {}
-        for name, value, other in (*self._progress(checkpoint), *self._sums(checkpoint), *self._identity(checkpoint)):
+        for name, value, other in (
+            *self._progress(checkpoint),
+            *self._sums(checkpoint),
+            *self._identity(checkpoint),
+        ):
             found[name] = value
             right[name] = other
         for name, other in right.items():
@@ -143,11 +163,17 @@ class Known:
         progress = checkpoint.state.progress
         facts = self._facts
         parent = progress.branched_from
-        branch = {name: self._branch.get(name) for name in Parent.model_fields} if self._branch else None
+        branch = (
+            {name: self._branch.get(name) for name in Parent.model_fields} if self._branch else None
+        )
         yield "progress.rollbacks", progress.rollbacks, self._rollbacks
         yield "progress.branched_from", parent and parent.model_dump(), branch
         for name in sorted(facts.scores.keys() | progress.scores.keys()):
-            yield f"progress.scores.{name}", progress.scores.get(name, ABSENT), facts.scores.get(name, ABSENT)
+            yield (
+                f"progress.scores.{name}",
+                progress.scores.get(name, ABSENT),
+                facts.scores.get(name, ABSENT),
+            )
         if facts.scored_at is not None:
             yield "progress.scored_at", progress.scored_at, facts.scored_at
             yield "progress.best", progress.best.model_dump(), facts.best.model_dump()
@@ -172,7 +198,11 @@ class Known:
         if "loss_mean" in row and not pending.row and facts.epoch:
             total, units = facts.epoch
             is_near = math.isclose(losses.epoch.loss, total, rel_tol=NEARLY, abs_tol=NEARLY)
-            yield "losses.epoch", [*losses.epoch], [losses.epoch.loss if is_near else total, units, units]
+            yield (
+                "losses.epoch",
+                [*losses.epoch],
+                [losses.epoch.loss if is_near else total, units, units],
+            )
         yield from self._guard(checkpoint, row)
 
     def _guard(self, checkpoint: Checkpoint, row: Record) -> Iterator[tuple[str, Any, Any]]:
@@ -187,7 +217,8 @@ class Known:
                 yield "guard.first_bad", guard.first_bad, None
         if "unjudged" not in guard.model_fields_set:  # older releases kept other numbers
             return
-        known = min(LATE, step - self._start.get("step", step))  # a resumed run may have been of such a release
+        # a resumed run may have been of such a release
+        known = min(LATE, step - self._start.get("step", step))
         count = max(len(guard.unjudged), known)
         yield (
             "guard.unjudged",
@@ -197,7 +228,8 @@ class Known:
         if count >= LATE:
             yield "guard.judged", guard.judged, step - LATE
         losses = {
-            known.get("step"): _number(known.get("loss")) for known in (self._facts.previous, self._facts.row, row)
+            known.get("step"): _number(known.get("loss"))
+            for known in (self._facts.previous, self._facts.row, row)
         }
         for one in guard.unjudged[-LATE:]:
             if (loss := losses.get(one.step)) is not None:
@@ -206,8 +238,8 @@ class Known:
                 yield f"guard.unjudged of step {one.step} is bad", one.bad, False
 
     def _identity(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
-        """The run, what it trains on and with, as the start before recorded it. A class may add numbers of its own to
-        the task's state, which change."""
+        """The run, what it trains on and with, as the start before recorded it. A class may add
+        numbers of its own to the task's state, which change."""
         state = checkpoint.state
         task = checkpoint.state.task
         changing = {*(task.model_extra or ()), "step"}

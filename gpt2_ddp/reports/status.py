@@ -22,7 +22,8 @@ from gpt2_ddp.records.rows import (
 )
 
 SILENT = 90.0
-"""Seconds without a heartbeat after which a run on another machine counts as dead; heartbeats come every 5 s."""
+"""Seconds without a heartbeat after which a run on another machine counts as dead; heartbeats come
+every 5 s."""
 
 LATEST = 2**40
 """Limit of steps and of times, in seconds; the year 36,812."""
@@ -41,12 +42,16 @@ class Health(NamedTuple):
 
 
 def show_status(config: StatusConfig) -> int:
-    """The command: prints a line for each run among the folders. Raises: UserError if none is a run."""
+    """The command: prints a line for each run among the folders. Raises: UserError if none is a
+    run."""
     folders = [Path(run) for run in config.runs] or sorted(Path("runs").glob("*"))
     runs = [folder for folder in folders if (folder / STATUS).is_file()]
     if not runs:
         folder = folders[0] if folders else Path("runs")
-        hint = no_such_folder(folder) or f"is no run folder, as it has no {STATUS}; name one, like runs/stdlib"
+        hint = (
+            no_such_folder(folder)
+            or f"is no run folder, as it has no {STATUS}; name one, like runs/stdlib"
+        )
         raise UserError("runs", folder, hint)
     width = max(len(str(folder)) for folder in runs)
     for folder in runs:
@@ -55,13 +60,17 @@ def show_status(config: StatusConfig) -> int:
 
 
 def describe(folder: Path, now: float | None = None) -> str:
-    """State, step and total, age, losses, time left or the checkpoint to resume from, and details of a run. `now`: as
-    for `health`."""
+    """State, step and total, age, losses, time left or the checkpoint to resume from, and details
+    of a run. `now`: as for `health`."""
     found = health(folder, now)
     events, _ = read_events(folder / METRICS)
     total = next((row["steps"] for row in reversed(events) if type(row.get("steps")) is int), None)
     row = _newest_row(folder / METRICS)
-    step = max(found.step, row.get("step", 0)) if found.state in ("running", "stalled", "dead") else found.step
+    step = (
+        max(found.step, row.get("step", 0))
+        if found.state in ("running", "stalled", "dead")
+        else found.step
+    )
     step = f"{step}/{total}" if total else str(step)  # the status is some seconds old
     age = timedelta(seconds=round(found.age))
     parts = [_losses(row)]
@@ -70,7 +79,11 @@ def describe(folder: Path, now: float | None = None) -> str:
     if found.state in RESUMABLE:
         saved = _newest_checkpoint(folder, events)
         parts.append("no checkpoint" if saved is None else f"resumes from step {saved}")
-    return "  ".join(filter(None, [f"{found.state:9}", f"step {step:>13}", f"{age!s:>8} ago", *parts, found.detail]))
+    return "  ".join(
+        filter(
+            None, [f"{found.state:9}", f"step {step:>13}", f"{age!s:>8} ago", *parts, found.detail]
+        )
+    )
 
 
 def _newest_row(file: Path) -> dict[str, Any]:
@@ -97,8 +110,12 @@ def _time_left(row: dict[str, Any], total: int) -> timedelta | None:
 
 
 def _newest_checkpoint(folder: Path, events: list[dict[str, Any]]) -> int | None:
-    """Step of the newest checkpoint folder, or, of a copy without these, of the newest one in the rows."""
-    folders = [place.parent.name.removeprefix("step-") for place in folder.glob("checkpoints/step-*/manifest.json")]
+    """Step of the newest checkpoint folder, or, of a copy without these, of the newest one in the
+    rows."""
+    folders = [
+        place.parent.name.removeprefix("step-")
+        for place in folder.glob("checkpoints/step-*/manifest.json")
+    ]
     steps = [int(name) for name in folders if name.isdecimal()]
     if not (folder / "checkpoints").is_dir():
         steps = [row["step"] for row in events if row["event"] == "checkpoint"][-1:]
@@ -106,8 +123,8 @@ def _newest_checkpoint(folder: Path, events: list[dict[str, Any]]) -> int | None
 
 
 def health(folder: Path, now: float | None = None) -> Health:
-    """The state of the run in a folder with a status.json. For other processes: in the trainer, this would unlock the
-    folder. `now`: seconds since 1970; None: the clock's."""
+    """The state of the run in a folder with a status.json. For other processes: in the trainer,
+    this would unlock the folder. `now`: seconds since 1970; None: the clock's."""
     now = time.time() if now is None else now
     written = min((folder / STATUS).stat().st_mtime, now)
     try:
@@ -119,13 +136,22 @@ def health(folder: Path, now: float | None = None) -> Health:
         progress = float(status.get("progress", written))
         limit = float(status.get("limit", 0))
         at = f"at {status.get('stage', 'its beginning')}"
-        facts = {name: kind(status[name]) for name, kind in Process.__annotations__.items() if state == "running"}
-        if not all(abs(number) < LATEST for number in (step, beat, progress, limit)):  # false for NaN
+        facts = {
+            name: kind(status[name])
+            for name, kind in Process.__annotations__.items()
+            if state == "running"
+        }
+        # false for NaN
+        if not all(abs(number) < LATEST for number in (step, beat, progress, limit)):
             raise ValueError
     except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return Health("unknown", 0, now - written, f"{STATUS} is damaged")
     if not facts:
-        words = f"a trainer is starting; the run was {state}" if is_locked(folder) else reason.partition("\n")[0]
+        words = (
+            f"a trainer is starting; the run was {state}"
+            if is_locked(folder)
+            else reason.partition("\n")[0]
+        )
         return Health("starting" if is_locked(folder) else state, step, now - written, words)
     # another machine's clock may be ahead
     beat = min(beat, now)

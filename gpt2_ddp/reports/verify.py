@@ -1,8 +1,10 @@
-"""The seal of a run: the chain of its rows, and what their hashes pin. docs/verify.md lists what each check finds.
+"""The seal of a run: the chain of its rows, and what their hashes pin. docs/verify.md lists what
+each check finds.
 
-A row's chain is a hash of all rows before it, so what a sound chain holds needs no rule of its own. The rows pin the
-checkpoints, the configuration and the data. What follows from these is recomputed (`recompute`), and
-steps can be trained again (`replay`). A broken chain pins nothing, so nothing is compared with its rows.
+A row's chain is a hash of all rows before it, so what a sound chain holds needs no rule of its own.
+The rows pin the checkpoints, the configuration and the data. What follows from these is recomputed
+(`recompute`), and steps can be trained again (`replay`). A broken chain pins nothing, so nothing is
+compared with its rows.
 """
 
 import os
@@ -45,12 +47,14 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.user_task import trusted
 
 LINE = 1000
-"""Most characters of a printed line: names and values in the files may hold newlines and escapes, to imitate others."""
+"""Most characters of a printed line: names and values in the files may hold newlines and escapes,
+to imitate others."""
 
 
 STATES = "checkpoints: state and tensors of {} are those of the rows and the configuration"
 MOST_RANGES = 200
-"""Most skipped ranges of a branch, far above its parents' rollbacks: each costs time in each recomputed step."""
+"""Most skipped ranges of a branch, far above its parents' rollbacks: each costs time in each
+recomputed step."""
 
 
 class Row(FeedState, strict=True):
@@ -70,21 +74,22 @@ class Row(FeedState, strict=True):
 
 
 class Log:
-    """The rows of metrics.jsonl, up to the first that breaks the chain. `rows` reads them again, so the memory holds
-    events alone.
+    """The rows of metrics.jsonl, up to the first that breaks the chain. `rows` reads them again, so
+    the memory holds events alone.
 
     Args:
         chains: chains to look for.
 
     Attributes:
         chain, last: of the last row, and that row.
-        seen: of each of `chains`, the number of events up to its row, and the bytes. loose: number of steps' rows after
-            all of them.
+        seen: of each of `chains`, the number of events up to its row, and the bytes. loose: number
+            of steps' rows after all of them.
         defects: why the chain is broken; a torn last line after a kill is allowed.
     """
 
     def __init__(self, file: Path, chains: Collection[str]):
-        self._stream = file.open("rb") if file.is_file() else BytesIO()  # the same file, if a resume replaces it
+        # the same file, if a resume replaces it
+        self._stream = file.open("rb") if file.is_file() else BytesIO()
         self._count = self.loose = 0
         self.chain = FIRST_CHAIN
         self.events: list[Record] = []
@@ -104,10 +109,14 @@ class Log:
             Row.model_validate_json(line)
         except ValidationError as error:
             first = error.errors()[0]
-            self.defects.append(f"{place}: is no row: {'.'.join(map(str, first['loc']))} is {first['input']}")
+            self.defects.append(
+                f"{place}: is no row: {'.'.join(map(str, first['loc']))} is {first['input']}"
+            )
             return
         if not chain or chain != next_chain(self.chain, text):
-            self.defects.append(f"{place}: its chain is wrong: this row was changed, or one before it is missing")
+            self.defects.append(
+                f"{place}: its chain is wrong: this row was changed, or one before it is missing"
+            )
             return
         self.chain = chain
         self.last = row
@@ -136,28 +145,35 @@ class Log:
 
 
 def verify_run(command: VerifyConfig) -> int:
-    """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the defects of each check, and
-    a `note` for what could not be checked. With `--replay`, trains a part of the run again.
-    Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in `--data`."""
+    """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the
+    defects of each check, and a `note` for what could not be checked. With `--replay`, trains a
+    part of the run again.
+    Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in
+    `--data`."""
     run = Path(command.run)
     n_defects = 0
     if not any(os.path.isfile(run / name) for name in (CONFIG, METRICS)):
         hint = no_such_folder(run) or "has no config.yaml; name a run folder of a training script"
         raise UserError("run", run, hint)
     if not os.path.lexists(run / METRICS) and os.path.isfile(run / MANIFEST):
-        raise UserError("run", run, f"is a checkpoint; name its run folder, {run.resolve().parent.parent}")
+        raise UserError(
+            "run", run, f"is a checkpoint; name its run folder, {run.resolve().parent.parent}"
+        )
     span = plan(run, command.replay) if command.replay else None
     for what, defects in _check(run, command, span):
         lines = [f"defect  {defect}" for defect in defects or ()]
         n_defects += len(lines)
         for line in lines or [f"{'note' if defects is None else 'ok':8}{what}"]:
             print(truncate(line, LINE))
-    print(truncate(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}", LINE))
+    print(
+        truncate(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}", LINE)
+    )
     return 1 if n_defects else 0
 
 
 def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Finding]:
-    """Reads the run's files, and checks them. A running training writes a row after its checkpoint."""
+    """Reads the run's files, and checks them. A running training writes a row after its
+    checkpoint."""
     settings = _read_settings(run)
     folders = list_checkpoints(run / "checkpoints")
     checkpoints, wrong = _read_checkpoints(run, folders)
@@ -177,10 +193,16 @@ def _check(run: Path, command: VerifyConfig, span: Span | None) -> Iterator[Find
                 pinned[place] = checkpoint
     yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
     if log.defects:
-        yield "configuration, data, order and learning rates: not checked, since the chain is broken", None
+        yield (
+            "configuration, data, order and learning rates: not checked, since the chain is broken",
+            None,
+        )
         return
     if log.loose:
-        yield f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
+        yield (
+            f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet",
+            None,
+        )
     yield f"{CONFIG}: as {METRICS} recorded it", _check_settings(settings, log)
     is_right = yield from _check_training(log, pinned, command)
     for branch in log.named("branch"):
@@ -205,9 +227,11 @@ def _read_settings(run: Path) -> Record | str:
         return str(error)
 
 
-def _read_checkpoints(run: Path, folders: Sequence[Path]) -> tuple[dict[str, Checkpoint], list[str]]:
-    """The checkpoints whose files have the hashes of their manifest, by their place in the run folder, and the defects
-    of the others. The oldest is first."""
+def _read_checkpoints(
+    run: Path, folders: Sequence[Path]
+) -> tuple[dict[str, Checkpoint], list[str]]:
+    """The checkpoints whose files have the hashes of their manifest, by their place in the run
+    folder, and the defects of the others. The oldest is first."""
     checkpoints: dict[str, Checkpoint] = {}
     defects = []
     for folder in folders:
@@ -220,22 +244,26 @@ def _read_checkpoints(run: Path, folders: Sequence[Path]) -> tuple[dict[str, Che
 
 
 def _check_folder(folder: Path, events: Sequence[Record], found: Sequence[int]) -> Iterator[str]:
-    """Checkpoints that the rows keep and that are missing, also in the steps `found` before the rows were read; and
-    those that a start or a rollback rejected. A running training records a deletion first."""
+    """Checkpoints that the rows keep and that are missing, also in the steps `found` before the
+    rows were read; and those that a start or a rollback rejected. A running training records a
+    deletion first."""
     kept: list[int] = []
     for row in events:
         if is_rollback(row):
             kept = [step for step in kept if step <= row["step"]]
         kept = row.get("kept", kept)
     names = {step: f"step-{step:08d}" for step in kept if step not in found}
-    yield from (f"checkpoints/{name}: is missing" for name in names.values() if not (folder / name).is_dir())
+    yield from (
+        f"checkpoints/{name}: is missing" for name in names.values() if not (folder / name).is_dir()
+    )
     rejected = {file.name for file in folder.glob("step-*.rejected*")}
     for name in sorted(rejected.union(*(row.get("rejected", []) for row in events))):
         yield f"checkpoints/{name}: is not what {METRICS} recorded; a start or a rollback rejected it"
 
 
 def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
-    """Why a checkpoint is not the one that a row recorded, or holds the chain of no row; empty if all is right."""
+    """Why a checkpoint is not the one that a row recorded, or holds the chain of no row; empty if
+    all is right."""
     end = checkpoint.state.log
     if end.chain not in log.seen:
         return f"its chain is not in {METRICS}"
@@ -249,8 +277,8 @@ def _pin_defect(checkpoint: Checkpoint, log: Log) -> str:
 
 
 def _check_settings(found: Record | str, log: Log) -> list[str]:
-    """Why config.yaml is unreadable, or its fields that are not those of the newest row with a configuration, which is
-    written first."""
+    """Why config.yaml is unreadable, or its fields that are not those of the newest row with a
+    configuration, which is written first."""
     newest = log.config_row
     if log.last is newest:  # a kill may have come before its config.yaml
         return []
@@ -262,8 +290,8 @@ def _check_settings(found: Record | str, log: Log) -> list[str]:
 def _check_training(
     log: Log, checkpoints: Mapping[str, Checkpoint], command: VerifyConfig
 ) -> Generator[Finding, None, bool]:
-    """Checks the data, what follows from them and from the configuration, and the states of the `checkpoints`. Returns
-    whether the order is right."""
+    """Checks the data, what follows from them and from the configuration, and the states of the
+    `checkpoints`. Returns whether the order is right."""
     starts = log.named("start")
     start = starts[-1]
     states = STATES.format(len(checkpoints))
@@ -294,8 +322,15 @@ def _check_training(
             return False
         for folder, manifest in zip(folders, manifests, strict=True):
             yield _check_shards(Path(folder), manifest)
-            sources.append(Windows(TokenStream(Path(folder), manifest, "train", check=False), config.model.block_size))
-    kind, problem = _task_class(starts, next(reversed([*checkpoints.values()]), None), command.trust_run_code)
+            sources.append(
+                Windows(
+                    TokenStream(Path(folder), manifest, "train", check=False),
+                    config.model.block_size,
+                )
+            )
+    kind, problem = _task_class(
+        starts, next(reversed([*checkpoints.values()]), None), command.trust_run_code
+    )
     if problem:
         yield states, _follow(log, checkpoints, None)[1]
         yield f"order of the data, tokens, learning rates: not checked: {problem}", None
@@ -310,7 +345,8 @@ def _check_order(
     kind: type[Pretraining],
     sources: Sequence[Windows],
 ) -> Generator[Finding, None, bool]:
-    """Checks the order of the data, and states and tensors of the `checkpoints`. Returns whether both are right."""
+    """Checks the order of the data, and states and tensors of the `checkpoints`. Returns whether
+    both are right."""
     returns = {row["step"] for row in log.named("rollback")}
     try:
         recomputed = Recomputed(config, log.named("start")[-1], kind, sources, returns)
@@ -329,9 +365,12 @@ def _check_order(
 def _follow(
     log: Log, checkpoints: Mapping[str, Checkpoint], recomputed: Recomputed | None
 ) -> tuple[list[str], list[str]]:
-    """Reads the rows again. Returns the defects of the first that does not follow from the data and the rows before;
-    and those of the states of checkpoints, by the rows before each, and up to that row by what is recomputed."""
-    scores = {name for checkpoint in checkpoints.values() for name in checkpoint.state.progress.scores}
+    """Reads the rows again. Returns the defects of the first that does not follow from the data and
+    the rows before; and those of the states of checkpoints, by the rows before each, and up to that
+    row by what is recomputed."""
+    scores = {
+        name for checkpoint in checkpoints.values() for name in checkpoint.state.progress.scores
+    }
     known = Known(scores, {row["step"] for row in log.named("rollback")})
     after: dict[str, list[str]] = {}  # names of checkpoints, by the chain of the row before them
     for place, checkpoint in checkpoints.items():
@@ -342,7 +381,9 @@ def _follow(
     for number, row in enumerate(log.rows(), 1):
         in_events += [f"{METRICS}, line {number}: {defect}" for defect in known.add(row)]
         if recomputed and not in_rows:
-            in_rows = [f"{METRICS}, line {number}: {defect}" for defect in recomputed.row_defects(row)]
+            in_rows = [
+                f"{METRICS}, line {number}: {defect}" for defect in recomputed.row_defects(row)
+            ]
         for place in after.get(row["chain"], ()):
             in_states += known.defects(place, checkpoints[place])
             if recomputed and not in_rows:
@@ -350,7 +391,9 @@ def _follow(
     return in_rows, in_events + in_states
 
 
-def _task_class(starts: list[Record], newest: Checkpoint | None, trust_code: bool) -> tuple[type[Pretraining], str]:
+def _task_class(
+    starts: list[Record], newest: Checkpoint | None, trust_code: bool
+) -> tuple[type[Pretraining], str]:
     """The class of a GPT run, and why it is not known; else an empty text."""
     hashes = {(row.get("code") or {}).get("sha256") for row in starts}
     if hashes == {None}:
@@ -369,13 +412,19 @@ def _check_shards(folder: Path, manifest: Manifest) -> Finding:
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
     defects = []
     tokenizer = folder / manifest.tokenizer
-    if tokenizer.suffix == ".json" and (not tokenizer.is_file() or sha256_file(tokenizer) != manifest.tokenizer_sha256):
-        defects.append(f"{tokenizer}: is missing, or its SHA-256 differs from {folder / MANIFEST}'s")
+    if tokenizer.suffix == ".json" and (
+        not tokenizer.is_file() or sha256_file(tokenizer) != manifest.tokenizer_sha256
+    ):
+        defects.append(
+            f"{tokenizer}: is missing, or its SHA-256 differs from {folder / MANIFEST}'s"
+        )
     for shard in shards:
         try:
             check_shard(folder, shard, token_dtype(manifest.vocab_size))
             if sha256_file(folder / shard.file) != shard.sha256:
-                defects.append(f"{folder / shard.file}: its SHA-256 differs from {folder / MANIFEST}'s")
+                defects.append(
+                    f"{folder / shard.file}: its SHA-256 differs from {folder / MANIFEST}'s"
+                )
         except UserError as error:
             defects += error.mistakes
     return f"data: {len(shards)} shards unchanged in {folder}", defects

@@ -38,7 +38,8 @@ NO_IMAGES = "is for runs of classifiers of images; name such a run, or remove it
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:
-    """evaluate.py: prints the scores of a checkpoint; returns the exit code. Raises: UserError on every rank."""
+    """evaluate.py: prints the scores of a checkpoint; returns the exit code. Raises: UserError on
+    every rank."""
     accelerator = build_accelerator(config.device, config.mixed_precision)
     checkpoint = on_every_rank(lambda: find_checkpoint(Path(config.checkpoint)))
     check_ranks_agree({"checkpoint": str(checkpoint.path)})
@@ -50,7 +51,9 @@ def evaluate_checkpoint(config: EvaluateConfig) -> int:
     elif config.images:
         raise UserError("images", " ".join(config.images), NO_IMAGES)
     elif config.output and not config.tasks:
-        raise UserError("output", config.output, "is for tasks only; add some, like --tasks hellaswag")
+        raise UserError(
+            "output", config.output, "is for tasks only; add some, like --tasks hellaswag"
+        )
     accelerator.print(f"{checkpoint.path}: {score(accelerator, config, checkpoint)}")
     accelerator.end_training()
     return 0
@@ -60,7 +63,8 @@ def open_splits(
     folders: Sequence[str], split: str, tokenizer: Tokenizer
 ) -> tuple[list[Manifest], dict[int, TokenStream]]:
     """Manifests of folders, and the tokens of a split by the number of each folder that has it.
-    Raises: UserError if a folder is of another tokenizer than `tokenizer`, or none has such a split."""
+    Raises: UserError if a folder is of another tokenizer than `tokenizer`, or none has such a
+    split."""
     manifests = [read_manifest(Path(folder)) for folder in folders]
     for folder, manifest in zip(folders, manifests, strict=True):
         if manifest.tokenizer_sha256 != tokenizer.sha256:
@@ -71,12 +75,14 @@ def open_splits(
     if not there:
         known = ", ".join(sorted({split for manifest in manifests for split in manifest.splits}))
         raise UserError("split", split, f"is not in {' '.join(folders)}; it has {known}")
-    return manifests, {number: TokenStream(Path(folders[number]), manifests[number], split) for number in there}
+    return manifests, {
+        number: TokenStream(Path(folders[number]), manifests[number], split) for number in there
+    }
 
 
 def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """The loss of a GPT's checkpoint over a split of `data`, or of the run's own folders. With several, that of each,
-    and of all by the run's weights, if there are as many as the run's."""
+    """The loss of a GPT's checkpoint over a split of `data`, or of the run's own folders. With
+    several, that of each, and of all by the run's weights, if there are as many as the run's."""
     settings = read_settings(checkpoint)
     own = settings.data.paths
     data = settings.data.model_copy(update={"path": config.data or settings.data.path})
@@ -88,7 +94,11 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
         model, tokenizer = load_model(checkpoint, config.trust_run_code)
         manifests, streams = open_splits(folders, config.split, tokenizer)
         weights = source_weights(settings, manifests, config.split) if has_weights else {}
-        note = tokenizer_note(dict(zip(folders, manifests, strict=True))) if config.split == "val" else ""
+        note = (
+            tokenizer_note(dict(zip(folders, manifests, strict=True)))
+            if config.split == "val"
+            else ""
+        )
         return model, tokenizer, streams, weights, note
 
     model, tokenizer, streams, weights, note = on_every_rank(load)
@@ -98,7 +108,9 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     lengths = tokenizer.token_bytes()
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     found = {
-        number: evaluate(accelerator, prepared, EvalSet(stream, size, config.tokens, lengths), config.batch_size)
+        number: evaluate(
+            accelerator, prepared, EvalSet(stream, size, config.tokens, lengths), config.batch_size
+        )
         for number, stream in streams.items()
     }
 
@@ -110,13 +122,22 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
 
     if len(folders) == 1:
         return as_text(found[0])
-    whole = [as_text(mixed([(weights[number], one) for number, one in found.items()]))] if weights else []
-    return "\n  ".join([*whole, *(f"{settings.data.names[number]}: {as_text(one)}" for number, one in found.items())])
+    whole = (
+        [as_text(mixed([(weights[number], one) for number, one in found.items()]))]
+        if weights
+        else []
+    )
+    return "\n  ".join(
+        [
+            *whole,
+            *(f"{settings.data.names[number]}: {as_text(one)}" for number, one in found.items()),
+        ]
+    )
 
 
 def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """The scores of `config.tasks` as a table. Saves items and scores after each task; another number of items has
-    another file."""
+    """The scores of `config.tasks` as a table. Saves items and scores after each task; another
+    number of items has another file."""
     model, tokenizer = on_every_rank(lambda: load_model(checkpoint, config.trust_run_code))
     size = read_settings(checkpoint).model.block_size
     folder = Path(config.output or _evaluations(checkpoint))
@@ -140,10 +161,13 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
 
 
 def with_errors(metrics: Mapping[str, float], count: int) -> dict[str, float]:
-    """The metrics and the standard error of each, as `acc_stderr`: that of a fraction of so many items."""
+    """The metrics and the standard error of each, as `acc_stderr`: that of a fraction of so many
+    items."""
     found = {**metrics}
     for name, part in metrics.items():
-        found[f"{name}_stderr"] = math.sqrt(part * (1 - part) / (count - 1)) if count > 1 else math.nan
+        found[f"{name}_stderr"] = (
+            math.sqrt(part * (1 - part) / (count - 1)) if count > 1 else math.nan
+        )
     return found
 
 
@@ -166,12 +190,15 @@ def _evaluations(checkpoint: Checkpoint) -> Path:
 
 
 def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:
-    """The configuration of a small job's run; `data` may name another folder of images. Raises: UserError for flags of
-    GPT-2 runs."""
+    """The configuration of a small job's run; `data` may name another folder of images. Raises:
+    UserError for flags of GPT-2 runs."""
     own = checkpoint.config.get("data", {})
     folder = " ".join(config.data)
     refused = {"tokens": config.tokens, "tasks": ", ".join(config.tasks)}
-    refused |= {"split": config.split.removeprefix("val"), "data": "" if own.get("path") else folder}
+    refused |= {
+        "split": config.split.removeprefix("val"),
+        "data": "" if own.get("path") else folder,
+    }
     for field, value in refused.items():
         if value:
             hint = f"is for GPT-2 runs; this {checkpoint.kind} run is scored on all of its test samples: remove it"
@@ -182,7 +209,9 @@ def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:
     return settings
 
 
-def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
+def _score_small_job(
+    accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint
+) -> str:
     """The scores of a small job on its test samples. Saves predictions."""
     job = make_job(_job_settings(config, checkpoint), accelerator, checkpoint.state.record)
     hashed = checkpoint.state.record["data_hash"]  # of training and test samples
@@ -202,17 +231,24 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     plain = names.index("target") if "target" in names else len(names)
     scores = means(names[:plain], values[:, :plain])
     count = scores.pop("val_samples")
-    line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
-    if names[plain:] and (config.output or not config.data):  # without `output`, only the run's own samples are saved
+    line = (
+        ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items())
+        + f" over {count:,} test samples"
+    )
+    # without `output`, only the run's own samples are saved
+    if names[plain:] and (config.output or not config.data):
         folder = Path(config.output or _evaluations(checkpoint))
-        lines = format_predictions(names[plain:], values[:, plain:], job.test.names, job.facts.get("classes"))
+        lines = format_predictions(
+            names[plain:], values[:, plain:], job.test.names, job.facts.get("classes")
+        )
         on_main(partial(write_predictions, folder, lines))
         line += f"; predictions are in {folder}"
     return line
 
 
 def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """A line with the likeliest class of each of `images`. Saves predictions if `output` names a folder."""
+    """A line with the likeliest class of each of `images`. Saves predictions if `output` names a
+    folder."""
     settings = _job_settings(config, checkpoint)
     record = checkpoint.state.record
     if not isinstance(settings, ClassifierConfig) or not settings.data.images:
@@ -229,13 +265,16 @@ def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Chec
     lines = [*format_predictions(*found, images.names, record["classes"])]
     if config.output:
         on_main(partial(write_predictions, Path(config.output), lines))
-    shown = (f"{truncate(line['file'], LONGEST_NAME)}: {line['class']} {line['probability']:.2%}" for line in lines)
+    shown = (
+        f"{truncate(line['file'], LONGEST_NAME)}: {line['class']} {line['probability']:.2%}"
+        for line in lines
+    )
     return "\n".join([f"{len(lines):,} images", *shown])
 
 
 def predictions(outputs: Tensor) -> dict[str, Tensor]:
-    """Predictions of each sample, [b] by name: the number of [b]; of logits [b, K] the likeliest class, and its
-    probability; none of sequences."""
+    """Predictions of each sample, [b] by name: the number of [b]; of logits [b, K] the likeliest
+    class, and its probability; none of sequences."""
     if outputs.dim() > 2:
         return {}
     if outputs.dim() == 1:
@@ -247,8 +286,9 @@ def predictions(outputs: Tensor) -> dict[str, Tensor]:
 def format_predictions(
     names: Sequence[str], values: Tensor, files: Sequence[str], classes: Sequence[str] | None
 ) -> Iterator[dict[str, Any]]:
-    """A line of predictions.jsonl for each sample. `values`: fp64 [N, .], a column for each name of `predictions`, and
-    `target` if it is known. `files`: the names of images. `classes`: their names; None: their numbers."""
+    """A line of predictions.jsonl for each sample. `values`: fp64 [N, .], a column for each name of
+    `predictions`, and `target` if it is known. `files`: the names of images. `classes`: their
+    names; None: their numbers."""
     numbers = ("target", "class") if "class" in names else ()  # columns with the number of a class
 
     def printed(name: str, value: float) -> str | float:
@@ -265,13 +305,21 @@ def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(make_output_folder(folder) / "predictions.jsonl", text)
 
 
-def write_scores(place: Path, items: ItemSet, log_likelihoods: np.ndarray, facts: Mapping[str, Any]) -> None:
-    """Writes `PLACE.jsonl`, the items and their log-likelihoods, then `PLACE.json`, each by a rename. `facts`: the
-    metrics, the scored checkpoint and settings."""
+def write_scores(
+    place: Path, items: ItemSet, log_likelihoods: np.ndarray, facts: Mapping[str, Any]
+) -> None:
+    """Writes `PLACE.jsonl`, the items and their log-likelihoods, then `PLACE.json`, each by a
+    rename. `facts`: the metrics, the scored checkpoint and settings."""
     rows = [
-        item.model_dump() | {"log_likelihoods": [value if math.isfinite(value) else None for value in nats.tolist()]}
+        item.model_dump()
+        | {"log_likelihoods": [value if math.isfinite(value) else None for value in nats.tolist()]}
         for item, nats in zip(items.items, items.split(log_likelihoods), strict=True)
     ]
-    scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
+    scores = {
+        "task": items.name,
+        "items": len(items.items),
+        "items_sha256": items.sha256,
+        "chance": items.chance,
+    }
     write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in rows))
     write_json(Path(f"{place}.json"), scores | finite({**facts}))

@@ -10,8 +10,8 @@ from gpt2_ddp.tasks.ending import print_end
 
 
 def start_job(config: JobConfig) -> int:
-    """Trains a small job in `launch.processes` processes, and prints its scores and, of a regression, the line.
-    Returns the exit code."""
+    """Trains a small job in `launch.processes` processes, and prints its scores and, of a
+    regression, the line. Returns the exit code."""
     outcome = run_processes(_train, config.launch.processes, config)
     if outcome == "completed":
         print_end(Path(config.output_dir, config.run_name), "evaluate")
@@ -28,6 +28,11 @@ def _train(config: JobConfig) -> str:
         scores = {name: value for name, value in result.metrics.items() if name != "val_samples"}
         if config.kind == "regression" and result.checkpoint:
             line = load_file(result.checkpoint / "model.safetensors")
-            scores = {name.removeprefix("linear."): value.item() for name, value in line.items()} | scores
-        print(", ".join(f"{name} {value:.5g}" for name, value in scores.items()) + f", {result.seconds:.1f} s")
+            scores = {
+                name.removeprefix("linear."): value.item() for name, value in line.items()
+            } | scores
+        print(
+            ", ".join(f"{name} {value:.5g}" for name, value in scores.items())
+            + f", {result.seconds:.1f} s"
+        )
     return result.outcome

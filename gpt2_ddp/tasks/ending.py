@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def print_end(run: Path, script: str) -> None:
-    """Draws the report of a completed run, and prints its path and the command of the next `script`. Does nothing on
-    ranks other than the main one."""
+    """Draws the report of a completed run, and prints its path and the command of the next
+    `script`. Does nothing on ranks other than the main one."""
     if not is_main_process():
         return
     report = str(run / "report.html")

@@ -1,7 +1,8 @@
-"""Images as samples: of class folders, of the archives of CIFAR and MNIST, and of what `datasets` reads.
+"""Images as samples: of class folders, of the archives of CIFAR and MNIST, and of what `datasets`
+reads.
 
-The split of an image is never guessed: only the name of a split's own file or folder decides it. All images are decoded
-once, and kept in memory.
+The split of an image is never guessed: only the name of a split's own file or folder decides it.
+All images are decoded once, and kept in memory.
 """
 
 import glob
@@ -29,13 +30,17 @@ from gpt2_ddp.files import no_such_folder, regular
 from gpt2_ddp.preparation.source_files import files_below, open_bytes
 from gpt2_ddp.tasks.supervised import Samples
 
-TEST = ("test", "validation", "val")  # splits that can be the one to test on; the first that is there is
+# splits that can be the one to test on; the first that is there is
+TEST = ("test", "validation", "val")
 COLUMNS = {"image": ("img", "image"), "label": ("label", "fine_label", "labels", "class")}
 HINT = (
     "name a folder with train/CLASS/*.png and test/CLASS/*.png, all equally deep, with train and test parquet files, "
     "or of the unpacked archive of CIFAR or MNIST; without a network, download such files"
 )
-CIFAR = {"batches.meta": [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"], "meta": ["train", "test"]}
+CIFAR = {
+    "batches.meta": [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"],
+    "meta": ["train", "test"],
+}
 """Files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
 MNIST = {"train": "train", "test": "t10k"}
 Rows = Iterator[tuple[str, dict[str, Any]]]
@@ -58,9 +63,9 @@ def decode(
     shape: tuple[int, ...],
     field: str = "data.path",
 ) -> Samples:
-    """The images uint8 [N, 3, H, W] of rows of `datasets`; their names are the file, or the row of `place`. `shape`:
-    [3, H, W] of each; (): of the first. Raises: UserError of `field` where one cannot be decoded, or memory does not
-    suffice."""
+    """The images uint8 [N, 3, H, W] of rows of `datasets`; their names are the file, or the row of
+    `place`. `shape`: [3, H, W] of each; (): of the first. Raises: UserError of `field` where one
+    cannot be decoded, or memory does not suffice."""
     inputs = torch.empty(0)
     names = []
     for row, image in enumerate(stored):
@@ -70,7 +75,9 @@ def decode(
             pixels = decode_image(image, size)
             shape = shape or pixels.shape
             if shape != pixels.shape:
-                raise ValueError(f"its size differs from {shape[2]} x {shape[1]}; set data.image_size")
+                raise ValueError(
+                    f"its size differs from {shape[2]} x {shape[1]}; set data.image_size"
+                )
         except Exception as error:  # Pillow raises any for a damaged file
             reason = str(error).partition(" <")[0]  # without an address in memory
             raise UserError(field, names[-1], f"cannot be read as an image ({reason})") from error
@@ -84,7 +91,8 @@ def decode(
 
 
 def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequence[int]) -> Samples:
-    """The images of files and folders, `images` of the user, prepared as those of a run, with targets 0.
+    """The images of files and folders, `images` of the user, prepared as those of a run, with
+    targets 0.
     Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
     files = []
     for name in names:
@@ -92,21 +100,29 @@ def unlabelled(names: Sequence[str], config: ClassifierDataConfig, shape: Sequen
     if not files:
         raise UserError("images", " ".join(names), "has no images")
     stored = [{"path": str(file), "bytes": None} for file in files]
-    return decode(stored, torch.zeros(len(files)).long(), "", config.image_size, tuple(shape), "images")
+    return decode(
+        stored, torch.zeros(len(files)).long(), "", config.image_size, tuple(shape), "images"
+    )
 
 
 def load_images(
-    accelerator: Accelerator, config: ClassifierDataConfig, seed: int, facts: Mapping[str, Any] | None = None
+    accelerator: Accelerator,
+    config: ClassifierDataConfig,
+    seed: int,
+    facts: Mapping[str, Any] | None = None,
 ) -> Images:
-    """The images of a configuration, equal on every rank. One process per node reads them first, for the caches.
-    `seed` decides which images are held out, where there is no test split. `facts`: of the checkpoint that uses them.
+    """The images of a configuration, equal on every rank. One process per node reads them first,
+    for the caches. `seed` decides which images are held out, where there is no test split. `facts`:
+    of the checkpoint that uses them.
     Raises: UserError, on every rank, if they cannot be read or contradict the configuration."""
     first = accelerator.is_local_main_process
     early = on_every_rank(lambda: read_images(config, seed, facts) if first else None)
     return on_every_rank(lambda: early or read_images(config, seed, facts))
 
 
-def read_images(config: ClassifierDataConfig, seed: int = 0, facts: Mapping[str, Any] | None = None) -> Images:
+def read_images(
+    config: ClassifierDataConfig, seed: int = 0, facts: Mapping[str, Any] | None = None
+) -> Images:
     """As `load_images`, in one process."""
     facts = facts or {}
     tables, classes, numbers = read_source(config, seed, facts.get("classes"))
@@ -123,8 +139,9 @@ def read_images(config: ClassifierDataConfig, seed: int = 0, facts: Mapping[str,
 def number_classes(
     tables: Mapping[str, Any], config: ClassifierDataConfig, known: Sequence[str] | None
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """The names of the classes of all splits, and the number of each image's class. `known`: those of a run, which
-    allows no others; None: those of the data, sorted. Raises: any exception for other labels."""
+    """The names of the classes of all splits, and the number of each image's class. `known`: those
+    of a run, which allows no others; None: those of the data, sorted. Raises: any exception for
+    other labels."""
     labels = {}
     for split, table in tables.items():
         kind = table.features["label"]
@@ -137,16 +154,20 @@ def number_classes(
     for label in found:
         if label not in number_of:
             raise ValueError(f"the label {label} is none of {', '.join(number_of)}")
-    numbers = {split: torch.tensor([number_of[str(label)] for label in of]) for split, of in labels.items()}
+    numbers = {
+        split: torch.tensor([number_of[str(label)] for label in of]) for split, of in labels.items()
+    }
     if len(number_of) < 2 or len(numbers["train"]) < 2:
         raise ValueError("less than two classes, or less than two images")
     return [*number_of], numbers
 
 
 def decode_image(stored: Any, size: int | None) -> np.ndarray:
-    """uint8 [3, H, W] of the first frame of an image, upright by its EXIF orientation, without transparency.
+    """uint8 [3, H, W] of the first frame of an image, upright by its EXIF orientation, without
+    transparency.
 
-    `stored`: a row of `datasets`. `size`: pixels each way, to which the largest centred square is scaled.
+    `stored`: a row of `datasets`. `size`: pixels each way, to which the largest centred square is
+    scaled.
     Raises: any exception for others."""
     content = stored["bytes"] or regular(Path(stored["path"])).read_bytes()
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
@@ -157,15 +178,18 @@ def decode_image(stored: Any, size: int | None) -> np.ndarray:
         side = min(image.size)
         left, top = ((length - side) // 2 for length in image.size)
         # cropped first: `ImageOps.fit` would mix in pixels outside the square
-        image = image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
+        image = image.crop((left, top, left + side, top + side)).resize(
+            (size, size), Image.Resampling.BICUBIC
+        )
     return np.moveaxis(np.asarray(image), -1, 0)
 
 
 def read_source(
     config: ClassifierDataConfig, seed: int, known: Sequence[str] | None
 ) -> tuple[dict[str, Any], list[str], dict[str, Tensor]]:
-    """The split `train`, and the first of `TEST` or a share of the training images: tables of `datasets` with the
-    columns image and label, and the result of `number_classes`. Raises: UserError."""
+    """The split `train`, and the first of `TEST` or a share of the training images: tables of
+    `datasets` with the columns image and label, and the result of `number_classes`. Raises:
+    UserError."""
     import datasets
 
     if config.path:
@@ -222,14 +246,18 @@ def _open_folder(folder: Path) -> Any:
             word = re.split("[^a-z]", file.name.lower())[0]
             tables[word].append(glob.escape(str(file.absolute())))
     if tables:
-        return {name: datasets.load_dataset("parquet", data_files=of, split="train") for name, of in tables.items()}
+        return {
+            name: datasets.load_dataset("parquet", data_files=of, split="train")
+            for name, of in tables.items()
+        }
     for split, row in [*_cifar(folder), *_mnist(folder)] or _class_folders(folder):
         tables[split].append(row)
     return {split: datasets.Dataset.from_list(of) for split, of in tables.items()}
 
 
 def _class_folders(folder: Path) -> Rows:
-    """The images of SPLIT/CLASS/FILE; or those of CLASS/FILE, which are for training. Raises: ValueError for both."""
+    """The images of SPLIT/CLASS/FILE; or those of CLASS/FILE, which are for training. Raises:
+    ValueError for both."""
     images = _images_in(folder)
     depths = {len(image.relative_to(folder).parts) for image in images}
     if len(depths) != 1:
@@ -250,23 +278,33 @@ def _images_in(folder: Path) -> list[Path]:
     files = _files_in(folder)
     images = [file for file in files if file.suffix.lower() in Image.registered_extensions()]
     if len(images) < len(files):
-        print_line(f"note: {len(files) - len(images):,} files of other types not used; save images as .png or .jpg")
+        print_line(
+            f"note: {len(files) - len(images):,} files of other types not used; save images as .png or .jpg"
+        )
     return images
 
 
 def _mnist(folder: Path) -> Rows:
-    """Of two idx files for each split, plain or compressed by gzip; nothing for a folder of others."""
+    """Of two idx files for each split, plain or compressed by gzip; nothing for a folder of
+    others."""
     for split, word in MNIST.items():
         if files := sorted(folder.glob(f"{word}-*ubyte*")):
             images, labels = (open_bytes(file).read() for file in files)
             _, n, height, width = np.frombuffer(images, ">u4", count=4).tolist()
             pixels = np.frombuffer(images, np.uint8, offset=16).reshape(n, height * width)
             for image, label in zip(pixels, labels[8:], strict=True):
-                yield split, {"image": b"P5 %d %d 255\n" % (width, height) + image.tobytes(), "label": label}
+                yield (
+                    split,
+                    {
+                        "image": b"P5 %d %d 255\n" % (width, height) + image.tobytes(),
+                        "label": label,
+                    },
+                )
 
 
 def _cifar(folder: Path) -> Rows:
-    """Images of 32 x 32 and the names of their classes, fine ones of CIFAR-100; nothing for a folder of others."""
+    """Images of 32 x 32 and the names of their classes, fine ones of CIFAR-100; nothing for a
+    folder of others."""
     for meta, files in CIFAR.items():
         if (folder / meta).is_file():
             names = _unpickle(folder / meta)
@@ -276,14 +314,23 @@ def _cifar(folder: Path) -> Rows:
                 split = "test" if name.startswith("test") else "train"
                 images = batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
                 for pixels, label in zip(images, batch[f"{kind}s"], strict=True):
-                    row = {"image": b"P6 32 32 255\n" + pixels.tobytes(), "label": names[f"{kind}_names"][label]}
+                    row = {
+                        "image": b"P6 32 32 255\n" + pixels.tobytes(),
+                        "label": names[f"{kind}_names"][label],
+                    }
                     yield split, row
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """What the pickles of arrays call. Raises: UnpicklingError for all other names, so that nothing else runs."""
-        if module.partition(".")[0] in ("numpy", "_codecs") and name in ("_reconstruct", "ndarray", "dtype", "encode"):
+        """What the pickles of arrays call. Raises: UnpicklingError for all other names, so that
+        nothing else runs."""
+        if module.partition(".")[0] in ("numpy", "_codecs") and name in (
+            "_reconstruct",
+            "ndarray",
+            "dtype",
+            "encode",
+        ):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it loads {module}.{name}")
 

@@ -25,11 +25,14 @@ PADDING = 4
 
 
 def run_job(config: JobConfig) -> Result:
-    """Trains the job of a configuration in this process, or as one of a launcher's ranks. Raises: UserError."""
+    """Trains the job of a configuration in this process, or as one of a launcher's ranks. Raises:
+    UserError."""
     return train(config, partial(Supervised, make_job))
 
 
-def make_job(config: JobConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
+def make_job(
+    config: JobConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None
+) -> Job:
     """The job of a configuration: data equal on every rank, and a freshly initialised model.
     `facts`: what a checkpoint that the job is for keeps of its data; None: the data say it."""
     return JOBS[config.kind](config, accelerator, facts)
@@ -44,11 +47,16 @@ def regression_job(config: RegressionConfig, *_: object) -> Job:
         x, noise = torch.randn(2, n, generator=generator)
         return Samples(x, data.weight * x + data.bias + data.noise * noise)
 
-    return Job(Line(), points(data.points), points(data.test_points), lambda y, target: (y - target) ** 2)
+    return Job(
+        Line(), points(data.points), points(data.test_points), lambda y, target: (y - target) ** 2
+    )
 
 
-def classifier_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None) -> Job:
-    """Images; or two clusters, uniform in the cubes [-1, 0] and [0, 1] of `features` dimensions, for an MLP."""
+def classifier_job(
+    config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None
+) -> Job:
+    """Images; or two clusters, uniform in the cubes [-1, 0] and [0, 1] of `features` dimensions,
+    for an MLP."""
     data = config.data
     generator = torch.Generator().manual_seed(config.seed)
     if data.images:
@@ -56,14 +64,18 @@ def classifier_job(config: ClassifierConfig, accelerator: Accelerator, facts: Ma
 
     def points(n: int) -> Samples:
         labels = torch.arange(n) % 2
-        return Samples(torch.rand(n, data.features, generator=generator) + (labels[:, None] - 1), labels)
+        return Samples(
+            torch.rand(n, data.features, generator=generator) + (labels[:, None] - 1), labels
+        )
 
     train = points(data.points)
     test = points(data.test_points)
     return Job(MLP(data.features, config.model.hidden, 2), train, test, CROSS_ENTROPY, _hits)
 
 
-def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
+def image_job(
+    config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None
+) -> Job:
     """Images of any number of classes, classified by LeNet or ResNet-18; pixels in [-1, 1]."""
     if config.model.sync_batchnorm and accelerator.device.type != "cuda":
         hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; remove the flag"
@@ -113,7 +125,8 @@ JOBS: dict[str, Callable[..., Job]] = {
 
 
 def _hits(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Whether the label is the likeliest class and, of more than five, one of the five likeliest: bool [B] each."""
+    """Whether the label is the likeliest class and, of more than five, one of the five likeliest:
+    bool [B] each."""
     scores = {"accuracy": logits.argmax(1) == labels}
     if logits.size(1) > 5:
         scores["top5"] = (logits.topk(5, dim=1).indices == labels[:, None]).any(1)
@@ -135,8 +148,8 @@ def random_numbers(seed: int, positions: np.ndarray) -> np.ndarray:
 
 
 def crop_and_flip(images: Tensor, numbers: np.ndarray) -> Tensor:
-    """Each image uint8 [B, 3, H, W] moved by up to 4 pixels each way, zeros coming in, and mirrored with probability
-    1/2, by its random number int64 [B]."""
+    """Each image uint8 [B, 3, H, W] moved by up to 4 pixels each way, zeros coming in, and mirrored
+    with probability 1/2, by its random number int64 [B]."""
     *_, H, W = images.shape
     device = images.device
     places = 2 * PADDING + 1
@@ -148,7 +161,9 @@ def crop_and_flip(images: Tensor, numbers: np.ndarray) -> Tensor:
     columns = torch.where(flipped > 0, columns.flip(0), columns) + left  # [B, W]
     rows = torch.arange(H, device=device) + top  # [B, H]
     padded = F.pad(images, (PADDING,) * 4)
-    return padded.take_along_dim(rows[:, None, :, None], 2).take_along_dim(columns[:, None, None, :], 3)
+    return padded.take_along_dim(rows[:, None, :, None], 2).take_along_dim(
+        columns[:, None, None, :], 3
+    )
 
 
 class Line(nn.Module):
@@ -174,7 +189,8 @@ class MLP(nn.Sequential):
 
 
 class LeNet(nn.Module):
-    """LeNet-5 (LeCun et al., 1998) for colour images, with ReLU and max-pooling, as today's tutorials have it.
+    """LeNet-5 (LeCun et al., 1998) for colour images, with ReLU and max-pooling, as today's
+    tutorials have it.
     `size`: of the images, (H, W); at least 16 each."""
 
     def __init__(self, classes: int, size: Sequence[int] = (32, 32)):
@@ -195,7 +211,8 @@ class LeNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions with BatchNorm, and a shortcut (He et al., 2016). Twice the channels halve the size."""
+    """Two 3 x 3 convolutions with BatchNorm, and a shortcut (He et al., 2016). Twice the channels
+    halve the size."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -206,7 +223,9 @@ class ResidualBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Sequential()
         if inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, inputs, H, W] -> [B, outputs, H / stride, W / stride], rounded up."""
@@ -215,7 +234,8 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 (He et al., 2016) with the stem for small images, one 3 x 3 convolution without pooling; 11.2M.
+    """ResNet-18 (He et al., 2016) with the stem for small images, one 3 x 3 convolution without
+    pooling; 11.2M.
     `width`: channels of its first block."""
 
     def __init__(self, classes: int, width: int = 64):
@@ -235,7 +255,8 @@ class ResNet18(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Embedding, sinusoidal positions, post-LayerNorm ReLU blocks (Vaswani et al., 2017) behind a causal mask."""
+    """Embedding, sinusoidal positions, post-LayerNorm ReLU blocks (Vaswani et al., 2017) behind a
+    causal mask."""
 
     positions: Tensor
     mask: Tensor
@@ -248,7 +269,9 @@ class TransformerLM(nn.Module):
         block = model.n_embd, model.n_head, model.d_ff, model.dropout
         self.embedding = nn.Embedding(model.vocab_size, model.n_embd)
         self.dropout = nn.Dropout(model.dropout)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(*block, batch_first=True) for _ in range(model.n_layer))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(*block, batch_first=True) for _ in range(model.n_layer)
+        )
         self.head = nn.Linear(model.n_embd, model.vocab_size)
         self.register_buffer("positions", sinusoids(length, model.n_embd), persistent=False)
         mask = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)  # True: masked
@@ -257,7 +280,8 @@ class TransformerLM(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [B, T] -> logits [B, T, V]; those at t depend on tokens 0, ..., t alone."""
         T = tokens.size(1)
-        x = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim) + self.positions[:T]  # [B, T, C]
+        # [B, T, C]
+        x = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim) + self.positions[:T]
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, src_mask=self.mask[:T, :T])
@@ -265,7 +289,8 @@ class TransformerLM(nn.Module):
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """Position encodings fp32 [length, width], sines in even columns and cosines in odd ones (Vaswani et al., 3.5)."""
+    """Position encodings fp32 [length, width], sines in even columns and cosines in odd ones
+    (Vaswani et al., 3.5)."""
     position = torch.arange(length)[:, None]
     frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     angle = position * frequency

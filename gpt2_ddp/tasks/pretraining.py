@@ -47,10 +47,12 @@ TASK_ITEMS = 500
 class Pretraining:
     """Next-token training of a GPT; the loss is a mean over tokens.
 
-    A feed item is a window of T = block_size tokens. A step has G windows and may straddle two epochs.
+    A feed item is a window of T = block_size tokens. A step has G windows and may straddle two
+    epochs.
 
-    A subclass may replace `make_order`, `make_model`, `build_optimizer`, `schedule` and `loss`. The first, second and
-    fourth depend on `config` and their arguments alone: other commands call them on a task without an accelerator.
+    A subclass may replace `make_order`, `make_model`, `build_optimizer`, `schedule` and `loss`. The
+    first, second and fourth depend on `config` and their arguments alone: other commands call them
+    on a task without an accelerator.
     """
 
     unit = "tokens"
@@ -58,7 +60,12 @@ class Pretraining:
     code: Any = None
     """Where a subclass comes from, an `user_task.Code`; None in this package."""
 
-    def __init__(self, config: TrainingConfig, accelerator: Accelerator | None = None, saved: Checkpoint | None = None):
+    def __init__(
+        self,
+        config: TrainingConfig,
+        accelerator: Accelerator | None = None,
+        saved: Checkpoint | None = None,
+    ):
         if config.train.minutes:
             config = settle_minutes(config, saved, self._has_own_schedule)
         self.config = config
@@ -80,8 +87,9 @@ class Pretraining:
         return type(self).schedule is not Pretraining.schedule
 
     def _check_learning_rate(self, saved: Checkpoint) -> None:
-        """Raises: UserError if all remaining steps would have the learning rate 0, in a branch or in a run that was
-        made longer. (A run that began with as many steps goes on, with a note.)"""
+        """Raises: UserError if all remaining steps would have the learning rate 0, in a branch or
+        in a run that was made longer. (A run that began with as many steps goes on, with a
+        note.)"""
         config = self.config
         epoch_size = saved.state.setup.epoch_size
         steps = self.total_steps(epoch_size)
@@ -91,7 +99,9 @@ class Pretraining:
             return
         is_branch = bool(config.train.branch_from) and saved.step == saved.state.progress.first_step
         length = config.model_dump(mode="json")["train"]
-        if not is_branch and all(length[name] == saved.config["train"].get(name) for name in ("steps", "epochs")):
+        if not is_branch and all(
+            length[name] == saved.config["train"].get(name) for name in ("steps", "epochs")
+        ):
             return
         zero = f"the learning rate is 0 from step {end:,} on"
         if is_branch:
@@ -102,8 +112,8 @@ class Pretraining:
         raise UserError(f"train.{field}", getattr(config.train, field), f"{zero}; {advice}")
 
     def _end_of_decay(self, epoch_size: int) -> int | None:
-        """`optim.decay_steps`; for null the last step, or the first after a longer warm-up. A resumed run's schedule
-        keeps its end, unless no step so far depends on it."""
+        """`optim.decay_steps`; for null the last step, or the first after a longer warm-up. A
+        resumed run's schedule keeps its end, unless no step so far depends on it."""
         optim = self.config.optim
         saved = self._saved
         steps = self.total_steps(epoch_size)
@@ -111,7 +121,11 @@ class Pretraining:
             return optim.decay_steps
         end = max(steps, optim.warmup_steps + 1)
         kept = saved and saved.config["optim"]["decay_steps"]
-        if saved and kept and not optim.model_copy(update={"decay_steps": kept}).may_end_at(end, saved.step):
+        if (
+            saved
+            and kept
+            and not optim.model_copy(update={"decay_steps": kept}).may_end_at(end, saved.step)
+        ):
             return kept
         return end
 
@@ -119,7 +133,8 @@ class Pretraining:
         return self.config.total_steps(epoch_size)
 
     def resolve(self) -> None:
-        """Replaces `eval.tokens: auto` and `optim.decay_steps: null` in the configuration, once the data are open.
+        """Replaces `eval.tokens: auto` and `optim.decay_steps: null` in the configuration, once the
+        data are open.
 
         A resumed run keeps its tokens."""
         config = self.config
@@ -134,14 +149,16 @@ class Pretraining:
         end = self._end_of_decay(self.epoch_size)
         kept = known["optim"]["decay_steps"]
         if optim.decay_steps is None and end and kept not in (None, end):
-            print_line(f"note: optim.decay_steps changes from {kept} to {end}; no step so far depends on it")
+            print_line(
+                f"note: optim.decay_steps changes from {kept} to {end}; no step so far depends on it"
+            )
         evals = config.eval.model_copy(update={"tokens": tokens})
         optim = optim.model_copy(update={"decay_steps": end})
         self.config = config.model_copy(update={"eval": evals, "optim": optim})
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
-        """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model; for a complete run,
-        only opens the data. Raises: UserError."""
+        """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model; for
+        a complete run, only opens the data. Raises: UserError."""
         long = LONGEST.total_seconds()
         watchdog.heartbeat("preparing data", timeout=long)
         on_every_rank(self._get_missing_data)
@@ -157,20 +174,32 @@ class Pretraining:
         self.check_hashes()
 
     def open_data(self) -> None:
-        """Opens the data by their small files, and resolves the configuration. Raises: UserError."""
+        """Opens the data by their small files, and resolves the configuration. Raises:
+        UserError."""
         config = self.config
         accelerator = self.accelerator
         paths = self.config.data.paths
-        check = accelerator.is_local_main_process  # 10,000 shards x 1,024 ranks are 10 million headers
+        # 10,000 shards x 1,024 ranks are 10 million headers
+        check = accelerator.is_local_main_process
         self.corpus = corpus = on_every_rank(lambda: open_corpus(config, check))
         self.validates = bool(corpus.validation)
         self.manifests = corpus.manifests
         self.tokenizer = corpus.tokenizer
         self.manifest = corpus.manifests[0]
-        check_ranks_agree({f"folder {n} of data.path": f"hash {one.hash}" for n, one in enumerate(self.manifests, 1)})
-        for field, value in (("eval.patience", config.eval.patience), ("eval.tasks", " ".join(config.eval.tasks))):
+        check_ranks_agree(
+            {
+                f"folder {n} of data.path": f"hash {one.hash}"
+                for n, one in enumerate(self.manifests, 1)
+            }
+        )
+        for field, value in (
+            ("eval.patience", config.eval.patience),
+            ("eval.tasks", " ".join(config.eval.tasks)),
+        ):
             if value and not self.validates:
-                raise UserError(field, value, f"{' '.join(paths)} has no validation split; remove this setting")
+                raise UserError(
+                    field, value, f"{' '.join(paths)} has no validation split; remove this setting"
+                )
         if self._saved:
             check_goes_on(config, self._saved.state, corpus.mixture or alone(self.manifest.hash))
         self.order = self.make_order(corpus.sources)
@@ -179,10 +208,20 @@ class Pretraining:
         steps = self.total_steps(self.epoch_size)
         warmup = config.optim.warmup_steps
         if steps and steps <= warmup:
-            print_line(f"note: the run ends at step {steps:,}, before the end of optim.warmup_steps = {warmup:,}")
+            print_line(
+                f"note: the run ends at step {steps:,}, before the end of optim.warmup_steps = {warmup:,}"
+            )
         end = self.config.optim.decay_steps
-        if steps and end and steps > end and self.config.optim.is_over(end) and not self._has_own_schedule:
-            print_line(f"note: the learning rate is 0 from step {end:,} on, the end of optim.decay_steps")
+        if (
+            steps
+            and end
+            and steps > end
+            and self.config.optim.is_over(end)
+            and not self._has_own_schedule
+        ):
+            print_line(
+                f"note: the learning rate is 0 from step {end:,} on, the end of optim.decay_steps"
+            )
         if note := tokenizer_note(dict(zip(paths, self.manifests, strict=True))):
             print_line(f"note: {note}")
         file = Path(paths[0]) / self.manifest.tokenizer
@@ -196,7 +235,8 @@ class Pretraining:
             get_data(config)
 
     def load_tasks(self) -> None:
-        """Reads the items of `eval.tasks` on the main process, and prints notes on them. Raises: UserError."""
+        """Reads the items of `eval.tasks` on the main process, and prints notes on them. Raises:
+        UserError."""
         self.item_sets: list[ItemSet] = []
         evals = self.config.eval
         if evals.tasks:
@@ -219,14 +259,21 @@ class Pretraining:
         return GPT(config.model, vocab_size, eot, config.train.activation_checkpointing)
 
     def build_model(self) -> None:
-        """Makes the model with its initial weights. Raises: UserError if memory or `train.init_from` does not fit."""
+        """Makes the model with its initial weights. Raises: UserError if memory or
+        `train.init_from` does not fit."""
         config = self.config
         is_sharded = self.config.launch.parallel == "fsdp"
         loads = self._saved or self._needs_weights
-        begins = is_main_process() and not loads  # others receive their weights, or load a checkpoint's
-        is_whole = torch.get_default_device().type != "meta" and (begins or not is_sharded)  # plan.py's is on meta
-        trains_here = processes_here() if self.accelerator.device.type == "cpu" and not is_sharded else 0
-        on_every_rank(lambda: is_whole and check_memory(config.model, self.manifest.vocab_size, trains_here))
+        # others receive their weights, or load a checkpoint's
+        begins = is_main_process() and not loads
+        # plan.py's is on meta
+        is_whole = torch.get_default_device().type != "meta" and (begins or not is_sharded)
+        trains_here = (
+            processes_here() if self.accelerator.device.type == "cpu" and not is_sharded else 0
+        )
+        on_every_rank(
+            lambda: is_whole and check_memory(config.model, self.manifest.vocab_size, trains_here)
+        )
         torch.manual_seed(config.seed)
         make = partial(self.make_model, self.manifest.vocab_size, self.manifest.eot)
         if is_sharded:
@@ -250,7 +297,8 @@ class Pretraining:
         self.feed = Feed(self.order, batch, self.corpus.source, accelerator)
 
     def check_hashes(self, record: bool = True) -> None:
-        """Hashes the shards that have changed since they were last hashed (`verify_shards`). Raises: UserError."""
+        """Hashes the shards that have changed since they were last hashed (`verify_shards`).
+        Raises: UserError."""
         data = self.config.data
         accelerator = self.accelerator
         share = accelerator.local_process_index, processes_here(), record
@@ -258,7 +306,9 @@ class Pretraining:
             on_every_rank(partial(verify_shards, Path(path), manifest, *share))
 
     def build_optimizer(self) -> Optimizer:
-        return build_optimizer(self.model, self.config.optim, self.accelerator.mixed_precision != "no")
+        return build_optimizer(
+            self.model, self.config.optim, self.accelerator.mixed_precision != "no"
+        )
 
     def schedule(self, step: int) -> dict[str, float]:
         return {"lr": lr_at(step, self.config.optim)}
@@ -267,7 +317,8 @@ class Pretraining:
         """Sum of the losses of the valid windows' tokens, in nats, fp32 scalar."""
         targets = tokens = batch.rows[0]  # [b, T + 1]
         if batch.n_valid < len(tokens):
-            targets = tokens.clone()  # all of it: a compiled model would compile anew for other strides
+            # all of it: a compiled model would compile anew for other strides
+            targets = tokens.clone()
             targets[batch.n_valid :] = IGNORED
         return model(tokens[:, :-1], targets[:, 1:], reduction="sum")
 
@@ -283,9 +334,9 @@ class Pretraining:
         )
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
-        """Validation loss over `eval.tokens` tokens, in nats per token and in bits per byte, and the scores of
-        `eval.tasks`. Several folders share the tokens equally; each one's loss is returned too, and `val_loss` is
-        their weighted mean."""
+        """Validation loss over `eval.tokens` tokens, in nats per token and in bits per byte, and
+        the scores of `eval.tasks`. Several folders share the tokens equally; each one's loss is
+        returned too, and `val_loss` is their weighted mean."""
         config = self.config
         validation = self.corpus.validation
         size = config.model.block_size
@@ -293,19 +344,35 @@ class Pretraining:
         assert tokens != "auto", "eval.tokens is resolved when the run starts"
         if not validation:
             return {}
-        tokens = tokens and -(-tokens // max(sum(weight > 0 for weight, _ in validation.values()), 1))
+        tokens = tokens and -(
+            -tokens // max(sum(weight > 0 for weight, _ in validation.values()), 1)
+        )
         lengths = self.tokenizer.token_bytes()
         losses = {
-            name: (weight, evaluate(self.accelerator, model, EvalSet(stream, size, tokens, lengths), BATCH, poll))
+            name: (
+                weight,
+                evaluate(
+                    self.accelerator, model, EvalSet(stream, size, tokens, lengths), BATCH, poll
+                ),
+            )
             for name, (weight, stream) in validation.items()
         }
         total = mixed(losses.values())
-        scores = {"val_loss": total.loss, "val_tokens": total.tokens, "val_bits_per_byte": total.bits_per_byte}
+        scores = {
+            "val_loss": total.loss,
+            "val_tokens": total.tokens,
+            "val_bits_per_byte": total.bits_per_byte,
+        }
         for name, (_, part) in losses.items() if len(self.manifests) > 1 else ():
-            scores |= {f"val_loss/{name}": part.loss, f"val_bits_per_byte/{name}": part.bits_per_byte}
+            scores |= {
+                f"val_loss/{name}": part.loss,
+                f"val_bits_per_byte/{name}": part.bits_per_byte,
+            }
         for items in self.item_sets:
             length = size if is_compiled(model) else None
-            found = judge(items, answer(self.accelerator, model, items.requests, BATCH, length, poll))
+            found = judge(
+                items, answer(self.accelerator, model, items.requests, BATCH, length, poll)
+            )
             scores |= {f"{items.name}_{metric}": value for metric, value in found.items()}
         return scores
 
@@ -333,16 +400,19 @@ class Pretraining:
         """Does nothing: `open_data` compared the data, and the feed has a state of its own."""
 
 
-def make_pretraining(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
-    """The task of a GPT run: `Pretraining`, or the class that `task` names or the run recorded. Collective."""
+def make_pretraining(
+    config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None
+) -> Pretraining:
+    """The task of a GPT run: `Pretraining`, or the class that `task` names or the run recorded.
+    Collective."""
     if config.task or (saved and getattr(saved.state.task, "code", None)):
         return make(Pretraining, config, accelerator, saved)
     return Pretraining(config, accelerator, saved)
 
 
 def check_memory(model: ModelConfig, vocab_size: int, processes: int = 0) -> None:
-    """Raises: UserError if this machine has less free memory than the weights take or, with training `processes` in it,
-    their weights, gradients and one value of the optimizer for each."""
+    """Raises: UserError if this machine has less free memory than the weights take or, with
+    training `processes` in it, their weights, gradients and one value of the optimizer for each."""
     count = count_parameters(model, vocab_size)
     free = free_memory()
     size = 4 * count
@@ -352,4 +422,6 @@ def check_memory(model: ModelConfig, vocab_size: int, processes: int = 0) -> Non
         what = "weights, gradients and optimizer take at least"
     if size > free:
         hint = f"{what} {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of this machine's memory are free"
-        raise UserError("model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model")
+        raise UserError(
+            "model", f"{count:,} parameters", f"{hint}; choose smaller values of the section model"
+        )

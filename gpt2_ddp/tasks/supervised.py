@@ -32,7 +32,8 @@ from gpt2_ddp.training.task import Due, Poll
 
 @dataclass
 class Samples:
-    """Training or test samples as two CPU tensors. `names`: of the samples of images, in messages and predictions."""
+    """Training or test samples as two CPU tensors. `names`: of the samples of images, in messages
+    and predictions."""
 
     inputs: Tensor
     targets: Tensor
@@ -57,19 +58,24 @@ class Samples:
 
 @dataclass(frozen=True)
 class Job:
-    """What one supervised job has of its own. `scores`: (outputs, targets) -> further scores of each sample, [batch] by
-    name. `transform`: (inputs as stored, positions) -> what the model takes; on the device, a batch at a time.
-    Positions in the order, int64 [batch], seed the augmentation; None in evaluation."""
+    """What one supervised job has of its own. `scores`: (outputs, targets) -> further scores of
+    each sample, [batch] by name. `transform`: (inputs as stored, positions) -> what the model
+    takes; on the device, a batch at a time. Positions in the order, int64 [batch], seed the
+    augmentation; None in evaluation."""
 
     model: nn.Module  # plain, fp32, on the CPU; inputs -> outputs
     train: Samples
     test: Samples
-    losses: Callable[[Tensor, Tensor], Tensor]  # (outputs fp32, targets) -> fp32 [batch], each sample's loss
+    # (outputs fp32, targets) -> fp32 [batch], each sample's loss
+    losses: Callable[[Tensor, Tensor], Tensor]
     scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
     transform: Callable[[Tensor, np.ndarray | None], Tensor] = lambda inputs, positions: inputs
-    facts: Mapping[str, Any] = field(default_factory=dict)  # of the data, which a resumed run has to have: `classes`
+    # of the data, which a resumed run has to have: `classes`
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def score(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs of the model, and `loss` and further scores of each sample, [batch] by name."""
         outputs = model(self.transform(inputs, None)).float()
         return outputs, {"loss": self.losses(outputs, targets), **self.scores(outputs, targets)}
@@ -78,8 +84,9 @@ class Job:
 class Supervised:
     """A model that learns targets from inputs; the loss is a mean over samples.
 
-    An epoch is a permutation of the samples, and its last step may be short. Each rank computes one stretch of a step.
-    `make_job` reads the data and makes the model, on every rank alike; torch is seeded before."""
+    An epoch is a permutation of the samples, and its last step may be short. Each rank computes one
+    stretch of a step. `make_job` reads the data and makes the model, on every rank alike; torch is
+    seeded before."""
 
     unit = "samples"
     units_per_item = 1
@@ -111,7 +118,11 @@ class Supervised:
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """The steps of `train.epochs`."""
-        return None if epoch_size is None else self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
+        return (
+            None
+            if epoch_size is None
+            else self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
+        )
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Creates the job, and compares its data with the run's."""
@@ -120,7 +131,10 @@ class Supervised:
         watchdog.heartbeat("preparing data", timeout=LONGEST.total_seconds())
         torch.manual_seed(config.seed)
         self.job = self._make_job(config, accelerator, self._data and self._data.model_dump())
-        hashes = {"training samples": self.job.train.sha256(), "test samples": self.job.test.sha256()}
+        hashes = {
+            "training samples": self.job.train.sha256(),
+            "test samples": self.job.test.sha256(),
+        }
         self.data_hash = "".join(hashes.values())
         check_ranks_agree(hashes)
         if self._data and self._data.data_hash != self.data_hash:
@@ -161,7 +175,10 @@ class Supervised:
     def state_dict(self) -> JobData:
         """Batch and learning rate of all processes, and identity of the data."""
         return JobData(
-            global_batch_size=self.batch_size, lr=self.config.optim.lr, data_hash=self.data_hash, **self.job.facts
+            global_batch_size=self.batch_size,
+            lr=self.config.optim.lr,
+            data_hash=self.data_hash,
+            **self.job.facts,
         )
 
     def load_state_dict(self, state: TaskState) -> None:
@@ -169,7 +186,8 @@ class Supervised:
 
 
 def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int) -> Due:
-    """The work that follows a step. Jobs evaluate and save by the epoch; `epochs` of them are complete."""
+    """The work that follows a step. Jobs evaluate and save by the epoch; `epochs` of them are
+    complete."""
     return Due(
         log=last or ended_epoch or step % config.tracking.log_every == 0,
         evaluate=last or (ended_epoch and epochs % config.eval.every == 0),
@@ -178,9 +196,9 @@ def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int
 
 
 def contiguous(processes: int, largest: int, n: int) -> list[list[range]]:
-    """Shares of one range per rank, in micro-batches of at most `largest` of the n items. Ranges differ by at most one
-    item, and so do a rank's micro-batches; in a short step they may be empty. (A `feed.Shares`, once `partial` has
-    the first two.)"""
+    """Shares of one range per rank, in micro-batches of at most `largest` of the n items. Ranges
+    differ by at most one item, and so do a rank's micro-batches; in a short step they may be empty.
+    (A `feed.Shares`, once `partial` has the first two.)"""
     parts = math.ceil(math.ceil(n / processes) / largest)
     ranks = [_split(part, parts) for part in _split(range(n), processes)]
     return [list(micro_batch) for micro_batch in zip(*ranks, strict=True)]
@@ -192,18 +210,22 @@ def _split(whole: range, parts: int) -> list[range]:
 
 
 def means(names: Sequence[str], values: Tensor) -> Scores:
-    """Of scores fp64 [N, scores], with `val_` before their names; and how many samples they are of."""
+    """Of scores fp64 [N, scores], with `val_` before their names; and how many samples they are
+    of."""
     scores = zip(names, values.mean(0).tolist(), strict=True)
     return {f"val_{name}": value for name, value in scores} | {"val_samples": len(values)}
 
 
 def job_schedule(config: JobConfig, epoch_steps: int) -> Callable[[int], float]:
-    """The learning rate of each optimizer step, of which the first is 1: that of `lr_at`, in epochs.
+    """The learning rate of each optimizer step, of which the first is 1: that of `lr_at`, in
+    epochs.
     `epoch_steps`: optimizer steps of an epoch."""
     optim = config.optim
     warmup = round(optim.warmup_epochs * epoch_steps)
     steps = config.train.epochs * epoch_steps
-    in_steps = OptimConfig(lr=optim.lr, min_lr=0.0, schedule=optim.schedule, warmup_steps=warmup, decay_steps=steps)
+    in_steps = OptimConfig(
+        lr=optim.lr, min_lr=0.0, schedule=optim.schedule, warmup_steps=warmup, decay_steps=steps
+    )
     return lambda step: lr_at(step, in_steps)
 
 
@@ -231,12 +253,15 @@ def score_each(
     batch_size: int,
     poll: Callable[[], None] = lambda: None,
 ) -> tuple[list[str], Tensor]:
-    """Names of the scores, and those fp64 [N, scores] of all samples, in their order; equal on every rank.
+    """Names of the scores, and those fp64 [N, scores] of all samples, in their order; equal on
+    every rank.
 
-    Batch j belongs to rank j mod W. For several ranks, the last sample fills up their last batches; its repetitions are
-    dropped. The model, plain or prepared, is in evaluation mode.
-    `score`: (model, inputs, targets) -> named scores [batch]. `batch_size`: samples per forward pass and rank.
-    `poll`: called before each batch, by all ranks equally often; what it raises ends the scoring."""
+    Batch j belongs to rank j mod W. For several ranks, the last sample fills up their last batches;
+    its repetitions are dropped. The model, plain or prepared, is in evaluation mode.
+    `score`: (model, inputs, targets) -> named scores [batch]. `batch_size`: samples per forward
+    pass and rank.
+    `poll`: called before each batch, by all ranks equally often; what it raises ends the
+    scoring."""
     count = len(samples)
     world = accelerator.num_processes
     rank = accelerator.process_index

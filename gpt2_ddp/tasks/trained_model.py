@@ -24,9 +24,11 @@ from gpt2_ddp.tasks.user_task import trusted
 
 
 def load_model(checkpoint: Checkpoint, trust_code: bool = False) -> tuple[GPT, Tokenizer]:
-    """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint. `trust_code`: execute
-    the class that the run recorded, even if it was never given on this machine.
-    Raises: UserError if the tokenizer cannot be loaded, or state, configuration and weights do not fit each other."""
+    """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
+    `trust_code`: execute the class that the run recorded, even if it was never given on this
+    machine.
+    Raises: UserError if the tokenizer cannot be loaded, or state, configuration and weights do not
+    fit each other."""
     config = read_settings(checkpoint)
     task = own_task(checkpoint, trust_code)
     with still_there(checkpoint):
@@ -52,7 +54,8 @@ def own_task(checkpoint: Checkpoint, trust_code: bool) -> "Pretraining | None":
 
 
 def read_settings(checkpoint: Checkpoint) -> TrainingConfig:
-    """The validated configuration of a GPT's checkpoint. Raises: UserError for a value that no training accepts."""
+    """The validated configuration of a GPT's checkpoint. Raises: UserError for a value that no
+    training accepts."""
     config = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
     assert isinstance(config, TrainingConfig), "a GPT's"
     return config
@@ -60,21 +63,25 @@ def read_settings(checkpoint: Checkpoint) -> TrainingConfig:
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copies a checkpoint's weights into the plain module.
-    Raises: UserError if names or shapes differ, or the checkpoint was removed since it was verified."""
+    Raises: UserError if names or shapes differ, or the checkpoint was removed since it was
+    verified."""
     with still_there(checkpoint):
         fit_weights(checkpoint.tensors(MODEL), model, checkpoint.path)
 
 
 @contextmanager
 def still_there(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raises: UserError if a file of a verified checkpoint was removed since, or if no training wrote its content."""
+    """Raises: UserError if a file of a verified checkpoint was removed since, or if no training
+    wrote its content."""
     try:
         yield
     except FileNotFoundError as error:
         hint = "was deleted, since a running training deletes old checkpoints; run the same command again"
         raise UserError("checkpoint", checkpoint.path, hint) from error
     except (SafetensorError, KeyError) as error:
-        hint = f"is not of a training ({' '.join(str(error).split())[:150]}); name another checkpoint"
+        hint = (
+            f"is not of a training ({' '.join(str(error).split())[:150]}); name another checkpoint"
+        )
         raise UserError("checkpoint", checkpoint.path, hint) from error
 
 
@@ -85,21 +92,34 @@ def generate_text(config: GenerateConfig) -> int:
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
     model, tokenizer = load_model(checkpoint, config.trust_run_code)
     if not isinstance(model, GPT):
-        raise UserError("task", checkpoint.config.get("task"), "makes a model that is no GPT; only a GPT writes text")
+        raise UserError(
+            "task",
+            checkpoint.config.get("task"),
+            "makes a model that is no GPT; only a GPT writes text",
+        )
     model.to(device)
     _print_samples(config, model, tokenizer)
     return 0
 
 
 def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer) -> None:
-    """Prints the samples; a single sample while it is generated. After a stop, prints the incomplete samples."""
-    rows = [tokenizer.encode(prompt).tolist() for prompt in config.prompts for _ in range(config.num_samples)]
+    """Prints the samples; a single sample while it is generated. After a stop, prints the
+    incomplete samples."""
+    rows = [
+        tokenizer.encode(prompt).tolist()
+        for prompt in config.prompts
+        for _ in range(config.num_samples)
+    ]
     waiting = [[*row] for row in rows]  # tokens that are not printed yet
-    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
+    sampling = Sampling(
+        config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed
+    )
     try:
         for row, token in generate(model, rows, tokenizer.eot, sampling):
             waiting[row].append(token)
-            if len(rows) == 1 and not (text := tokenizer.decode(waiting[0])).endswith("\N{REPLACEMENT CHARACTER}"):
+            if len(rows) == 1 and not (text := tokenizer.decode(waiting[0])).endswith(
+                "\N{REPLACEMENT CHARACTER}"
+            ):
                 print(text, end="", flush=True)
                 waiting[0].clear()
     finally:

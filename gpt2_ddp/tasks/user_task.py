@@ -1,7 +1,8 @@
-"""The code of a task class of one's own: each checkpoint has its source, and only trusted source is executed.
+"""The code of a task class of one's own: each checkpoint has its source, and only trusted source is
+executed.
 
-Who names a class by `--task`, or passes it to `train`, trusts its source on this machine from then on. Other source in
-a run folder stays data.
+Who names a class by `--task`, or passes it to `train`, trusts its source on this machine from then
+on. Other source in a run folder stays data.
 """
 
 import ast
@@ -51,7 +52,8 @@ class Code(NamedTuple):
         return hashlib.sha256(self.source).hexdigest()
 
     def load(self, base: type[T]) -> type[T]:
-        """The class. Executes the source. Raises: UserError if that fails, or no such class extends `base`."""
+        """The class. Executes the source. Raises: UserError if that fails, or no such class extends
+        `base`."""
         check_imports(self)
         name = self.name.rpartition(":")[2]
         module = ModuleType(f"task_{self.sha256[:16]}")
@@ -63,7 +65,11 @@ class Code(NamedTuple):
             raise UserError("task", self.name, hint) from error
         found = getattr(module, name, None)
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise UserError("task", self.name, f"{self.place} has no such class that extends gpt2_ddp.{base.__name__}")
+            raise UserError(
+                "task",
+                self.name,
+                f"{self.place} has no such class that extends gpt2_ddp.{base.__name__}",
+            )
         return found
 
 
@@ -71,16 +77,21 @@ def find(name: str) -> Code:
     """The code that `task` names. Raises: UserError if there is none."""
     place = name.rpartition(":")[0]
     try:
-        return Code(name, read_small(Path(place) if place.endswith(".py") else _file_of_module(place), LARGEST))
+        return Code(
+            name,
+            read_small(Path(place) if place.endswith(".py") else _file_of_module(place), LARGEST),
+        )
     except (OSError, ImportError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        hint = f"cannot be read ({reason}); name FILE.py:CLASS, or MODULE:CLASS of an installed module"
+        hint = (
+            f"cannot be read ({reason}); name FILE.py:CLASS, or MODULE:CLASS of an installed module"
+        )
         raise UserError("task", name, hint) from error
 
 
 def _file_of_module(name: str) -> Path:
-    """The file of a module, found without an import. `find_spec` of a dotted name would import the packages above it,
-    whose code nobody has trusted yet. Raises: ImportError, ValueError."""
+    """The file of a module, found without an import. `find_spec` of a dotted name would import the
+    packages above it, whose code nobody has trusted yet. Raises: ImportError, ValueError."""
     package, *parts = name.split(".")
     spec = find_spec(package) if all(part.isidentifier() for part in (package, *parts)) else None
     if spec is None:
@@ -96,25 +107,36 @@ def _file_of_module(name: str) -> Path:
 
 
 def of_class(kind: type) -> Code:
-    """The code of a class: its whole file, or of a notebook's class its own lines. Raises: UserError without either."""
+    """The code of a class: its whole file, or of a notebook's class its own lines. Raises:
+    UserError without either."""
     try:
         file = inspect.getsourcefile(kind)
         if file and os.path.isfile(file):
             inside = Path(file).is_relative_to(Path.cwd())
-            return Code(f"{os.path.relpath(file) if inside else file}:{kind.__qualname__}", Path(file).read_bytes())
-        return Code(f"<notebook>:{kind.__qualname__}", textwrap.dedent(inspect.getsource(kind)).encode())
+            return Code(
+                f"{os.path.relpath(file) if inside else file}:{kind.__qualname__}",
+                Path(file).read_bytes(),
+            )
+        return Code(
+            f"<notebook>:{kind.__qualname__}", textwrap.dedent(inspect.getsource(kind)).encode()
+        )
     except (OSError, TypeError) as error:
-        raise UserError("task", kind.__name__, "its source cannot be found; define it in a .py file") from error
+        raise UserError(
+            "task", kind.__name__, "its source cannot be found; define it in a .py file"
+        ) from error
 
 
 def check_imports(code: Code) -> None:
-    """Raises: UserError for an import of a module of neither Python, an installed package nor this one."""
+    """Raises: UserError for an import of a module of neither Python, an installed package nor this
+    one."""
     try:
         nodes = [*ast.walk(ast.parse(code.source))]
     except (SyntaxError, ValueError) as error:
         raise UserError("task", code.name, f"is no Python of this version ({error})") from error
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += ["." * node.level + str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    names += [
+        "." * node.level + str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)
+    ]
     known = {*sys.stdlib_module_names, *installed_packages(), PACKAGE.name}
     for name in names:
         if name.partition(".")[0] not in known:  # nothing before a relative import's dot
@@ -136,8 +158,8 @@ def recorded(checkpoint: Checkpoint) -> Code | None:
 
 
 def trusted(checkpoint: Checkpoint, trust: bool = False) -> Code | None:
-    """The code in a checkpoint; None without any. Raises: UserError for code that was never given on this machine,
-    unless `trust`."""
+    """The code in a checkpoint; None without any. Raises: UserError for code that was never given
+    on this machine, unless `trust`."""
     code = recorded(checkpoint)
     if code and not trust and not is_trusted(code):
         file = checkpoint.path / CODE
@@ -163,7 +185,8 @@ def trust(code: Code) -> None:
 
 
 def _registry() -> Path:
-    """The file with the SHA-256 of each trusted source. Raises: OSError for a user without a home."""
+    """The file with the SHA-256 of each trusted source. Raises: OSError for a user without a
+    home."""
     return user_folder("XDG_STATE_HOME", ".local/state") / PACKAGE.name / "trusted_code"
 
 
@@ -174,8 +197,9 @@ def make(
     saved: Checkpoint | None,
     given: type[T] | None = None,
 ) -> T:
-    """The task of a run with a class of one's own, which extends `base`: `given` by the caller, named by `config.task`,
-    or recorded in `saved`. The main process's source is that of all ranks. Collective. Raises: UserError."""
+    """The task of a run with a class of one's own, which extends `base`: `given` by the caller,
+    named by `config.task`, or recorded in `saved`. The main process's source is that of all ranks.
+    Collective. Raises: UserError."""
     code = on_main(partial(_settle, config, saved, given))
     kind: Any = given or on_every_rank(partial(code.load, base))
     kind.code = code
@@ -201,7 +225,11 @@ def _settle(config: TrainingConfig, saved: Checkpoint | None, given: type | None
         is_named = split_flags(TrainingConfig, sys.argv)[1].get("task") == name
         differs = before not in (None, code)
         if not is_named and (differs or not is_trusted(code)):
-            state = f"differs from the run's in {file}" if differs else "was never given on this machine"
+            state = (
+                f"differs from the run's in {file}"
+                if differs
+                else "was never given on this machine"
+            )
             raise UserError("task", name, f"its code {state}; if you trust it, give --task {name}")
     trust(code)
     if saved and not before and saved.step > saved.state.progress.first_step:

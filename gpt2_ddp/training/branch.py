@@ -17,8 +17,9 @@ from gpt2_ddp.state import LogEnd, Parent, Progress
 
 @runs_on_main
 def find_parent(config: Any) -> Checkpoint:
-    """The checkpoint of `train.branch_from`, every file hashed. Collective. Raises: UserError if there is none, or if
-    fields that a branch must keep differ; names each of them. Or if no step is left after the parent's."""
+    """The checkpoint of `train.branch_from`, every file hashed. Collective. Raises: UserError if
+    there is none, or if fields that a branch must keep differ; names each of them. Or if no step is
+    left after the parent's."""
     field = "train.branch_from"
     path = Path(config.get("train.branch_from"))
     parent = find_checkpoint(path, field, weights=False)
@@ -31,7 +32,8 @@ def find_parent(config: Any) -> Checkpoint:
         mistakes += UserError(name, now, hint).mistakes
     if mistakes:
         raise UserError.join(mistakes)
-    parent = find_checkpoint(path, field)  # hashes all files; may find an older checkpoint of the run
+    # hashes all files; may find an older checkpoint of the run
+    parent = find_checkpoint(path, field)
     steps = config.total_steps(parent.state.setup.epoch_size)
     if steps is not None and steps <= parent.step:
         field = "steps" if config.train.epochs is None else "epochs"
@@ -41,11 +43,15 @@ def find_parent(config: Any) -> Checkpoint:
 
 
 def advise_branch(run: Path, optim: OptimConfig) -> str:
-    """How a run trains on whose learning rate stays 0, as a text: by a branch, from before the decay if such a
-    checkpoint is there."""
+    """How a run trains on whose learning rate stays 0, as a text: by a branch, from before the
+    decay if such a checkpoint is there."""
     checkpoints = list_checkpoints(run / "checkpoints")
-    earlier = [checkpoint for checkpoint in checkpoints if 0 < step_of(checkpoint) <= optim.decay_begins]
-    begins, parent = ("from before the decay", earlier[-1]) if earlier else ("with a decay of its own", run)
+    earlier = [
+        checkpoint for checkpoint in checkpoints if 0 < step_of(checkpoint) <= optim.decay_begins
+    ]
+    begins, parent = (
+        ("from before the decay", earlier[-1]) if earlier else ("with a decay of its own", run)
+    )
     flags = f"--run_name NEW --train.branch_from {parent} --train.steps N --optim.decay_steps N"
     return f"to train further, start a branch {begins}: {flags}"
 
@@ -53,11 +59,16 @@ def advise_branch(run: Path, optim: OptimConfig) -> str:
 def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
     """The first checkpoint of a new run, with the parent's weights and optimizer state.
 
-    The state that the next step depends on is the parent's: position, order digest and skipped ranges, the guard's
-    state, the loss scaler, unfinished sums. Ids, rollbacks, scores and pending work are the new run's.
+    The state that the next step depends on is the parent's: position, order digest and skipped
+    ranges, the guard's state, the loss scaler, unfinished sums. Ids, rollbacks, scores and pending
+    work are the new run's.
     """
     sha256 = sha256_file(parent.path / MANIFEST)
     run_id = parent.state.progress.run_id
-    begins = Parent(parent=str(parent.path), run_id=run_id, step=parent.step, checkpoint_sha256=sha256)
+    begins = Parent(
+        parent=str(parent.path), run_id=run_id, step=parent.step, checkpoint_sha256=sha256
+    )
     own = {"progress": Progress(step=parent.step, branched_from=begins), "log": LogEnd()}
-    return replace(parent, state=parent.state.model_copy(update=own), config=config.model_dump(mode="json"))
+    return replace(
+        parent, state=parent.state.model_copy(update=own), config=config.model_dump(mode="json")
+    )

@@ -1,7 +1,8 @@
-"""Sharding (torch's fully_shard, FSDP2): each rank has a part of the weights, gradients and optimizer state.
+"""Sharding (torch's fully_shard, FSDP2): each rank has a part of the weights, gradients and
+optimizer state.
 
-A parameter is cut along its first dimension (`distributed.rows`). The forward and the backward pass of a block gather
-its weights, and free them afterwards.
+A parameter is cut along its first dimension (`distributed.rows`). The forward and the backward pass
+of a block gather its weights, and free them afterwards.
 """
 
 import os
@@ -29,19 +30,30 @@ from gpt2_ddp.training.stop import StopRequest
 
 ANSWERS = {
     "FSDP_VERSION": ("2", "only version 2 is supported"),
-    "FSDP_RESHARD_AFTER_FORWARD": ("true", "weights that a block has gathered are freed after its forward pass"),
+    "FSDP_RESHARD_AFTER_FORWARD": (
+        "true",
+        "weights that a block has gathered are freed after its forward pass",
+    ),
     "FSDP_OFFLOAD_PARAMS": ("false", "weights stay on the devices"),
-    "FSDP_AUTO_WRAP_POLICY": ("TRANSFORMER_BASED_WRAP", "transformer blocks are sharded, and the rest as one"),
+    "FSDP_AUTO_WRAP_POLICY": (
+        "TRANSFORMER_BASED_WRAP",
+        "transformer blocks are sharded, and the rest as one",
+    ),
     "FSDP_ACTIVATION_CHECKPOINTING": ("false", "use --train.activation_checkpointing true"),
 }
 """What `accelerate config` may say of FSDP: by variable, the supported answer and a hint."""
 
 
 def follow_accelerate(config: RunConfig) -> TrainingConfig:
-    """The configuration that `accelerate config` selects by its answers on FSDP; Accelerate itself sees none of them.
+    """The configuration that `accelerate config` selects by its answers on FSDP; Accelerate itself
+    sees none of them.
     Raises: UserError for an answer that is not supported."""
     if not isinstance(config, TrainingConfig):
-        raise UserError("ACCELERATE_USE_FSDP", "true", "only train_gpt2.py shards; answer no in `accelerate config`")
+        raise UserError(
+            "ACCELERATE_USE_FSDP",
+            "true",
+            "only train_gpt2.py shards; answer no in `accelerate config`",
+        )
     for name, (supported, hint) in ANSWERS.items():
         if (answer := os.environ.get(name, supported)).lower() != supported.lower():
             raise UserError(name, answer, f"{hint}; answer {supported} in `accelerate config`")
@@ -51,7 +63,8 @@ def follow_accelerate(config: RunConfig) -> TrainingConfig:
 
 
 def count_shards(processes: int, replicas: int) -> int:
-    """Parts of a model whose `launch.replicas` share the processes. Raises: UserError if they cannot."""
+    """Parts of a model whose `launch.replicas` share the processes. Raises: UserError if they
+    cannot."""
     if processes % replicas:
         raise UserError("launch.replicas", replicas, f"is no divisor of the {processes} processes")
     return processes // replicas
@@ -63,8 +76,9 @@ def blocks(model: Any) -> Sequence[Any]:
 
 
 def make_model(make: Callable[[], Any]) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
-    """The model that `make` returns, on the meta device; and names and values of its weights, of another one that is
-    made from the same seed once they are asked for. Raises: UserError for a buffer whose values would be unknown."""
+    """The model that `make` returns, on the meta device; and names and values of its weights, of
+    another one that is made from the same seed once they are asked for. Raises: UserError for a
+    buffer whose values would be unknown."""
 
     def initial() -> Iterator[Any]:
         torch.manual_seed(torch.initial_seed())
@@ -75,12 +89,17 @@ def make_model(make: Callable[[], Any]) -> tuple[Any, Iterator[tuple[str, Tensor
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in saved:
-            raise UserError("task", name, 'no checkpoint has this buffer; make it with device="cpu", or persistent')
+            raise UserError(
+                "task",
+                name,
+                'no checkpoint has this buffer; make it with device="cpu", or persistent',
+            )
     return model, initial()
 
 
 class Sharded(Replicated):
-    """A model whose parameters are cut among the ranks of a group; `launch.replicas` groups have the same parts."""
+    """A model whose parameters are cut among the ranks of a group; `launch.replicas` groups have
+    the same parts."""
 
     keeps_gradients = False
 
@@ -90,13 +109,21 @@ class Sharded(Replicated):
         replicas = config.launch.replicas
         shards = count_shards(accelerator.num_processes, replicas)
         if accelerator.mixed_precision == "fp16":
-            raise UserError("train.mixed_precision", "fp16", "is not supported with launch.parallel fsdp; use bf16")
+            raise UserError(
+                "train.mixed_precision",
+                "fp16",
+                "is not supported with launch.parallel fsdp; use bf16",
+            )
         if config.train.compile == "model":
-            raise UserError("train.compile", "model", "is not supported with launch.parallel fsdp; use blocks")
+            raise UserError(
+                "train.compile", "model", "is not supported with launch.parallel fsdp; use blocks"
+            )
         kind = accelerator.device.type
         if not dist.is_initialized():
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=0, world_size=1)
+            dist.init_process_group(
+                "nccl" if kind == "cuda" else "gloo", store=store, rank=0, world_size=1
+            )
         mesh = init_device_mesh(kind, (replicas, shards), mesh_dim_names=("replicas", "shards"))
         for group in mesh.get_all_groups():
             let_wait(group)
@@ -106,7 +133,9 @@ class Sharded(Replicated):
             self.replicas = mesh.get_group("replicas")
         # for what ranks with a part of their own say in the background
         group = let_wait(dist.new_group([*range(shards)], backend="gloo")) if shards > 1 else None
-        self.part = Part(self.shards.rank(), shards, not self.replicas or self.replicas.rank() == 0, group)
+        self.part = Part(
+            self.shards.rank(), shards, not self.replicas or self.replicas.rank() == 0, group
+        )
 
     def prepare(self, model: Any, task: Any) -> tuple[nn.Module, Any]:
         device = self.accelerator.device
@@ -122,15 +151,20 @@ class Sharded(Replicated):
         targets = model.state_dict()
         while self.deal(targets, task.initial):
             pass
-        prepared = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        return prepared, self.accelerator.prepare_optimizer(task.build_optimizer(), device_placement=False)
+        prepared = self.accelerator.prepare_model(
+            model, device_placement=False, evaluation_mode=True
+        )
+        return prepared, self.accelerator.prepare_optimizer(
+            task.build_optimizer(), device_placement=False
+        )
 
     @contextmanager
     def evaluating(self, model: Any) -> Iterator[nn.Module]:
         try:
             yield model
         finally:
-            for module in (*blocks(model), model):  # weights that wait for a backward pass would stay whole
+            # weights that wait for a backward pass would stay whole
+            for module in (*blocks(model), model):
                 module.reshard()
 
     @contextmanager
@@ -155,12 +189,15 @@ class Sharded(Replicated):
 
     def held(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
         """The rows of this rank; and all of the tensors that are not divided, in the first part."""
-        is_there = lambda one: len(self.local(one)) if isinstance(one, DTensor) else not self.part.number  # noqa: E731
+        is_there = lambda one: (
+            len(self.local(one)) if isinstance(one, DTensor) else not self.part.number
+        )
         return {name: self.local(one) for name, one in tensors.items() if is_there(one)}
 
     @torch.no_grad()
     def fill(self, targets: dict[str, Tensor], values: Any) -> None:
-        """Fills the targets: each rank with a part of its own reads its rows of the `Tensors`. Collective."""
+        """Fills the targets: each rank with a part of its own reads its rows of the `Tensors`.
+        Collective."""
 
         def read() -> None:
             for name, target in targets.items():
@@ -168,7 +205,8 @@ class Sharded(Replicated):
                 if not isinstance(target, DTensor):
                     local.copy_(values[name])
                 elif len(local):
-                    first = self.part.number * -(-len(target) // self.part.count)  # of W parts, ceil(rows / W) each
+                    # of W parts, ceil(rows / W) each
+                    first = self.part.number * -(-len(target) // self.part.count)
                     local.copy_(values.rows(name, first, first + len(local)))
 
         on_every_rank(read if self.part.is_own else lambda: None)
@@ -178,8 +216,8 @@ class Sharded(Replicated):
 
     @torch.no_grad()
     def deal(self, targets: dict[str, Any], values: Iterator[tuple[str, Any]]) -> str:
-        """Has each rank receive its rows of the next of the main process's values, if there is one, in the target of
-        that name. Returns the name, or an empty one. Collective."""
+        """Has each rank receive its rows of the next of the main process's values, if there is one,
+        in the target of that name. Returns the name, or an empty one. Collective."""
         name, value = next(values, ("", None))
         if name := from_main(name):
             target = targets[name]
@@ -189,15 +227,20 @@ class Sharded(Replicated):
                 whole = distribute_tensor(whole, target.device_mesh, target.placements)
             else:
                 dist.broadcast(whole, src=0)
-            self.local(target).copy_(self.local(whole))  # a copy of DTensors would first plan for a third of a second
+            # a copy of DTensors would first plan for a third of a second
+            self.local(target).copy_(self.local(whole))
         return name
 
     @torch.no_grad()
-    def sample(self, model: Any, stop: StopRequest, metrics: Metrics, function: Callable[[], Any]) -> Any:
-        """All ranks generate the same text, since each pass gathers weights. An exception on any ends the run."""
+    def sample(
+        self, model: Any, stop: StopRequest, metrics: Metrics, function: Callable[[], Any]
+    ) -> Any:
+        """All ranks generate the same text, since each pass gathers weights. An exception on any
+        ends the run."""
 
         def forward(block: Any, *inputs: Any) -> Tensor:
-            with torch.inference_mode(False):  # its first call allocates the memory that training uses, too
+            # its first call allocates the memory that training uses, too
+            with torch.inference_mode(False):
                 block.unshard()
             hidden = type(block).forward(block, *inputs)
             block.reshard()

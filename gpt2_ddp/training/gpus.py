@@ -54,11 +54,13 @@ GPUS = {
     # NVIDIA GB200 and GB300 NVL72 data sheets: 360,000 of 72 GPUs, with sparsity
     "NVIDIA GB200": Gpu(2500, 186),
     "NVIDIA GB300": Gpu(2500, 279),
-    # NVIDIA RTX data sheet: tensor performance 309.7 (A6000), 222.2 (A5000), 153.4 (A4000), with sparsity
+    # NVIDIA RTX data sheet: tensor performance 309.7 (A6000), 222.2 (A5000), 153.4 (A4000), with
+    # sparsity
     "NVIDIA RTX A6000": Gpu(154.85, 48),
     "NVIDIA RTX A5000": Gpu(111.1, 24),
     "NVIDIA RTX A4000": Gpu(76.7, 16),
-    # NVIDIA RTX data sheet: tensor performance 1,457.0 (6000 Ada), 1,044.4 (5000 Ada), FP8 with sparsity: 4 times
+    # NVIDIA RTX data sheet: tensor performance 1,457.0 (6000 Ada), 1,044.4 (5000 Ada), FP8 with
+    # sparsity: 4 times
     "NVIDIA RTX 6000 Ada Generation": Gpu(364.25, 48),
     "NVIDIA RTX 5000 Ada Generation": Gpu(261.1, 32),
     # NVIDIA Ampere GA102 whitepaper: BF16 with FP32 accumulate
@@ -71,8 +73,9 @@ GPUS = {
     "NVIDIA GeForce RTX 5080": Gpu(112.6, 16),
     "NVIDIA GeForce RTX 5090": Gpu(209.5, 32),
 }
-"""By the name that `torch.cuda.get_device_name` returns. MIG slices, laptop GPUs and "D" models have other names; they
-are not listed, since similar names may differ in speed. Data sheets often print twice the FLOP/s, with sparsity."""
+"""By the name that `torch.cuda.get_device_name` returns. MIG slices, laptop GPUs and "D" models
+have other names; they are not listed, since similar names may differ in speed. Data sheets often
+print twice the FLOP/s, with sparsity."""
 
 
 def peak_flops(name: str) -> float | None:

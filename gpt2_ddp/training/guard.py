@@ -1,4 +1,5 @@
-"""The numbers of each step over all ranks: sums of losses for rows, and the verdict of the guard against divergence."""
+"""The numbers of each step over all ranks: sums of losses for rows, and the verdict of the guard
+against divergence."""
 
 import math
 from collections import deque
@@ -16,15 +17,17 @@ from gpt2_ddp.distributed.ranks import Later, late_sums
 from gpt2_ddp.state import Best, ClimbState, GuardState, Losses, LossSum, Sums, Unjudged
 
 WINDOW = 100  # values that running statistics average over
-WARM_UP = WINDOW  # fewest values for a limit: the first steps of a training have other norms than those after them
+# fewest values for a limit: the first steps of a training have other norms than those after them
+WARM_UP = WINDOW
 
 
 class RunningStatistics:
-    """Mean and variance of the last values, exponentially weighted; equally weighted below `WINDOW` values. The
-    arithmetic is in fp64, of scalars on `device`. Only `state_dict` waits."""
+    """Mean and variance of the last values, exponentially weighted; equally weighted below `WINDOW`
+    values. The arithmetic is in fp64, of scalars on `device`. Only `state_dict` waits."""
 
     def __init__(self, device: torch.device | str = "cpu"):
-        exact = torch.float32 if torch.device(device).type == "mps" else torch.float64  # mps has no fp64
+        # mps has no fp64
+        exact = torch.float32 if torch.device(device).type == "mps" else torch.float64
         self._scalar = partial(torch.as_tensor, dtype=exact, device=device)
         self.load_state_dict((0, 0, 0))
 
@@ -42,7 +45,8 @@ class RunningStatistics:
         self._values = count + counts, mean + part, (1 - rate) * (variance + part * change)
 
     def limit(self, sigmas: float) -> Tensor:
-        """The largest ordinary value: `sigmas` standard deviations above the mean; infinite below `WARM_UP` values."""
+        """The largest ordinary value: `sigmas` standard deviations above the mean; infinite below
+        `WARM_UP` values."""
         count, mean, variance = self._values
         limit = mean + sigmas * torch.maximum(variance.sqrt(), mean.abs() / 1000)
         return torch.where(count < WARM_UP, math.inf, limit)
@@ -60,15 +64,16 @@ LONG = 100  # losses above the limit in a row that are a divergence
 
 
 class Climb:
-    """Compares each loss with the lowest mean loss of a block of steps so far. A limit that followed the losses would
-    never notice a slow climb. Plain floats, equal on every rank."""
+    """Compares each loss with the lowest mean loss of a block of steps so far. A limit that
+    followed the losses would never notice a slow climb. Plain floats, equal on every rank."""
 
     def __init__(self, share: float | None):
         self.share, self.state = share, ClimbState()
 
     def margin(self, best: float) -> float:
-        """How far losses may be above their best. It is `share` of the larger of two: the absolute best, and what the
-        training loss has gained since the start. It is at least three standard deviations of the losses."""
+        """How far losses may be above their best. It is `share` of the larger of two: the absolute
+        best, and what the training loss has gained since the start. It is at least three standard
+        deviations of the losses."""
         state = self.state
         if self.share is None or math.isinf(state.best):
             return math.inf
@@ -97,7 +102,9 @@ class Climb:
     def _add_to_block(self, loss: float) -> None:
         state = self.state
         is_first = math.isinf(state.best)
-        count, total, squares = (before + now for before, now in zip(state.block, (1, loss, loss * loss), strict=True))
+        count, total, squares = (
+            before + now for before, now in zip(state.block, (1, loss, loss * loss), strict=True)
+        )
         state.block = count, total, squares
         if count < (FIRST_BLOCK if is_first else BLOCK):
             return
@@ -110,11 +117,12 @@ class Climb:
 
 
 LATE = 2
-"""Steps between a step and its verdict: as late as its numbers, so the verdict comes at the same step for any number of
-ranks, and none waits for it."""
+"""Steps between a step and its verdict: as late as its numbers, so the verdict comes at the same
+step for any number of ranks, and none waits for it."""
 
 Verdict = Enum("Verdict", ["OK", "BAD", "DIVERGED"])
-"""The verdict on a step. `DIVERGED`: the last of `guard.patience` bad steps in a row, or of a long climb."""
+"""The verdict on a step. `DIVERGED`: the last of `guard.patience` bad steps in a row, or of a long
+climb."""
 
 
 class StepNumbers(NamedTuple):
@@ -127,21 +135,27 @@ class StepNumbers(NamedTuple):
 
 
 class Guard:
-    """The numbers of each step, summed over all ranks two steps late, and a verdict on it. All are equal on every rank.
-    Bad is a gradient whose norm, or a loss, is not finite or far too large.
+    """The numbers of each step, summed over all ranks two steps late, and a verdict on it. All are
+    equal on every rank. Bad is a gradient whose norm, or a loss, is not finite or far too large.
 
-    No step waits for its device or another rank: a step's numbers are read from the device after the next step, and
-    their sum after the one behind it. `first_step`: the step that the run began after.
+    No step waits for its device or another rank: a step's numbers are read from the device after
+    the next step, and their sum after the one behind it. `first_step`: the step that the run began
+    after.
 
     Attributes:
         losses: sums of the losses. newest: numbers of the newest step that has them.
-        judged: the last step with a verdict. first_bad: first of the bad steps in a row; None after a good one.
+        judged: the last step with a verdict. first_bad: first of the bad steps in a row; None after
+            a good one.
         problem: reason of the last bad verdict. bad_steps: their number in this process.
-        divergence: why the run has diverged, as a text. climb: the lowest training loss, and the losses above it.
-        norms: statistics of the norms of good gradients, on their device. ordinary: those of the good steps' losses.
+        divergence: why the run has diverged, as a text. climb: the lowest training loss, and the
+            losses above it.
+        norms: statistics of the norms of good gradients, on their device. ordinary: those of the
+            good steps' losses.
     """
 
-    def __init__(self, config: GuardConfig, first_step: int = 0, device: torch.device | str = "cpu"):
+    def __init__(
+        self, config: GuardConfig, first_step: int = 0, device: torch.device | str = "cpu"
+    ):
         self.config = config
         self._first_step = first_step
         self.norms: Any = None  # running statistics, with `sigmas`
@@ -161,7 +175,8 @@ class Guard:
 
     @property
     def last_good(self) -> int:
-        """The last step known to be good, or the run's first; rollbacks return to a checkpoint up to here."""
+        """The last step known to be good, or the run's first; rollbacks return to a checkpoint up
+        to here."""
         good = self.judged if self.first_bad is None else self.first_bad - 1
         climb = self.climb.state
         return max(self._first_step, good if climb.above is None else min(good, climb.low))
@@ -172,8 +187,9 @@ class Guard:
         return self.first_bad is not None or self.climb.state.above is not None
 
     def judge_gradient(self, norm: Tensor) -> Tensor:
-        """1 if the gradient with this norm, of all ranks, is bad, else 0: fp32 scalar on the device. Bad is a norm that
-        is inf or NaN, or above the running mean of norms by `sigmas`. Does not wait for the device."""
+        """1 if the gradient with this norm, of all ranks, is bad, else 0: fp32 scalar on the
+        device. Bad is a norm that is inf or NaN, or above the running mean of norms by `sigmas`.
+        Does not wait for the device."""
         good = norm < math.inf  # false for NaN
         if self.norms:
             good = good & (norm <= self.norms.limit(self.config.sigmas))
@@ -181,8 +197,8 @@ class Guard:
         return (~good).float()
 
     def add(self, step: int, units: int, numbers: Sequence[Tensor]) -> None:
-        """Takes this rank's fp32 scalars of a step: whether the gradient is bad, 1 or 0; whether the step was skipped.
-        Then the norm of the gradient, and sums of losses over `units`."""
+        """Takes this rank's fp32 scalars of a step: whether the gradient is bad, 1 or 0; whether
+        the step was skipped. Then the norm of the gradient, and sums of losses over `units`."""
         self._advance()
         self._copied = step, units, copy_to_host(torch.stack([*numbers]))
 
@@ -193,7 +209,8 @@ class Guard:
         return self.newest
 
     def _advance(self) -> None:
-        """Starts the sum of the numbers that were copied, and counts those whose sum was started."""
+        """Starts the sum of the numbers that were copied, and counts those whose sum was
+        started."""
         started = self._summed
         self._summed = None
         if self._copied:
@@ -211,7 +228,9 @@ class Guard:
             sums = self.losses
             trained = LossSum(loss, round(valid), round(units))
             sums.since_row = LossSum(*map(add, sums.since_row, trained))
-            sums.epoch = LossSum(*map(add, sums.epoch, (0, 0, trained.units) if skipped else trained))
+            sums.epoch = LossSum(
+                *map(add, sums.epoch, (0, 0, trained.units) if skipped else trained)
+            )
             sums.skipped += skipped > 0
 
     def end_row(self) -> LossSum:
@@ -228,7 +247,8 @@ class Guard:
         return mean
 
     def judge(self, step: int, phase: int = 0) -> Verdict:
-        """The verdict on step `step - LATE`, after step `step`, which ended in this phase of the data."""
+        """The verdict on step `step - LATE`, after step `step`, which ended in this phase of the
+        data."""
         if not self._unjudged or self._unjudged[0].step > step - LATE:
             return Verdict.OK
         self.judged, loss, bad_gradient = self._unjudged.popleft()
@@ -248,7 +268,9 @@ class Guard:
         self.first_bad = self.first_bad or self.judged
         if self.judged - self.first_bad + 1 < self.config.patience:
             return Verdict.BAD
-        self.divergence = f"{self.config.patience} bad steps in a row up to step {self.judged}: {self.problem}"
+        self.divergence = (
+            f"{self.config.patience} bad steps in a row up to step {self.judged}: {self.problem}"
+        )
         return Verdict.DIVERGED
 
     def _judge_climb(self, loss: float, phase: int) -> Verdict:
@@ -261,8 +283,9 @@ class Guard:
         return Verdict.DIVERGED
 
     def judge_evaluation(self, val_loss: float | None, best: Best) -> Verdict:
-        """The verdict on an evaluation: whether it and the newest step's loss are far above the best so far. (The
-        training loss of a model that overfits is low.) Collective where there is a `val_loss`."""
+        """The verdict on an evaluation: whether it and the newest step's loss are far above the
+        best so far. (The training loss of a model that overfits is low.) Collective where there is
+        a `val_loss`."""
         if val_loss is None:
             return Verdict.OK
         self.flush()
@@ -274,7 +297,9 @@ class Guard:
             return Verdict.OK
         climbed = f"the validation loss of step {step}, {val_loss:.4f}, is above {limit:.4f}"
         losses = f"and the training loss, {loss:.4f}, above {self.climb.limit:.4f}"
-        self.divergence = f"{climbed}, {losses}; the lowest validation loss was {best.val_loss:.4f} (guard.climb)"
+        self.divergence = (
+            f"{climbed}, {losses}; the lowest validation loss was {best.val_loss:.4f} (guard.climb)"
+        )
         return Verdict.DIVERGED
 
     def state_dict(self) -> GuardState:
@@ -289,14 +314,19 @@ class Guard:
 
     def load_state_dict(self, state: GuardState) -> None:
         """Loads what `state_dict` returned."""
-        self.judged, self.first_bad, self._unjudged = state.judged, state.first_bad, deque(state.unjudged)
+        self.judged, self.first_bad, self._unjudged = (
+            state.judged,
+            state.first_bad,
+            deque(state.unjudged),
+        )
         self.climb.state.load_state_dict(state.climb)
         if self.ordinary:
             self.ordinary.load_state_dict(state.losses)
 
 
 def copy_to_host(values: Tensor) -> Later:
-    """Starts a copy of a vector from its device. Returns a function that waits for it and returns the numbers."""
+    """Starts a copy of a vector from its device. Returns a function that waits for it and returns
+    the numbers."""
     if values.device.type != "cuda":
         return values.tolist
     copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

@@ -1,4 +1,5 @@
-"""Initial weights of a new run (`train.init_from`): those of a checkpoint. A model that transformers reads becomes one
+"""Initial weights of a new run (`train.init_from`): those of a checkpoint. A model that
+transformers reads becomes one
 first: import_hf.py, a process of its own, writes it into the user's cache."""
 
 import os
@@ -31,8 +32,9 @@ TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoin
 
 
 def settle_model(config: Any, saved: Checkpoint | None, watchdog: Watchdog) -> Any:
-    """The configuration whose inherited fields of the model section are those of `saved`, the checkpoint to resume, or
-    else of `train.init_from`. Collective. Raises: UserError, as `find_model`."""
+    """The configuration whose inherited fields of the model section are those of `saved`, the
+    checkpoint to resume, or else of `train.init_from`. Collective. Raises: UserError, as
+    `find_model`."""
 
     def settled() -> ModelConfig:
         return config.with_model(_model_of(saved) if saved else find_model(config)).model
@@ -46,8 +48,10 @@ def settle_model(config: Any, saved: Checkpoint | None, watchdog: Watchdog) -> A
 
 
 def find_model(config: TrainingConfig) -> ModelConfig:
-    """The model section of `train.init_from`; imports a transformers model, and reads only small files of a run.
-    Raises: UserError if there is no such model, if `GPT` does not support it, or if given fields differ."""
+    """The model section of `train.init_from`; imports a transformers model, and reads only small
+    files of a run.
+    Raises: UserError if there is no such model, if `GPT` does not support it, or if given fields
+    differ."""
     named = config.train.init_from or ""
     place = _place(config)
     is_run = place == Path(named)
@@ -62,7 +66,9 @@ def find_model(config: TrainingConfig) -> ModelConfig:
         given -= {"block_size", "rope_theta"}
     mistakes = [
         str(UserError(name, now, f"{named} has {before}; set it to {before}"))
-        for name, now, before in differences(config, found.config, tuple(f"model.{field}" for field in given))
+        for name, now, before in differences(
+            config, found.config, tuple(f"model.{field}" for field in given)
+        )
         if name != "model.block_size" or now > before
     ]
     if mistakes:
@@ -70,10 +76,12 @@ def find_model(config: TrainingConfig) -> ModelConfig:
     return theirs
 
 
-def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenizer) -> Iterator[tuple[str, Tensor]]:
-    """Loads the weights of `train.init_from` into the plain model: of positions, those of the context. Returns their
-    names and values, for a model on the meta device. Raises: UserError for a missing or damaged file, another
-    tokenizer than the data's, or a tensor that does not fit."""
+def load_initial_weights(
+    config: TrainingConfig, model: GPT, tokenizer: Tokenizer
+) -> Iterator[tuple[str, Tensor]]:
+    """Loads the weights of `train.init_from` into the plain model: of positions, those of the
+    context. Returns their names and values, for a model on the meta device. Raises: UserError for a
+    missing or damaged file, another tokenizer than the data's, or a tensor that does not fit."""
     found = find_checkpoint(_place(config), FIELD, weights=False)
     theirs = saved_tokenizer(found)
     if (theirs.tokens, theirs.eot) != (tokenizer.tokens, tokenizer.eot):
@@ -81,14 +89,17 @@ def load_initial_weights(config: TrainingConfig, model: GPT, tokenizer: Tokenize
         raise UserError(FIELD, found.path, hint)
     found = find_checkpoint(found.path, FIELD)  # hashes
     weights: Any = found.tensors(MODEL)
-    shorter = {POSITIONS: weights[POSITIONS][: config.model.block_size]} if POSITIONS in weights else {}
+    shorter = (
+        {POSITIONS: weights[POSITIONS][: config.model.block_size]} if POSITIONS in weights else {}
+    )
     weights = ChainMap(shorter, weights)
     fit_weights(weights, model, found.path)  # changes nothing on the meta device
     return iter(weights.items())
 
 
 def import_place(source: str) -> Path:
-    """The checkpoint in the user's cache that import_hf.py makes of a transformers model. Raises: UserError."""
+    """The checkpoint in the user's cache that import_hf.py makes of a transformers model. Raises:
+    UserError."""
     name = source if source.startswith(HUB) else os.path.realpath(source)
     try:
         return Path(local_copy(name), "checkpoints/step-00000000")
@@ -97,7 +108,8 @@ def import_place(source: str) -> Path:
 
 
 def _place(config: TrainingConfig) -> Path:
-    """The run or the checkpoint that `train.init_from` names or, of a transformers model, its import."""
+    """The run or the checkpoint that `train.init_from` names or, of a transformers model, its
+    import."""
     named = config.train.init_from or ""
     is_run = not named.startswith(HUB) and not os.path.isfile(Path(named, TRANSFORMERS))
     return Path(named) if is_run else import_place(named)

@@ -45,17 +45,20 @@ class Result:
     metrics: Scores  # the newest: train_loss (of the last whole epoch), val_loss ...
     seconds: float  # wall time of this call
     run: Path  # the run folder
-    best: Path | None  # on the main process, the checkpoint with the lowest val_loss, if it is older than the newest
+    # on the main process, the checkpoint with the lowest val_loss, if it is older than the newest
+    best: Path | None
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint, a folder with the weights in model.safetensors; None before the first."""
+        """The newest checkpoint, a folder with the weights in model.safetensors; None before the
+        first."""
         return next(reversed(list_checkpoints(self.run / "checkpoints")), None)
 
 
 def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
-    """Trains from the newest checkpoint to the last step. The main process passes each row to `on_row`. Raises:
-    UserError; SystemExit 75 if only other machines were stopped, for an elastic launcher to start this rank again."""
+    """Trains from the newest checkpoint to the last step. The main process passes each row to
+    `on_row`. Raises: UserError; SystemExit 75 if only other machines were stopped, for an elastic
+    launcher to start this rank again."""
     begun = time.perf_counter()
     outcome = "completed"
     stop = None
@@ -69,10 +72,14 @@ def train(config: RunConfig, make_task: MakeTask, on_row: Any = None) -> Result:
                     outcome, reason = train_loop(training)
                 except torch.OutOfMemoryError as error:
                     hint = "needs more than the GPU's memory; halve it, or see docs/faq.md for other ways"
-                    raise UserError("train.micro_batch_size", training.task.feed.micro_batches[1], hint) from error
+                    raise UserError(
+                        "train.micro_batch_size", training.task.feed.micro_batches[1], hint
+                    ) from error
                 finish(training, outcome, reason)
         seconds = time.perf_counter() - begun
-        result = Result(outcome, run.step, run.progress.scores, seconds, run.folder.path, run.best_checkpoint)
+        result = Result(
+            outcome, run.step, run.progress.scores, seconds, run.folder.path, run.best_checkpoint
+        )
     if stop and outcome == "stopped" and stop.is_of_other_machines():
         raise SystemExit(STOPPED)
     return result
@@ -108,8 +115,9 @@ def train_loop(run: Training) -> Ending:
 
 
 def finish_pending(run: Training) -> Ending | None:
-    """Evaluates, writes the row, samples and saves, as far as this is pending. Collective. A stop interrupts all but
-    the save, and the rest stays pending. Returns how the run ended; None if it goes on."""
+    """Evaluates, writes the row, samples and saves, as far as this is pending. Collective. A stop
+    interrupts all but the save, and the rest stays pending. Returns how the run ended; None if it
+    goes on."""
     progress = run.progress
     stop = run.stop
     _evaluate_log_sample(run)
@@ -136,7 +144,8 @@ def _evaluate_log_sample(run: Training) -> None:
         if pending.evaluate:
             with stop.timed("evaluation"):
                 scores = run.evaluate(stop.poll)
-            has_row = bool(scores) or run.step > run.progress.first_step  # before the first step: scores only
+            # before the first step: scores only
+            has_row = bool(scores) or run.step > run.progress.first_step
             pending.row = pending.row | scores if has_row else {}
             pending.evaluate = False
             pending.save = pending.save or (run.progress.is_best and run.patience is not None)
@@ -157,16 +166,23 @@ def _roll_back(run: Training) -> str:
 
 
 def find_ruin(run: Training) -> str:
-    """Why the weights are useless: they or the validation loss are not finite, or no step changed anything; empty if
-    they are not. Collective: the replicas are compared before, so that all ranks find the same."""
+    """Why the weights are useless: they or the validation loss are not finite, or no step changed
+    anything; empty if they are not. Collective: the replicas are compared before, so that all ranks
+    find the same."""
     run.check_replicas()
-    is_finite = torch.stack([run.strategy.local(parameter).isfinite().all() for parameter in run.parameters])
+    is_finite = torch.stack(
+        [run.strategy.local(parameter).isfinite().all() for parameter in run.parameters]
+    )
     finite_weights = not sum_over_ranks(run.accelerator, (~is_finite).sum()).item()
     run.guard.flush()
     nothing_changed = run.step > 0 and run.guard.losses.skipped == run.step
     loss = run.progress.scores.get("val_loss")
     ruined = not finite_weights or nothing_changed or (loss is not None and not math.isfinite(loss))
-    return "weights or validation loss are not finite, or no step changed the weights" if ruined else ""
+    return (
+        "weights or validation loss are not finite, or no step changed the weights"
+        if ruined
+        else ""
+    )
 
 
 class StepResult(NamedTuple):
@@ -180,8 +196,9 @@ class StepResult(NamedTuple):
 def train_step(run: Trainer) -> StepResult:
     """Takes the next optimizer step: forward, backward, clip, step. Does not wait for the device.
 
-    A rank's loss is the sum over its units, divided by the units of all ranks, times the number of ranks, as DDP
-    averages over them. So each unit weighs the same. Gradients are all-reduced once, in the last backward pass.
+    A rank's loss is the sum over its units, divided by the units of all ranks, times the number of
+    ranks, as DDP averages over them. So each unit weighs the same. Gradients are all-reduced once,
+    in the last backward pass.
     """
     accelerator = run.accelerator
     task = run.task
@@ -194,10 +211,14 @@ def train_step(run: Trainer) -> StepResult:
     n_valid = 0
     for m, batch in enumerate(step.micro_batches):
         run.watchdog.heartbeat("forward/backward")
-        seed_micro_batch(task.config.seed, number, m * accelerator.num_processes + accelerator.process_index)
+        seed_micro_batch(
+            task.config.seed, number, m * accelerator.num_processes + accelerator.process_index
+        )
         with nullcontext() if batch.last else run.strategy.no_sync(run.model):
             losses = named_losses(task.loss(run.model, batch))
-            optimizer.backward(reduce(add, losses.values()) * (accelerator.num_processes / units), batch.last)
+            optimizer.backward(
+                reduce(add, losses.values()) * (accelerator.num_processes / units), batch.last
+            )
         for name, loss in losses.items():
             sums[name] = sums.get(name, 0) + loss.detach()
         n_valid += batch.n_valid * task.units_per_item
@@ -219,8 +240,9 @@ def train_step(run: Trainer) -> StepResult:
 
 
 def next_step(run: Training) -> str:
-    """Takes the next step, and says in `run.progress.pending` what follows it. After too many bad steps, goes back to a
-    checkpoint, and takes the step after that. Returns why it cannot; else an empty text."""
+    """Takes the next step, and says in `run.progress.pending` what follows it. After too many bad
+    steps, goes back to a checkpoint, and takes the step after that. Returns why it cannot; else an
+    empty text."""
     while True:
         with run.stop.timed("step"):
             result = train_step(run)
@@ -243,7 +265,8 @@ def next_step(run: Training) -> str:
 
 
 def poll_save(run: Training) -> None:
-    """Checks the background save after a step: if it failed, asks all ranks to stop; if it is overdue, waits."""
+    """Checks the background save after a step: if it failed, asks all ranks to stop; if it is
+    overdue, waits."""
     background = run.store.background
     if background.is_working:
         if background.seconds > background.timeout:
@@ -257,13 +280,17 @@ def poll_save(run: Training) -> None:
 
 
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
-    """Seeds torch for the dropout of one micro-batch: a pure function of its arguments, so no generator's state has to
-    be saved. `number` counts the micro-batches of a step over all ranks: any number of ranks has the same masks."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + number * 0x94D049BB133111EB) % 2**64
+    """Seeds torch for the dropout of one micro-batch: a pure function of its arguments, so no
+    generator's state has to be saved. `number` counts the micro-batches of a step over all ranks:
+    any number of ranks has the same masks."""
+    mixed = (
+        seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + number * 0x94D049BB133111EB
+    ) % 2**64
     mixed = (mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93 % 2**64
     value = (mixed ^ (mixed >> 32)) % 2**63
     torch.default_generator.manual_seed(value)
-    # torch.manual_seed would queue a call with a stack trace in every step while CUDA is not initialized
+    # torch.manual_seed would queue a call with a stack trace in every step while CUDA is not
+    # initialized
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(value)
     elif torch.backends.mps.is_available():
@@ -280,13 +307,16 @@ def _position(run: Training) -> dict[str, Any]:
 
 
 def _row(run: Training, result: StepResult) -> dict[str, Any]:
-    """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the device."""
+    """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the
+    device."""
     feed = run.task.feed
     run.watchdog.heartbeat("all-reduce")
     numbers = run.guard.flush()
     losses = run.guard.end_row()
     assert numbers
-    others = dict(zip([*result.losses][1:], (total / result.units for total in numbers.others), strict=True))
+    others = dict(
+        zip([*result.losses][1:], (total / result.units for total in numbers.others), strict=True)
+    )
     not_finite = losses.units - losses.valid
     row = {
         **_position(run),
@@ -308,8 +338,9 @@ def _row(run: Training, result: StepResult) -> dict[str, Any]:
 
 
 def roll_back(run: Training) -> str:
-    """Loads the newest checkpoint from before the divergence, and skips the data read since. Collective. Returns why it
-    cannot, if no rollback or no good checkpoint is left; else an empty text."""
+    """Loads the newest checkpoint from before the divergence, and skips the data read since.
+    Collective. Returns why it cannot, if no rollback or no good checkpoint is left; else an empty
+    text."""
     guard = run.guard
     store = run.store
     feed = run.task.feed
@@ -328,9 +359,16 @@ def roll_back(run: Training) -> str:
     run.progress.rollbacks, run.progress.pending = rollbacks + 1, Pending()
     start = feed.next_position
     feed.skip_range(start, end)
-    event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
+    event = {
+        "event": "rollback",
+        "step": run.step,
+        "from": diverged_at,
+        "skipped_range": [start, end],
+    }
     run.log.append(event | {"order_digest": feed.state.order_digest})
     store.remove_after(run.step)  # once the rollback is recorded
-    run.metrics.print(f"warning: {problem}; rolled back to step {run.step}; skips data positions [{start}, {end})")
+    run.metrics.print(
+        f"warning: {problem}; rolled back to step {run.step}; skips data positions [{start}, {end})"
+    )
     run.throughput.restart()
     return ""

@@ -18,8 +18,9 @@ from gpt2_ddp.training.task import Loss
 class GuardedOptimizer:
     """An optimizer whose step changes nothing where it is to be skipped.
 
-    All ranks skip the same steps, as `Guard.judge_gradient` says it of the all-reduced gradient. A fused kernel reads
-    `found_inf` on the device, so no method waits for it. A step of another optimizer waits, and is not taken.
+    All ranks skip the same steps, as `Guard.judge_gradient` says it of the all-reduced gradient. A
+    fused kernel reads `found_inf` on the device, so no method waits for it. A step of another
+    optimizer waits, and is not taken.
 
     Attributes:
         plain: the optimizer inside Accelerate's.
@@ -37,18 +38,19 @@ class GuardedOptimizer:
         if not self._waits:
             self.plain.register_step_pre_hook(self._set_found_inf)
 
-    # Accelerate's backward, clip_grad_norm_, step and zero_grad compute the same. In every step they also divide by 1,
-    # and search for DTensors, an optional package and signatures.
+    # Accelerate's backward, clip_grad_norm_, step and zero_grad compute the same. In every step
+    # they also divide by 1, and search for DTensors, an optional package and signatures.
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        """Runs the backward pass of a scalar loss. Under fp16 it scales the loss. After the `last` pass of a step, the
-        gradients lose that scale."""
+        """Runs the backward pass of a scalar loss. Under fp16 it scales the loss. After the `last`
+        pass of a step, the gradients lose that scale."""
         (self._scaler.scale(loss) if self._scaler else loss).backward()
         if last and self._scaler:
             self._accelerator.unscale_gradients(self._prepared)
 
     def step(self, settings: Mapping[str, float], grad_norm: Tensor, skip: Tensor) -> Tensor:
-        """Takes a step, which changes nothing where `skip` is 1 and not 0, and zeroes the gradients. Returns whether it
-        is bad, likewise: skipped, and not by the search for a loss scale. `settings`: for `set_values`."""
+        """Takes a step, which changes nothing where `skip` is 1 and not 0, and zeroes the
+        gradients. Returns whether it is bad, likewise: skipped, and not by the search for a loss
+        scale. `settings`: for `set_values`."""
         set_values(self.plain.param_groups, settings)
         scale = getattr(self._scaler, "_scale", None)
         bad = skip if scale is None else skip * (grad_norm.isfinite() | (scale <= 1))
@@ -57,12 +59,14 @@ class GuardedOptimizer:
             (self._prepared if self._scaler else self.plain).step()
         elif self._scaler:
             self._scaler.update()
-        # DDP's gradients are views of its buckets, which None would drop; one process saves a pass over the memory
+        # DDP's gradients are views of its buckets, which None would drop; one process saves a pass
+        # over the memory
         self.plain.zero_grad(set_to_none=not self._keeps_gradients)
         return bad
 
     def _set_found_inf(self, optimizer: Any, args: object, kwargs: object) -> None:
-        optimizer.found_inf = self._skip  # also where a scaler has set it: then the norm is not finite either
+        # also where a scaler has set it: then the norm is not finite either
+        optimizer.found_inf = self._skip
 
 
 def named_losses(loss: Loss) -> dict[str, Tensor]:
@@ -74,10 +78,9 @@ def named_losses(loss: Loss) -> dict[str, Tensor]:
 def lr_at(step: int, config: OptimConfig) -> float:
     """Learning rate of optimizer step `step`; the first step is 1.
 
-    Linear warm-up to `lr` at `warmup_steps`, then one of three.
-        cosine: half a cosine to `min_lr` at `decay_steps` (Loshchilov and Hutter, 2017).
-        wsd: `lr` until the last `decay_fraction` of `decay_steps`, then linear to `min_lr` (Hu et al., 2024).
-        constant: `lr`.
+    Linear warm-up to `lr` at `warmup_steps`, then one of three. cosine: half a cosine to `min_lr`
+        at `decay_steps` (Loshchilov and Hutter, 2017). wsd: `lr` until the last `decay_fraction` of
+        `decay_steps`, then linear to `min_lr` (Hu et al., 2024). constant: `lr`.
     After `decay_steps`, cosine and wsd stay at `min_lr`.
     """
     if step < config.warmup_steps:
@@ -89,13 +92,16 @@ def lr_at(step: int, config: OptimConfig) -> float:
     if config.schedule == "wsd":
         start = max(start, round(config.decay_steps * (1 - config.decay_fraction)))
     progress = min(max(step - start, 0) / max(config.decay_steps - start, 1), 1.0)
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    share = (
+        0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    )
     return config.min_lr + share * (config.lr - config.min_lr)
 
 
 def set_values(groups: list[dict[str, Any]], settings: Mapping[str, float]) -> None:
-    """Sets the settings of a step: `lr` in all groups, times the `relative_lr` of each, and likewise others such as
-    `weight_decay`; then `muon_lr` in the group with the name `muon`. Raises: UserError for one that no group has."""
+    """Sets the settings of a step: `lr` in all groups, times the `relative_lr` of each, and
+    likewise others such as `weight_decay`; then `muon_lr` in the group with the name `muon`.
+    Raises: UserError for one that no group has."""
     for name in sorted(settings, key=len):  # `muon_lr` after `lr`
         is_known = False
         for group in groups:

@@ -1,10 +1,12 @@
-"""The replica check: compares weights and optimizer state of data-parallel ranks, which must be equal bit for bit.
+"""The replica check: compares weights and optimizer state of data-parallel ranks, which must be
+equal bit for bit.
 
-A memory error on one rank changes only its replica. Without a check training continues, and the gradients of all ranks
-are slightly wrong. The check compares a hash of each tensor (`sum_of`), computed on the device in one pass over the
-memory. Every single flipped bit changes the hash. It misses errors that all ranks share, such as a gradient that was
-wrong before the all-reduce, and two changes within `PAGE` bytes that cancel: two 64-bit words exchanged, or one bit set
-in one word and cleared in another.
+A memory error on one rank changes only its replica. Without a check training continues, and the
+gradients of all ranks are slightly wrong. The check compares a hash of each tensor (`sum_of`),
+computed on the device in one pass over the memory. Every single flipped bit changes the hash. It
+misses errors that all ranks share, such as a gradient that was wrong before the all-reduce, and two
+changes within `PAGE` bytes that cancel: two 64-bit words exchanged, or one bit set in one word and
+cleared in another.
 """
 
 import socket
@@ -20,7 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 PAGE = 1024
-"""Bytes summed before each sum is weighted by its position: exchanged rows of a matrix are detected."""
+"""Bytes summed before each sum is weighted by its position: exchanged rows of a matrix are
+detected."""
 
 SHOWN = 3
 """Tensors of a rank that a message names; it counts the others."""
@@ -39,17 +42,23 @@ def check_replicas(
     local: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Compares all ranks' parameters and optimizer state. Collective; waits for the device. Buffers, such as
-    BatchNorm's statistics, may differ between ranks and are left out. Of sharded tensors, compares the `local` parts of
-    the ranks in each `group`: those with the same rank modulo the number of parts.
+    """Compares all ranks' parameters and optimizer state. Collective; waits for the device.
+    Buffers, such as BatchNorm's statistics, may differ between ranks and are left out. Of sharded
+    tensors, compares the `local` parts of the ranks in each `group`: those with the same rank
+    modulo the number of parts.
 
-    Model and optimizer are plain. Raises: ReplicaMismatch, on every rank, if a tensor differs at this step.
+    Model and optimizer are plain. Raises: ReplicaMismatch, on every rank, if a tensor differs at
+    this step.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():  # tied parameters once
         state = optimizer.state.get(parameter, {})
         tensors[name] = local(parameter)
-        tensors |= {f"{kind}.{name}": local(value) for kind, value in state.items() if isinstance(value, Tensor)}
+        tensors |= {
+            f"{kind}.{name}": local(value)
+            for kind, value in state.items()
+            if isinstance(value, Tensor)
+        }
     sums = torch.stack([sum_of(tensor).to(accelerator.device) for tensor in tensors.values()])
     extremes = torch.stack([sums, ~sums])  # largest x, and ~ of the smallest, in one all-reduce
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
@@ -64,9 +73,9 @@ def check_replicas(
 
 
 def sum_of(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bytes, int64 scalar on its device: the sum, modulo 2⁶⁴, of its pages and of the bytes after
-    the last whole page. Each has an odd factor, so one changed bit changes the sum. The factors look random: with
-    1, 3, 5, ... changes of neighbouring bytes could cancel."""
+    """A hash of a tensor's bytes, int64 scalar on its device: the sum, modulo 2⁶⁴, of its pages and
+    of the bytes after the last whole page. Each has an odd factor, so one changed bit changes the
+    sum. The factors look random: with 1, 3, 5, ... changes of neighbouring bytes could cancel."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:  # a view that begins inside a 64-bit word
         data = data.clone()
@@ -78,9 +87,14 @@ def sum_of(tensor: Tensor) -> Tensor:
 
 
 def _describe(
-    names: Sequence[str], hosts: Sequence[str], of_ranks: Sequence[Sequence[int]], step: int, parts: int = 1
+    names: Sequence[str],
+    hosts: Sequence[str],
+    of_ranks: Sequence[Sequence[int]],
+    step: int,
+    parts: int = 1,
 ) -> str:
-    """The message: tensors of each rank that differ from the majority's; of all ranks, without a majority."""
+    """The message: tensors of each rank that differ from the majority's; of all ranks, without a
+    majority."""
     differing: dict[int, list[str]] = {}
     for (name, *sums), part in product(zip(names, *of_ranks, strict=True), range(parts)):
         most, votes = Counter(sums[part::parts]).most_common(1)[0]
@@ -89,6 +103,10 @@ def _describe(
                 differing.setdefault(rank, []).append(name)
     ranks = []
     for rank, wrong in sorted(differing.items()):
-        shown = ", ".join(wrong[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
-        ranks.append(f"rank {rank} (host {hosts[rank]}): {shown} differ{'s' * (len(wrong) == 1)} from the other ranks'")
+        shown = ", ".join(wrong[:SHOWN]) + (
+            f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        )
+        ranks.append(
+            f"rank {rank} (host {hosts[rank]}): {shown} differ{'s' * (len(wrong) == 1)} from the other ranks'"
+        )
     return f"{'; '.join(ranks)} at step {step}; suspect the memory there; the newest checkpoint is good"

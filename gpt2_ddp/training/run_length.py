@@ -1,6 +1,7 @@
 """`train.minutes`: times the first steps of a new run, and makes it a run of as many steps as fit.
 
-What counts is a clock on the wall, from the evaluation before the first step to the checkpoint after the last.
+What counts is a clock on the wall, from the evaluation before the first step to the checkpoint
+after the last.
 """
 
 import math
@@ -18,15 +19,22 @@ from gpt2_ddp.training.start import Training
 TIMED = 64
 """Steps that are timed, unless the warm-up is shorter. A checkpoint or a stop ends that earlier."""
 SAMPLE = 0.12
-"""Seconds of a layer in a sample of text (estimate): its 200 tokens come one after another, for all prompts at once."""
+"""Seconds of a layer in a sample of text (estimate): its 200 tokens come one after another, for all
+prompts at once."""
 
 
 def settle_minutes(config: Any, saved: Checkpoint | None, has_schedule: bool) -> Any:
-    """The configuration of a GPT run; of a resumed one whose number of steps is known, with that number. Raises:
-    UserError for a class that `has_schedule`, its own."""
-    length = {name: saved.config["train"].get(name) for name in ("steps", "epochs", "minutes")} if saved else {}
+    """The configuration of a GPT run; of a resumed one whose number of steps is known, with that
+    number. Raises: UserError for a class that `has_schedule`, its own."""
+    length = (
+        {name: saved.config["train"].get(name) for name in ("steps", "epochs", "minutes")}
+        if saved
+        else {}
+    )
     if saved and not length["minutes"]:  # else it was stopped before
-        print_line("note: the run keeps its number of steps; train.minutes counts in a new run only")
+        print_line(
+            "note: the run keeps its number of steps; train.minutes counts in a new run only"
+        )
         return config.model_copy(update={"train": config.train.model_copy(update=length)})
     if has_schedule:
         hint = "the class has a schedule of its own, which may depend on the number of steps; set train.steps"
@@ -35,10 +43,11 @@ def settle_minutes(config: Any, saved: Checkpoint | None, has_schedule: bool) ->
 
 
 def settle_length(run: Training, begun: float) -> Training:
-    """The run; once enough steps are timed, one of as many steps as fit, which is recorded. The learning rate does not
-    depend on their number until then. `begun`: `time.monotonic()` before the first step. Collective. Raises: UserError
-    if the time is over."""
-    ends_early = (run.progress.pending.save or run.stop.is_agreed) and run.step > 4  # the first ones are slower
+    """The run; once enough steps are timed, one of as many steps as fit, which is recorded. The
+    learning rate does not depend on their number until then. `begun`: `time.monotonic()` before the
+    first step. Collective. Raises: UserError if the time is over."""
+    # the first ones are slower
+    ends_early = (run.progress.pending.save or run.stop.is_agreed) and run.step > 4
     if run.step < min(TIMED, run.config.optim.decay_begins - 1) and not ends_early:
         return run
     found = on_main(partial(_measure, run, begun))
@@ -52,12 +61,15 @@ def settle_length(run: Training, begun: float) -> Training:
     run.log.write_config(run.config)
     run.progress.pending.save = True
     figures = f"{found['steps']:,} steps at {found['step_seconds']:.3g} s each"
-    run.metrics.print(f"train.minutes = {found['minutes']:g}: {figures}, evaluations and checkpoints included")
+    run.metrics.print(
+        f"train.minutes = {found['minutes']:g}: {figures}, evaluations and checkpoints included"
+    )
     return run
 
 
 def _saves_per_step(config: Any) -> float:
-    """The most checkpoints a step. With `eval.patience`, each evaluation may be the best, which is saved."""
+    """The most checkpoints a step. With `eval.patience`, each evaluation may be the best, which is
+    saved."""
     every = config.checkpoint.every
     evaluations = config.eval.every
     if config.eval.patience is None:
@@ -77,7 +89,8 @@ def _measure(run: Training, begun: float) -> dict[str, Any]:
     task = run.task
     step_seconds = stop.typical("step") or stop.typical("first step")
     evaluation = stop.typical("evaluation")
-    if not config.eval.tasks:  # the first evaluation may have compiled; forward passes are a third of a step's work
+    # the first evaluation may have compiled; forward passes are a third of a step's work
+    if not config.eval.tasks:
         tokens = run.progress.scores.get("val_tokens") or 0.0
         share = tokens / (task.feed.step_size * task.units_per_item)  # of a step
         estimate = step_seconds * share / 2
@@ -85,7 +98,12 @@ def _measure(run: Training, begun: float) -> dict[str, Any]:
     save = stop.typical("save")
     every = config.tracking.sample_every
     sample = SAMPLE * config.model.n_layer if every else 0.0
-    each = step_seconds + evaluation / config.eval.every + save * _saves_per_step(config) + sample / max(every, 1)
+    each = (
+        step_seconds
+        + evaluation / config.eval.every
+        + save * _saves_per_step(config)
+        + sample / max(every, 1)
+    )
     passed = passed_since(begun)
     steps = run.step + int((60 * config.train.minutes - passed - evaluation - save - sample) / each)
     if steps <= run.step:

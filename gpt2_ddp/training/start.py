@@ -1,7 +1,8 @@
-"""A training run in three phases, each a value that is made whole: opened (`training.opening`), built (`Trainer`),
-started (`Training`).
+"""A training run in three phases, each a value that is made whole: opened (`training.opening`),
+built (`Trainer`), started (`Training`).
 
-What changes from step to step is in the parts of a run: progress, feed, guard, optimizer, log and task.
+What changes from step to step is in the parts of a run: progress, feed, guard, optimizer, log and
+task.
 """
 
 import os
@@ -61,8 +62,8 @@ from gpt2_ddp.training.throughput import (
 
 @dataclass(frozen=True)
 class Opened:
-    """A run whose folder is open. It is the same on every rank: its parts are there on all, and only the main process's
-    touch the disk.
+    """A run whose folder is open. It is the same on every rank: its parts are there on all, and
+    only the main process's touch the disk.
 
     Attributes:
         checkpoint: to start from, hashed; None for a new run. A new branch has its parent's.
@@ -109,7 +110,9 @@ class Opened:
     def best_checkpoint(self) -> Path | None:
         """The checkpoint of the best evaluation, if the newest is another; on the main process."""
         best = self.progress.best.step
-        return self.store.place(best) if best < self.step and self.store.place(best).is_dir() else None
+        return (
+            self.store.place(best) if best < self.step and self.store.place(best).is_dir() else None
+        )
 
     def record_end(self, outcome: Outcome, reason: str) -> None:
         """Records how training ended."""
@@ -120,11 +123,12 @@ class Opened:
 
 @contextmanager
 def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Iterator[Opened]:
-    """Connects the processes, locks the run folder (False: only checks it), and finds the checkpoint to start from.
+    """Connects the processes, locks the run folder (False: only checks it), and finds the
+    checkpoint to start from.
 
-    Performs only cheap checks, and leaves no new folder behind on failure. An exception inside is sent to the other
-    ranks. At the end, waits for a background save, unlocks the folder and ends the watchdog. Collective. Raises:
-    UserError, on every rank.
+    Performs only cheap checks, and leaves no new folder behind on failure. An exception inside is
+    sent to the other ranks. At the end, waits for a background save, unlocks the folder and ends
+    the watchdog. Collective. Raises: UserError, on every rank.
     """
     begun = time.monotonic()
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
@@ -149,7 +153,9 @@ def open_run(config: RunConfig, make_task: MakeTask, lock: bool = True) -> Itera
             if checkpoint:
                 progress.load_state_dict(checkpoint.state.progress)
             config = _settle(config, checkpoint, device, watchdog)
-            accelerator = make_accelerator(pick_precision(config.train.mixed_precision, device, "train."))
+            accelerator = make_accelerator(
+                pick_precision(config.train.mixed_precision, device, "train.")
+            )
             strategy = _choose_strategy(config, accelerator, folder)
             task = make_task(config, accelerator, checkpoint)
             yield Opened(
@@ -194,14 +200,16 @@ def _open_folder(
     if keep.mirror and lock:
         mirror_status = open_mirror(keep.mirror, folder.path, watchdog, closing)
     log = RunLog(folder, mirror_status)
-    store = CheckpointStore(folder, log, keep.keep_last, keep.background, config.train.patience_seconds or TIMEOUT)
+    store = CheckpointStore(
+        folder, log, keep.keep_last, keep.background, config.train.patience_seconds or TIMEOUT
+    )
     closing.callback(store.background.join)
     return folder, log, store
 
 
 def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
-    """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run.
-    Compares configurations before it hashes. Collective. Raises: UserError."""
+    """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None
+    for a new run. Compares configurations before it hashes. Collective. Raises: UserError."""
     if newest := store.newest(weights=False):
         check_resumable(config, newest.kind, newest.config, newest.step)
     if (newest := store.newest()) or not config.get("train.branch_from"):
@@ -209,12 +217,16 @@ def find_start(config: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     return branch_off(find_parent(config), config)
 
 
-def _settle(config: Any, checkpoint: Checkpoint | None, device: torch.device, watchdog: Watchdog) -> Any:
+def _settle(
+    config: Any, checkpoint: Checkpoint | None, device: torch.device, watchdog: Watchdog
+) -> Any:
     """The configuration with the model of `train.init_from`, and a precision in place of `fast`."""
     if config.get("train.init_from"):
         config = settle_model(config, checkpoint, watchdog)
     if config.train.mixed_precision == "fast":
-        config = settle_fast(config, device, checkpoint.config["train"].get("mixed_precision") if checkpoint else "")
+        config = settle_fast(
+            config, device, checkpoint.config["train"].get("mixed_precision") if checkpoint else ""
+        )
     return config
 
 
@@ -245,16 +257,20 @@ def _how_to_train_on(run: Opened) -> str:
 
 
 def finish_complete(run: Opened) -> None:
-    """Compares the data of a run that is already complete, and prints a note. Records the end if the last process did
-    not. Collective."""
+    """Compares the data of a run that is already complete, and prints a note. Records the end if
+    the last process did not. Collective."""
     run.task.load(run.watchdog, is_complete=True)
-    run.accelerator.print(f"{run.config.run_name} is complete at step {run.step}; {_how_to_train_on(run)}")
+    run.accelerator.print(
+        f"{run.config.run_name} is complete at step {run.step}; {_how_to_train_on(run)}"
+    )
     assert run.checkpoint, "a complete run has a checkpoint"
     if from_main(run.log.outcome()) != "completed":
         run.log.resume(run.checkpoint.state.log, run.progress)
         run.store.prune(run.step)
         listing = run.store.listing()
-        run.log.append({"event": "checkpoint", **(listing["checkpoint"] or {}), "kept": listing["kept"]})
+        run.log.append(
+            {"event": "checkpoint", **(listing["checkpoint"] or {}), "kept": listing["kept"]}
+        )
         run.record_end("completed", run.early_end)
     run.log.write_status("completed", run.step, run.early_end)
     run.accelerator.end_training()
@@ -266,7 +282,8 @@ class Trainer(Opened):
 
     Attributes:
         model: prepared by Accelerate. `task.model` is the plain model.
-        setup: devices, software and size of the data. config_yaml: the resolved configuration, for checkpoints.
+        setup: devices, software and size of the data. config_yaml: the resolved configuration, for
+            checkpoints.
         has_core: whether training leaves a core idle, for background saves.
     """
 
@@ -324,14 +341,16 @@ class Trainer(Opened):
         self.task.load_state_dict(state.task)
 
     def check_replicas(self) -> None:
-        """Compares weights and optimizer state of all ranks. Collective. Raises: ReplicaMismatch, on every rank."""
+        """Compares weights and optimizer state of all ranks. Collective. Raises: ReplicaMismatch,
+        on every rank."""
         strategy = self.strategy
         if self.accelerator.num_processes > strategy.part.count:
             tensors = self.task.model, self.optimizer.plain
             check_replicas(self.accelerator, *tensors, self.step, strategy.local, strategy.replicas)
 
     def evaluate(self, poll: Poll) -> Scores:
-        """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll` does."""
+        """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll`
+        does."""
         self.watchdog.heartbeat("evaluate")
         with self.strategy.evaluating(self.model) as model:
             model.eval()
@@ -350,14 +369,16 @@ class Trainer(Opened):
         task = self.task
 
         def loss() -> Tensor:
-            return reduce(add, named_losses(task.loss(self.model, task.feed.first_micro_batch())).values())
+            return reduce(
+                add, named_losses(task.loss(self.model, task.feed.first_micro_batch())).values()
+            )
 
         self.strategy.warm_up(self.model, self.optimizer.plain, loss)
 
 
 def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Trainer:
-    """Loads the data, builds model and optimizer, loads the checkpoint on all ranks, and records the start. `wrap`
-    changes the plain model before Accelerate prepares it. Collective."""
+    """Loads the data, builds model and optimizer, loads the checkpoint on all ranks, and records
+    the start. `wrap` changes the plain model before Accelerate prepares it. Collective."""
     task = run.task
     task.load(run.watchdog)
     run.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
@@ -365,7 +386,8 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
     how = _resolve_compile(run)
     model, prepared = run.strategy.prepare(compiled(wrap(task.model), how), task)
     optimizer = GuardedOptimizer(prepared, run.strategy)
-    on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))  # checks their names
+    # checks their names
+    on_every_rank(lambda: set_values(optimizer.plain.param_groups, task.schedule(run.step + 1)))
     device = run.accelerator.device
     threads = torch.get_num_threads()
     trainer = Trainer(
@@ -393,7 +415,8 @@ def build(run: Opened, wrap: Callable[[nn.Module], nn.Module] = lambda model: mo
 
 
 def _resolve_compile(run: Opened) -> str:
-    """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices are the same."""
+    """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices
+    are the same."""
     accelerator = run.accelerator
     how = run.config.train.compile
     before = run.checkpoint and run.checkpoint.state.setup
@@ -423,7 +446,9 @@ def _record_start(run: Trainer) -> None:
     run.log.resume(run.checkpoint.state.log if run.checkpoint else LogEnd(), progress, start)
     run.log.write_config(config)
     if progress.branched_from and not listing["checkpoint"]:
-        run.log.append({"event": "branch", **progress.branched_from.model_dump(), **feed.model_dump()})
+        run.log.append(
+            {"event": "branch", **progress.branched_from.model_dump(), **feed.model_dump()}
+        )
         run.accelerator.print(f"note: branches off {progress.branched_from.parent}")
 
 
@@ -436,8 +461,8 @@ class Training(Trainer):
     throughput: Throughput
 
     def save(self) -> None:
-        """Saves a checkpoint of the current step, after the replica check. Collective. A background save is on disk
-        once `wait_for_save` returns, any other once this returns."""
+        """Saves a checkpoint of the current step, after the replica check. Collective. A background
+        save is on disk once `wait_for_save` returns, any other once this returns."""
         self.wait_for_save()
         self.check_replicas()
         snapshot = self.snapshot()
@@ -448,22 +473,26 @@ class Training(Trainer):
         self.store.save(snapshot, good, is_complete or self.stop.is_agreed, self.has_core)
 
     def wait_for_save(self) -> None:
-        """Waits for the background save. Collective. Raises: UserError if writing failed, or the run folder is gone."""
+        """Waits for the background save. Collective. Raises: UserError if writing failed, or the
+        run folder is gone."""
         self.watchdog.heartbeat("save", timeout=self.store.background.timeout)
         self.store.wait()
 
     def sample(self) -> list[Sample] | None:
-        """Samples of the main process; others may get None, as may all after a failure. Collective. Raises:
-        Interrupted."""
+        """Samples of the main process; others may get None, as may all after a failure. Collective.
+        Raises: Interrupted."""
         self.watchdog.heartbeat("sample")
         sample = partial(self.task.sample, self.stop.poll)
         return self.strategy.sample(self.task.model, self.stop, self.metrics, sample)
 
 
 @contextmanager
-def start(trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = None) -> Iterator[Training]:
-    """Installs the signal handlers, starts the trackers, and records that the run is running; an exception inside is
-    recorded as its failure. The main process passes each row to `on_row`. Collective."""
+def start(
+    trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = None
+) -> Iterator[Training]:
+    """Installs the signal handlers, starts the trackers, and records that the run is running; an
+    exception inside is recorded as its failure. The main process passes each row to `on_row`.
+    Collective."""
     config = trainer.config
     accelerator = trainer.accelerator
     log = trainer.log
@@ -489,7 +518,8 @@ def start(trainer: Trainer, on_row: Callable[[dict[str, Any]], object] | None = 
 
 
 def _record_failure(run: Opened, error: BaseException) -> None:
-    """Reports an exception to the other ranks, which may be gone, to the user and in status.json."""
+    """Reports an exception to the other ranks, which may be gone, to the user and in
+    status.json."""
     run.watchdog.failed(error)  # ends this process if another rank is at fault
     if run.log.is_main:
         run.log.write_failure(run.step, f"{type(error).__name__}: {error}")

@@ -21,28 +21,40 @@ RECENT = 16  # newest durations of a kind, whose median is typical
 
 
 class Interrupted(BaseException):
-    """A stop interrupted an evaluation or a sample, which stays pending. A BaseException, since it is no failure."""
+    """A stop interrupted an evaluation or a sample, which stays pending. A BaseException, since it
+    is no failure."""
 
 
 class StopRequest:
-    """A stop that all ranks agree on, requested by a signal to any rank or by the main process's clock.
+    """A stop that all ranks agree on, requested by a signal to any rank or by the main process's
+    clock.
 
-    A single process stops after the current step. Several stop after it or the next one, since they agree one call
-    late (`late_sums`). `max_minutes` count from `begun`, a `time.monotonic()`. `progress` is called before each poll.
+    A single process stops after the current step. Several stop after it or the next one, since they
+    agree one call late (`late_sums`). `max_minutes` count from `begun`, a `time.monotonic()`.
+    `progress` is called before each poll.
 
     Attributes:
-        reason: of the stop, on this rank; empty without a stop. is_agreed: whether all ranks have agreed to it.
+        reason: of the stop, on this rank; empty without a stop. is_agreed: whether all ranks have
+            agreed to it.
     """
 
-    def __init__(self, begun: float, max_minutes: float | None = None, progress: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        begun: float,
+        max_minutes: float | None = None,
+        progress: Callable[[], None] = lambda: None,
+    ):
         self.reason = ""
         self.is_agreed = False
         self._progress = progress
         self._deadlines: list[tuple[float, str]] = []
         if is_main_process() and max_minutes:
             self._deadlines.append((begun + 60 * max_minutes, f"train.max_minutes = {max_minutes}"))
-        if is_main_process() and (end := os.environ.get("SLURM_JOB_END_TIME", "")):  # in seconds since 1970
-            self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
+        # in seconds since 1970
+        if is_main_process() and (end := os.environ.get("SLURM_JOB_END_TIME", "")):
+            self._deadlines.append(
+                (time.monotonic() + float(end) - time.time(), "the Slurm job's time limit")
+            )
         self._is_by_signal = False
         self._is_all_by_signals = True
         self._start_sum = late_sums()
@@ -67,8 +79,8 @@ class StopRequest:
         self.record_duration(what, time.perf_counter() - begun)
 
     def record_duration(self, what: str, seconds: float) -> None:
-        """Records how long work takes, or a background `write` so far, for `reserve`. A save may wait for a write. The
-        first step compiles graphs: it does not count."""
+        """Records how long work takes, or a background `write` so far, for `reserve`. A save may
+        wait for a write. The first step compiles graphs: it does not count."""
         is_first = what == "step" and not self._seconds["first step"]
         durations = self._seconds["first step" if is_first else what]
         if what == "write":  # the one before is of the same write
@@ -84,10 +96,12 @@ class StopRequest:
     def reserve(self) -> float:
         """Seconds before a deadline at which to stop, so that the checkpoint is saved in time."""
         step, save, write = map(self.typical, ("step", "save", "write"))
-        return 2 * step + 1.5 * max(save, 2 * write)  # agreed a step late; a save may wait for a write
+        # agreed a step late; a save may wait for a write
+        return 2 * step + 1.5 * max(save, 2 * write)
 
     def check(self, done: bool = False) -> bool:
-        """Whether all ranks stop now. Each rank calls it at the same places. `done`: of the work of `run_on_main`."""
+        """Whether all ranks stop now. Each rank calls it at the same places. `done`: of the work of
+        `run_on_main`."""
         for deadline, reason in self._deadlines:
             if time.monotonic() > deadline - self.reserve:
                 self.request(reason)
@@ -101,7 +115,8 @@ class StopRequest:
         return self.is_agreed
 
     def is_of_other_machines(self) -> bool:
-        """Whether an elastic launcher must start this rank again, as only other machines had signals; waits for one."""
+        """Whether an elastic launcher must start this rank again, as only other machines had
+        signals; waits for one."""
         if not (self._is_all_by_signals and machines() > 1 and elastic_nodes()):
             return False
         deadline = time.monotonic() + SIGNAL_SECONDS
@@ -114,14 +129,15 @@ class StopRequest:
         return self.check() or self.check()
 
     def poll(self, done: bool = False) -> None:
-        """Checks for a stop in long work; all ranks call it at the same places. Raises: Interrupted, on all ranks."""
+        """Checks for a stop in long work; all ranks call it at the same places. Raises:
+        Interrupted, on all ranks."""
         self._progress()
         if self.check(done):
             raise Interrupted
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
-        """The result of `work`, which polls, on the main process; None on the others, which poll meanwhile. Raises:
-        Interrupted, on all ranks."""
+        """The result of `work`, which polls, on the main process; None on the others, which poll
+        meanwhile. Raises: Interrupted, on all ranks."""
         result = None
         self._done = 0.0
         if is_main_process():

@@ -1,5 +1,6 @@
-"""The protocol of a task: what one kind of training (a GPT, a regression, a classifier) adds to the common loop; and
-checks of the numbers that a task adds to rows, by `evaluate` or by `row_fields`."""
+"""The protocol of a task: what one kind of training (a GPT, a regression, a classifier) adds to the
+common loop; and checks of the numbers that a task adds to rows, by `evaluate` or by
+`row_fields`."""
 
 import math
 from collections.abc import Callable, Container, Mapping
@@ -22,8 +23,9 @@ Poll = Callable[[], None]
 """Heartbeat of long work. Raises `training.stop.Interrupted` if a stop was requested."""
 
 Loss = Tensor | tuple[Tensor, dict[str, Tensor]]
-"""A sum of losses, fp32 scalar; or such a sum and further ones by name, already weighted. Gradients are of all of
-them. Rows have the mean of the first as `loss`, and the others' means under their names."""
+"""A sum of losses, fp32 scalar; or such a sum and further ones by name, already weighted. Gradients
+are of all of them. Rows have the mean of the first as `loss`, and the others' means under their
+names."""
 
 
 class Due(NamedTuple):
@@ -36,14 +38,17 @@ class Due(NamedTuple):
 
 
 class Task(Protocol):
-    """One kind of training: data, model, loss, optimizer, evaluation. Run and loop are the same for all. A `MakeTask`
-    constructs it, and raises the user errors found in small files. `feed`, `files` and `model` exist after `load`.
+    """One kind of training: data, model, loss, optimizer, evaluation. Run and loop are the same for
+    all. A `MakeTask` constructs it, and raises the user errors found in small files. `feed`,
+    `files` and `model` exist after `load`.
 
     Optional methods:
-        row_fields(step): own numbers by name, equal on all ranks. Called in steps with a row, before clipping. `.grad`
-            is of the step's mean loss, all-reduced (fsdp: this rank's part), without fp16's loss scale.
-        after_step(step): work on the model after each step, also a skipped one. What it changes must follow from the
-            weights and from buffers of the model, which checkpoints hold, and be equal on all ranks.
+        row_fields(step): own numbers by name, equal on all ranks. Called in steps with a row,
+            before clipping. `.grad` is of the step's mean loss, all-reduced (fsdp: this rank's
+            part), without fp16's loss scale.
+        after_step(step): work on the model after each step, also a skipped one. What it changes
+            must follow from the weights and from buffers of the model, which checkpoints hold, and
+            be equal on all ranks.
     """
 
     config: Any  # resolved, complete after `load`
@@ -55,24 +60,27 @@ class Task(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Plain, fp32, on the CPU. Other ranks receive the main process's weights. With fsdp, it is on the meta device,
-        and the main process's attribute `initial` of the task yields names and values of a new run's weights."""
+        """Plain, fp32, on the CPU. Other ranks receive the main process's weights. With fsdp, it is
+        on the meta device, and the main process's attribute `initial` of the task yields names and
+        values of a new run's weights."""
         ...
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
-        """Compares the data with the run's and, unless it `is_complete`, makes `feed` and `model`. Raises: UserError,
-        on every rank alike."""
+        """Compares the data with the run's and, unless it `is_complete`, makes `feed` and `model`.
+        Raises: UserError, on every rank alike."""
 
     def total_steps(self, epoch_size: int | None) -> int | None:
-        """Optimizer steps of the whole run; None if they depend on an unknown `epoch_size`, in items."""
+        """Optimizer steps of the whole run; None if they depend on an unknown `epoch_size`, in
+        items."""
 
     def build_optimizer(self) -> Optimizer:
         """The optimizer of the plain model, which is on its device."""
         ...
 
     def schedule(self, step: int) -> dict[str, float]:
-        """The optimizer's settings in step `step`, the first being 1; `lr` is one of them (`optimizer.set_values`). A
-        pure function, so no state has to be saved. Rows have all of them."""
+        """The optimizer's settings in step `step`, the first being 1; `lr` is one of them
+        (`optimizer.set_values`). A pure function, so no state has to be saved. Rows have all of
+        them."""
         ...
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
@@ -84,12 +92,14 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
-        """Scores of the model (without DDP, in evaluation mode, under `no_grad`), equal on every rank; empty for none.
-        Collective. Every rank calls `poll` equally often, about once a batch."""
+        """Scores of the model (without DDP, in evaluation mode, under `no_grad`), equal on every
+        rank; empty for none. Collective. Every rank calls `poll` equally often, about once a
+        batch."""
         ...
 
     def sample(self, poll: Poll) -> list[Sample] | None:
-        """Samples, on the main process; None for a task without any. Calls `poll` for every token."""
+        """Samples, on the main process; None for a task without any. Calls `poll` for every
+        token."""
 
     def state_dict(self) -> TaskState | dict[str, Any]:
         """The task's section of a checkpoint's state, in plain JSON values."""
@@ -104,9 +114,9 @@ MakeTask = Callable[[Any, Accelerator, Checkpoint | None], Task]
 
 
 def check_numbers(method: str, numbers: dict[str, Any], taken: Container[str]) -> Scores:
-    """The numbers that a method returned on the main process, checked; None in place of those that are not finite.
-    Collective. Raises: UserError, on every rank, for the first number that is wrong, or for all that differ between
-    ranks. `taken`: names of other fields."""
+    """The numbers that a method returned on the main process, checked; None in place of those that
+    are not finite. Collective. Raises: UserError, on every rank, for the first number that is
+    wrong, or for all that differ between ranks. `taken`: names of other fields."""
     fields = {name: f'{method}()["{name}"]' for name in numbers}
 
     def check() -> None:
@@ -114,8 +124,12 @@ def check_numbers(method: str, numbers: dict[str, Any], taken: Container[str]) -
             if type(value) not in (int, float):
                 hint = f"should be a Python number, not {type(value).__name__}; use float(...)"
                 raise UserError(fields[name], value, hint)
-            if name in taken or not (is_own(name) or (method == "evaluate" and name.startswith("val_"))):
-                raise UserError(fields[name], value, "rows have another field of this name; choose another name")
+            if name in taken or not (
+                is_own(name) or (method == "evaluate" and name.startswith("val_"))
+            ):
+                raise UserError(
+                    fields[name], value, "rows have another field of this name; choose another name"
+                )
 
     on_every_rank(check)
     found = finite(numbers)
@@ -125,4 +139,6 @@ def check_numbers(method: str, numbers: dict[str, Any], taken: Container[str]) -
 
 def _is_close(one: Any, other: Any) -> bool:
     """Whether two ranks' numbers are equal, up to the rounding of different processors."""
-    return one == other or (isinstance(one, float) and isinstance(other, float) and math.isclose(one, other))
+    return one == other or (
+        isinstance(one, float) and isinstance(other, float) and math.isclose(one, other)
+    )

@@ -21,7 +21,8 @@ from gpt2_ddp.training.task import Task
 
 
 class Throughput:
-    """Units (tokens, samples) per second of training, without pauses. All ranks must create it together."""
+    """Units (tokens, samples) per second of training, without pauses. All ranks must create it
+    together."""
 
     def __init__(self, task: Task, device: torch.device):
         self.task = task
@@ -37,8 +38,9 @@ class Throughput:
         self._waited = feed.waited
 
     def read(self) -> dict[str, float | None]:
-        """A row's speed since the last call: units per second, MFU (None if a device's peak is unknown), and the share
-        of time spent waiting for data. Also this process's memory in bytes. The device must be idle."""
+        """A row's speed since the last call: units per second, MFU (None if a device's peak is
+        unknown), and the share of time spent waiting for data. Also this process's memory in bytes.
+        The device must be idle."""
         feed = self.task.feed
         seconds = time.perf_counter() - self._start
         waited = feed.waited - self._waited
@@ -50,7 +52,9 @@ class Throughput:
             f"{self.task.unit}_per_second": round(speed, 1),
             **({"mfu": mfu} if self.task.flops_per_unit else {}),
             "data_share": round(waited / seconds, 4),
-            "memory": torch.cuda.memory_reserved(self.device) if gpu else psutil.Process().memory_info().rss,
+            "memory": torch.cuda.memory_reserved(self.device)
+            if gpu
+            else psutil.Process().memory_info().rss,
         }
 
     @contextmanager
@@ -72,13 +76,18 @@ def device_name(device: torch.device) -> str:
 
 def has_same_devices(before: Setup, accelerator: Accelerator) -> bool:
     """Whether these are as many devices of the same kind as a saved run had."""
-    return (before.processes, before.device) == (accelerator.num_processes, device_name(accelerator.device))
+    return (before.processes, before.device) == (
+        accelerator.num_processes,
+        device_name(accelerator.device),
+    )
 
 
 def describe_hardware() -> str:
     """Processor, cores and memory of this machine."""
     with suppress(OSError):
-        if found := re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+        if found := re.search(
+            r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        ):
             return f"{found[1]}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
     return f"{platform.machine()}, {os.cpu_count()} cores"
 

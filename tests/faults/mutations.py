@@ -1,4 +1,5 @@
-"""Seeded damage to files, for the tests that nothing hostile is believed, hangs, or ends in a traceback."""
+"""Seeded damage to files, for the tests that nothing hostile is believed, hangs, or ends in a
+traceback."""
 
 import json
 import os
@@ -36,7 +37,8 @@ def open_data(folder):
 
 @contextmanager
 def no_hang(seconds=60):
-    """Raises where the block waits for what never comes; a refusal takes milliseconds, even on a busy core."""
+    """Raises where the block waits for what never comes; a refusal takes milliseconds, even on a
+    busy core."""
 
     def stop(*_):
         raise TimeoutError(f"hung for {seconds} s")
@@ -74,7 +76,8 @@ def mangle(content, rng):
 
 
 def change_value(values, rng):
-    """Somewhere in nested values one is gone, another number, of another type, or has another key."""
+    """Somewhere in nested values one is gone, another number, of another type, or has another
+    key."""
     key = rng.choice(list(values) if isinstance(values, dict) else range(len(values)))
     value, action = values[key], rng.randrange(4)
     if isinstance(value, dict | list) and value and rng.random() > 0.2:
@@ -101,5 +104,6 @@ def put_something_else(file, rng):
     file.unlink()
     kind = rng.randrange(6)
     links = partial(file.symlink_to, file), partial(file.symlink_to, "/dev/zero")
-    makers = (file.mkdir, partial(os.mkfifo, file), *links, file.touch, lambda: None)  # the last leaves nothing there
+    # the last leaves nothing there
+    makers = (file.mkdir, partial(os.mkfifo, file), *links, file.touch, lambda: None)
     makers[kind]()

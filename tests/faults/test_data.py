@@ -1,4 +1,5 @@
-"""Data folders that are not what was prepared: each is refused in one line, or means what it meant."""
+"""Data folders that are not what was prepared: each is refused in one line, or means what it
+meant."""
 
 import json
 import os
@@ -68,18 +69,25 @@ def damage(folder, rng):
         put_something_else(file, rng)
     else:
         content = rng.choice(files).read_bytes() if kind == "copy" else file.read_bytes()
-        file.write_bytes({"flip": flip, "mangle": mangle, "copy": lambda content, _: content}[kind](content, rng))
+        file.write_bytes(
+            {"flip": flip, "mangle": mangle, "copy": lambda content, _: content}[kind](content, rng)
+        )
     return f"{kind} of {file.name}"
 
 
 def files(folder):
     """The content of all files but the manifest's text and the record."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (MANIFEST, RECORD)}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.name not in (MANIFEST, RECORD)
+    }
 
 
 @pytest.mark.parametrize(("seed", "cases"), CASES)
 def test_damaged_folders(data, tmp_path, seed, cases):
-    """What is not refused is what was there. A manifest that was sealed anew is a new one, right if it fits."""
+    """What is not refused is what was there. A manifest that was sealed anew is a new one, right if
+    it fits."""
     right, content = read_manifest(data), files(data)
     refused = 0
     for case in range(cases):
@@ -91,7 +99,8 @@ def test_damaged_folders(data, tmp_path, seed, cases):
         elif not what.startswith("sealed"):
             assert (read_manifest(folder), files(folder)) == (right, content), (case, what)
         shutil.rmtree(folder)
-    assert refused > 0.7 * cases, refused  # a damaged record, or a file copied to itself, is no reason
+    # a damaged record, or a file copied to itself, is no reason
+    assert refused > 0.7 * cases, refused
 
 
 def test_one_flipped_bit_of_a_manifest_is_found(data):
@@ -114,7 +123,9 @@ def test_the_identity_of_data_is_pinned(tmp_path):
 def hashed(folder, monkeypatch):
     """The shards that are read to be verified."""
     read = []
-    monkeypatch.setattr(hashes, "sha256_file", lambda path: read.append(path.name) or sha256_file(path))
+    monkeypatch.setattr(
+        hashes, "sha256_file", lambda path: read.append(path.name) or sha256_file(path)
+    )
     verify_shards(folder, read_manifest(folder))
     return read
 

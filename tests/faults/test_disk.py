@@ -1,4 +1,5 @@
-"""Disks that are full, over quota, read-only or broken, wherever a training writes: one line, nothing lost, goes on."""
+"""Disks that are full, over quota, read-only or broken, wherever a training writes: one line,
+nothing lost, goes on."""
 
 import errno
 import os
@@ -37,7 +38,8 @@ FAST += ("rename checkpoints/.step-N.tmp", "rename checkpoints/step-N")
 
 
 def refused_everywhere(halfway, config, wanted):
-    """Trains the second half once for every place where it writes, which is refused once; then once more.
+    """Trains the second half once for every place where it writes, which is refused once; then once
+    more.
 
     Returns:
         The places, as `operation path`; those of `wanted` alone if it names any.
@@ -75,7 +77,8 @@ def refused_everywhere(halfway, config, wanted):
         assert re.match(at, said) or is_harmless, (place, said)
         kept = saved_steps(run)
         assert [verify(checkpoint_at(run, step)).step for step in kept] == kept != [], place
-        if not place.startswith(("unlink", "rmdir")):  # what could not be removed is there until the next start
+        # what could not be removed is there until the next start
+        if not place.startswith(("unlink", "rmdir")):
             assert left_behind(run) == [], place
         now = status(run)
         assert said == "completed" or now == before or "No space left" in now["reason"], place
@@ -97,7 +100,9 @@ def ended(run):
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("wanted", [FAST, pytest.param((), marks=pytest.mark.soak, id="all")])
 def test_a_full_disk_at_every_place_that_is_written(corpus, tmp_path, halfway, wanted, background):
-    config = training_config(corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background})
+    config = training_config(
+        corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background}
+    )
     (places,) = run_ranks(refused_everywhere, 1, halfway, config, wanted, timeout=600)
     assert len(places) == len(wanted) if wanted else len(places) >= 24, places
     print(len(places), *places, sep="\n")
@@ -107,8 +112,9 @@ OPTIMIZER = "checkpoints/.step-00000006.tmp/optimizer"
 
 
 def script_on_a_bad_disk(arguments, run, number, refused=OPTIMIZER):
-    """Runs the training script; exit code and stderr. EDQUOT: the main process's disk refuses one file. EROFS: from the
-    first save on, nothing can be changed any more, as when Linux mounts a broken disk read-only."""
+    """Runs the training script; exit code and stderr. EDQUOT: the main process's disk refuses one
+    file. EROFS: from the first save on, nothing can be changed any more, as when Linux mounts a
+    broken disk read-only."""
     dead = False
 
     def tell(operation, name):
@@ -132,12 +138,16 @@ def told(errors):
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=SLOW)])
 def test_all_ranks_end(corpus, tmp_path, halfway, parallel):
-    """Where a checkpoint is saved, all ranks raise the same. Elsewhere, the others are ended by the watchdog."""
+    """Where a checkpoint is saved, all ranks raise the same. Elsewhere, the others are ended by the
+    watchdog."""
     shutil.copytree(halfway, tmp_path / "runs")
     arguments = write_config(
-        tmp_path, training_config(corpus, tmp_path / "runs", FURTHER | {"launch.parallel": parallel})
+        tmp_path,
+        training_config(corpus, tmp_path / "runs", FURTHER | {"launch.parallel": parallel}),
     )
-    (code, said), other = run_ranks(script_on_a_bad_disk, 2, arguments, tmp_path / "runs/run", errno.EDQUOT)
+    (code, said), other = run_ranks(
+        script_on_a_bad_disk, 2, arguments, tmp_path / "runs/run", errno.EDQUOT
+    )
     assert ".step-00000006.tmp/optimizer" in told(said)
     assert (code, *other) == (2, 2, "")
     assert saved_steps(tmp_path / "runs/run") == [5]
@@ -147,7 +157,9 @@ def test_a_row_that_cannot_be_written_ends_all_ranks_alike(corpus, tmp_path, hal
     """The main process alone has that error: it says so, and records it."""
     shutil.copytree(halfway, tmp_path / "runs")
     arguments = write_config(tmp_path, training_config(corpus, tmp_path / "runs", FURTHER))
-    main, other = start_ranks(script_on_a_bad_disk, 2, arguments, tmp_path / "runs/run", errno.EDQUOT, "metrics")
+    main, other = start_ranks(
+        script_on_a_bad_disk, 2, arguments, tmp_path / "runs/run", errno.EDQUOT, "metrics"
+    )
     (code, said), _ = main[1].recv()
     other[0].join(60)
     assert (code, other[0].exitcode) == (2, 2)
@@ -178,14 +190,23 @@ def test_a_failure_is_recorded_where_a_full_disk_has_room_for_no_second_file(mon
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=SLOW)])
 def test_a_disk_that_dies(corpus, tmp_path, halfway, background):
-    """Then status.json cannot be written either; what is told is what came first. In the background a row may."""
+    """Then status.json cannot be written either; what is told is what came first. In the background
+    a row may."""
     shutil.copytree(halfway, tmp_path / "runs")
-    config = training_config(corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background})
+    config = training_config(
+        corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background}
+    )
     run = tmp_path / "runs/run"
-    ((code, said),) = run_ranks(script_on_a_bad_disk, 1, write_config(tmp_path, config), run, errno.EROFS)
+    ((code, said),) = run_ranks(
+        script_on_a_bad_disk, 1, write_config(tmp_path, config), run, errno.EROFS
+    )
     assert code == 2, said
     assert MODEL in told(said) or (background and "metrics.jsonl" in said)
-    assert (run_ranks(train, 1, config), saved_steps(run)[-1], left_behind(run)) == (["completed"], 7, [])
+    assert (run_ranks(train, 1, config), saved_steps(run)[-1], left_behind(run)) == (
+        ["completed"],
+        7,
+        [],
+    )
 
 
 def write_config(folder, config):
@@ -198,7 +219,9 @@ def small_disk(tmp_path):
     """A disk of 3 MB."""
     place = tmp_path / "disk"
     place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True
+    )
     if made.returncode:
         pytest.skip(f"a disk cannot be mounted here: {made.stderr.decode().strip()}")
     yield place
@@ -209,9 +232,12 @@ WIDE = {"model.n_embd": 64, "model.n_layer": 2, "eval.every": 100, "train.steps"
 
 
 def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk):
-    """A checkpoint takes 1.6 MB: the second does not fit, and the first stays, as does the small one of step 0. With
-    room, the same command ends."""
-    arguments, run = write_config(tmp_path, training_config(corpus, small_disk, WIDE)), small_disk / "run"
+    """A checkpoint takes 1.6 MB: the second does not fit, and the first stays, as does the small
+    one of step 0. With room, the same command ends."""
+    arguments, run = (
+        write_config(tmp_path, training_config(corpus, small_disk, WIDE)),
+        small_disk / "run",
+    )
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)
     assert code == 2, said
     assert str(run) in told(said)

@@ -1,4 +1,5 @@
-"""Steps that go wrong: left out, gone back from, and never called a completed run; all ranks decide alike."""
+"""Steps that go wrong: left out, gone back from, and never called a completed run; all ranks decide
+alike."""
 
 import math
 import signal
@@ -35,7 +36,8 @@ GUARD = {"guard": {"patience": 3}, "train.steps": 20, "eval.every": 20}
 
 
 def returns(run):
-    """Of each rollback: the step that it returns to, the one it comes from, and the positions that it skips."""
+    """Of each rollback: the step that it returns to, the one it comes from, and the positions that
+    it skips."""
     return [(row["step"], row["from"], row["skipped_range"]) for row in events(run, "rollback")]
 
 
@@ -65,9 +67,12 @@ def test_a_short_run_that_nothing_has_changed_is_not_completed(tiny_config, tmp_
 
 
 def test_poisoned_data_are_passed_over(corpus, tmp_path):
-    """The run goes back to step 5, passes over the poison, and ends as good as a clean one; a record that is altered
-    is a defect. tests/test_resumed.py stops and kills such a run."""
-    one, other = (training_config(corpus, tmp_path / name, GUARD | {"eval.tokens": 2048}) for name in ("bad", "clean"))
+    """The run goes back to step 5, passes over the poison, and ends as good as a clean one; a
+    record that is altered is a defect. tests/test_resumed.py stops and kills such a run."""
+    one, other = (
+        training_config(corpus, tmp_path / name, GUARD | {"eval.tokens": 2048})
+        for name in ("bad", "clean")
+    )
     complete(one, 2, POISON, math.inf)
     complete(other, 2)
     run = tmp_path / "bad/run"
@@ -99,7 +104,8 @@ def numbers_of_a_step(loss, bad=False):
 
 
 def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
-    """Stopped among the bad steps that the run begins with: the resumed run goes back to the beginning too."""
+    """Stopped among the bad steps that the run begins with: the resumed run goes back to the
+    beginning too."""
     config, run = tiny_config(GUARD | {"train.steps": 8}), tmp_path / "runs/run"
     bad = (0, 12 * 5)
     assert run_ranks(train_with_faults, 1, config, bad, math.nan, 4, signal.SIGTERM) == ["stopped"]
@@ -109,11 +115,14 @@ def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
 
 
 def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path):
-    """Its norm is more than ten standard deviations above the mean; the statistics are in the checkpoint."""
+    """Its norm is more than ten standard deviations above the mean; the statistics are in the
+    checkpoint."""
     last = {"train.steps": 109, "eval.every": 109, "checkpoint.every": 109, "model.n_layer": 1}
     changes = GUARD | {"guard": {"sigmas": 10.0}} | last
     config, spikes = tiny_config(changes), (12 * 105, 12 * 108)  # steps 106 to 108
-    assert run_ranks(train_with_faults, 2, config, spikes, 1e4, 106, signal.SIGTERM) == ["stopped"] * 2
+    assert (
+        run_ranks(train_with_faults, 2, config, spikes, 1e4, 106, signal.SIGTERM) == ["stopped"] * 2
+    )
     complete(config, 2, spikes, 1e4)
     assert [row["skipped"] for row in untimed(tmp_path / "runs/run")[105:]] == [0, 1, 2, 3, 3]
     assert state_of(tmp_path / "runs/run")["losses"]["skipped"] == 3
@@ -121,8 +130,13 @@ def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path
 
 @pytest.mark.slow
 def test_losses_out_of_the_ordinary_are_bad_on_any_number_of_processes(corpus, tmp_path):
-    """A learning rate that is too high from step 108 on: found at the same step by 1 and 3 ranks."""
-    changes = GUARD | {"guard": {"sigmas": 6.0, "patience": 3}, "train.steps": 120, "optim.grad_clip": 0.0}
+    """A learning rate that is too high from step 108 on: found at the same step by 1 and 3
+    ranks."""
+    changes = GUARD | {
+        "guard": {"sigmas": 6.0, "patience": 3},
+        "train.steps": 120,
+        "optim.grad_clip": 0.0,
+    }
     for world in (1, 3):
         run_ranks(explode, world, training_config(corpus, tmp_path / str(world), changes), 108)
     one, three = (returns(tmp_path / world / "run") for world in "13")
@@ -140,7 +154,10 @@ def explode(config, begins=28):
 
 def test_a_learning_rate_times_a_thousand_at_once_is_no_completed_run(tiny_config, tmp_path):
     """By default. An evaluation tells it, at the same step on all ranks; also the last one."""
-    config, run = tiny_config({"train.steps": 40, "eval.every": 10, "optim.grad_clip": 0.0}), tmp_path / "runs/run"
+    config, run = (
+        tiny_config({"train.steps": 40, "eval.every": 10, "optim.grad_clip": 0.0}),
+        tmp_path / "runs/run",
+    )
     assert run_ranks(explode, 2, config) == ["diverged"] * 2
     assert status(run)["state"] == "diverged"
     assert "the validation loss of step" in status(run)["reason"]
@@ -150,28 +167,34 @@ def test_a_learning_rate_times_a_thousand_at_once_is_no_completed_run(tiny_confi
 
 
 def test_the_checkpoint_to_go_back_to_is_kept(tiny_config, tmp_path):
-    """keep_last 1 and a checkpoint in every step: what was saved in the bad stretch does not push it out."""
+    """keep_last 1 and a checkpoint in every step: what was saved in the bad stretch does not push
+    it out."""
     config = tiny_config(GUARD | {"checkpoint.every": 1, "checkpoint.keep_last": 1})
     assert run_ranks(train_with_faults, 1, config, (POISON[0], 10**9)) == ["diverged"]
     assert saved_steps(tmp_path / "runs/run") == [0, 9]  # the best, and the good one
 
 
 def test_checkpoints_of_bad_steps_go_with_the_rollback(tiny_config, tmp_path):
-    """Stopped after the first step behind it, the 15th that it takes: a resume must not begin at a bad one."""
+    """Stopped after the first step behind it, the 15th that it takes: a resume must not begin at a
+    bad one."""
     config = tiny_config(GUARD | {"checkpoint.every": 1})
-    assert run_ranks(train_with_faults, 1, config, POISON, math.nan, 15, signal.SIGTERM) == ["stopped"]
+    assert run_ranks(train_with_faults, 1, config, POISON, math.nan, 15, signal.SIGTERM) == [
+        "stopped"
+    ]
     assert returns(tmp_path / "runs/run") == [(9, 14, [12 * 9, 12 * 14])]
     assert saved_steps(tmp_path / "runs/run")[-1] == 10
 
 
 def test_a_new_run_saves_its_start_once(tiny_config, tmp_path):
-    """Also where its evaluation is the best so far: a kill between two saves of one step would leave one unrecorded."""
+    """Also where its evaluation is the best so far: a kill between two saves of one step would
+    leave one unrecorded."""
     train(tiny_config({"train.steps": 2, "eval.patience": 5}))
     assert [row["step"] for row in events(tmp_path / "runs/run", "checkpoint")] == [0, 2]
 
 
 def test_running_statistics():
-    """Mean and variance of all values while they are few, of about the last hundred later; skips do not count."""
+    """Mean and variance of all values while they are few, of about the last hundred later; skips do
+    not count."""
     statistics = RunningStatistics()
     for count in range(300):
         assert statistics.state_dict()[0] == count
@@ -190,7 +213,20 @@ def test_running_statistics():
     assert_close(statistics.limit(2.0).item(), mean + 2 * math.sqrt(variance))
 
 
-EARLY = [2.9, 2.8, 2.5, 2.3, 1.9, 1.6, 1.2, *([1.05, 0.94, 0.81, 0.7, 1.19] * 10), 27.55, 0.6, 0.7, 8.18]
+EARLY = [
+    2.9,
+    2.8,
+    2.5,
+    2.3,
+    1.9,
+    1.6,
+    1.2,
+    *([1.05, 0.94, 0.81, 0.7, 1.19] * 10),
+    27.55,
+    0.6,
+    0.7,
+    8.18,
+]
 """Gradient norms of the first steps of a clean training (docs/reliability.md)."""
 
 
@@ -203,19 +239,38 @@ def test_no_limit_before_the_statistics_have_their_window():
     assert guard.judge_gradient(torch.tensor(27.55)) == 1
 
 
-LOSSES = [*(5.0 + i % 3 / 100 for i in range(110)), 9.0, math.nan, -1e9, 5.0, 5.01, 5.02, 9.5, 5.0, 5.0]
+LOSSES = [
+    *(5.0 + i % 3 / 100 for i in range(110)),
+    9.0,
+    math.nan,
+    -1e9,
+    5.0,
+    5.01,
+    5.02,
+    9.5,
+    5.0,
+    5.0,
+]
 """Of steps 1 to 119; the gradient of step 113 is bad."""
 
 
 def judgements(cut=0):
-    """Each step of `LOSSES`: the step judged then, its verdict and the guard's state. After step `cut`, another guard
-    resumes from its state."""
+    """Each step of `LOSSES`: the step judged then, its verdict and the guard's state. After step
+    `cut`, another guard resumes from its state."""
     config = GuardConfig(sigmas=6.0, patience=3)
     guard, found = Guard(config), []
     for step, loss in enumerate(LOSSES, 1):
         guard.add(step, 1, numbers_of_a_step(loss, step == 113))
         verdict = guard.judge(step)
-        found.append((guard.judged, verdict, guard.first_bad, guard.last_good, guard.ordinary.state_dict()[0]))
+        found.append(
+            (
+                guard.judged,
+                verdict,
+                guard.first_bad,
+                guard.last_good,
+                guard.ordinary.state_dict()[0],
+            )
+        )
         if step == cut:
             guard.flush()
             state = GuardState.model_validate_json(guard.state_dict().model_dump_json())
@@ -230,7 +285,11 @@ def test_each_step_is_judged_two_steps_late():
     assert found[:3] == [(0, ok, None, 0, 0), (0, ok, None, 0, 0), (1, ok, None, 1, 1)]
     assert found[111] == (110, ok, None, 110, 110)
     bad = [(step, Verdict.BAD, 111, 110, 110) for step in (111, 112)]
-    assert found[112:116] == [*bad, (113, Verdict.DIVERGED, 111, 110, 110), (114, ok, None, 114, 111)]
+    assert found[112:116] == [
+        *bad,
+        (113, Verdict.DIVERGED, 111, 110, 110),
+        (114, ok, None, 114, 111),
+    ]
     assert [verdict for _, verdict, *_ in found[116:]] == [ok, ok, Verdict.BAD]
 
 
@@ -247,7 +306,8 @@ def test_a_loss_that_is_not_finite_is_judged_bad_without_a_limit():
 
 
 def test_a_guard_without_a_bad_step_knows_where_the_run_began():
-    """The beginning of a branch can be gone back to, though it is in a stretch of bad steps already."""
+    """The beginning of a branch can be gone back to, though it is in a stretch of bad steps
+    already."""
     assert Guard(GuardConfig(), first_step=7).last_good == 7
     for begins, good in ((7, 8), (10, 10)):
         guard = Guard(GuardConfig(), begins)
@@ -259,8 +319,8 @@ def test_a_guard_without_a_bad_step_knows_where_the_run_began():
 
 
 def first_divergence(losses, config=None, cut=0, phases=()):
-    """The step after which a guard calls these losses a divergence; None if it does not. Another guard resumes from its
-    state after step `cut`."""
+    """The step after which a guard calls these losses a divergence; None if it does not. Another
+    guard resumes from its state after step `cut`."""
     guard = Guard(config or GuardConfig())
     for step, loss in enumerate(losses, 1):
         guard.add(step, 1, numbers_of_a_step(loss))
@@ -278,7 +338,9 @@ def falling(steps, start=10.0, end=5.0, noise=0.05):
     """Losses that fall from `start` to `end`, with some noise."""
     generator = torch.Generator().manual_seed(steps)
     noises = torch.randn(steps, generator=generator).tolist()
-    return [end + (start - end) * math.exp(-5 * k / steps) + noise * noises[k] for k in range(steps)]
+    return [
+        end + (start - end) * math.exp(-5 * k / steps) + noise * noises[k] for k in range(steps)
+    ]
 
 
 def climbing(rate, steps, start=5.0):
@@ -303,7 +365,9 @@ CLEAN = {
     "falls in noise": falling(1000, noise=2.0),
     "is noise around zero": falling(1000, 0.1, 0.0, noise=1.0),
     "starts with a bump": [10.8, 10.9, 11.5, *(12.5 for _ in range(150)), *falling(300)],
-    "has spikes": [loss * (1e4 if step % 90 == 50 else 1) for step, loss in enumerate(falling(1000))],
+    "has spikes": [
+        loss * (1e4 if step % 90 == 50 else 1) for step, loss in enumerate(falling(1000))
+    ],
     "recovers from a bump": falling(300) + [20.0] * 90 + falling(300, 7.0),
     "fits all points": falling(500, 1.0, 1e-9, noise=0) + falling(500, 1e-7, 1e-7, noise=1e-8),
     "is negative": falling(1000, -1.0, -9.0),

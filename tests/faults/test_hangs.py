@@ -1,4 +1,5 @@
-"""Ranks that stand still, die or raise in the middle of a training: it ends soon, and names them."""
+"""Ranks that stand still, die or raise in the middle of a training: it ends soon, and names
+them."""
 
 import os
 import re
@@ -25,7 +26,8 @@ PATIENCE = 5.0
 SILENCE = 10.0
 """What a rank that says nothing is forgiven at least."""
 STEP = 9 + 4
-"""Of a fault that is in a step. An epoch has 9; the second evaluation comes after it, the second save after two."""
+"""Of a fault that is in a step. An epoch has 9; the second evaluation comes after it, the second
+save after two."""
 HOST = socket.gethostname()
 
 
@@ -51,7 +53,8 @@ def fail():
 
 
 def faulty(config, folder, stage, victim, fault):
-    """Trains; on rank `victim` the `fault` comes in the middle of `stage`, where the file `fault` is written first."""
+    """Trains; on rank `victim` the `fault` comes in the middle of `stage`, where the file `fault`
+    is written first."""
     from gpt2_ddp.data.feed import Feed
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
@@ -59,7 +62,8 @@ def faulty(config, folder, stage, victim, fault):
 
     task = Pretraining if isinstance(config, TrainingConfig) else Supervised
     rank = int(os.environ["RANK"])
-    write_to([f"{folder}/stdout-{rank}", f"{folder}/stderr-{rank}"])  # pytest's own do not survive here
+    # pytest's own do not survive here
+    write_to([f"{folder}/stdout-{rank}", f"{folder}/stderr-{rank}"])
     places = {
         "data": (Feed, "next_step", STEP),
         "forward/backward": (task, "loss", STEP + 1),  # settling is one
@@ -74,7 +78,8 @@ def faulty(config, folder, stage, victim, fault):
     def broken(*args, **kwargs):
         if next(calls) in sick and rank == victim:
             if fault in (stop, kill):
-                time.sleep(2)  # steps take milliseconds; by then the others have a heartbeat, which names the host
+                # steps take milliseconds; by then the others have a heartbeat, which names the host
+                time.sleep(2)
             (folder / "fault").touch()
             fault()
         return original(*args, **kwargs)
@@ -84,24 +89,31 @@ def faulty(config, folder, stage, victim, fault):
 
 
 def job(folder, **changes):
-    return job_config("regression", folder, {"train.epochs": 3, "train.patience_seconds": PATIENCE} | changes)
+    return job_config(
+        "regression", folder, {"train.epochs": 3, "train.patience_seconds": PATIENCE} | changes
+    )
 
 
 def scene(config, world, stage, victim, fault):
-    """The exit codes, and what the ranks said. The first error, and the reason in status.json, are of the victim."""
+    """The exit codes, and what the ranks said. The first error, and the reason in status.json, are
+    of the victim."""
     folder = Path(config.output_dir)
     folder.mkdir(exist_ok=True)
     started = start_ranks(faulty, world, config, folder, stage, victim, fault)
     files = [folder / f"stderr-{rank}" for rank in range(world)]
     try:
         begun = wait_until(lambda: (folder / "fault").exists())
-        spoke = wait_until(lambda: any(re.search("error: |Traceback", file.read_text()) for file in files))
+        spoke = wait_until(
+            lambda: any(re.search("error: |Traceback", file.read_text()) for file in files)
+        )
         gone = wait_until(lambda: not any(process.is_alive() for process, _ in started))
     finally:
         for process, _ in started:
             process.kill()
             process.join()
-    print(f"{stage} {fault.__name__} of {victim}/{world}: verdict {spoke - begun:.1f} s, gone {gone - begun:.1f} s")
+    print(
+        f"{stage} {fault.__name__} of {victim}/{world}: verdict {spoke - begun:.1f} s, gone {gone - begun:.1f} s"
+    )
     said, ended = "\n".join(file.read_text() for file in files), status(folder / "run")
     first = re.findall("^error: (rank.*)", said, re.MULTILINE)[0]
     assert re.match(f"rank {victim} on {HOST}: {MESSAGES[fault].format(stage)}", first)
@@ -120,7 +132,12 @@ MESSAGES = {
     fail: r"ValueError: a bad sector \(at {}",
 }
 """What is said of a rank with this fault in a stage."""
-QUICK = {("data", endless, 1), ("forward/backward", stop, 0), ("forward/backward", kill, 1), ("data", fail, 1)}
+QUICK = {
+    ("data", endless, 1),
+    ("forward/backward", stop, 0),
+    ("forward/backward", kill, 1),
+    ("data", fail, 1),
+}
 CASES = [*product(("data", "forward/backward", "evaluate", "save"), MESSAGES, (0, 1))]
 
 
@@ -140,16 +157,23 @@ def test_a_sick_rank_is_named(tmp_path, stage, fault, victim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "fault"), [("forward/backward", kill), ("save", endless), ("sample", fail)])
+@pytest.mark.parametrize(
+    ("stage", "fault"), [("forward/backward", kill), ("save", endless), ("sample", fail)]
+)
 def test_of_ranks_that_share_a_model_one_is_named(tiny_config, tmp_path, stage, fault):
-    changes = {"launch.parallel": "fsdp", "train.patience_seconds": PATIENCE, "tracking.sample_every": 5}
+    changes = {
+        "launch.parallel": "fsdp",
+        "train.patience_seconds": PATIENCE,
+        "tracking.sample_every": 5,
+    }
     scene(tiny_config(changes), 3, stage, 1, fault)
 
 
 @SOAK
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_slow_rank_is_not_accused(tmp_path, victim):
-    """Steps of milliseconds, and then some of two seconds, of which one rank alone needs nearly all."""
+    """Steps of milliseconds, and then some of two seconds, of which one rank alone needs nearly
+    all."""
     started = start_ranks(faulty, 2, job(tmp_path), tmp_path, "forward/backward", victim, slow)
     assert results(started, timeout=180) == ["completed"] * 2
 
@@ -184,7 +208,9 @@ def test_all_ranks_suspended_and_woken_in_any_order_go_on(tmp_path, order):
 
 
 @SOAK
-@pytest.mark.parametrize(("fault", "victim"), [(stop, 0), (stop, 1), (endless, 0), (kill, 1), (fail, 1)])
+@pytest.mark.parametrize(
+    ("fault", "victim"), [(stop, 0), (stop, 1), (endless, 0), (kill, 1), (fail, 1)]
+)
 def test_under_torchrun(tmp_path, fault, victim):
     flags = ["--nproc_per_node", "2", "--master_port", str(reserve_port())]
     command = [*TORCHRUN, *flags, __file__, str(tmp_path), "data", str(victim), fault.__name__]

@@ -1,4 +1,5 @@
-"""Configurations, command lines and names that no one should write: each is refused in one line, or means something."""
+"""Configurations, command lines and names that no one should write: each is refused in one line, or
+means something."""
 
 import os
 import random
@@ -35,9 +36,42 @@ from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.tasks.images import read_images
 
-COMMANDS = (TrainingConfig, PrepareConfig, tools.EvaluateConfig, GenerateConfig, tools.ExportConfig, PlanConfig)
-WORDS = ["&a ", "*a", "!!python/object:os.system ", "\t", '"\\0"', "? ", "[" * 500, "{", ": ", "---\n", "0x", ".nan"]
-WORDS += ["2026-99-99", "<<: ", "- ", "|\n", "'", "%YAML 9.9\n", "\x85", "\ufeff", "1" * 5000, "!!binary x", "~", "\r"]
+COMMANDS = (
+    TrainingConfig,
+    PrepareConfig,
+    tools.EvaluateConfig,
+    GenerateConfig,
+    tools.ExportConfig,
+    PlanConfig,
+)
+WORDS = [
+    "&a ",
+    "*a",
+    "!!python/object:os.system ",
+    "\t",
+    '"\\0"',
+    "? ",
+    "[" * 500,
+    "{",
+    ": ",
+    "---\n",
+    "0x",
+    ".nan",
+]
+WORDS += [
+    "2026-99-99",
+    "<<: ",
+    "- ",
+    "|\n",
+    "'",
+    "%YAML 9.9\n",
+    "\x85",
+    "\ufeff",
+    "1" * 5000,
+    "!!binary x",
+    "~",
+    "\r",
+]
 
 
 def write_something(file, rng):
@@ -59,7 +93,8 @@ def write_something(file, rng):
 
 
 def check_outcome(command, argv, again):
-    """Whether it is refused, in short lines; what is accepted can be written down and read again."""
+    """Whether it is refused, in short lines; what is accepted can be written down and read
+    again."""
     try:
         with no_hang():
             config = load(command, argv)
@@ -79,7 +114,9 @@ def test_damaged_configurations(tmp_path, seed, cases):
     for case in range(cases):
         rng = random.Random(f"{seed}/{case}")
         write_something(tmp_path / "c.yaml", rng)
-        refused += check_outcome(rng.choice(COMMANDS), ["--config", str(tmp_path / "c.yaml")], tmp_path / "again.yaml")
+        refused += check_outcome(
+            rng.choice(COMMANDS), ["--config", str(tmp_path / "c.yaml")], tmp_path / "again.yaml"
+        )
     assert refused > 0.5 * cases, refused
 
 
@@ -92,10 +129,14 @@ def test_absurd_command_lines(tmp_path, seed, cases):
         names = [name for name, _ in leaves(command)]
         argv = []
         for _ in range(rng.choice([1, 1, 1, 3, 100])):
-            name = rng.choice([*names, *names, rng.choice(names)[:-1], "config", "x" * 5000, "", "a.b.c"])
+            name = rng.choice(
+                [*names, *names, rng.choice(names)[:-1], "config", "x" * 5000, "", "a.b.c"]
+            )
             values = [f"{value!s:.6000}" for value in NASTY if value != 10**400]
             value = rng.choice([*values, "9" * 5000, "--", "-", "1 2"])
-            argv += rng.choice([[f"--{name}", value], [f"--{name}={value}"], [f"--{name}"], [value]])
+            argv += rng.choice(
+                [[f"--{name}", value], [f"--{name}={value}"], [f"--{name}"], [value]]
+            )
         if "--help" not in argv:
             refused += check_outcome(command, argv, tmp_path / "again.yaml")
     assert refused > 0.5 * cases, refused

@@ -1,4 +1,5 @@
-"""Stops, as people and schedulers ask for them: what was trained is saved, or there was nothing to save."""
+"""Stops, as people and schedulers ask for them: what was trained is saved, or there was nothing to
+save."""
 
 import os
 import re
@@ -31,19 +32,26 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @SLOW
-@pytest.mark.parametrize(("number", "stage"), [(signal.SIGTERM, "encoding"), (signal.SIGINT, "merging")])
+@pytest.mark.parametrize(
+    ("number", "stage"), [(signal.SIGTERM, "encoding"), (signal.SIGINT, "merging")]
+)
 def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
     flags = "--tokenizer gpt2 --workers 2 --shard_tokens 20000"
     if stage == "merging":  # words that no other resembles take long to merge
         letters = np.random.default_rng(0).integers(97, 123, (100_000, 12), np.uint8)
         (tmp_path / "words.txt").write_bytes(b" ".join(map(bytes, letters)))
         flags = f"--source {tmp_path}/words.txt --vocab_size 100000"
-    command = [sys.executable, *f"{ROOT}/scripts/prepare_data.py {flags} --output {tmp_path}/new/data".split()]
+    command = [
+        sys.executable,
+        *f"{ROOT}/scripts/prepare_data.py {flags} --output {tmp_path}/new/data".split(),
+    ]
     with (tmp_path / "said").open("w") as said:
         pipes = {"stdout": said, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
     shards = lambda: list(tmp_path.glob("new/.data.tmp/train_*.bin"))  # noqa: E731
-    wait_until(lambda: shards() or "training a BPE" in (tmp_path / "said").read_text(), process=process)
+    wait_until(
+        lambda: shards() or "training a BPE" in (tmp_path / "said").read_text(), process=process
+    )
     workers = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=60)
@@ -95,8 +103,8 @@ def test_a_signal_to_one_rank_while_rank_0_prepares_data_stops_both(tmp_path, ra
     assert not (tmp_path / "runs/run").exists()
 
 
-# A command is started as people do, and signalled while it imports or trains. tests/test_resumed.py has stops in
-# evaluations, samples and saves, tests/test_signals.py those before a training begins.
+# A command is started as people do, and signalled while it imports or trains. tests/test_resumed.py
+# has stops in evaluations, samples and saves, tests/test_signals.py those before a training begins.
 
 MARK = "GPT2_DDP_STOP_TEST"
 LAUNCHERS = {
@@ -106,15 +114,16 @@ LAUNCHERS = {
     "processes": [sys.executable],
     "nohup": ["nohup", *TORCHRUN, "--standalone", "--nproc_per_node", "2"],
 }
-"""`nohup` ignores a hangup for torchrun, which heeds it nevertheless. `processes` is `--launch.processes 2`, which only
-the small jobs have; these two and torchrun have two ranks."""
+"""`nohup` ignores a hangup for torchrun, which heeds it nevertheless. `processes` is
+`--launch.processes 2`, which only the small jobs have; these two and torchrun have two ranks."""
 
 
 class Cell(NamedTuple):
     """One stop: who started the command, who gets which signal and when.
 
     Args:
-        target: launcher (the process that was started), rank (the last one), or group (every process, at once).
+        target: launcher (the process that was started), rank (the last one), or group (every
+            process, at once).
     """
 
     launcher: str
@@ -129,7 +138,10 @@ class Cell(NamedTuple):
 def command(cell, folder, corpus):
     """What a user types."""
     if cell.launcher == "processes":
-        script, flags = "train_regression", f"--launch.processes 2 --output_dir {folder} --run_name run "
+        script, flags = (
+            "train_regression",
+            f"--launch.processes 2 --output_dir {folder} --run_name run ",
+        )
         flags += "--train.device cpu --train.epochs 40 --tracking.log_every 1"
     else:
         values = {"train.steps": 150, "train.global_batch_tokens": 8 * 32}
@@ -148,17 +160,27 @@ def finish(cell, folder, corpus):
 
 
 def check(cell, folder, corpus):
-    """Stops the cell's command: what was trained is saved in time, and nothing and nobody else is left."""
-    words, mark, log, run = command(cell, folder, corpus), uuid.uuid4().hex, folder / "stderr", folder / "run"
+    """Stops the cell's command: what was trained is saved in time, and nothing and nobody else is
+    left."""
+    words, mark, log, run = (
+        command(cell, folder, corpus),
+        uuid.uuid4().hex,
+        folder / "stderr",
+        folder / "run",
+    )
     with log.open("w") as errors:
-        env, pipes = environment(OMP_NUM_THREADS="1", **{MARK: mark}), {"stdout": subprocess.DEVNULL, "stderr": errors}
+        env, pipes = (
+            environment(OMP_NUM_THREADS="1", **{MARK: mark}),
+            {"stdout": subprocess.DEVNULL, "stderr": errors},
+        )
         process = subprocess.Popen(words, env=env, cwd=ROOT, start_new_session=True, **pipes)
     said_so = False
     try:
         await_stage(cell, folder, process, mark)
         targets = {"launcher": [process], "rank": ranks(mark)[-1:], "group": family(mark)}
         for target in targets[cell.target]:
-            with suppress(ProcessLookupError):  # the parent forwards the signal, and a rank may end before its turn
+            # the parent forwards the signal, and a rank may end before its turn
+            with suppress(ProcessLookupError):
                 os.kill(target.pid, signal.Signals[f"SIG{cell.signal}"])
         deadline = time.monotonic() + 60
         while (left := family(mark)) and time.monotonic() < deadline:
@@ -191,7 +213,10 @@ def expected_code(cell):
 
 
 def await_stage(cell, folder, process, mark):
-    metrics, world = folder / "run/metrics.jsonl", 1 if cell.launcher in ("python", "accelerate") else 2
+    metrics, world = (
+        folder / "run/metrics.jsonl",
+        1 if cell.launcher in ("python", "accelerate") else 2,
+    )
 
     def trains():
         is_whole = metrics.exists() and metrics.read_text().endswith("\n")
@@ -199,13 +224,17 @@ def await_stage(cell, folder, process, mark):
 
     if cell.stage == "imports":
         wait_until(lambda: len(ranks(mark)) == world, process=process)
-        wait_until(lambda: any("libtorch" in line.path for line in ranks(mark)[-1].memory_maps()), process=process)
+        wait_until(
+            lambda: any("libtorch" in line.path for line in ranks(mark)[-1].memory_maps()),
+            process=process,
+        )
     else:
         wait_until(trains, process=process)
 
 
 def family(mark):
-    """Every process, dead ones apart, that was started by the command with this mark, the oldest first."""
+    """Every process, dead ones apart, that was started by the command with this mark, the oldest
+    first."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -215,7 +244,8 @@ def family(mark):
 
 
 def ranks(mark):
-    """The processes that train, in the order of their ranks: not the launcher, nor the loader's workers."""
+    """The processes that train, in the order of their ranks: not the launcher, nor the loader's
+    workers."""
     found = {}
     for process in family(mark):
         with suppress(psutil.Error):
@@ -223,7 +253,8 @@ def ranks(mark):
             launches = {"accelerate", "torchrun"} & {Path(word).name for word in words}
             is_script = any("scripts/train_" in word for word in words) and not launches
             if is_script or (rank and any("multiprocessing.spawn" in word for word in words)):
-                found.setdefault(-1 if rank is None else int(rank), process)  # workers are younger than their rank
+                # workers are younger than their rank
+                found.setdefault(-1 if rank is None else int(rank), process)
     if len(found) > 1:
         found.pop(-1, None)  # the script that started the ranks
     return [found[rank] for rank in sorted(found)]
@@ -249,7 +280,10 @@ def test_a_few_stops(cell, corpus, tmp_path):
 MATRIX = [
     Cell(launcher, *cell)
     for launcher, cell in product(
-        LAUNCHERS, product(("launcher", "rank", "group"), ("TERM", "INT", "USR1", "HUP"), ("imports", "training"))
+        LAUNCHERS,
+        product(
+            ("launcher", "rank", "group"), ("TERM", "INT", "USR1", "HUP"), ("imports", "training")
+        ),
     )
     if (launcher, cell[0]) != ("python", "rank")  # its launcher is its rank
 ]
@@ -258,7 +292,9 @@ MATRIX = [
 @pytest.fixture(scope="session")
 def undisturbed(corpus, tmp_path_factory):
     """Makes, once for each launcher, a run that nothing stops."""
-    make = lambda launcher: finish(Cell(launcher, "", "", ""), tmp_path_factory.mktemp(launcher), corpus)  # noqa: E731
+    make = lambda launcher: finish(
+        Cell(launcher, "", "", ""), tmp_path_factory.mktemp(launcher), corpus
+    )
     return cache(make)
 
 
