@@ -2,6 +2,8 @@
 
 import math
 from copy import deepcopy
+from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from runs import same
 from torch import nn
 
 from gpt2_ddp.checkpoint.format import optimizer_state
+from gpt2_ddp.checkpoint.loading import load_optimizer_state
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
@@ -25,6 +28,7 @@ from gpt2_ddp.model.optim import (
     build_optimizer,
     muon_matrices,
     orthogonal,
+    state_names,
 )
 from gpt2_ddp.plan.memory import setting_of
 from gpt2_ddp.tasks.supervised import build_job_optimizer
@@ -247,13 +251,15 @@ def test_muon_computes_and_sends_bf16_in_a_bf16_run(has, bf16, monkeypatch):
     assert torch.equal(matrix, matrix.bfloat16().float()) == bf16
 
 
+def build_named(name, model):
+    return build_optimizer(model, OptimConfig(name=name))
+
+
 BUILDERS = {
     "sgd": lambda model: build_job_optimizer(model, JobOptimConfig(lr=0.1, momentum=0.9)),
     "plain adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=False),
     "plain sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
-    "adamw": lambda model: build_optimizer(model, OptimConfig()),
-    "muon": lambda model: build_optimizer(model, OptimConfig(name="muon")),
-}
+} | {name: partial(build_named, name) for name in OPTIMIZERS}
 """Optimizers that read `found_inf`, and some that do not."""
 
 
@@ -290,13 +296,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
     assert same(*states)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "plain sgd"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "sgd", "plain sgd"])
 def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
     """Each gradient is finite, so the scaler finds nothing; the norm of all of them is not."""
     model = small_model()
     optimizer = guarded(BUILDERS[name](model), torch.amp.GradScaler("cpu", init_scale=1.0))
     waits = not getattr(optimizer.plain, "_step_supports_amp_scaling", False)
-    assert waits == (name == "plain sgd")  # a step would wait for the device
+    is_fused = all(group["fused"] for group in optimizer.plain.param_groups)
+    assert waits != is_fused  # a step would wait for the device
+    assert waits or name != "plain sgd"
 
     def step_of(size):
         optimizer.backward((model(torch.ones(4, 6)) * size).sum())
@@ -330,20 +338,55 @@ def test_the_search_for_a_scale_is_not_bad():
     assert guard.norms.state_dict()[0] == 151
 
 
+def test_every_optimizer_of_the_configuration_is_registered():
+    field = OptimConfig.model_fields["name"]
+    assert get_args(field.annotation) == tuple(OPTIMIZERS)
+    assert {*OptimConfig.only_for.values()} <= {*OPTIMIZERS}
+
+
+@pytest.mark.parametrize("embedding_lr", [None, 0.02])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_numbers_that_an_optimizer_keeps(name):
-    config, model = TrainingConfig(train={"steps": 1}, optim={"name": name}), GPT(TINY, 100)
+def test_an_optimizer_keeps_the_state_that_its_entry_declares(name, embedding_lr):
+    """So verify_run.py knows what is missing, resumes refuse what is unknown, and plan.py counts
+    the bytes."""
+    optim = {"name": name, "embedding_lr": embedding_lr}
+    config = TrainingConfig(train={"steps": 1}, optim=optim)
+    model = GPT(TINY, 100)
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    kept = [
-        value
-        for state in optimizer.state.values()
-        for kind, value in state.items()
-        if kind != "step"
-    ]
-    assert setting_of(config, model, "cpu", 1, "no").state == sum(value.numel() for value in kept)
+    kept = {parameter: set(state) for parameter, state in optimizer.state.items()}
+    assert state_names(optimizer) == kept
+    assert kept.keys() == {*model.parameters()}
+    numbers = 0
+    for parameter, state in optimizer.state.items():
+        for kind, value in state.items():
+            shape = () if kind == "step" else parameter.shape
+            assert (value.shape, value.dtype) == (shape, torch.float32), kind
+            numbers += value.numel() * (kind != "step")
+    assert setting_of(config, model, "cpu", 1, "no").state == numbers
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_with_loaded_state_steps_as_the_saved_one(name):
+    saved, loaded = small_model(), small_model()
+    optimizers = {model: build_named(name, model) for model in (saved, loaded)}
+
+    def step(model):
+        torch.manual_seed(1)
+        optimizers[model].zero_grad()
+        (model(torch.randn(4, 6)) ** 2).sum().backward()
+        optimizers[model].step()
+
+    step(saved)
+    loaded.load_state_dict(saved.state_dict())
+    load_optimizer_state(optimizer_state(saved, optimizers[saved]), loaded, optimizers[loaded])
+    step(saved)
+    step(loaded)
+    assert same(saved.state_dict(), loaded.state_dict())
+    states = [optimizer_state(model, optimizer) for model, optimizer in optimizers.items()]
+    assert same(*states)
 
 
 def test_a_loss_alone_and_one_with_others_have_names():

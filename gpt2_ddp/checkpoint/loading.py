@@ -1,7 +1,7 @@
 """From the files of a checkpoint into a run. Imported at a resume or a rollback, and by
 commands."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from gpt2_ddp.checkpoint.format import OPTIMIZER, Checkpoint, Tensors
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.ranks import has_others, on_main
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.optim import state_names
 
 
 def saved_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -116,7 +117,9 @@ def load_optimizer_state(
     def check() -> list[tuple[str, list[int], torch.dtype]]:
         layouts = layout_of(state)
         shapes = {name: [*parameter.shape] for name, parameter in parameters.items()}
-        if defect := optimizer_defect(layouts, shapes, state_names(parameters, optimizer)):
+        state_of = state_names(optimizer)
+        names = {name: state_of[p] for name, p in parameters.items() if p in state_of}
+        if defect := optimizer_defect(layouts, shapes, names):
             raise UserError(
                 "checkpoint",
                 OPTIMIZER,
@@ -139,31 +142,8 @@ def load_optimizer_state(
     fill(loaded, state)
 
 
-OF_ADAM = {"step", "exp_avg", "exp_avg_sq"}
-OF_SGD = {"momentum_buffer"}
-"""Names of the state of a parameter that Adam and AdamW keep; and SGD and Muon."""
-
-
-def state_names(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
-) -> dict[str, set[str]]:
-    """Names of the state of each parameter, by the parameter's name. A class of somebody's own may
-    keep any."""
-    if not type(optimizer).__module__.startswith("gpt2_ddp.model."):
-        return {}
-    is_adam = isinstance(optimizer, torch.optim.Adam)
-    is_sgd = isinstance(optimizer, torch.optim.SGD)
-    names: dict[nn.Parameter, set[str]] = {}
-    for group in optimizer.param_groups:
-        if is_sgd or (is_adam and "momentum" in group):
-            names |= dict.fromkeys(group["params"], OF_SGD)
-        elif is_adam and not group["amsgrad"]:
-            names |= dict.fromkeys(group["params"], OF_ADAM)
-    return {name: names[parameter] for name, parameter in parameters.items() if parameter in names}
-
-
 def optimizer_defect(
-    layouts: Mapping[str, Layout], shapes: Mapping[str, list[int]], names: Mapping[str, set[str]]
+    layouts: Mapping[str, Layout], shapes: Mapping[str, list[int]], names: Mapping[str, Set[str]]
 ) -> str:
     """Why tensors are no state that an optimizer wrote; empty if they are.
 

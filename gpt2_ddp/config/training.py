@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -138,6 +138,9 @@ WEIGHT_FIELDS = ModelConfig.model_fields.keys() - {"dropout", "document_mask"}
 
 class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
+
+    only_for: ClassVar[Mapping[str, str]] = {"muon_lr": "muon"}
+    """Fields that one optimizer alone reads, and its name."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """optimizer: AdamW, fused; or Muon for hidden matrices, and AdamW for everything else
@@ -385,12 +388,12 @@ class TrainingConfig(RunConfig):
             )
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
-        if optim.name != "muon" and optim.muon_lr != OptimConfig().muon_lr:
-            yield (
-                "optim.muon_lr",
-                optim.muon_lr,
-                "is for --optim.name muon only; add that flag, or remove this one",
-            )
+        defaults = OptimConfig()
+        for field, name in optim.only_for.items():
+            value = getattr(optim, field)
+            if name != optim.name and value != getattr(defaults, field):
+                hint = f"is for --optim.name {name} only; add that flag, or remove this one"
+                yield f"optim.{field}", value, hint
         is_sharded = (
             self.launch.parallel == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP") == "true"
         )

@@ -2,8 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -60,11 +60,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig, bf16: bool = False) -
     """The optimizer over the plain model. `bf16`: Muon sends its updates in bf16, and computes them
     in bf16 on devices with instructions for it. Raises: UserError for a setting of a group that no
     parameter is in."""
-    optimizer = OPTIMIZERS[config.name](model, config)
+    entry = OPTIMIZERS[config.name]
+    optimizer = entry.build(model, config)
     sent = torch.bfloat16 if bf16 else torch.float32
     dtype = sent if multiplies_bf16(next(model.parameters()).device) else torch.float32
     for group in optimizer.param_groups:
-        group |= {"sent_dtype": sent, "dtype": dtype}
+        group |= {"sent_dtype": sent, "dtype": dtype, STATE: entry.state[group["name"]]}
     return optimizer
 
 
@@ -87,11 +88,44 @@ def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
     return MuonAdamW(groups, config.lr, config.betas, EPSILON, fused=True)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig], Optimizer]] = {
-    "adamw": adamw,
-    "muon": muon,
+STATE = "state_names"
+"""Key of a parameter group: names of the tensors that the optimizer keeps for each parameter."""
+OF_ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
+"""Names of the state of Adam and AdamW."""
+OF_MOMENTUM = frozenset({"momentum_buffer"})
+"""Names of the state of Muon, and of SGD with momentum."""
+ADAMW_STATE = dict.fromkeys(("decayed", "vector", "embedding"), OF_ADAM)
+"""State of AdamW in the groups of `decay_groups`."""
+
+
+class OptimizerEntry(NamedTuple):
+    """An optimizer of OPTIMIZERS.
+
+    Attributes:
+        build: makes the optimizer of a plain model. Each of its parameter groups has a `name`.
+        state: names of the tensors that it keeps for a parameter, by the name of the group. They
+            have the parameter's shape and are fp32; `step` is a scalar.
+    """
+
+    build: Callable[[nn.Module, OptimConfig], Optimizer]
+    state: Mapping[str, Set[str]]
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerEntry(adamw, ADAMW_STATE),
+    "muon": OptimizerEntry(muon, ADAMW_STATE | {"muon": OF_MOMENTUM}),
 }
-"""The function that builds each optimizer, by `optim.name`."""
+"""The optimizers by `optim.name`."""
+
+
+def state_names(optimizer: Optimizer) -> dict[nn.Parameter, Set[str]]:
+    """Names of the state of each parameter. Parameters of groups that do not declare it are left
+    out: a class of somebody's own may keep any."""
+    names: dict[nn.Parameter, Set[str]] = {}
+    for group in optimizer.param_groups:
+        if STATE in group:
+            names |= dict.fromkeys(group["params"], group[STATE])
+    return names
 
 
 def decay_groups(

@@ -10,7 +10,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.evaluation.evaluate import BATCH
 from gpt2_ddp.model.architecture import ARCHITECTURES, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.gpt import GPT, LOSS_CHUNK
-from gpt2_ddp.model.optim import build_optimizer
+from gpt2_ddp.model.optim import build_optimizer, state_names
 
 # bytes of a CUDA context, cuBLAS's workspace and the allocator's slack; NCCL takes as much again
 CUDA_BASE = 1.0e9
@@ -44,12 +44,8 @@ def setting_of(
 ) -> Setting:
     """Setting of a training on GPUs that evaluates and saves in the foreground, for a micro-batch
     of 1. The model may be on the meta device."""
-    groups = build_optimizer(model, config.optim).param_groups
-    state = sum(
-        (2 - ("momentum" in group)) * parameter.numel()
-        for group in groups
-        for parameter in group["params"]
-    )
+    names = state_names(build_optimizer(model, config.optim))
+    state = sum(len(kept - {"step"}) * parameter.numel() for parameter, kept in names.items())
     return Setting(
         config,
         kind,

@@ -2,22 +2,23 @@
 makes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 from torch import nn
 
 from gpt2_ddp.checkpoint.format import CONFIG, MODEL, OPTIMIZER, STATE, Checkpoint, Tensors
-from gpt2_ddp.checkpoint.loading import OF_ADAM, OF_SGD, layout_of, optimizer_defect, weights_defect
+from gpt2_ddp.checkpoint.loading import layout_of, optimizer_defect, weights_defect
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.saved import read_config
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import without_init
-from gpt2_ddp.model.optim import muon_matrices
+from gpt2_ddp.model.optim import build_optimizer, state_names
 from gpt2_ddp.tasks.jobs import MLP, Line, TransformerLM, image_model
 from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.supervised import build_job_optimizer
 
 
 def tensor_defects(place: str, checkpoint: Checkpoint, kind: type[Pretraining]) -> list[str]:
@@ -80,17 +81,19 @@ def _make_model(
 
 def _state_names(
     config: RunConfig, model: nn.Module, kind: type[Pretraining]
-) -> Mapping[str, set[str]]:
+) -> Mapping[str, Set[str]]:
     """Names of the optimizer state of each parameter; none of a class with an optimizer of its
     own."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
     if isinstance(config, JobConfig):
-        of_sgd = OF_SGD if config.optim.momentum else set[str]()
-        return dict.fromkeys(names.values(), of_sgd if config.optim.name == "sgd" else OF_ADAM)
-    if kind.build_optimizer is not Pretraining.build_optimizer:
+        optimizer = build_job_optimizer(model, config.optim)
+    elif kind.build_optimizer is Pretraining.build_optimizer:
+        assert isinstance(config, TrainingConfig), "the other kind"
+        optimizer = build_optimizer(model, config.optim)
+    else:
         return {}
-    assert isinstance(config, TrainingConfig), "the other kind"
-    found = dict.fromkeys(names.values(), OF_ADAM)
-    if config.optim.name == "muon":
-        found |= dict.fromkeys((names[parameter] for parameter in muon_matrices(model)), OF_SGD)
-    return found
+    state_of = state_names(optimizer)
+    return {
+        name: state_of[parameter]
+        for name, parameter in model.named_parameters()
+        if parameter in state_of
+    }

@@ -24,7 +24,7 @@ from gpt2_ddp.data.order import Permutation
 from gpt2_ddp.distributed.ranks import LONGEST, check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.optim import without_dynamo
+from gpt2_ddp.model.optim import OF_ADAM, OF_MOMENTUM, STATE, without_dynamo
 from gpt2_ddp.state import JobData, Scores, TaskState
 from gpt2_ddp.training.optimizer import lr_at
 from gpt2_ddp.training.task import Due, Poll
@@ -239,9 +239,14 @@ def build_job_optimizer(model: nn.Module, config: JobOptimConfig) -> Optimizer:
         if config.momentum:  # created now: a skipped first step would leave it uninitialised
             for parameter in parameters:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        optimizer.param_groups[0][STATE] = OF_MOMENTUM if config.momentum else frozenset()
         return optimizer
     kind = Adam if config.name == "adam" else AdamW
-    return without_dynamo(kind)(parameters, config.lr, weight_decay=config.weight_decay, fused=True)
+    optimizer = without_dynamo(kind)(
+        parameters, config.lr, weight_decay=config.weight_decay, fused=True
+    )
+    optimizer.param_groups[0][STATE] = OF_ADAM
+    return optimizer
 
 
 @torch.no_grad()
