@@ -26,7 +26,7 @@ from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.launch import pick_device
-from gpt2_ddp.export.transformers_layout import CLASSES, transformers_config
+from gpt2_ddp.export.transformers_layout import LAYOUTS, transformers_config
 from gpt2_ddp.model.compiled import compiled
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
@@ -166,7 +166,7 @@ def hugging_face(done: Done, config: TrainingConfig, device: torch.device) -> No
     size = config.model.block_size
     ids, stream = read_shard(config)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=train.mixed_precision)
-    kind = getattr(transformers, CLASSES[config.model.architecture])
+    kind = getattr(transformers, LAYOUTS[config.model.architecture].class_name)
     model = kind(kind.config_class(**transformers_config(config.model, ids, ids - 1)))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay

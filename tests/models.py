@@ -8,15 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.export.transformers_layout import CLASSES, to_transformers, transformers_config
+from gpt2_ddp.export.transformers_layout import LAYOUTS, to_transformers, transformers_config
 from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.generate import generate
 from gpt2_ddp.model.gpt import GPT
 
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
-OTHERS = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}
-SHAPES = {kind: {"architecture": kind, **OTHERS} for kind in ARCHITECTURES}
-SHAPES["gpt2"] = {"n_inner": 48}
+ROTARY = {"n_kv_head": 1, "rope_theta": 500.0}
+SHAPES = {
+    name: {"architecture": name, "n_inner": 48} | (ROTARY if kind.rotary else {})
+    for name, kind in ARCHITECTURES.items()
+}
 """What a model has of each architecture, other than the defaults."""
 
 
@@ -45,7 +47,7 @@ def continued(model, prompts, eot, sampling):
 def in_transformers(model, eot=0):
     """transformers' model with the weights of `model`."""
     transformers = pytest.importorskip("transformers")
-    kind = getattr(transformers, CLASSES[model.config.architecture])
+    kind = getattr(transformers, LAYOUTS[model.config.architecture].class_name)
     fields = transformers_config(model.config, model.vocab_size, eot)
     del fields["architectures"]
     theirs = kind(kind.config_class(**fields))

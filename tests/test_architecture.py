@@ -1,31 +1,30 @@
 """Each architecture against transformers' class with the same weights, and what all of them
 share."""
 
+from typing import get_args
+
 import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close, float64
 from models import in_transformers, random_tokens
 
-from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.export.transformers_layout import to_transformers
+from gpt2_ddp.config.training import LEARNED_POSITIONS, ModelConfig
+from gpt2_ddp.export.transformers_layout import LAYOUTS, to_transformers
 from gpt2_ddp.model import architecture
-from gpt2_ddp.model.architecture import causal_attention
+from gpt2_ddp.model.architecture import ARCHITECTURES, causal_attention
 from gpt2_ddp.model.generate import empty_cache, next_logits
 from gpt2_ddp.model.gpt import GPT, count_parameters
 from gpt2_ddp.model.optim import muon_matrices
 
 VOCABULARY = 300
-KINDS = [
-    ("gpt2", None),
-    ("llama", None),
-    ("llama", 2),
-    ("qwen3", 2),
-    ("nanochat", 2),
-    ("nanochat", None),
-]
-each = pytest.mark.parametrize(("kind", "key_heads"), KINDS)
-ours_too = pytest.mark.parametrize(("kind", "key_heads"), [*KINDS, ("speedrun", 2)])
+ALL = [(name, None) for name in ARCHITECTURES]
+ALL += [(name, 2) for name, kind in ARCHITECTURES.items() if kind.rotary]
+"""Each architecture, and its heads of keys."""
+of_transformers = pytest.mark.parametrize(
+    ("kind", "key_heads"), [case for case in ALL if case[0] in LAYOUTS]
+)
+each = pytest.mark.parametrize(("kind", "key_heads"), ALL)
 
 
 def make(kind, key_heads=None, scale=5.0, **changes):
@@ -50,10 +49,17 @@ def gradients(model):
     }
 
 
+def test_every_architecture_of_the_configuration_is_registered():
+    field = ModelConfig.model_fields["architecture"]
+    assert get_args(field.annotation) == tuple(ARCHITECTURES)
+    learned = {name for name, kind in ARCHITECTURES.items() if not kind.rotary}
+    assert learned == LEARNED_POSITIONS
+
+
 @pytest.mark.parametrize(
     ("shape", "length"), [({}, 32), ({"n_layer": 1, "n_head": 6, "n_embd": 96}, 7), ({}, 1)]
 )
-@each
+@of_transformers
 @float64()
 def test_logits_and_gradients_are_those_of_transformers(kind, key_heads, shape, length):
     model = make(kind, key_heads, **shape)
@@ -90,7 +96,7 @@ def test_short_attention_by_products_is_that_of_torch(key_heads, monkeypatch):
     assert len(used) == 2 * 3, "training on 64 to 256 tokens in bf16 only, in each layer"
 
 
-@ours_too
+@each
 def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_blocks(
     kind, key_heads
 ):
@@ -112,7 +118,7 @@ def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_
 
 
 @torch.no_grad()
-@ours_too
+@each
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @float64()
 def test_cached_logits_are_those_of_the_whole_forward(kind, key_heads, dtype):

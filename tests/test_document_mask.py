@@ -4,11 +4,12 @@ whole trainings."""
 import pytest
 import torch
 from close import assert_close, float64
-from models import continued, tiny
+from models import SHAPES, continued, tiny
 from runs import complete, rows, training_config
 
 from gpt2_ddp import evaluate
 from gpt2_ddp.checkpoint.verify import find_checkpoint
+from gpt2_ddp.model import gpt
 from gpt2_ddp.model.generate import Sampling
 from gpt2_ddp.tasks.trained_model import load_model
 from gpt2_ddp.training.initial_weights import find_model
@@ -30,11 +31,14 @@ WINDOWS = {
 }
 
 
-KINDS = {"gpt2": {}, "nanochat": {"architecture": "nanochat", "n_kv_head": 1}}
+@pytest.fixture(autouse=True)
+def no_dropout_of_pairs(monkeypatch):
+    monkeypatch.setattr(gpt, "PAIR_DROPOUT", 0.0)
 
 
 def masked(document_mask=True, kind="gpt2", **changes):
-    return tiny(VOCAB, EOT, document_mask=document_mask, **KINDS[kind], **changes)
+    shape = SHAPES[kind] | {"n_inner": None}
+    return tiny(VOCAB, EOT, document_mask=document_mask, **shape | changes)
 
 
 def pieces(window, eot=EOT):
@@ -45,7 +49,7 @@ def pieces(window, eot=EOT):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHAPES)
 @float64()
 def test_each_document_is_computed_as_if_alone(kind, name):
     """By the model with the mask, and by the same weights without one."""
@@ -61,8 +65,8 @@ def test_each_document_is_computed_as_if_alone(kind, name):
 
 
 WAYS = [
-    *(("gpt2", way) for way in ("plain", "autocast", "recomputed", "traced")),
-    ("nanochat", "plain"),
+    *((kind, "plain") for kind in SHAPES),
+    *(("gpt2", way) for way in ("autocast", "recomputed", "traced")),
 ]
 
 

@@ -25,14 +25,16 @@ from gpt2_ddp.export import check, export, formats
 from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.export import atomic_directory, export_hf
 from gpt2_ddp.export.formats import tokenizer_json
-from gpt2_ddp.export.transformers_layout import CLASSES
+from gpt2_ddp.export.transformers_layout import LAYOUTS, LLAMA_CPP
 from gpt2_ddp.files import read_json
+from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.generate import Sampling
 from gpt2_ddp.preparation import prepare, tokenizer_check
 from gpt2_ddp.state import FeedState, Progress
 from gpt2_ddp.tasks.trained_model import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
+ARCHITECTURE = "model.architecture"
 
 
 def checkpoint_of(model, tokenizer, file, folder):
@@ -82,10 +84,13 @@ def tokenizer_of(name, corpus, tmp_path):
     return load_tokenizer(name), None
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    pytest.param("gpt2", "gpt2", marks=pytest.mark.slow), ("bpe", "gpt2"), ("bpe", "llama"), ("bytes", "qwen3"),
-    ("bytes", "nanochat"),
-])  # fmt: skip
+TOKENIZERS = [("bpe", "gpt2"), pytest.param("gpt2", "gpt2", marks=pytest.mark.slow)]
+"""Tokenizers that are exported with GPT-2; the other architectures are exported with bytes."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), TOKENIZERS + [("bytes", kind) for kind in LAYOUTS if kind != "gpt2"]
+)
 def test_transformers_does_with_it_what_the_model_does(
     name, kind, corpus, tmp_path, little_text, capsys
 ):
@@ -98,9 +103,7 @@ def test_transformers_does_with_it_what_the_model_does(
     assert "bit for bit" in capsys.readouterr().out
 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
-    dropouts = (
-        ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
-    )
+    dropouts = {name for name in theirs.config.to_dict() if re.search("_(dropout|pdrop)$", name)}
     assert {getattr(theirs.config, name) for name in dropouts} == {0.1}
     shape = theirs.config.vocab_size, theirs.config.max_position_embeddings, theirs.dtype
     assert shape == (tokenizer.vocab_size, 48, torch.float32)
@@ -109,7 +112,9 @@ def test_transformers_does_with_it_what_the_model_does(
     assert encoder.is_fast
     special = encoder.bos_token_id, encoder.eos_token_id, encoder.pad_token_id
     assert special == (tokenizer.eot,) * 3
-    assert theirs.config.architectures == [CLASSES[kind]], "llama.cpp's converter asks for it"
+    assert theirs.config.architectures == [LAYOUTS[kind].class_name], (
+        "llama.cpp's converter asks for it"
+    )
     assert encoder(prompts, padding=True)["input_ids"][1][0] == tokenizer.eot
     settings = {
         "max_new_tokens": 10,
@@ -302,19 +307,22 @@ def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, mo
         export.export(find_checkpoint(checkpoint), tmp_path / "made")
 
 
-REFUSED = """
-gpt2 GOLDEN/regression_run made checkpoint
-gpt2 run file output
-speedrun run made model.architecture
-nanochat run made model.architecture --gguf true
-llama run made package
-"""
+REFUSED = [
+    ("gpt2", GOLDEN / "regression_run", "made", "checkpoint"),
+    ("gpt2", "run", "file", "output"),
+    ("llama", "run", "made", "package"),
+    *((kind, "run", "made", ARCHITECTURE) for kind in ARCHITECTURES.keys() - LAYOUTS.keys()),
+    *(
+        (kind, "run", "made", ARCHITECTURE, "--gguf", "true")
+        for kind in ARCHITECTURES.keys() - LLAMA_CPP.keys()
+    ),
+]
 """Architecture of `run`, what is exported, the output, the error's field, and flags."""
 
 
-@pytest.mark.parametrize("case", REFUSED.strip().splitlines())
+@pytest.mark.parametrize("case", sorted(REFUSED, key=str))
 def test_refused_before_any_work(corpus, tmp_path, monkeypatch, case):
-    kind, source, output, field, *flags = case.replace("GOLDEN", str(GOLDEN)).split()
+    kind, source, output, field, *flags = case
     checkpoint_of(
         tiny(512, **SHAPES[kind]), load_tokenizer(str(corpus)), corpus / "tokenizer.json", tmp_path
     )

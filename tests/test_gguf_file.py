@@ -14,26 +14,37 @@ from models import tiny
 
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.export.formats import write_gguf
+from gpt2_ddp.export.transformers_layout import LLAMA_CPP
+from gpt2_ddp.model.architecture import ARCHITECTURES, RMS_EPSILON
 
 DEFINITION = Path(__file__).parent / "golden/corpus/tokenizer.json"
 TOKENIZER = load_tokenizer(str(DEFINITION))  # 300 ids, of 384 rows
 TEXT = "def naïve(x):\n    return 'it''s 12 x ☃'  # \t don't 漢字\n\n" + Path(__file__).read_text()
 
 
-SHAPES = {kind: models.SHAPES[kind] | {"n_head": 4, "n_kv_head": 2} for kind in ("llama", "qwen3")}
-SHAPES["gpt2"] = models.SHAPES["gpt2"] | {"n_head": 4}
+def shape_of(kind):
+    heads = {"n_head": 4, "n_kv_head": 2} if ARCHITECTURES[kind].rotary else {"n_head": 4}
+    return models.SHAPES[kind] | heads
+
+
+ROTATES_NEIGHBOURS = {"llama"}
+"""Architectures with LLAMA_ROPE_TYPE_NORM in llama.cpp's source."""
 
 
 def expected(model):
-    """The tensors of transformers' model by llama.cpp's names, in its orientation, [out, in]. A
-    Llama's features that rotate together are side by side, in each head of eight."""
-    kind, wanted = model.config.architecture, {}
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], 2)
-    for name, tensor in models.in_transformers(model).named_parameters():
+    """The tensors of transformers' model by llama.cpp's names, in its orientation, [out, in]. If
+    llama.cpp rotates neighbours, the features that rotate together are side by side, in each head
+    of eight."""
+    kind = model.config.architecture
+    wanted = {}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[LLAMA_CPP[kind].gguf.upper()], 2)
+    theirs = models.in_transformers(model)
+    for name, tensor in theirs.named_parameters():
         their_name = names.get_name(name, (".weight", ".bias"))
-        if kind == "gpt2" and ".h." in name and tensor.dim() == 2:
+        module = theirs.get_submodule(name.rpartition(".")[0])
+        if type(module).__name__ == "Conv1D" and tensor.dim() == 2:
             tensor = tensor.T
-        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+        if kind in ROTATES_NEIGHBOURS and ("q_proj" in name or "k_proj" in name):
             tensor = torch.cat([head[[0, 4, 1, 5, 2, 6, 3, 7]] for head in tensor.split(8)])
         wanted[their_name] = tensor
     return wanted
@@ -52,9 +63,9 @@ def encoded(tokens, merges):
     return bpe.encode(TEXT).ids
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("kind", LLAMA_CPP)
 def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, kind):
-    model = tiny(TOKENIZER.vocab_size, **SHAPES[kind])
+    model = tiny(TOKENIZER.vocab_size, **shape_of(kind))
     write_gguf(model, TOKENIZER, tmp_path / "model.gguf")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     wanted = expected(model)
@@ -70,22 +81,25 @@ def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, kind):
         "feed_forward_length": 48,
     }
     shape |= {"attention.head_count": 4, "vocab_size": TOKENIZER.vocab_size}
-    if kind == "gpt2":
+    if ARCHITECTURES[kind].norm is None:
         shape["attention.layer_norm_epsilon"] = np.float32(1e-5)
     else:
+        shape["attention.layer_norm_rms_epsilon"] = np.float32(RMS_EPSILON)
+    if ARCHITECTURES[kind].rotary:
         shape |= {
             "attention.head_count_kv": 2,
             "attention.key_length": 8,
             "attention.value_length": 8,
         }
         shape |= {"rope.dimension_count": 8, "rope.freq_base": 500.0}
-        shape["attention.layer_norm_rms_epsilon"] = np.float32(1e-6)
+    name = LLAMA_CPP[kind].gguf
+    prefix = f"{name}."
     assert {
-        name.removeprefix(f"{kind}."): value
-        for name, value in found.items()
-        if name.startswith(kind)
+        field.removeprefix(prefix): value
+        for field, value in found.items()
+        if field.startswith(prefix)
     } == shape
-    assert found["general.architecture"] == kind
+    assert found["general.architecture"] == name
 
 
 @pytest.mark.parametrize("name", ["a trained BPE", pytest.param("gpt2", marks=pytest.mark.slow)])

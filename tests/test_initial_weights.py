@@ -28,7 +28,7 @@ from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.imports import import_hf
-from gpt2_ddp.export.transformers_layout import CLASSES, shape
+from gpt2_ddp.export.transformers_layout import LAYOUTS, shape
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.training import initial_weights as module
@@ -40,7 +40,7 @@ RUN = GOLDEN / "gpt2_run"
 TOKENIZER = load_tokenizer(f"{GOLDEN}/corpus")  # 300 ids, of 384 rows
 
 
-SHAPES = {kind: models.SHAPES[kind] for kind in CLASSES} | {"gpt2": {}}
+SHAPES = {kind: models.SHAPES[kind] for kind in LAYOUTS} | {"gpt2": {}}
 """What a model has of each architecture, other than the defaults."""
 
 
@@ -130,7 +130,7 @@ NOT_IN_4 = fields(
 )
 PAD = both(edit_weights(zero_row), fields(pad_token_id=1))
 MORE = both(edit_weights(more_ids), fields(vocab_size=320))
-LAYOUTS = [
+FOLDERS = [
     *((kind, in_files) for kind in SHAPES),
     ("gpt2", edit_weights(lambda t: {n: v.bfloat16() for n, v in t.items()})),
     (
@@ -150,14 +150,14 @@ LAYOUTS = [
 section, if any."""
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", FOLDERS)
 def test_it_computes_what_transformers_does(case, tmp_path):
     """Logits, and gradients of the embedding: RMSNorm of zero has a gradient in the thousands."""
     import transformers
 
     kind, change, *model = case
     change(saved(tmp_path, kind))
-    their_class = getattr(transformers, CLASSES[kind])
+    their_class = getattr(transformers, LAYOUTS[kind].class_name)
     theirs = their_class.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     settings = config(tmp_path, **SHAPES[kind] | dict(*model))
     ours = start(settings)

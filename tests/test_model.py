@@ -10,6 +10,7 @@ from models import random_tokens, tiny
 from torch.nn.functional import cross_entropy
 
 from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.gpt import GPT, VOCAB_MULTIPLE
 
 
@@ -39,7 +40,7 @@ def test_reductions_agree_and_ignored_targets_are_not_scored():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "nanochat"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_activation_checkpointing_changes_no_gradient(architecture, dropout):
     def gradients(activation_checkpointing):
         model = tiny(architecture=architecture, dropout=dropout)

@@ -29,6 +29,7 @@ from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.saved import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.plan.memory import Setting, estimate, moments_of
 from gpt2_ddp.plan.plan import CPU_MARGIN, Seen, build_plan, find_target, format_plan, make_plan
@@ -183,7 +184,7 @@ def test_memory_by_part():
 
 
 @pytest.mark.parametrize(
-    ("kind", "key_heads"), [("gpt2", None), ("llama", 2), ("qwen3", None), ("nanochat", None)]
+    ("kind", "key_heads"), [*((kind, None) for kind in ARCHITECTURES), ("llama", 2)]
 )
 def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
     def saved(layers):
@@ -214,7 +215,9 @@ def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
         return kept, moments_of(known)["training"]["activations"]
 
     (one, known_one), (three, known_three) = saved(1), saved(3)
-    rel = 0.03 if kind == "gpt2" else 0.06  # copies that SDPA may avoid
+    rel = 0.06 if ARCHITECTURES[kind].rotary else 0.03  # copies that SDPA may avoid
+    if ARCHITECTURES[kind].values:
+        rel = 0.1  # the sum with the embeddings keeps less than the estimate of the values
     assert distance(three - one, known_three - known_one) < rel
 
 

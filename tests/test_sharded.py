@@ -6,7 +6,7 @@ import resource
 import signal
 import threading
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
 import psutil
 import pytest
@@ -33,12 +33,13 @@ from runs import (
 
 from gpt2_ddp.distributed.ranks import LONGEST
 from gpt2_ddp.model import gpt
+from gpt2_ddp.model.architecture import ARCHITECTURES
+from gpt2_ddp.model.optim import OPTIMIZERS
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training import loop
 
 SLOW = pytest.mark.slow
 
-ARCHITECTURES = ("gpt2", "llama", "qwen3", "nanochat")
 FSDP = {"launch.parallel": "fsdp"}
 MUON = {"optim.name": "muon", "model.dropout": 0.1}
 WAYS = ("ddp", "fsdp")
@@ -104,9 +105,9 @@ def compare(one, other, most=1e-4):
 def test_the_same_run_as_ddp(text, tmp_path, processes, replicas, architectures):
     """Equal order; equal losses and weights, but for the order of sums. In one process, equal
     bits."""
-    cells = [*product(architectures, ("adamw", "muon"))]
+    cells = [*product(architectures, OPTIMIZERS)]
     if processes == 4:
-        cells = [cells[number] for number in (0, 3, 4, 7)]
+        cells = [*zip(architectures, cycle(OPTIMIZERS))]
     ways = {"ddp": {}, "fsdp": FSDP | {"launch.replicas": replicas}}
     configs = [
         cell(text, tmp_path / way, *names, 4, **ways[way]) for way in ways for names in cells

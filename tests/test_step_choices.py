@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model import gpt as gpt_module
+from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.compiled import check_compiler, compiled, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
 
@@ -44,7 +45,7 @@ def loss_and_gradients(model, reduction, half):
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "nanochat", "speedrun"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.filterwarnings("error")
 def test_a_loss_in_chunks_is_the_whole_one(monkeypatch, kind, reduction, half):
     if not half:  # a backward pass that computes logits again leaves `float64`

@@ -99,6 +99,11 @@ class DataConfig(Section):
         return tuple(names)
 
 
+LEARNED_POSITIONS = frozenset({"gpt2"})
+"""Architectures with learned positions, and as many heads of keys and values as of queries. The
+others rotate queries and keys."""
+
+
 class ModelConfig(Section):
     """The model"""
 
@@ -441,16 +446,14 @@ class TrainingConfig(RunConfig):
         width = self.model.n_embd
         heads = self.model.n_head
         keys = self.model.key_heads
-        gpt2 = self.model.architecture == "gpt2"
-        unit = heads if gpt2 else 2 * heads  # rotary positions rotate pairs
+        is_rotary = self.model.architecture not in LEARNED_POSITIONS
+        unit = 2 * heads if is_rotary else heads  # rotary positions rotate pairs
         if width % unit:
             yield "model.n_embd", width, f"should be a multiple of {unit}, for model.n_head {heads}"
-        if heads % keys or (gpt2 and keys != heads):
-            yield (
-                "model.n_kv_head",
-                keys,
-                f"should divide model.n_head ({heads}), or be null for gpt2",
-            )
+        if heads % keys or not (is_rotary or keys == heads):
+            names = " and ".join(sorted(LEARNED_POSITIONS))
+            hint = f"should divide model.n_head ({heads}), or be null for {names}"
+            yield "model.n_kv_head", keys, hint
         tokens = self.train.global_batch_tokens
         size = self.model.block_size
         if tokens % size or tokens > MOST_ITEMS * size:

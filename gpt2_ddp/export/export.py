@@ -17,8 +17,8 @@ from gpt2_ddp.checkpoint.verify import find_checkpoint
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import ExportMismatch, check_export
-from gpt2_ddp.export.formats import LLAMA_CPP, write_gguf, write_model, write_tokenizer
-from gpt2_ddp.export.transformers_layout import CLASSES
+from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
+from gpt2_ddp.export.transformers_layout import LAYOUTS, LLAMA_CPP
 from gpt2_ddp.files import writing
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.pretraining import Pretraining
@@ -66,13 +66,10 @@ def export(
         hint = "makes a model of its own; write a method to_transformers(model), which returns a GPT with its logits"
         raise UserError("task", settings.task, hint)
     architecture = settings.model.architecture
-    known = LLAMA_CPP if gguf else CLASSES
-    if architecture not in known:
-        raise UserError(
-            "model.architecture",
-            architecture,
-            f"only {', '.join(known)} can be exported in this format",
-        )
+    exportable = LLAMA_CPP if gguf else LAYOUTS
+    if architecture not in exportable:
+        hint = f"only {', '.join(exportable)} can be exported in this format"
+        raise UserError("model.architecture", architecture, hint)
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             own, tokenizer = load_model(checkpoint, trust_code)
@@ -94,7 +91,7 @@ def export(
             .read_text(encoding="utf-8")
             .format(
                 name=settings.run_name,
-                their_class=CLASSES[architecture],
+                their_class=LAYOUTS[architecture].class_name,
                 config=model.config,
                 tokenizer=tokenizer,
                 tokens=feed.consumed * settings.model.block_size,

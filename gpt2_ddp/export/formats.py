@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from gpt2_ddp.checkpoint.format import as_safetensors
+from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.data.tokenizer_file import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.transformers_layout import (
     fixed_fields,
+    layout_of,
     shape,
     to_transformers,
     transformers_config,
@@ -25,9 +27,6 @@ from gpt2_ddp.export.transformers_layout import (
 from gpt2_ddp.files import write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import write_json
-
-LLAMA_CPP = ("gpt2", "llama", "qwen3")
-"""Architectures that llama.cpp computes as `GPT` does."""
 
 
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
@@ -128,7 +127,7 @@ def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
 
     fields = _fields(model, tokenizer)
     tensors = _tensors(model)
-    writer = GGUFWriter(file, model.config.architecture)
+    writer = GGUFWriter(file, llama_cpp_name(model.config))
     adders = {
         bool: writer.add_bool,
         int: writer.add_uint32,
@@ -146,6 +145,13 @@ def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
             writer.write_tensors_to_file()
         finally:
             writer.close()
+
+
+def llama_cpp_name(config: ModelConfig) -> str:
+    """llama.cpp's name of a model's architecture, which it has."""
+    name = layout_of(config).gguf
+    assert name, f"llama.cpp has no {config.architecture}"
+    return name
 
 
 def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -193,7 +199,8 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
         Keys.Tokenizer.EOS_ID: tokenizer.eot,
         Keys.Tokenizer.ADD_BOS: False,
     }
-    return {key.format(arch=config.architecture): value for key, value in fields.items()}
+    name = llama_cpp_name(config)
+    return {key.format(arch=name): value for key, value in fields.items()}
 
 
 def _tensors(model: GPT) -> dict[str, np.ndarray]:
@@ -202,18 +209,19 @@ def _tensors(model: GPT) -> dict[str, np.ndarray]:
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     config = model.config
-    names = get_tensor_name_map(MODEL_ARCH[config.architecture.upper()], config.n_layer)
+    layout = layout_of(config)
+    names = get_tensor_name_map(MODEL_ARCH[llama_cpp_name(config).upper()], config.n_layer)
     heads = {"attn_q.weight": config.n_head, "attn_k.weight": config.key_heads}
     tensors = {}
     for name, tensor in to_transformers(model.state_dict(), model).items():
         their_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert their_name, f"gguf has a name for {name}"
-        if ".h." in name and tensor.dim() == 2:
+        if layout.transposes and name.startswith(layout.blocks) and tensor.dim() == 2:
             tensor = tensor.T
-        if config.architecture == "llama" and (rotated := heads.get(their_name.split(".", 2)[-1])):
-            # its Llama rotates neighbours in place of halves: `LlamaModel.permute` of its converter
-            tensor = (
-                tensor.view(rotated, 2, -1, config.n_embd).transpose(1, 2).reshape(tensor.shape)
-            )
+        rotated = heads.get(their_name.split(".", 2)[-1])  # blk.0.attn_q.weight
+        if rotated and layout.gguf_rotates_neighbours:
+            # as `LlamaModel.permute` of llama.cpp's converter
+            halves = tensor.view(rotated, 2, -1, config.n_embd)
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
         tensors[their_name] = tensor.float().numpy(force=True)
     return tensors

@@ -23,7 +23,7 @@ from gpt2_ddp.config.tools import ImportConfig
 from gpt2_ddp.config.training import ModelConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from gpt2_ddp.errors import UserError, print_line
-from gpt2_ddp.export.transformers_layout import CLASSES, SHAPE, fixed_fields, to_transformers
+from gpt2_ddp.export.transformers_layout import LAYOUTS, fixed_fields, to_transformers
 from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, no_such_folder, read_json, regular, sha256_file
 from gpt2_ddp.model.architecture import ARCHITECTURES, mlp_width
 from gpt2_ddp.model.gpt import GPT
@@ -112,7 +112,7 @@ def _convert(folder: Path, model: ModelConfig, setup: Setup, settings: str) -> S
     """A run before its first step, without optimizer state. Raises: UserError, which names what
     does not fit."""
     _check_size(folder, model)
-    theirs = _load(folder, CLASSES[model.architecture])
+    theirs = _load(folder, LAYOUTS[model.architecture].class_name)
     tensors = theirs.state_dict()
     file = folder / TOKENIZER_FILE
     tokenizer = load_tokenizer(str(file))
@@ -163,34 +163,27 @@ def _read_config(source: str, folder: Path) -> ModelConfig:
         )
     theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     kind = theirs["model_type"]
-    if kind not in CLASSES:
-        raise UserError(
-            FIELD, source, f"is a model of type {kind}; only {', '.join(CLASSES)} are supported"
-        )
+    if kind not in LAYOUTS:
+        hint = f"is a model of type {kind}; only {', '.join(LAYOUTS)} are supported"
+        raise UserError(FIELD, source, hint)
     theirs |= theirs.get("rope_parameters") or {}
+    names = LAYOUTS[kind].shape
+    shape = {name: theirs[field] for name, field in names.items()}
     try:
-        fitting = ModelConfig(
-            architecture=kind, **{name: theirs[field] for name, field in SHAPE[kind].items()}
-        )
+        model = ModelConfig(architecture=kind, **shape)
     except ValidationError as error:
         first = error.errors()[0]
-        field = SHAPE[kind].get(str(first["loc"][0]), TRANSFORMERS)
+        field = names.get(str(first["loc"][0]), TRANSFORMERS)
         raise UserError(FIELD, source, f"has {field}: {first['input']}; {first['msg']}") from error
-    choices = [
-        str(
-            UserError(
-                FIELD,
-                source,
-                f"has {field}: {json.dumps(theirs[field])}; only {json.dumps(ours)} is supported",
-            )
-        )
-        for field, ours in (fixed_fields(fitting) | {"quantization_config": None}).items()
-        if theirs.get(field, ours)
-        not in (TANH_GELUS if field == "activation_function" else (ours,))
-    ]
-    if choices:
-        raise UserError.join(choices)
-    return fitting
+    unsupported = []
+    for field, ours in (fixed_fields(model) | {"quantization_config": None}).items():
+        value = theirs.get(field, ours)
+        if value not in (TANH_GELUS if ours in TANH_GELUS else (ours,)):
+            hint = f"has {field}: {json.dumps(value)}; only {json.dumps(ours)} is supported"
+            unsupported.append(str(UserError(FIELD, source, hint)))
+    if unsupported:
+        raise UserError.join(unsupported)
+    return model
 
 
 def _check_size(folder: Path, model: ModelConfig) -> None:

@@ -1,8 +1,6 @@
 """Weights and shape of a GPT in the layout of transformers' class of the same architecture.
 
-transformers' GPT-2 has the same names behind a prefix; it stores a block's matrices as [in, out]
-(`Conv1D`) and always has biases. The other classes have names of their own, and a matrix for each
-part of `c_attn` and of a gated `c_fc`. No class has padding rows in its vocabulary.
+`ExportLayout` has the names of each architecture. No class has padding rows in its vocabulary.
 """
 
 import re
@@ -12,129 +10,84 @@ from typing import Any
 from torch import Tensor
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, RMS_EPSILON, mlp_width
+from gpt2_ddp.model.architecture import ARCHITECTURES, mlp_width
+from gpt2_ddp.model.export_layout import ExportLayout
 from gpt2_ddp.model.gpt import GPT
 
-CLASSES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "nanochat": "NanoChatForCausalLM",
-}
-PREFIX = "transformer."  # of GPT-2
 HEAD = "lm_head.weight"
-LLAMA_SHAPE = {
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads",
-    "n_embd": "hidden_size",
-    "n_inner": "intermediate_size",
-    "block_size": "max_position_embeddings",
-    "rope_theta": "rope_theta",
-}
-GPT2_SHAPE = {name: name for name in ("n_layer", "n_head", "n_embd", "n_inner")} | {
-    "block_size": "n_positions"
-}
-SHAPE = {name: GPT2_SHAPE if name == "gpt2" else LLAMA_SHAPE for name in CLASSES}
-"""Field of the model section -> field of a config.json."""
-NAMES = {
-    "wte": ["model.embed_tokens"],
-    "ln_f": ["model.norm"],
-    "lm_head": ["lm_head"],
-    "ln_1": ["input_layernorm"],
-    "ln_2": ["post_attention_layernorm"],
-    "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attn.q_norm": ["self_attn.q_norm"],
-    "attn.k_norm": ["self_attn.k_norm"],
-    "attn.c_proj": ["self_attn.o_proj"],
-    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
-    "mlp.c_proj": ["mlp.down_proj"],
-}
-"""Our module -> the other classes' modules, whose matrices stand one below the other in ours."""
-NANOCHAT = NAMES | {"mlp.c_fc": ["mlp.fc1"], "mlp.c_proj": ["mlp.fc2"]}
+LAYOUTS = {name: kind.export for name, kind in ARCHITECTURES.items() if kind.export is not None}
+"""The architectures that transformers has, and their layouts."""
+LLAMA_CPP = {name: layout for name, layout in LAYOUTS.items() if layout.gguf is not None}
+"""The architectures that llama.cpp has, too."""
+
+
+def layout_of(config: ModelConfig) -> ExportLayout:
+    """The layout of a model's architecture, which has one."""
+    return LAYOUTS[config.architecture]
 
 
 def shape(config: ModelConfig) -> dict[str, Any]:
     """The fields of the model section that stand in a config.json, too, without null."""
     values = config.model_dump() | {"n_kv_head": config.key_heads, "n_inner": mlp_width(config)}
-    return {name: values[name] for name in SHAPE[config.architecture]}
+    return {name: values[name] for name in layout_of(config).shape}
 
 
 def fixed_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields of a config.json that follow from architecture and shape, with the defaults of
     transformers' class."""
     kind = ARCHITECTURES[config.architecture]
-    if config.architecture == "gpt2":
-        return {
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-            "tie_word_embeddings": kind.tied,
-        }
-    return {
-        "head_dim": config.n_embd // config.n_head,
-        "hidden_act": "silu" if kind.gated else "relu2",
-        "rms_norm_eps": RMS_EPSILON,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "attention_bias": False,
-        "mlp_bias": False,
-        "use_sliding_window": False,
-        "final_logit_softcapping": kind.soft_cap,
-        "tie_word_embeddings": kind.tied,
-    }
+    fields: dict[str, Any] = {}
+    if kind.rotary:
+        fields["head_dim"] = config.n_embd // config.n_head
+    fields |= layout_of(config).fixed
+    if kind.rotary:
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    fields["tie_word_embeddings"] = kind.tied
+    return fields
 
 
 def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
     """The config.json of transformers' class of this shape. `eot` is the token that begins and ends
     a document."""
+    layout = layout_of(config)
     values = shape(config)
-    dropouts = (
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-        if config.architecture == "gpt2"
-        else ("attention_dropout",)
-    )
     return {
-        "architectures": [CLASSES[config.architecture]],
+        "architectures": [layout.class_name],
         "model_type": config.architecture,
         "vocab_size": vocab_size,
         "bos_token_id": eot,
         "eos_token_id": eot,
         "pad_token_id": None,  # its embedding would have no gradient
         "torch_dtype": "float32",
-        **{theirs: values[name] for name, theirs in SHAPE[config.architecture].items()},
+        **{theirs: values[name] for name, theirs in layout.shape.items()},
         **fixed_fields(config),
-        **dict.fromkeys(dropouts, config.dropout),
+        **dict.fromkeys(layout.dropouts, config.dropout),
     }
 
 
-def their_names(name: str, config: ModelConfig) -> list[str]:
+def their_names(name: str, layout: ExportLayout) -> list[str]:
     """Names in transformers' class of the tensors that stand one below the other in our tensor
-    `name`."""
-    if config.architecture == "gpt2":
-        return [PREFIX + name]
-    layer, module, end = re.fullmatch(r"(?:h\.(\d+)\.)?(.+)\.(\w+)", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    block = f"model.layers.{layer}." if layer else ""
-    return [
-        f"{block}{part}.{end}"
-        for part in (NANOCHAT if config.architecture == "nanochat" else NAMES)[module]
-    ]
+    `name`, such as `h.0.attn.c_attn.weight`."""
+    parts = re.fullmatch(r"(?:h\.(\d+)\.)?(.+)\.(\w+)", name)
+    assert parts, f"{name} is no tensor of a GPT"
+    layer, module, end = parts.groups()
+    block = f"{layout.blocks}.{layer}." if layer else ""
+    return [f"{block}{theirs}.{end}" for theirs in layout.modules[module]]
 
 
 def to_transformers(state: Mapping[str, Tensor], model: GPT) -> dict[str, Tensor]:
     """The tensors of an equal model of transformers' class, as views: of weights, or gradients, by
     name. The rows of the vocabulary that are padding are left out."""
     config = model.config
+    layout = layout_of(config)
     views = {}
     keys = config.n_embd // config.n_head * config.key_heads
     for name, weight in state.items():
-        theirs = their_names(name, config)
+        theirs = their_names(name, layout)
         rows = weight[: model.vocab_size] if name in ("wte.weight", HEAD) else weight
+        # queries, keys and values; or gate and value
         sizes = [config.n_embd, keys, keys] if len(theirs) == 3 else len(rows) // len(theirs)
-        is_transposed = (
-            config.architecture == "gpt2" and name.startswith("h.") and weight.dim() == 2
-        )
+        is_transposed = layout.transposes and name.startswith("h.") and weight.dim() == 2
         for their_name, part in zip(theirs, rows.split(sizes), strict=True):
             views[their_name] = part.T if is_transposed else part
     return views

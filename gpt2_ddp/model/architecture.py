@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.model.export_layout import GPT2_EXPORT, LLAMA_EXPORT, ExportLayout
 
 Norm = Callable[[int], nn.Module]
 Rotation = tuple[Tensor, Tensor]
@@ -53,49 +54,75 @@ plain_rms_norm = partial(rms_norm, elementwise_affine=False)
 
 
 class Architecture(NamedTuple):
-    """One row of ARCHITECTURES.
+    """An architecture of ARCHITECTURES.
 
-    Args:
+    Attributes:
+        activation: of the MLP.
+        gated: whether the activation takes gate and value.
         norm: of a block's input, of the MLP's input and of the head's input; None: LayerNorm, and
             biases.
-        activation: of the MLP. gated: it takes gate and value.
         rotary: rotary positions (Su et al., 2021): 1 or -1, the direction of rotation; 0: learned
-            positions.
+            positions, `config.training.LEARNED_POSITIONS`.
         query_norm: of queries and keys (Henry et al., 2020), before the rotation; None: none.
         rotated_norm: the same after the rotation.
-        embedding_norm: of the embeddings. tied: the head is the embedding.
+        embedding_norm: of the embeddings; None: none.
+        tied: whether the head is the embedding.
         soft_cap: of logits, `cap · tanh(logits / cap)` (Gemma 2, 2024); None: none.
         pairs: rows of an embedding of each token with the one before, hashed (Huang et al., 2025);
             0: none.
-        values: each layer adds an embedding of the token to its values (Zhou et al., 2024;
+        values: whether each layer adds an embedding of the token to its values (Zhou et al., 2024;
             modded-nanogpt).
+        export: its layout in transformers and llama.cpp; None: it cannot be exported.
     """
 
-    norm: Norm | None
     activation: Callable[[Tensor], Tensor]
-    gated: bool
-    rotary: int
-    query_norm: Norm | None
-    rotated_norm: Norm | None
-    embedding_norm: Norm | None
-    tied: bool
-    soft_cap: float | None
+    gated: bool = False
+    norm: Norm | None = None
+    rotary: int = 0
+    query_norm: Norm | None = None
+    rotated_norm: Norm | None = None
+    embedding_norm: Norm | None = None
+    tied: bool = False
+    soft_cap: float | None = None
     pairs: int = 0
     values: bool = False
+    export: ExportLayout | None = None
 
 
-# fmt: off
+GPT2 = Architecture(activation=gelu, tied=True, export=GPT2_EXPORT)
+LLAMA = Architecture(
+    activation=swiglu,
+    gated=True,
+    norm=rms_norm,
+    rotary=1,
+    export=LLAMA_EXPORT._replace(gguf="llama", gguf_rotates_neighbours=True),
+)
+QWEN3 = LLAMA._replace(
+    query_norm=rms_norm,
+    export=LLAMA_EXPORT._replace(class_name="Qwen3ForCausalLM", gguf="qwen3"),
+)
+NANOCHAT = Architecture(
+    activation=relu2,
+    norm=plain_rms_norm,
+    rotary=-1,
+    rotated_norm=plain_rms_norm,
+    embedding_norm=plain_rms_norm,
+    soft_cap=15.0,
+    export=LLAMA_EXPORT._replace(
+        class_name="NanoChatForCausalLM",
+        fixed={**LLAMA_EXPORT.fixed, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
+        modules={**LLAMA_EXPORT.modules, "mlp.c_fc": ["mlp.fc1"], "mlp.c_proj": ["mlp.fc2"]},
+    ),
+)
+SPEEDRUN = NANOCHAT._replace(pairs=32_768, values=True, export=None)
 ARCHITECTURES = {
-    # norm            activation, gated  rotary  q/k norm  after rotation  embedding norm  tied
-    # cap
-    "gpt2":     (None,           gelu,       False, 0,      None,     None,           None,           True,  None),
-    "llama":    (rms_norm,       swiglu,     True,  1,      None,     None,           None,           False, None),
-    "qwen3":    (rms_norm,       swiglu,     True,  1,      rms_norm, None,           None,           False, None),
-    "nanochat": (plain_rms_norm, relu2,      False, -1,     None,     plain_rms_norm, plain_rms_norm, False, 15.0),
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen3": QWEN3,
+    "nanochat": NANOCHAT,
+    "speedrun": SPEEDRUN,
 }
-ARCHITECTURES = {name: Architecture(*row) for name, row in ARCHITECTURES.items()}
-ARCHITECTURES["speedrun"] = ARCHITECTURES["nanochat"]._replace(pairs=32_768, values=True)
-# fmt: on
+"""The architectures by `model.architecture`."""
 
 
 class Context(NamedTuple):

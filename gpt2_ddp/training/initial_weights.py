@@ -22,6 +22,7 @@ from gpt2_ddp.distributed.ranks import LONGEST, on_main
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError, print_line
 from gpt2_ddp.files import local_copy, no_such_folder
+from gpt2_ddp.model.architecture import ARCHITECTURES
 from gpt2_ddp.model.gpt import GPT
 
 FIELD = "train.init_from"
@@ -62,7 +63,7 @@ def find_model(config: TrainingConfig) -> ModelConfig:
     found = find_checkpoint(place, FIELD, weights=False, kind="gpt2")
     theirs = _model_of(found)
     given = WEIGHT_FIELDS & config.model.model_fields_set
-    if is_run and theirs.architecture != "gpt2":  # rotary positions may change
+    if is_run and ARCHITECTURES[theirs.architecture].rotary:  # rotary positions may change
         given -= {"block_size", "rope_theta"}
     mistakes = [
         str(UserError(name, now, f"{named} has {before}; set it to {before}"))
