@@ -191,7 +191,52 @@ def source(folder, corpus):
     expect_error("no such table: b", prepare, gone)
 
 
+TINY = """
+--train.device cpu --train.micro_batch_size 4 --train.global_batch_tokens 128 --model.block_size 16
+--model.n_layer 1 --model.n_head 2 --model.n_embd 16 --optim.schedule constant --optim.warmup_steps 1
+--eval.tokens 130 --eval.every 3 --checkpoint.every 3 --tracking.log_every 1
+"""
+
+
+def train_tiny(folder, corpus, steps, *flags):
+    """Trains a small GPT in the folder `run` up to this step; what that printed."""
+    flags = [*TINY.split(), "--data.path", corpus, "--output_dir", folder, *flags]
+    return run_command("train_gpt2", "--run_name", "run", "--train.steps", steps, *flags)
+
+
+def optimizer(folder, corpus):
+    """It is planned, trains, resumes bitwise, and its state is verified."""
+    for name, *ends in (("whole", 6), ("parts", 3, 6)):
+        for end in ends:
+            train_tiny(folder / name, corpus, end, "--optim.name", "lion")
+    assert_same(*(folder / name / "run" for name in PARTS))
+    assert "is intact" in run_command("verify_run", folder / "parts/run")
+    words = ["--data.path", corpus, "--train.steps", 1, "--model.n_layer", 1, *TINY.split()[:2]]
+    words += ["--output_dir", folder / "planned", "--train.global_batch_tokens", 1024]
+    weights, state = (
+        re.search(rf"([\d.]+) +{part}", run_command("plan", *words, "--optim.name", "lion"))[1]
+        for part in ("weights", "optimizer state")
+    )
+    assert state == weights, "one number for each"
+
+
+def architecture(folder, corpus):
+    """It trains, is verified, exported to both formats, and imported again."""
+    kind = "--model.architecture", "mistral", "--model.n_kv_head", 1
+    train_tiny(folder, corpus, 2, *kind)
+    assert "is intact" in run_command("verify_run", folder / "run")
+    made = folder / "made"
+    exported = run_command("export_hf", folder / "run", "--output", made, "--gguf", "true")
+    assert "bit for bit" in exported
+    assert (made / "model.gguf").is_file()
+    assert '"MistralForCausalLM"' in (made / "config.json").read_text()
+    flags = "--train.init_from", made, *kind
+    train_tiny(folder / "again", corpus, 1, *flags)
+
+
 CHECKS = {
+    "An optimizer for everybody": optimizer,
+    "An architecture": architecture,
     "A data source": source,
     "A small task": task,
 }

@@ -28,7 +28,7 @@ def shape_of(kind):
 
 
 ROTATES_NEIGHBOURS = {"llama"}
-"""Architectures with LLAMA_ROPE_TYPE_NORM in llama.cpp's source."""
+"""Those of llama.cpp with LLAMA_ROPE_TYPE_NORM in llama.cpp's source."""
 
 
 def expected(model):
@@ -44,7 +44,7 @@ def expected(model):
         module = theirs.get_submodule(name.rpartition(".")[0])
         if type(module).__name__ == "Conv1D" and tensor.dim() == 2:
             tensor = tensor.T
-        if kind in ROTATES_NEIGHBOURS and ("q_proj" in name or "k_proj" in name):
+        if LLAMA_CPP[kind].gguf in ROTATES_NEIGHBOURS and ("q_proj" in name or "k_proj" in name):
             tensor = torch.cat([head[[0, 4, 1, 5, 2, 6, 3, 7]] for head in tensor.split(8)])
         wanted[their_name] = tensor
     return wanted

@@ -94,7 +94,7 @@ OF_ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
 """Names of the state of Adam and AdamW."""
 OF_MOMENTUM = frozenset({"momentum_buffer"})
 """Names of the state of Muon, and of SGD with momentum."""
-ADAMW_STATE = dict.fromkeys(("decayed", "vector", "embedding"), OF_ADAM)
+ADAMW_STATE: dict[str, Set[str]] = dict.fromkeys(("decayed", "vector", "embedding"), OF_ADAM)
 """State of AdamW in the groups of `decay_groups`."""
 
 
