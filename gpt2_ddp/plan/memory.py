@@ -18,20 +18,34 @@ CUDA_BASE = 1.0e9
 
 @dataclass(frozen=True)
 class Setting:
-    """Inputs of the estimate."""
+    """Inputs of the estimate.
+
+    Attributes:
+        kind: cuda, cpu or mps.
+        processes: in all.
+        precision: no, bf16 or fp16.
+        parameters: numbers in all parameters.
+        block: numbers in a block's parameters.
+        state: numbers in the optimizer state.
+        vocab_size: rows of the head, padding included.
+        base: bytes of a process with all libraries and no model.
+        micro_batch: windows per forward pass in training.
+        background: whether checkpoints are written from a copy in host memory.
+        validates: whether there are evaluations.
+    """
 
     config: TrainingConfig
-    kind: str  # cuda, cpu or mps
+    kind: str
     processes: int
-    precision: str  # no, bf16 or fp16
-    parameters: int  # numbers in all
-    block: int  # numbers in a block's parameters
-    state: int  # numbers in the optimizer state
-    vocab_size: int  # rows of the head, padding included
-    base: float  # bytes of a process with all libraries and no model
-    micro_batch: int = 1  # windows per forward pass in training
-    background: bool = False  # checkpoints are written from a copy in host memory
-    validates: bool = True  # there are evaluations
+    precision: str
+    parameters: int
+    block: int
+    state: int
+    vocab_size: int
+    base: float
+    micro_batch: int = 1
+    background: bool = False
+    validates: bool = True
 
     @property
     def number_bytes(self) -> int:
@@ -46,16 +60,17 @@ def setting_of(
     of 1. The model may be on the meta device."""
     names = state_names(build_optimizer(model, config.optim))
     state = sum(len(kept - {"step"}) * parameter.numel() for parameter, kept in names.items())
+    contexts = 2 if processes > 1 else 1  # NCCL's is as large
     return Setting(
-        config,
-        kind,
-        processes,
-        precision,
+        config=config,
+        kind=kind,
+        processes=processes,
+        precision=precision,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         block=sum(parameter.numel() for parameter in model.h[0].parameters()),
         state=state,
         vocab_size=model.wte.weight.size(0),
-        base=CUDA_BASE * (1 + (processes > 1)),
+        base=CUDA_BASE * contexts,
     )
 
 
@@ -94,7 +109,7 @@ def moments_of(setting: Setting) -> dict[str, Parts]:
     saved = _saved(setting, tokens) + _temporary(setting, tokens)
     training = lasting | gradients | read
     training |= {"activations": saved, "logits": _logits(setting, tokens, trains=True)}
-    scored = BATCH * window * setting.validates
+    scored = BATCH * window if setting.validates else 0
     evaluation = lasting | between | read
     evaluation |= {"activations": _temporary(setting, scored), "logits": _logits(setting, scored)}
     return {"training": training, "evaluation": evaluation}
@@ -114,16 +129,18 @@ def _saved(setting: Setting, tokens: int) -> float:
     block = 3 * width * half  # outputs of both norms and of attention
     block += (width + 2 * keys) * half  # queries, keys, values
     # before and after the activation
-    block += (2 + 2 * kind.gated) * tokens * mlp_width(model) * half
+    block += (4 if kind.gated else 2) * tokens * mlp_width(model) * half
     if kind.rotary:  # rotated queries and keys
         block += (width + keys) * half
     # CPUs have no fused kernel of RMSNorm, and its output before the weights is a tensor of its own
-    unfused = setting.kind == "cpu" and kind.norm not in (None, plain_rms_norm)
-    block += 2 * 4 * width * unfused
-    # its input, unless that is a part of queries and keys above
+    is_unfused = setting.kind == "cpu" and kind.norm not in (None, plain_rms_norm)
+    if is_unfused:
+        block += 2 * 4 * width
     if kind.query_norm or kind.rotated_norm:
-        inputs = unfused + bool(kind.rotated_norm or half == 2)
-        block += inputs * 4 * (width + keys)
+        if is_unfused:
+            block += 4 * (width + keys)
+        if kind.rotated_norm or half == 2:  # otherwise its input is a part of the above
+            block += 4 * (width + keys)
     if model.dropout:
         block += 2 * width  # a byte for each number
     # a block's input is kept, and one block at a time is whole
@@ -152,16 +169,22 @@ def _logits(setting: Setting, tokens: int, trains: bool = False) -> float:
     chunk = min(tokens, LOSS_CHUNK) if setting.kind == "cuda" else tokens
     if not trains:
         return chunk * setting.vocab_size * (8.0 if setting.precision == "no" else 10.0)
-    capped = ARCHITECTURES[model.architecture].soft_cap is not None
-    return 4.0 * chunk * setting.vocab_size * (3 + capped)
+    is_capped = ARCHITECTURES[model.architecture].soft_cap is not None
+    return 4.0 * chunk * setting.vocab_size * (4 if is_capped else 3)
 
 
 class Memory(NamedTuple):
-    """Bytes of one process."""
+    """Bytes of one process.
 
-    moment: str  # of the peak
-    parts: Parts  # at the peak
-    # host memory of GPUs' processes for a checkpoint in the background, on one machine at most
+    Attributes:
+        moment: of the peak, a key of `moments_of`.
+        parts: at the peak.
+        host: host memory of GPUs' processes for a checkpoint in the background, on one machine at
+            most.
+    """
+
+    moment: str
+    parts: Parts
     host: float
 
     @property
@@ -173,6 +196,7 @@ def estimate(setting: Setting) -> Memory:
     """Memory of one process at its peak."""
     moments = moments_of(setting)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    copied = setting.background and setting.kind != "cpu"
-    host = 4.0 * copied * (setting.parameters + setting.state)
-    return Memory(moment, {"program": setting.base} | moments[moment], host)
+    host = 0.0
+    if setting.background and setting.kind != "cpu":
+        host = 4.0 * (setting.parameters + setting.state)
+    return Memory(moment, parts={"program": setting.base} | moments[moment], host=host)

@@ -51,14 +51,19 @@ START = {"cuda": 180.0, "cpu": 60.0, "mps": 60.0}  # assumed seconds to the firs
 
 @dataclass
 class Seen:
-    """Results of a dry run."""
+    """Results of a dry run.
 
-    # user errors, as the lines printed after `error:`
+    Attributes:
+        mistakes: user errors, as the lines printed after `error:`.
+        task: with its data open; None for missing data, and after most user errors.
+        model: the settled model section; None after most user errors.
+        step: of the checkpoint to resume.
+    """
+
     mistakes: list[str] = field(default_factory=list)
-    # with its data open; None for missing data, and after most user errors
     task: Pretraining | None = None
-    model: ModelConfig | None = None  # settled; None after most user errors
-    step: int = 0  # of the checkpoint
+    model: ModelConfig | None = None
+    step: int = 0
 
 
 def preflight(config: TrainingConfig, processes: int) -> Seen:
@@ -84,27 +89,27 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
             with open_run(config, make_task, lock=False) as run:
                 seen.model = run.config.model
                 seen.step = run.step
-                if not (file := missing_data(config)):
-                    _look_at(run, seen)
-                elif not (recipe := load(PrepareConfig, ["--config", file])).source_name.startswith(
-                    "hub:"
-                ):
-                    scan(recipe)
+                recipe_file = missing_data(config)
+                if recipe_file is None:
+                    _open_data(run, seen)
+                else:
+                    recipe = load(PrepareConfig, ["--config", recipe_file])
+                    if not recipe.source_name.startswith("hub:"):
+                        scan(recipe)
         except UserError as error:
             seen.mistakes = error.mistakes
     return seen
 
 
-def _check_folder(run: Path) -> None:
+def _check_folder(run_folder: Path) -> None:
     try:
-        check_can_make(run / "checkpoints")
+        check_can_make(run_folder / "checkpoints")
     except OSError as error:
-        raise UserError(
-            "output_dir", run, f"cannot be written ({error.strerror}); choose another output_dir"
-        ) from error
+        hint = f"cannot be written ({error.strerror}); choose another output_dir"
+        raise UserError("output_dir", run_folder, hint) from error
 
 
-def _look_at(run: Opened, seen: Seen) -> None:
+def _open_data(run: Opened, seen: Seen) -> None:
     task = run.task
     assert isinstance(task, Pretraining)
     task.open_data()
@@ -117,13 +122,22 @@ def _look_at(run: Opened, seen: Seen) -> None:
 
 
 class Target(NamedTuple):
-    """The hardware of a plan: this machine, or GPUs by name."""
+    """The hardware of a plan: this machine, or GPUs by name.
 
-    device: str  # a GPU's exact name, or cpu or mps
-    kind: str  # cuda, cpu or mps
-    processes: int  # in all, one per device
-    memory: float  # bytes of a process
-    peak: float | None  # FLOP/s of a device; None if unknown
+    Attributes:
+        device: a GPU's exact name, or cpu or mps.
+        kind: cuda, cpu or mps.
+        processes: in all, one per device.
+        memory: bytes of a process.
+        peak: FLOP/s of a device; None if unknown.
+        is_here: whether it is this machine.
+    """
+
+    device: str
+    kind: str
+    processes: int
+    memory: float
+    peak: float | None
     is_here: bool
 
 
@@ -148,7 +162,14 @@ def find_target(config: PlanConfig, started: int) -> Target:
         memory = GPUS[name].memory * 1e9 if is_clear else 0.0
     if config.gpu_memory:
         memory = config.gpu_memory * 1e9
-    return Target(name, kind, processes, memory, peak_flops(name), config.gpu is None)
+    return Target(
+        device=name,
+        kind=kind,
+        processes=processes,
+        memory=memory,
+        peak=peak_flops(name),
+        is_here=config.gpu is None,
+    )
 
 
 def matching_gpus(text: str) -> list[str]:
@@ -169,26 +190,33 @@ def _words(name: str) -> list[str]:
 
 
 def _gpu_hint(text: str, names: Sequence[str]) -> str:
+    """What to do about a GPU's name that stands for several GPUs (`names`), or for none."""
     if names:
-        return (
-            f"may be {', '.join(name.removeprefix('NVIDIA ') for name in names)}; name one of them"
-        )
+        short_names = ", ".join(name.removeprefix("NVIDIA ") for name in names)
+        return f"may be {short_names}; name one of them"
     numbers = {word for word in _words(text) if any(map(str.isdigit, word))}
-    known = {" ".join(_words(name)): name.removeprefix("NVIDIA ") for name in GPUS}
-    near = [name for name in known if numbers & {*name.split()}] or get_close_matches(
-        text.lower(), known
-    )
-    similar = f" (similar: {', '.join(known[name] for name in near)})" if near else ""
-    return f"is no known name of nvidia-smi{similar}; for another GPU, set --gpu_memory, in GB, and --tokens_per_second"
+    short_names = {" ".join(_words(name)): name.removeprefix("NVIDIA ") for name in GPUS}
+    near = [words for words in short_names if numbers & {*words.split()}]
+    near = near or get_close_matches(text.lower(), short_names)
+    similar = f" (similar: {', '.join(short_names[words] for words in near)})" if near else ""
+    flags = "--gpu_memory, in GB, and --tokens_per_second"
+    return f"is no known name of nvidia-smi{similar}; for another GPU, set {flags}"
 
 
 class Corpus(NamedTuple):
-    """Figures that depend on the data; None for missing data."""
+    """Figures that depend on the data.
+
+    Attributes:
+        vocab_size: ids of the tokenizer.
+        windows: of an epoch; None for missing data.
+        steps: of the whole run; None if they depend on missing data, or on the speed.
+        scored: tokens of an evaluation; 0 without a validation split.
+    """
 
     vocab_size: int
-    windows: int | None  # of an epoch
-    steps: int | None  # of the whole run
-    scored: int  # tokens of an evaluation; 0 without a validation split
+    windows: int | None
+    steps: int | None
+    scored: int
 
 
 def describe_corpus(config: TrainingConfig, task: Pretraining | None) -> Corpus:
@@ -197,11 +225,18 @@ def describe_corpus(config: TrainingConfig, task: Pretraining | None) -> Corpus:
     scored = config.auto_eval_tokens if tokens == "auto" else tokens
     if task is None:
         steps = None if config.train.epochs else config.train.steps
-        return Corpus(assumed_vocabulary(config), None, steps, scored or config.auto_eval_tokens)
-    known = sum(len(stream) - 1 for _, stream in task.corpus.validation.values())
-    scored = min(scored or known, known)
+        return Corpus(
+            vocab_size=assumed_vocabulary(config),
+            windows=None,
+            steps=steps,
+            scored=scored or config.auto_eval_tokens,
+        )
+    validation = sum(len(stream) - 1 for _, stream in task.corpus.validation.values())
     return Corpus(
-        task.manifest.vocab_size, task.epoch_size, task.total_steps(task.epoch_size), scored
+        vocab_size=task.manifest.vocab_size,
+        windows=task.epoch_size,
+        steps=task.total_steps(task.epoch_size),
+        scored=min(scored or validation, validation),
     )
 
 
@@ -218,26 +253,34 @@ def assumed_vocabulary(config: TrainingConfig) -> int:
 
 def free_disk(config: TrainingConfig) -> int:
     """Bytes free for a run's checkpoints, which take the place of those that it has."""
-    place = Path(config.output_dir).absolute()
-    disk = shutil.disk_usage(next(filter(Path.is_dir, (place, *place.parents))))
+    output = Path(config.output_dir).absolute()
+    disk = shutil.disk_usage(next(filter(Path.is_dir, (output, *output.parents))))
     old = Path(config.output_dir, config.run_name).glob("checkpoints/step-*/*")
     return disk.free + sum(file.stat().st_size for file in old)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The figures of a training on a machine."""
+    """The figures of a training on a machine.
+
+    Attributes:
+        setting: inputs of the memory estimate.
+        step: of the newest checkpoint.
+        checkpoint: bytes of one.
+        free: bytes of the disk.
+        refused: user errors of train_gpt2.py.
+    """
 
     config: PlanConfig
     machine: Target
-    setting: Setting  # of the memory estimate
+    setting: Setting
     flops_per_token: int
     corpus: Corpus
-    step: int  # of the newest checkpoint
+    step: int
     memory: Memory
-    checkpoint: int  # bytes
-    free: int  # bytes of the disk
-    refused: list[str]  # user errors of train_gpt2.py
+    checkpoint: int
+    free: int
+    refused: list[str]
 
     @property
     def accumulation(self) -> int:
@@ -260,7 +303,7 @@ class Plan:
         """The most windows of a micro-batch that fit a process's memory, up to the configured
         number; 0: none fits."""
         config = self.config
-        processes = min(self.machine.processes, self.config.global_batch_windows)
+        processes = min(self.machine.processes, config.global_batch_windows)
         for size in range(config.train.micro_batch_size, 0, -1):
             micro_batch = split_batch(config.global_batch_windows, processes, size)
             if estimate(replace(self.setting, micro_batch=micro_batch)).peak <= self.machine.memory:
@@ -355,8 +398,8 @@ def make_plan(config: PlanConfig) -> Plan:
     training = config.training
     # user errors of the device are those of the GPUs, which have all precisions
     if not machine.is_here:
-        own = {"device": "cpu", "mixed_precision": "no"}
-        training = training.model_copy(update={"train": training.train.model_copy(update=own)})
+        on_cpu = {"device": "cpu", "mixed_precision": "no"}
+        training = training.model_copy(update={"train": training.train.model_copy(update=on_cpu)})
     precision = config.train.mixed_precision
     with suppress(UserError):  # it is among those of training
         if precision == "fast":
@@ -394,16 +437,16 @@ def build_plan(
         setting, micro_batch=split_batch(windows, processes, config.train.micro_batch_size)
     )
     return Plan(
-        config,
-        machine,
-        setting,
-        model.flops_per_token(),
-        corpus,
-        seen.step,
-        estimate(setting),
-        checkpoint,
-        free_disk(config),
-        seen.mistakes,
+        config=config,
+        machine=machine,
+        setting=setting,
+        flops_per_token=model.flops_per_token(),
+        corpus=corpus,
+        step=seen.step,
+        memory=estimate(setting),
+        checkpoint=checkpoint,
+        free=free_disk(config),
+        refused=seen.mistakes,
     )
 
 
@@ -415,15 +458,17 @@ def format_plan(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     windows = config.global_batch_windows
     assumed = "" if plan.corpus.windows else " (assumed: the data do not exist yet)"
-    step = f"{machine.processes} x {plan.accumulation} x {setting.micro_batch} (processes x accumulation x batch)"
+    step = f"{machine.processes} x {plan.accumulation} x {setting.micro_batch}"
     margin = f" (estimate, ±{CPU_MARGIN:.0%})" if machine.kind == "cpu" else ""
-    yield f"{config.run_name} on {machine.processes} x {machine.device}, precision {setting.precision}"
-    given = [f"--{name}" for name in ("gpus", "gpu_memory") if getattr(config, name)]
-    if given and machine.is_here and machine.kind == "cpu":
-        yield f"  note         {' and '.join(given)} without --gpu: this is a plan for this machine's CPU"
+    hardware = f"{machine.processes} x {machine.device}"
+    yield f"{config.run_name} on {hardware}, precision {setting.precision}"
+    flags = [f"--{name}" for name in ("gpus", "gpu_memory") if getattr(config, name)]
+    if flags and machine.is_here and machine.kind == "cpu":
+        note = f"{' and '.join(flags)} without --gpu: this is a plan for this machine's CPU"
+        yield f"  note         {note}"
     yield f"  parameters   {setting.parameters:,}, vocabulary {plan.corpus.vocab_size:,}{assumed}"
     yield f"  training     {_training(plan)}"
-    yield f"  a step       {windows:,} windows: {step}"
+    yield f"  a step       {windows:,} windows: {step} (processes x accumulation x batch)"
     room = f"{machine.memory / 1e9:,.2f} GB per process"
     yield f"  memory       {memory.peak / 1e9:,.2f}{margin} of {room}, in {memory.moment}"
     for part, size in memory.parts.items():
@@ -431,18 +476,19 @@ def format_plan(plan: Plan) -> Iterator[str]:
     if memory.host:
         yield f"    {memory.host / 1e9:8,.2f}   on the host, for a checkpoint"
     yield f"    {'fits' if plan.fits else f'DOES NOT FIT: {_what_fits(plan)}'}"
-    kept = f"{plan.checkpoint / 1e9:,.2f} GB per checkpoint, at most {plan.checkpoints / 1e9:,.2f} GB for all kept ones"
-    yield f"  disk         {kept}; {plan.free / 1e9:,.2f} GB free: {_disk_fits(plan)}"
+    each = f"{plan.checkpoint / 1e9:,.2f} GB per checkpoint"
+    kept = f"at most {plan.checkpoints / 1e9:,.2f} GB for all kept ones"
+    yield f"  disk         {each}, {kept}; {plan.free / 1e9:,.2f} GB free: {_disk_fits(plan)}"
     if not plan.seconds:
         yield f"  time         unknown{_why_unknown(plan)}: set --tokens_per_second"
         return
-    yield f"  time         {timedelta(seconds=round(sum(plan.seconds.values())))} at {plan.speed:,.0f} tokens/s"
-    yield "    " + ", ".join(
-        f"{what} {timedelta(seconds=round(time))}" for what, time in plan.seconds.items()
-    )
-    price = (
-        f", {config.price * plan.device_hours:,.2f} in total" if config.price is not None else ""
-    )
+    total = timedelta(seconds=round(sum(plan.seconds.values())))
+    times = [f"{kind} {timedelta(seconds=round(time))}" for kind, time in plan.seconds.items()]
+    yield f"  time         {total} at {plan.speed:,.0f} tokens/s"
+    yield f"    {', '.join(times)}"
+    price = ""
+    if config.price is not None:
+        price = f", {config.price * plan.device_hours:,.2f} in total"
     yield f"  device time  {plan.device_hours:,.2f} hours{price}"
 
 
@@ -454,16 +500,17 @@ def _what_fits(plan: Plan) -> str:
         return f"--train.micro_batch_size {plan.largest} fits"
     config = plan.config
     least = estimate(replace(plan.setting, micro_batch=1)).peak
-    flags = (
-        [] if config.train.activation_checkpointing else ["--train.activation_checkpointing true"]
-    )
-    if config.launch.parallel == "ddp" and plan.machine.processes > 1:
+    is_sharded = config.launch.parallel == "fsdp"
+    flags: list[str] = []
+    if not config.train.activation_checkpointing:
+        flags.append("--train.activation_checkpointing true")
+    if not is_sharded and plan.machine.processes > 1:
         flags.append("--launch.parallel fsdp")
-    hint = (
-        f"; try {' and '.join(flags)}"
-        if flags
-        else "; use more GPUs" * (config.launch.parallel == "fsdp")
-    )
+    hint = ""
+    if flags:
+        hint = f"; try {' and '.join(flags)}"
+    elif is_sharded:
+        hint = "; use more GPUs"
     return f"a micro-batch of 1 takes {least / 1e9:,.2f} GB{hint}"
 
 
@@ -481,7 +528,8 @@ def _why_unknown(plan: Plan) -> str:
         return ""
     if plan.setting.precision == "no":
         return f" (an MFU of {MFU:.0%} is assumed in bf16 only)"
-    return f" (an MFU of {MFU:.0%} is assumed from model.n_embd {MFU_WIDTH} on; narrower models reach less)"
+    width = f"model.n_embd {MFU_WIDTH}"
+    return f" (an MFU of {MFU:.0%} is assumed from {width} on; narrower models reach less)"
 
 
 def _training(plan: Plan) -> str:
@@ -496,9 +544,8 @@ def _training(plan: Plan) -> str:
     flops = plan.flops_per_token * tokens
     epochs = f", {tokens / (windows * plan.config.model.block_size):.2f} epochs" if windows else ""
     done = f"; {plan.step:,} steps are done" if plan.step else ""
-    margin = (
-        f" (in {minutes:g} minutes, {'±10%' if plan.config.tokens_per_second else '±25%'})"
-        if minutes
-        else ""
-    )
+    margin = ""
+    if minutes:
+        error = "±10%" if plan.config.tokens_per_second else "±25%"
+        margin = f" (in {minutes:g} minutes, {error})"
     return f"{steps:,} steps{margin}, {tokens:,} tokens, {flops:.3g} FLOP{epochs}{done}"
