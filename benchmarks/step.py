@@ -116,15 +116,17 @@ def loop(done: Done, config: TrainingConfig, device: torch.device, model: nn.Mod
     how = config.train.compile
     run = compiled(model, how if how == "off" or isinstance(model, GPT) else "model")
     batch, size, stream = int(config.train.micro_batch_size), config.model.block_size, read_shard(config)[1]
+    parts = config.train.global_batch_tokens // (batch * size)
     rng, autocast = np.random.default_rng(0), config.train.mixed_precision == "bf16"
     while True:
-        rows = [stream[at : at + size + 1].astype(np.int64) for at in rng.integers(0, len(stream) - size, batch)]
-        tokens = torch.from_numpy(np.stack(rows))
-        tokens = tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            found: Any = run(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        loss: Tensor = found[1] if isinstance(found, tuple) else found
-        loss.backward()
+        for _ in range(parts):
+            rows = [stream[at : at + size + 1].astype(np.int64) for at in rng.integers(0, len(stream) - size, batch)]
+            tokens = torch.from_numpy(np.stack(rows))
+            tokens = tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                found: Any = run(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            loss: Tensor = found[1] if isinstance(found, tuple) else found
+            (loss / parts).backward()
         nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -162,7 +164,7 @@ def read_shard(config: TrainingConfig) -> tuple[int, np.ndarray]:
 
 
 def short_run(
-    config: BenchmarkConfig, folder: Path, batch: int, precision: str, how: str, changes: Mapping[str, int]
+    config: BenchmarkConfig, folder: Path, batch: int, precision: str, how: str, changes: Mapping[str, object]
 ) -> TrainingConfig:
     """The preset's training with one micro-batch per step, on the tokens in `folder/random`; its windows are shorter
     on a CPU. Raises: UserError."""
