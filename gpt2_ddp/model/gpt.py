@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, make_norm, rotation
+from gpt2_ddp.model.loss import fuses_loss, one_pass_loss
 from gpt2_ddp.model.roles import Role, roles
 
 VOCAB_MULTIPLE = 128
@@ -115,6 +116,9 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """The loss of hidden states [B, T, C], as `forward` returns it."""
         rows, goals = self.ln_f(x).flatten(0, 1), targets.flatten()
+        if fuses_loss(rows, reduction):
+            loss = one_pass_loss(rows, (self.lm_head or self.wte).weight, goals, self.vocab_size, self.soft_cap)
+            return loss / (goals >= 0).sum() if reduction == "mean" else loss
         score = lambda rows, goals, kind: F.cross_entropy(self._logits(rows), goals, reduction=kind)  # noqa: E731
         if (chunk := loss_chunk(rows)) and len(rows) > chunk:  # the backward pass computes each chunk's logits again
             parts = zip(rows.split(chunk), goals.split(chunk), strict=True)
