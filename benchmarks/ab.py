@@ -178,7 +178,8 @@ def take_card(lock: int, device: torch.device, is_compiled: bool) -> None:
     """Makes this process the only one that computes. A compiled step first compiles, beside others: its memory, and the
     choice of kernels, which are timed, are needed after that. A process that ends frees the card."""
     if not is_compiled:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if device.type == "cuda":
+            fcntl.flock(lock, fcntl.LOCK_EX)
         return
     from torch._dynamo.callback import callback_handler
 
@@ -347,16 +348,15 @@ def table_rows(found: dict[str, Any]) -> Iterator[list[str]]:
 
 def trace_variants(config: ABConfig, workers: dict[str, Worker], found: dict[str, Any], output: Path) -> None:
     """Writes trace_NAME.txt of each variant to trace: its kernels, the longest first."""
-    for asked in config.trace:
-        name = best(found) if asked == "best" else asked
-        if name not in workers or (output / f"trace_{name}.txt").exists():
+    for name in dict.fromkeys(best(found) if asked == "best" else asked for asked in config.trace):
+        if name not in workers:
             continue
         answer = ask(workers, name, (TRACED_STEPS, True), TURN_SECONDS, found["variants"])
         if answer:
             total = sum(ms for _, ms, _ in answer["kernels"])
             lines = [f"{name}: {total:.2f} ms of kernels a step of {workers[name].tokens} tokens"]
             lines += [f"{ms:9.3f} ms {calls:7.1f} x  {kernel[:160]}" for kernel, ms, calls in answer["kernels"]]
-            (output / f"trace_{name}.txt").write_text("\n".join(lines[: TRACE_ROWS + 1]) + "\n")
+            (output / f"trace_{name.replace('+', '_')}.txt").write_text("\n".join(lines[: TRACE_ROWS + 1]) + "\n")
 
 
 def best(found: dict[str, Any]) -> str:

@@ -37,15 +37,14 @@ if [ "$DEVICE" = cuda ]; then
     nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active --format=csv \
         -lms 500 > "$OUT/card.csv" &
     card=$!
-    tiny=() tiny_run=() tiny_gate=()
+    tiny=() model=(--train.compile model)
     corpus=${CORPUS:-$($PYTHON -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))')/**/*.py}
 else
     card=
     printf 'train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n' > "$WORK/tiny.yaml"
     tiny=(--preset "$WORK/tiny.yaml" --block_size 32 --windows 2 --turn 2 --rounds 2 --precision no --compile off)
-    tiny_gate=(--model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.compile off
+    model=(--train.compile off --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32
         --train.mixed_precision no)
-    tiny_run=("${tiny_gate[@]}" --train.global_batch_tokens 64 --train.micro_batch_size 2 --eval.tokens 512)
     corpus=${CORPUS:-$PWD/gpt2_ddp/**/*.py}
 fi
 trap '[ -z "$card" ] || kill "$card"' EXIT
@@ -53,16 +52,21 @@ trap '[ -z "$card" ] || kill "$card"' EXIT
 ab() { # seconds, then variants and flags
     seconds=$1
     shift
-    $PYTHON -m benchmarks.ab "$@" --device "$DEVICE" --seconds "$seconds" --output "$WORK/ab" "${nanogpt[@]}" "${tiny[@]}"
-    cp "$WORK"/ab/* "$OUT/"
+    $PYTHON -m benchmarks.ab "$@" --device "$DEVICE" --seconds "$seconds" --output "$WORK/ab$CALL" "${nanogpt[@]}" "${tiny[@]}"
+    cp "$WORK/ab$CALL"/* "$OUT/"
 }
 
 train() { # variants, then flags; as the last command of a subshell, its process is that of the training
     name=$1
     shift
     exec $PYTHON -m benchmarks.variants "$name" scripts/train_gpt2.py --config configs/gpt2_124m.yaml --output_dir "$WORK/runs" \
-        --data.path "$WORK/python" --data.prepare null --train.device "$DEVICE" --train.compile model --eval.every 1000 \
-        "$@"
+        --data.path "$WORK/python" --data.prepare null --train.device "$DEVICE" --eval.every 1000 \
+        "${model[@]}" "$@"
+}
+
+sizes() { # tokens of a step, windows of a micro-batch, tokens of an evaluation
+    [ "$DEVICE" = cuda ] || set -- 64 2 512
+    echo "--train.global_batch_tokens $1 --train.micro_batch_size $2 --eval.tokens $3"
 }
 
 verdict() { # near or equal, and two runs
@@ -88,18 +92,14 @@ second_call() {
     together=$([ "$WINNERS" = A ] || echo "$WINNERS w64+$WINNERS w64+x8+$WINNERS muon+$WINNERS w64+x8+muon+$WINNERS")
     read -ra variants <<< "${VARIANTS:-A w64 w64+x8 $together w64+x8+bare ${all[*]}}"
     ab "${SECONDS_AB:-130}" "${variants[@]}" --trace best
+    rm "$OUT/ab.md" # the log has it, and there are eight files at most
     wait "$prepared"
     tail -5 "$WORK/prepare.log"
     du -sh "$WORK/python"
 
     say "the gate: 60 steps as before and with $WINNERS; a deterministic run, and one that is resumed"
-    near=(--train.steps 60 --tracking.log_every 1 --optim.warmup_steps 20 --eval.tokens 32768 --train.global_batch_tokens
-        32768 --train.micro_batch_size 32)
-    exact=(--train.deterministic --tracking.log_every 1 --optim.warmup_steps 4 --optim.decay_steps 12 --eval.tokens 32768
-        --train.global_batch_tokens 8192 --train.micro_batch_size 8)
-    if [ "$DEVICE" = cpu ]; then
-        near+=("${tiny_run[@]}") exact+=("${tiny_run[@]}")
-    fi
+    read -ra near <<< "--train.steps 60 --tracking.log_every 1 --optim.warmup_steps 20 $(sizes 32768 32 32768)"
+    read -ra exact <<< "--train.deterministic --tracking.log_every 1 --optim.warmup_steps 4 --optim.decay_steps 12 $(sizes 8192 8 32768)"
     (train A "${near[@]}" --run_name plain) > "$WORK/plain.log" 2>&1 &
     runs=($!)
     (train "$WINNERS" "${near[@]}" --run_name winners) > "$WORK/winners.log" 2>&1 &
@@ -119,9 +119,7 @@ second_call() {
 real_run() { # seconds
     say "a real run of $1 s, which is stopped in the middle and resumed"
     minutes=$($PYTHON -c "print($1 / 60)")
-    real=(--run_name real --train.steps null --train.minutes "$minutes" --train.global_batch_tokens 131072
-        --train.micro_batch_size 64 --optim.warmup_steps 40 --eval.tokens 524288 --tracking.log_every 5)
-    [ "$DEVICE" = cuda ] || real+=("${tiny_run[@]}")
+    read -ra real <<< "--run_name real --train.steps null --train.minutes $minutes --optim.warmup_steps 40 --tracking.log_every 5 $(sizes 131072 64 524288)"
     (train "$WINNERS" "${real[@]}") &
     training=$!
     for _ in $(seq 300); do # until a third of the time is over, after the first rows

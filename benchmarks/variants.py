@@ -15,7 +15,7 @@ from gpt2_ddp.errors import UserError
 PLAIN = "A"
 """The name of a step as it is."""
 PATCHES: dict[str, Mapping[str, object]] = {
-    "loss": {"gpt2_ddp.model.gpt:FUSES_LOSS": True},
+    "loss": {"gpt2_ddp.model.loss:FUSED_ON": ("cuda", "cpu")},
     "gelu": {"gpt2_ddp.model.architecture:FAST_GELU": True},
     "autotune": {"torch._inductor.config:max_autotune_pointwise": True},
     "together": {"gpt2_ddp.model.muon:TOGETHER_ON_GPUS": 2**26},
