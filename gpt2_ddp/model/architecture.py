@@ -19,8 +19,17 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, fp32 [T, 1, Q / 2] or [B, T, 1, Q / 2]."""
 
 
-gelu = partial(F.gelu, approximate="tanh")
-"""GELU, tanh approximation (Hendrycks and Gimpel, 2016): [..., I] -> [..., I]."""
+SIGMOID_GELU_ON: tuple[str, ...] = ()
+"""Types of devices on which compiled code computes GELU by a sigmoid: the tanh of GPUs' library takes longer."""
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU, tanh approximation (Hendrycks and Gimpel, 2016): [..., I] -> [..., I]. x·(1 + tanh u)/2 is x·σ(2u)."""
+    if torch.compiler.is_compiling() and x.device.type in SIGMOID_GELU_ON:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # within a kernel only
+        twice = math.sqrt(8 / math.pi) * wide * (1 + 0.044715 * wide * wide)  # 2u
+        return (wide * torch.sigmoid(twice)).to(x.dtype)
+    return F.gelu(x, approximate="tanh")
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ from torch import nn
 
 from gpt2_ddp.errors import UserError
 
+AUTOTUNES_POINTWISE = False
+"""Whether inductor measures several shapes of blocks for each kernel that is no matrix product, while it compiles."""
+
 
 def check_compiler(how: str, device: torch.device) -> None:
     """Raises: UserError if `train.compile` requires a compiler that is missing."""
@@ -55,6 +58,8 @@ def compiled(model: Any, how: str) -> nn.Module:
         # that launcher keeps Python's lock while the GPU's queue is full, as in a collective that hangs: all threads
         # of the watchdog would stop
         inductor.use_static_cuda_launcher = False
+        # a measurement may choose another order of sums in a resumed run
+        inductor.max_autotune_pointwise = AUTOTUNES_POINTWISE and not torch.are_deterministic_algorithms_enabled()
     if how == "blocks":
         torch._dynamo.config.optimize_ddp = False  # it would cut each block by DDP's buckets, as if it were the model
         model.compile_blocks()
