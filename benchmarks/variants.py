@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 
 from gpt2_ddp.errors import UserError
@@ -16,10 +16,10 @@ PLAIN = "A"
 """The name of a step as it is."""
 PATCHES: dict[str, Mapping[str, object]] = {
     "loss": {"gpt2_ddp.model.loss:FUSED_ON": ("cuda", "cpu")},
-    "gelu": {"gpt2_ddp.model.architecture:FAST_GELU": True},
-    "autotune": {"torch._inductor.config:max_autotune_pointwise": True},
+    "gelu": {"gpt2_ddp.model.architecture:SIGMOID_GELU_ON": ("cuda", "cpu")},
+    "autotune": {"gpt2_ddp.model.compiled:AUTOTUNES_POINTWISE": True},
     "together": {"gpt2_ddp.model.muon:TOGETHER_ON_GPUS": 2**26},
-    "documents": {"gpt2_ddp.model.gpt:MASKS_BLOCKS": True},
+    "foreach": {"gpt2_ddp.model.muon:FOREACH_ON": ("cuda", "cpu")},
 }
 """Attributes of modules, and the values that switch a variant on."""
 SETTINGS: dict[str, Mapping[str, object]] = {
@@ -51,19 +51,15 @@ def baseline_of(name: str) -> str:
 @contextmanager
 def patched(name: str) -> Iterator[None]:
     """Sets the attributes of a variant. Raises: UserError for one that this code does not have."""
-    found = []
-    for part in split_name(name):
-        for where, value in PATCHES.get(part, {}).items():
-            module, attribute = import_module(where.partition(":")[0]), where.partition(":")[2]
-            if not hasattr(module, attribute):
-                raise UserError("variant", part, f"this code has no {where}")
-            found.append((module, attribute, getattr(module, attribute)))
-            setattr(module, attribute, value)
-    try:
+    with ExitStack() as restoring:
+        for part in split_name(name):
+            for where, value in PATCHES.get(part, {}).items():
+                module, attribute = import_module(where.partition(":")[0]), where.partition(":")[2]
+                if not hasattr(module, attribute):
+                    raise UserError("variant", part, f"this code has no {where}")
+                restoring.callback(setattr, module, attribute, getattr(module, attribute))
+                setattr(module, attribute, value)
         yield
-    finally:
-        for module, attribute, before in reversed(found):
-            setattr(module, attribute, before)
 
 
 def run_script(name: str, script: str, arguments: list[str]) -> None:
