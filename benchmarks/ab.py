@@ -93,12 +93,12 @@ def compare_variants(config: ABConfig) -> dict[str, Any]:
     """The command: measures all variants, writes ab.json and ab.md after each round, and prints the table. Raises:
     UserError."""
     begun, output = time.monotonic(), make_output_folder(config.output)
-    found: dict[str, Any] = {**environment_info(), "settings": config.model_dump(mode="json"), "rounds": 0}
     names = list(dict.fromkeys([PLAIN, *config.variants]))
     with TemporaryDirectory(prefix="ab-") as name, card_log() as log:
         folder = Path(name)
         random_tokens(folder / "random")
         workers = start_workers(config, names, folder)
+        found: dict[str, Any] = {**environment_info(), "settings": config.model_dump(mode="json"), "rounds": 0}
         found["variants"] = {name: {"state": "compiles", "turns": []} for name in names}
         try:
             wait_until_ready(workers, found["variants"], begun, config.seconds)
@@ -117,7 +117,7 @@ def compare_variants(config: ABConfig) -> dict[str, Any]:
 def start_workers(config: ABConfig, names: list[str], folder: Path) -> dict[str, Worker]:
     """A process for each variant. Raises: UserError for an unknown variant."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes inherit both
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, (os.cpu_count() or 2) // len(names))))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
     context, workers = multiprocessing.get_context("spawn"), {}
     trainings = {name: training_of(config, name, folder) for name in names}
     for name, training in trainings.items():
@@ -304,7 +304,9 @@ def write_results(found: dict[str, Any], output: Path) -> None:
     write_json(output / "ab.json", found)
     spreads = own_spread(found)
     lines = [markdown_table(HEADER, [*table_rows(found)]), ""]
-    lines += [f"A against itself: {median(spreads):.2%} apart on the median, {max(spreads):.2%} at most"] * bool(spreads)
+    lines += [f"A against itself: {median(spreads):.2%} apart on the median, {max(spreads):.2%} at most"] * bool(
+        spreads
+    )
     lines += [f"{name}: {one['state']}" for name, one in found["variants"].items() if not one["turns"]]
     (output / "ab.md").write_text("\n".join(lines) + "\n")
 

@@ -1,9 +1,10 @@
-"""What a GPU can do at most: a copy, and matrix products, also those of GPT-2 (124M). `python -m benchmarks.ceilings`."""
+"""What a GPU can do at most, `python -m benchmarks.ceilings`: a copy, and products, also those of GPT-2 (124M)."""
 
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -24,7 +25,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
         work()
         mark.record()
     torch.cuda.synchronize()
-    return median(first.elapsed_time(second) for first, second in zip(marks, marks[1:], strict=False))
+    return median(first.elapsed_time(second) for first, second in pairwise(marks))
 
 
 def random(*shape: int) -> Tensor:
@@ -35,7 +36,9 @@ def random(*shape: int) -> Tensor:
 def main(rows: int) -> None:
     """Prints the figures; `rows`: tokens of a micro-batch."""
     source, target = (torch.randn(2**30, device="cuda") for _ in range(2))
-    print(f"copy: {2 * source.nbytes / milliseconds(partial(target.copy_, source), 10) / 1e9:.2f} TB/s, read and written")
+    print(
+        f"copy: {2 * source.nbytes / milliseconds(partial(target.copy_, source), 10) / 1e9:.2f} TB/s, read and written"
+    )
     del source, target
     one, other, size = random(8192, 8192), random(8192, 8192), 2 * 8192**3
     print(f"8192 x 8192 x 8192: {size / milliseconds(partial(torch.mm, one, other), 10) / 1e9:.0f} TFLOP/s in a burst")

@@ -1,4 +1,4 @@
-"""Whether a run computes what another one does: `python -m benchmarks.gate near PLAIN OTHER`, or `equal STRAIGHT RESUMED`.
+"""Whether a run computes what another does: `python -m benchmarks.gate near PLAIN OTHER`, or `equal STRAIGHT RESUMED`.
 
 near: 60 losses within 0.3 %, norms of gradients within 1 %. equal: all losses and weights bitwise.
 """

@@ -113,7 +113,12 @@ def test_a_variant_that_fails_is_left_out_and_the_others_go_on():
 
 def test_the_log_of_the_card_gives_medians_of_the_lines_between():
     log = CardLog()
-    log.lines = [(1.0, "1000, 500.5, 40, 0x1"), (2.0, "1200, 600, 50, 0x4"), (3.0, "[N/A], 1, 1, 0x0"), (9.0, "1, 1, 1, 0x0")]
+    log.lines = [
+        (1.0, "1000, 500.5, 40, 0x1"),
+        (2.0, "1200, 600, 50, 0x4"),
+        (3.0, "[N/A], 1, 1, 0x0"),
+        (9.0, "1, 1, 1, 0x0"),
+    ]
     assert log.between(0, 4) == {"mhz": 1100.0, "watts": 550.25, "celsius": 45.0, "reasons": ["0x1", "0x4"]}
     assert log.between(4, 5) == {}
 
@@ -123,7 +128,11 @@ def test_the_gate_compares_losses_norms_and_weights(tmp_path):
         folder = tmp_path / name
         (folder / "checkpoints/step-00000002").mkdir(parents=True)
         (folder / "checkpoints/step-00000002/model.safetensors").write_text(name)
-        rows = [{"event": "start"}, {"step": 1, "loss": 3.0, "grad_norm": 1.0}, {"step": 2, "loss": loss, "grad_norm": 1.0}]
+        rows = [
+            {"event": "start"},
+            {"step": 1, "loss": 3.0, "grad_norm": 1.0},
+            {"step": 2, "loss": loss, "grad_norm": 1.0},
+        ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     verdicts = [gate.near(tmp_path / "one", tmp_path / name)["passed"] for name in ("one", "near", "far")]
     assert verdicts == [True, True, False]
@@ -135,7 +144,9 @@ def test_a_tiny_comparison_writes_table_results_and_traces(tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY_PRESET)
     short = {"preset": str(tmp_path / "tiny.yaml"), "block_size": 32, "windows": 2, "precision": "no", "compile": "off"}
     names = ("A", "x8", "muon", "w64+bare")
-    config = ABConfig(device="cpu", variants=names, rounds=2, turn=2, trace=("A",), output=str(tmp_path / "out"), **short)
+    config = ABConfig(
+        device="cpu", variants=names, rounds=2, turn=2, trace=("A",), output=str(tmp_path / "out"), **short
+    )
     found = ab.compare_variants(config)
     turns = {name: len(one["turns"]) for name, one in found["variants"].items()}
     assert turns == {"A": 4, "x8": 2, "muon": 2, "w64+bare": 2}
