@@ -6,13 +6,16 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head query heads, K = n_kv_head
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2_ddp.config.training import ModelConfig
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Norm = Callable[[int], nn.Module]
 Rotation = tuple[Tensor, Tensor]
@@ -101,12 +104,12 @@ ARCHITECTURES["speedrun"] = ARCHITECTURES["nanochat"]._replace(pairs=32_768, val
 
 
 class Context(NamedTuple):
-    """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal), cache, and value
-    embeddings [B, T, K·Q] of each layer. The cache has keys and values of the S tokens so far, [L, 2, B, K, S, Q]; the
-    layers write those of the last T."""
+    """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal; bool
+    [B, 1, T, T], or its blocks), cache, and value embeddings [B, T, K·Q] of each layer. The cache has keys and values
+    of the S tokens so far, [L, 2, B, K, S, Q]; the layers write those of the last T."""
 
     rotation: Rotation | None = None
-    mask: Tensor | None = None
+    mask: "Tensor | BlockMask | None" = None
     cache: Tensor | None = None
     values: Sequence[Tensor] = ()
 
@@ -175,6 +178,11 @@ class Attention(nn.Module):
         is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T in SHORT and torch.is_grad_enabled()
         if mask is None and not dropout and is_short:
             y = causal_attention(q, k, v)
+        elif mask is not None and not isinstance(mask, Tensor):
+            from torch.nn.attention.flex_attention import flex_attention  # imports Dynamo
+
+            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.shares_keys)
+            assert isinstance(y, Tensor)
         else:
             y = F.scaled_dot_product_attention(
                 q,

@@ -99,7 +99,7 @@ def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers
     if is_foreach:
         for gradient, buffer in zip(gradients, buffers, strict=True):
             torch.where(bad, buffer, gradient, out=gradient)
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])  # pyright: ignore
     else:
         for gradient, buffer in zip(gradients, buffers, strict=True):
             buffer.lerp_(torch.where(bad, buffer, gradient), 1 - group["momentum"])  # lerp to itself keeps it
@@ -107,7 +107,8 @@ def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers
     updates = orthogonal_updates(parameters, direction, group["dtype"], group["sent_dtype"])
     decay = group["lr"] * group["weight_decay"]
     if is_foreach:
-        torch._foreach_mul_([local(parameter) for parameter in parameters], torch.where(bad, 1.0, 1 - decay))
+        kept = torch.where(bad, 1.0, 1 - decay)
+        torch._foreach_mul_([local(parameter) for parameter in parameters], kept)  # pyright: ignore
     for parameter, update in zip(parameters, updates, strict=True):
         held = local(parameter)
         rate = group["lr"] * math.sqrt(max(1, parameter.size(-2) / parameter.size(-1)))
