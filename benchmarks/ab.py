@@ -122,7 +122,7 @@ def start_workers(config: ABConfig, names: list[str], folder: Path) -> dict[str,
     trainings = {name: training_of(config, name, folder) for name in names}
     for name, training in trainings.items():
         here, there = context.Pipe()
-        process = context.Process(target=work, args=(there, config, name, training, str(folder / "card")), daemon=True)
+        process = context.Process(target=work, args=(there, config, name, training, str(folder / "card")))
         process.start()
         there.close()
         tokens = training.train.global_batch_tokens
@@ -148,6 +148,7 @@ def training_of(config: ABConfig, name: str, folder: Path) -> TrainingConfig:
 def work(connection: Connection, config: ABConfig, name: str, training: TrainingConfig, card: str) -> None:
     """A variant's process: takes steps whenever it is told to."""
     end_with_parent(signal.SIGKILL)
+    TrainingConfig.rollbacks = 0  # else all variants would save a checkpoint at the same time, before their first step
     device = pick_device(config.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as `step` does

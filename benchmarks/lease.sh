@@ -79,8 +79,8 @@ first_call() {
     fi
     say "variants in turns"
     default="A w64+x8 loss gelu loss+gelu+autotune ${variant_nanogpt[*]} bare loss+gelu w64 autotune muon muon+together+foreach"
-    read -ra variants <<< "${VARIANTS:-$default mask}"
-    ab "${SECONDS_AB:-270}" "${variants[@]}" --trace A best
+    read -ra variants <<< "${VARIANTS:-$default mask mask+documents}"
+    ab "${SECONDS_AB:-250}" "${variants[@]}" --trace A best
     say "the compiler's code"
     find "$WORK/inductor" -name '*.py' -size +60k -print0 2>/dev/null | tar czf "$OUT/code.tgz" --null -T - 2>/dev/null
     [ "$(stat -c %s "$OUT/code.tgz")" -lt 16000000 ] || rm "$OUT/code.tgz"
@@ -91,7 +91,7 @@ second_call() {
     prepared=$!
     together=$([ "$WINNERS" = A ] || echo "$WINNERS w64+$WINNERS w64+x8+$WINNERS muon+$WINNERS w64+x8+muon+$WINNERS")
     read -ra variants <<< "${VARIANTS:-A w64 w64+x8 $together w64+x8+bare ${all[*]}}"
-    ab "${SECONDS_AB:-130}" "${variants[@]}" --trace best
+    ab "${SECONDS_AB:-110}" "${variants[@]}" --trace best
     rm "$OUT/ab.md" # the log has it, and there are eight files at most
     wait "$prepared"
     tail -5 "$WORK/prepare.log"
@@ -113,7 +113,7 @@ second_call() {
     verdict near plain winners
     verdict equal straight resumed
 
-    real_run "${SECONDS_REAL:-100}"
+    real_run "${SECONDS_REAL:-80}"
 }
 
 real_run() { # seconds
