@@ -1,8 +1,8 @@
 """What to run first on a GPU, in the order of its worth (`make gpu`, docs/benchmarks.md). With GPU_DEVICE=cpu, tiny.
 
 A part is one or more commands with a time limit, and belongs to a tier. A part that passed on this commit is not run
-again; the earlier call may have been on another machine, whose gpu.json was brought to GPU_OUTPUT. The table at the end has
-all parts of all calls, and what their runs found.
+again; the earlier call may have been on another machine, whose gpu.json was brought to GPU_OUTPUT. The table at the end
+has all parts of all calls, and what their runs found.
 
     GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 GPU_TIERS="smoke real" .venv/bin/pytest -m gpu tests/test_gpu.py
 """
