@@ -1,10 +1,13 @@
 """The loss and its gradient in one pass over the logits: as the plain loss's, plain and compiled, and nothing large is
 kept for the backward pass."""
 
+from functools import partial
+
 import pytest
 import torch
 from close import assert_close, float64
 from models import random_tokens
+from ranks import in_turn, run_ranks
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model import gpt as gpt_module
@@ -127,3 +130,35 @@ def test_where_it_is_used(monkeypatch, case):
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None), torch.set_grad_enabled(trains):
             run(*batch(), reduction=reduction)
         assert len(used) == (devices == ("cpu",) and case in ("compiled bf16 training", "a mean")), devices
+
+
+def rows_of_a_training(config, devices):
+    """Trains with compiled blocks; the losses and gradient norms of its rows, on the main process."""
+    from accelerate import Accelerator
+
+    from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training.loop import train
+
+    loss_module.FUSED_ON = devices
+    torch._dynamo.reset()
+    Accelerator.end_training = lambda self: None  # which would disconnect ranks that train again
+    if not isinstance(torch.compile, partial):
+        torch.compile = partial(torch.compile, backend="aot_eager")
+    calls, rows = [], []
+    gpt_module.one_pass_loss = lambda *args: calls.append(1) or one_pass_loss(*args)
+    train(config, Pretraining, lambda row: rows.append([row[name] for name in ("loss", "grad_norm") if name in row]))
+    assert bool(calls) == bool(devices)
+    return [row for row in rows if len(row) == 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "how"), [(1, "model"), (2, "blocks")])
+def test_trainings_on_several_ranks_are_as_with_the_plain_loss(tiny_config, world, how):
+    """DDP all-reduces the gradients in the last of several micro-batches."""
+    changes = {"train.compile": how, "train.mixed_precision": "bf16", "train.micro_batch_size": 1, "train.steps": 3}
+    changes |= {"tracking.log_every": 1, "model.n_layer": 1}
+    runs = [tiny_config(changes | {"run_name": name}) for name in ("plain", "fused")]
+    found = run_ranks(in_turn, world, (rows_of_a_training, runs[0], ()), (rows_of_a_training, runs[1], ("cpu",)))
+    plain, fused = found[0]
+    assert len(plain) == 3, found
+    assert_close(fused, plain, 1e-3)
