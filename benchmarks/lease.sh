@@ -100,8 +100,13 @@ second_call() {
     say "the gate: 60 steps as before and with $WINNERS; a deterministic run, and one that is resumed"
     read -ra near <<< "--train.steps 60 --tracking.log_every 1 --optim.warmup_steps 20 $(sizes 32768 32 32768)"
     read -ra exact <<< "--train.deterministic --tracking.log_every 1 --optim.warmup_steps 4 --optim.decay_steps 12 $(sizes 8192 8 32768)"
+    runs=()
+    if [ "$DEVICE" = cuda ]; then
+        (exec timeout 100 $PYTHON -m pytest -m gpu -sq -p no:cacheprovider tests/test_gpu_switches.py) > "$WORK/switches.log" 2>&1 &
+        runs=($!)
+    fi
     (train A "${near[@]}" --run_name plain) > "$WORK/plain.log" 2>&1 &
-    runs=($!)
+    runs+=($!)
     (train "$WINNERS" "${near[@]}" --run_name winners) > "$WORK/winners.log" 2>&1 &
     runs+=($!)
     (train "$WINNERS" "${exact[@]}" --train.steps 12 --run_name straight) > "$WORK/straight.log" 2>&1 &
@@ -110,6 +115,7 @@ second_call() {
     (train "$WINNERS" "${exact[@]}" --train.steps 12 --run_name resumed) >> "$WORK/resumed.log" 2>&1
     wait "${runs[@]}"
     tail -n 3 "$WORK"/{plain,winners,straight,resumed}.log
+    [ "$DEVICE" = cpu ] || tail -n 20 "$WORK/switches.log"
     verdict near plain winners
     verdict equal straight resumed
 

@@ -20,7 +20,7 @@ PATCHES: dict[str, Mapping[str, object]] = {
     "autotune": {"gpt2_ddp.model.compiled:AUTOTUNES_POINTWISE": True},
     "together": {"gpt2_ddp.model.muon:TOGETHER_ON_GPUS": 2**26},
     "foreach": {"gpt2_ddp.model.muon:FOREACH_ON": ("cuda", "cpu")},
-    "documents": {"gpt2_ddp.model.gpt:BLOCK_MASKS_ON": ("cuda", "cpu")},
+    "documents": {"gpt2_ddp.model.gpt:BLOCK_MASKS_ON": ("cuda",)},
 }
 """Attributes of modules, and the values that switch a variant on."""
 SETTINGS: dict[str, Mapping[str, object]] = {
