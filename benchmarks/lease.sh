@@ -78,7 +78,7 @@ first_call() {
         $PYTHON -m benchmarks.ceilings
     fi
     say "variants in turns"
-    default="A w64+x8 loss gelu loss+gelu+autotune ${variant_nanogpt[*]} bare loss+gelu w64 autotune muon muon+together+foreach"
+    default="A w64+x8 loss gelu loss+gelu+autotune ${variant_nanogpt[*]} bare loss+gelu w64 autotune muon muon+apart"
     read -ra variants <<< "${VARIANTS:-$default mask mask+documents}"
     ab "${SECONDS_AB:-250}" "${variants[@]}" --trace A best
     say "the compiler's code"

@@ -18,8 +18,10 @@ PATCHES: dict[str, Mapping[str, object]] = {
     "loss": {"gpt2_ddp.model.loss:FUSED_ON": ("cuda", "cpu")},
     "gelu": {"gpt2_ddp.model.architecture:SIGMOID_GELU_ON": ("cuda", "cpu")},
     "autotune": {"gpt2_ddp.model.compiled:AUTOTUNES_POINTWISE": True},
-    "together": {"gpt2_ddp.model.optim:TOGETHER_ON_GPUS": 2**26},
-    "foreach": {"gpt2_ddp.model.optim:FOREACH_ON": ("cuda", "cpu")},
+    "apart": {
+        "gpt2_ddp.model.optim:TOGETHER_ON_GPUS": 2**22,
+        "gpt2_ddp.model.optim:FOREACH_ON": (),
+    },
     "documents": {"gpt2_ddp.model.gpt:BLOCK_MASKS_ON": ("cuda",)},
 }
 """Attributes of modules, and the values that switch a variant on."""
