@@ -132,7 +132,7 @@ def test_trained_and_evaluated(short_documents, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHAPES)
 def test_a_mask_of_blocks_is_the_dense_one(kind, monkeypatch):
     """Losses and gradients by FlexAttention's plain form: torch has no backward pass of its kernels
     on CPUs."""

@@ -32,15 +32,11 @@ def export_hf(config: ExportConfig) -> int:
     possible before the weights are read."""
     for name in ("transformers", "gguf") if config.gguf else ("transformers",):
         if importlib.util.find_spec(name) is None:
-            raise UserError(
-                "package",
-                name,
-                f"is not installed, but the export needs it; run `pip install {name}`",
-            )
+            hint = f"is not installed, but the export needs it; run `pip install {name}`"
+            raise UserError("package", name, hint)
     checkpoint = find_checkpoint(Path(config.checkpoint), kind="gpt2")
-    output = Path(
-        config.output or f"exports/{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}"
-    )
+    name = f"{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}"
+    output = Path(config.output or f"exports/{name}")
     try:
         findings = export(checkpoint, output, config.gguf, config.trust_run_code)
     except ExportMismatch as rejected:
@@ -56,15 +52,21 @@ def export(
     checkpoint: Checkpoint, output: Path, gguf: bool = False, trust_code: bool = False
 ) -> str:
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same
-    results; returns what is equal. `gguf`: with a file for llama.cpp. `trust_code`: as for
-    `load_model`. Raises: UserError for another architecture, an `output` in use, a deleted
-    checkpoint, or a failed write. Raises: ExportMismatch for other results."""
+    results; returns what is equal.
+
+    Args:
+        gguf: adds a file for llama.cpp.
+        trust_code: as for `load_model`.
+
+    Raises: UserError for another architecture, an `output` in use, a deleted checkpoint, or a
+        failed write. ExportMismatch for other results.
+    """
     settings = read_settings(checkpoint)
     task = own_task(checkpoint, trust_code)
     convert = getattr(task, "to_transformers", None)
     if task and not convert and type(task).make_model is not Pretraining.make_model:
-        hint = "makes a model of its own; write a method to_transformers(model), which returns a GPT with its logits"
-        raise UserError("task", settings.task, hint)
+        method = "a method to_transformers(model), which returns a GPT with its logits"
+        raise UserError("task", settings.task, f"makes a model of its own; write {method}")
     architecture = settings.model.architecture
     exportable = LLAMA_CPP if gguf else LAYOUTS
     if architecture not in exportable:
@@ -72,33 +74,29 @@ def export(
         raise UserError("model.architecture", architecture, hint)
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
-            own, tokenizer = load_model(checkpoint, trust_code)
-            model = convert(own) if convert else own
+            trained, tokenizer = load_model(checkpoint, trust_code)
+            model = convert(trained) if convert else trained
             shutil.copyfile(checkpoint.path / CONFIG, folder / "training.yaml")
-            definition = checkpoint.path / checkpoint.state.record["tokenizer"]
-            definition = definition.read_bytes() if definition.is_file() else None
+            tokenizer_file = checkpoint.path / checkpoint.state.record["tokenizer"]
+            definition = tokenizer_file.read_bytes() if tokenizer_file.is_file() else None
         write_tokenizer(tokenizer, definition, model.config.block_size, folder)
         write_model(model, tokenizer, folder)
-        findings = check_export(folder, model, tokenizer, own)
+        findings = check_export(folder, model, tokenizer, trained)
         if gguf:
             write_gguf(model, tokenizer, folder / GGUF)
         feed = checkpoint.state.feed
         scores = checkpoint.state.progress.scores
         rows = [f"| {name} | {score:,} |" for name, score in scores.items() if score is not None]
-        card = (
-            Path(__file__)
-            .with_name("card.md")
-            .read_text(encoding="utf-8")
-            .format(
-                name=settings.run_name,
-                their_class=LAYOUTS[architecture].class_name,
-                config=model.config,
-                tokenizer=tokenizer,
-                tokens=feed.consumed * settings.model.block_size,
-                checkpoint=checkpoint,
-                rows="\n".join(rows),
-                findings=findings,
-            )
+        template = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+        card = template.format(
+            name=settings.run_name,
+            their_class=LAYOUTS[architecture].class_name,
+            config=model.config,
+            tokenizer=tokenizer,
+            tokens=feed.consumed * settings.model.block_size,
+            checkpoint=checkpoint,
+            rows="\n".join(rows),
+            findings=findings,
         )
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
     return findings
@@ -107,17 +105,13 @@ def export(
 @contextmanager
 def atomic_directory(output: Path) -> Iterator[Path]:
     """Yields a hidden folder to fill. At the end it becomes `output`; after an exception it is
-    removed.
-    Raises: UserError if `output` is not an empty folder, another process writes it, or writing
-    fails."""
+    removed. Raises: UserError if `output` is not an empty folder, another process writes it, or
+    writing fails."""
     with locked_output(output) as aside:
-        empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
-        if os.path.lexists(output) and not empty:
-            raise UserError(
-                "output",
-                output,
-                "exists, and nothing is overwritten; remove it or name another folder",
-            )
+        is_empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
+        if os.path.lexists(output) and not is_empty:
+            hint = "exists, and nothing is overwritten; remove it or name another folder"
+            raise UserError("output", output, hint)
         with writing(output):
             yield aside
         publish(aside, output)

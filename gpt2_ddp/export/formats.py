@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from gpt2_ddp.checkpoint.format import as_safetensors
 from gpt2_ddp.config.training import ModelConfig
@@ -44,8 +46,11 @@ def write_tokenizer(
     tokenizer: Tokenizer, definition: bytes | None, context: int, folder: Path
 ) -> None:
     """Writes tokenizer.json, which the library `tokenizers` runs, and tokenizer_config.json.
-    `definition`: its own tokenizer.json; None makes one from tiktoken's tables. `context`: tokens
-    that the model sees."""
+
+    Args:
+        definition: the tokenizer's tokenizer.json; None makes one from tiktoken's tables.
+        context: tokens that the model sees.
+    """
     (folder / TOKENIZER_FILE).write_bytes(
         definition or json.dumps(tokenizer_json(tokenizer)).encode()
     )
@@ -67,9 +72,6 @@ def write_tokenizer(
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """The definition of a byte-level BPE for HuggingFace `tokenizers`, with the ids that tiktoken
     gives."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
     ranks = tokenizer.tokens
     pattern = tokenizer.pattern
     bpe: Any = tokenizers.Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
@@ -86,7 +88,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     definition["model"] |= {
         "vocab": {_characters(token): ranks[token] for token in tokens},
         "merges": [
-            [_characters(part) for part in _halves(token, ranks)]
+            [_characters(half) for half in _halves(token, ranks)]
             for token in tokens
             if len(token) > 1
         ],
@@ -123,7 +125,7 @@ def _halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
     """Writes the model and its tokenizer. Raises: UserError if writing fails, or llama.cpp has no
     such tokenizer."""
-    from gguf import GGUFWriter
+    from gguf import GGUFWriter  # noqa: PLC0415  optional
 
     fields = _fields(model, tokenizer)
     tensors = _tensors(model)
@@ -155,17 +157,17 @@ def llama_cpp_name(config: ModelConfig) -> str:
 
 
 def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Shape and tokenizer. Raises: UserError, where llama.cpp cannot encode so."""
-    from gguf import Keys, LlamaFileType, TokenType
+    """Shape and tokenizer, by key. Raises: UserError if llama.cpp has no such tokenizer."""
+    from gguf import Keys, LlamaFileType, TokenType  # noqa: PLC0415  optional
 
     config = model.config
     definition = tokenizer_json(tokenizer)
     merges = definition["model"]["merges"] if definition["pre_tokenizer"].get("use_regex") else []
     if not merges:  # `bytes` has none, but llama.cpp requires some
-        hint = "is not a byte-level BPE like GPT-2's, so llama.cpp would encode text differently; remove --gguf"
-        raise UserError("tokenizer", tokenizer.name, hint)
+        reason = "is not a byte-level BPE like GPT-2's, so llama.cpp would encode text differently"
+        raise UserError("tokenizer", tokenizer.name, f"{reason}; remove --gguf")
     values = shape(config) | fixed_fields(config)
-    own = {
+    of_some = {  # architectures
         Keys.Attention.LAYERNORM_EPS: "layer_norm_epsilon",
         Keys.Attention.LAYERNORM_RMS_EPS: "rms_norm_eps",
         Keys.Attention.HEAD_COUNT_KV: "n_kv_head",
@@ -188,7 +190,7 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
         Keys.LLM.BLOCK_COUNT: config.n_layer,
         Keys.LLM.FEED_FORWARD_LENGTH: values["n_inner"],
         Keys.Attention.HEAD_COUNT: config.n_head,
-        **{key: values[name] for key, name in own.items() if name in values},
+        **{key: values[name] for key, name in of_some.items() if name in values},
         Keys.General.FILE_TYPE: int(LlamaFileType.ALL_F32),
         Keys.Tokenizer.MODEL: "gpt2",
         Keys.Tokenizer.PRE: "gpt-2",
@@ -206,7 +208,7 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
 def _tensors(model: GPT) -> dict[str, np.ndarray]:
     """By llama.cpp's names, which are made from transformers'; a matrix is [out, in], as in
     `GPT`."""
-    from gguf import MODEL_ARCH, get_tensor_name_map
+    from gguf import MODEL_ARCH, get_tensor_name_map  # noqa: PLC0415  optional
 
     config = model.config
     layout = layout_of(config)

@@ -10,11 +10,11 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
 from safetensors import safe_open
+from torch import Tensor
 
 from gpt2_ddp.checkpoint.format import Snapshot, write_manifest, write_part
 from gpt2_ddp.checkpoint.verify import newest_intact
@@ -23,7 +23,7 @@ from gpt2_ddp.config.tools import ImportConfig
 from gpt2_ddp.config.training import ModelConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from gpt2_ddp.errors import UserError, print_line
-from gpt2_ddp.export.transformers_layout import LAYOUTS, fixed_fields, to_transformers
+from gpt2_ddp.export.transformers_layout import HEAD, LAYOUTS, fixed_fields, to_transformers
 from gpt2_ddp.files import LFS_HINT, is_lfs_pointer, no_such_folder, read_json, regular, sha256_file
 from gpt2_ddp.model.architecture import ARCHITECTURES, mlp_width
 from gpt2_ddp.model.gpt import GPT
@@ -35,55 +35,55 @@ from gpt2_ddp.state import FeedState, GPTData, Progress, Setup, State
 from gpt2_ddp.training.initial_weights import HUB, ON_THE_HUB, TRANSFORMERS, import_place
 
 FIELD = "source"
-FILES = [TRANSFORMERS, "model*.safetensors*", TOKENIZER_FILE]  # that are fetched and hashed
+FILES = [TRANSFORMERS, "model*.safetensors*", TOKENIZER_FILE]
+"""Files that are fetched and hashed."""
 HUB_NAME = re.compile(rf"{HUB}[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
-MOST_LABELS = 10_000  # of a classifier; transformers names each
-# how often the size of the weights a config.json may claim: then transformers names what does not
-# fit
+MOST_LABELS = 10_000
+"""Most labels of a classifier; transformers names each."""
 SLACK = 10
-# names of the tanh-GELU, the only activation of `GPT`
+"""A config.json may claim so many times the size of the weights: then transformers names what does
+not fit."""
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+"""Names of the tanh-GELU: config.json may have any in place of another."""
 
 
 def import_hf(config: ImportConfig) -> None:
     """The command. Raises: UserError for a missing file, a model that `GPT` does not support, or a
     failed write."""
+    source = config.source
     try:
-        place = _import(config.source)
+        checkpoint = _import(source)
     except UserError:
         raise
     except Exception as error:  # transformers and tokenizers raise any
-        hint = (
-            "check its name and the network"
-            if config.source.startswith(HUB)
-            else "check the files in it"
-        )
-        raise UserError(
-            FIELD, config.source, f"cannot be used ({describe(error)}); {hint}"
-        ) from error
-    print(f"{place}: a checkpoint with the weights of {config.source}")
+        hint = "check the files in it"
+        if source.startswith(HUB):
+            hint = "check its name and the network"
+        raise UserError(FIELD, source, f"cannot be used ({describe(error)}); {hint}") from error
+    print(f"{checkpoint}: a checkpoint with the weights of {source}")
 
 
 def _import(source: str) -> Path:
     """The checkpoint, which is written unless it is there already."""
     _check_source(source)
-    place = import_place(source)
-    with locked_output(place, f"another process is writing {place}; waiting for it") as aside:
+    checkpoint = import_place(source)
+    waiting = f"another process is writing {checkpoint}; waiting for it"
+    with locked_output(checkpoint, waiting) as aside:
         model = _read_config(source, _folder(source, [TRANSFORMERS]))
         folder = _folder(source, FILES)
         versions = {
             file.name: sha256_file(file) for pattern in FILES for file in folder.glob(pattern)
         }
         versions["gpt2_ddp"] = VERSION
-        kept = newest_intact(place.parent)
+        kept = newest_intact(checkpoint.parent)
         if not kept or kept.state.setup.versions != versions:
             train = TrainConfig(init_from=source, steps=1, global_batch_tokens=model.block_size)
             settings = dump(TrainingConfig(model=model, train=train))
             snapshot = _convert(folder, model, Setup(epoch_size=0, versions=versions), settings)
             write_manifest(write_part(snapshot, aside), aside)
-            shutil.rmtree(place, ignore_errors=True)
-            publish(aside, place)
-    return place
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            publish(aside, checkpoint)
+    return checkpoint
 
 
 def _check_source(source: str) -> None:
@@ -91,20 +91,16 @@ def _check_source(source: str) -> None:
     Hub."""
     if source.startswith(HUB):
         if not HUB_NAME.fullmatch(source):
-            raise UserError(
-                FIELD,
-                source,
-                f"is no name of a model on the Hub, like {HUB}OWNER/NAME or {HUB}OWNER/NAME@main",
-            )
-    elif hint := no_such_folder(source):
+            examples = f"{HUB}OWNER/NAME or {HUB}OWNER/NAME@main"
+            raise UserError(FIELD, source, f"is no name of a model on the Hub, like {examples}")
+        return
+    if hint := no_such_folder(source):
         raise UserError(FIELD, source, f"{hint}; {ON_THE_HUB}")
-    elif missing := [pattern for pattern in FILES if not any(Path(source).glob(pattern))]:
-        is_run = Path(source, "checkpoints").is_dir()
-        hint = (
-            "it is a run, which needs no import"
-            if is_run
-            else f"save the model by transformers; {ON_THE_HUB}"
-        )
+    missing = [pattern for pattern in FILES if not any(Path(source).glob(pattern))]
+    if missing:
+        hint = f"save the model by transformers; {ON_THE_HUB}"
+        if Path(source, "checkpoints").is_dir():
+            hint = "it is a run, which needs no import"
         raise UserError(FIELD, source, f"has no {' and no '.join(missing)}; {hint}")
 
 
@@ -112,19 +108,17 @@ def _convert(folder: Path, model: ModelConfig, setup: Setup, settings: str) -> S
     """A run before its first step, without optimizer state. Raises: UserError, which names what
     does not fit."""
     _check_size(folder, model)
-    theirs = _load(folder, LAYOUTS[model.architecture].class_name)
-    tensors = theirs.state_dict()
+    weights = _read_weights(folder, LAYOUTS[model.architecture].class_name)
     file = folder / TOKENIZER_FILE
     tokenizer = load_tokenizer(str(file))
     if fault := export_fault(file, tokenizer):
-        print_line(
-            f"note: a run with this tokenizer trains, but export_hf.py would refuse it: {fault}"
-        )
+        note = "a run with this tokenizer trains, but export_hf.py would refuse it"
+        print_line(f"note: {note}: {fault}")
     torch.manual_seed(0)  # of the padding rows of the vocabulary
     ours = GPT(model, tokenizer.vocab_size)
-    for name, place in to_transformers(ours.state_dict(), ours).items():
+    for name, target in to_transformers(ours.state_dict(), ours).items():
         # raises for a vocabulary that is smaller than the tokenizer's
-        place.copy_(tensors[name][: len(place)])
+        target.copy_(weights[name][: len(target)])
     data = GPTData(
         tokenizer=TOKENIZER_FILE,
         tokenizer_sha256=tokenizer.sha256,
@@ -144,7 +138,7 @@ def _folder(source: str, patterns: list[str]) -> Path:
             if is_lfs_pointer(regular(file)):
                 raise UserError(FIELD, file, LFS_HINT)
         return Path(source)
-    import huggingface_hub
+    import huggingface_hub  # noqa: PLC0415  a folder needs none
 
     name, _, revision = source.removeprefix(HUB).partition("@")
     return Path(
@@ -155,12 +149,11 @@ def _folder(source: str, patterns: list[str]) -> Path:
 def _read_config(source: str, folder: Path) -> ModelConfig:
     """The model section of a config.json. Raises: UserError, which names all that a `GPT` does not
     support. (`reorder_and_upcast_attn` only changes the order.)"""
-    import transformers
+    import transformers  # noqa: PLC0415  optional
 
     if int(read_json(folder / TRANSFORMERS).get("num_labels") or 0) > MOST_LABELS:
-        raise UserError(
-            FIELD, source, f"has more than {MOST_LABELS:,} num_labels; a language model has none"
-        )
+        hint = f"has more than {MOST_LABELS:,} num_labels; a language model has none"
+        raise UserError(FIELD, source, hint)
     theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     kind = theirs["model_type"]
     if kind not in LAYOUTS:
@@ -196,26 +189,24 @@ def _check_size(folder: Path, model: ModelConfig) -> None:
                 numbers += math.prod(opened.get_slice(name).get_shape())
                 tensors += 1
     rows = int(read_json(folder / TRANSFORMERS).get("vocab_size") or 0)
-    rows += 0 if ARCHITECTURES[model.architecture].rotary else model.block_size
+    if not ARCHITECTURES[model.architecture].rotary:
+        rows += model.block_size
     needed = model.n_embd * (rows + model.n_layer * (model.n_embd + mlp_width(model)))
     if model.n_layer > SLACK * tensors or needed > SLACK * numbers:
         claim = f"a model of {model.n_layer:,} layers and {needed:,} numbers or more"
-        raise UserError(
-            FIELD,
-            folder,
-            f"its {TRANSFORMERS} claims {claim}; its weights are {numbers:,} in {tensors}",
-        )
+        reason = f"its {TRANSFORMERS} claims {claim}; its weights are {numbers:,} in {tensors}"
+        raise UserError(FIELD, folder, reason)
 
 
-def _load(folder: Path, name: str) -> Any:
-    """The model of transformers' class `name` in fp32, with all tensors of the folder and no
-    others."""
-    import transformers
+def _read_weights(folder: Path, class_name: str) -> dict[str, Tensor]:
+    """The weights that transformers' class reads, in fp32: all tensors of the folder. Raises:
+    UserError for others than it has."""
+    import transformers  # noqa: PLC0415  optional
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # eager: a config.json may name another implementation, even one of the Hub
-    theirs, found = getattr(transformers, name).from_pretrained(
+    theirs, complaints = getattr(transformers, class_name).from_pretrained(
         folder,
         local_files_only=True,
         use_safetensors=True,
@@ -224,28 +215,25 @@ def _load(folder: Path, name: str) -> Any:
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    unfit = [f"{name} is missing" for name in found["missing_keys"]]
+    weights: dict[str, Tensor] = theirs.state_dict()
+    unfit = [f"{name} is missing" for name in complaints["missing_keys"]]
     # older releases of transformers saved constants, too
     unfit += [
         f"{name} is unknown"
-        for name in found["unexpected_keys"]
+        for name in complaints["unexpected_keys"]
         if not name.endswith(".attn.masked_bias")
     ]
     unfit += [
         f"{name} has shape {[*has]} instead of {[*wants]}"
-        for name, has, wants in found["mismatched_keys"]
+        for name, has, wants in complaints["mismatched_keys"]
     ]
     unfit += [
-        f"{name} is not finite"
-        for name, value in theirs.state_dict().items()
-        if not value.isfinite().all()
+        f"{name} is not finite" for name, value in weights.items() if not value.isfinite().all()
     ]
-    if theirs.config.tie_word_embeddings and not theirs.lm_head.weight.equal(
-        theirs.get_input_embeddings().weight
-    ):
-        unfit.append("lm_head.weight differs from the embedding")
+    embedding = theirs.get_input_embeddings().weight
+    if theirs.config.tie_word_embeddings and not theirs.lm_head.weight.equal(embedding):
+        unfit.append(f"{HEAD} differs from the embedding")
     if unfit:
-        raise UserError(
-            FIELD, folder, f"has other weights than its {TRANSFORMERS}: {'; '.join(sorted(unfit))}"
-        )
-    return theirs
+        reasons = "; ".join(sorted(unfit))
+        raise UserError(FIELD, folder, f"has other weights than its {TRANSFORMERS}: {reasons}")
+    return weights
