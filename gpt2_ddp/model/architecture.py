@@ -54,8 +54,8 @@ RMS_EPSILON = 1e-6
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm (Zhang and Sennrich, 2019). Its weights have the dtype of its input, as torch's
-    kernel needs it."""
+    """RMSNorm (Zhang and Sennrich, 2019). Casts its weights to the dtype of the input, because
+    torch's kernel needs one dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., C] -> [..., C]."""
@@ -229,7 +229,8 @@ class Attention(nn.Module):
         if mask is None and not dropout and is_short:
             y = causal_attention(q, k, v)
         elif mask is not None and not isinstance(mask, Tensor):
-            from torch.nn.attention.flex_attention import flex_attention  # imports Dynamo
+            # imports Dynamo
+            from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
 
             y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.shares_keys)
             assert isinstance(y, Tensor)

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -16,13 +16,22 @@ from torch import nn
 from gpt2_ddp.errors import UserError
 
 AUTOTUNES_POINTWISE = False
-"""Whether inductor measures several shapes of blocks for each kernel that is no matrix product, while it compiles."""
+"""Whether inductor measures several shapes of blocks for each kernel that is no matrix product,
+while it compiles."""
 
 
-def check_compiler(how: str, device: torch.device) -> None:
+class HasBlocks(Protocol):
+    """A model that compiles its blocks in place, as `GPT` does."""
+
+    def compile_blocks(self) -> None: ...
+
+
+def check_compiler(scope: str, device: torch.device) -> None:
     """Raises: UserError if `train.compile` requires a compiler that is missing."""
-    if how not in ("auto", "off") and (missing := missing_compiler(device)):
-        raise UserError("train.compile", how, f"needs {missing}; install it, or use auto or off")
+    if scope in ("auto", "off"):
+        return
+    if missing := missing_compiler(device):
+        raise UserError("train.compile", scope, f"needs {missing}; install it, or use auto or off")
 
 
 def missing_compiler(device: torch.device) -> str | None:
@@ -30,13 +39,14 @@ def missing_compiler(device: torch.device) -> str | None:
     nothing."""
     if device.type == "mps":
         return None  # Metal has its own compiler
-    if device.type == "cuda" and (
-        not find_spec("triton") or torch.cuda.get_device_capability(device) < (7, 0)
-    ):
-        return "Triton"
-    variable, names = (
-        ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
-    )
+    variable = "CXX"
+    names = ("g++", "clang++")
+    if device.type == "cuda":
+        # Triton supports GPUs from Volta on
+        if not find_spec("triton") or torch.cuda.get_device_capability(device) < (7, 0):
+            return "Triton"
+        variable = "CC"
+        names = ("gcc", "clang")
     compilers = [os.environ[variable]] if variable in os.environ else names
     if not any(shutil.which(name) for name in compilers):
         return f"a compiler, which is {' or '.join(compilers)}"
@@ -49,36 +59,38 @@ def resolve_compile(
     before: str | None, model: nn.Module, accelerator: Accelerator
 ) -> tuple[str, str | None]:
     """The value of `train.compile: auto` (off, blocks or model), and what inductor lacks if that
-    turned it off.
-    `before`: the saved run's value on the same devices."""
+    turned it off. `before`: the saved run's value on the same devices."""
     device = accelerator.device
-    how = "blocks" if accelerator.num_processes > 1 else "model"
-    if device.type != "cuda" or not hasattr(model, "compile_blocks"):
-        how = "off"
-    how = before or how
-    missing = None if how == "off" else missing_compiler(device)
-    return ("off", missing) if missing else (how, None)
+    if before:
+        scope = before
+    elif device.type != "cuda" or not hasattr(model, "compile_blocks"):
+        scope = "off"
+    else:
+        scope = "blocks" if accelerator.num_processes > 1 else "model"
+    missing = None if scope == "off" else missing_compiler(device)
+    return ("off", missing) if missing else (scope, None)
 
 
-def compiled(model: Any, how: str) -> nn.Module:
+def compiled(model: nn.Module, scope: str) -> nn.Module:
     """The model, compiled with static shapes: as a whole (model), each block in place (blocks), or
     unchanged (off)."""
-    if how != "off":
-        import torch._inductor.config as inductor
+    if scope != "off":
+        import torch._inductor.config as inductor  # noqa: PLC0415  heavy
 
         # that launcher keeps Python's lock while the GPU's queue is full, as in a collective that
-        # hangs: all threads
-        # of the watchdog would stop
+        # hangs: all threads of the watchdog would stop
         inductor.use_static_cuda_launcher = False
         # a measurement may choose another order of sums in a resumed run
         inductor.max_autotune_pointwise = (
             AUTOTUNES_POINTWISE and not torch.are_deterministic_algorithms_enabled()
         )
-    if how == "blocks":
+    if scope == "blocks":
         # it would cut each block by DDP's buckets, as if it were the model
         torch._dynamo.config.optimize_ddp = False
-        model.compile_blocks()
-    return torch.compile(model, dynamic=False) if how == "model" else model  # pyright: ignore
+        cast("HasBlocks", model).compile_blocks()
+    if scope == "model":
+        return cast(nn.Module, torch.compile(model, dynamic=False))
+    return model
 
 
 def is_compiled(model: nn.Module) -> bool:

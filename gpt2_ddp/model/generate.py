@@ -20,8 +20,13 @@ full context."""
 
 class Sampling(NamedTuple):
     """Length of the samples, and the distribution that their tokens are drawn from: fields of
-    `GenerateConfig`. `top_p` is that of Holtzman et al. (2020). `seed` and a row's index seed its
-    numbers; global generators stay as they are."""
+    `GenerateConfig`.
+
+    Attributes:
+        top_p: as by Holtzman et al. (2020).
+        seed: seeds the numbers of a row, together with its index. Global generators stay as they
+            are.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 0.8
@@ -83,26 +88,26 @@ def _continue(
     rows = torch.tensor([prompt[:shortest] for prompt in given], device=device)  # [B, n]
     prompted = [iter(prompt[shortest:]) for prompt in given]
     left = [sampling.max_new_tokens] * len(given)
-    cache = empty_cache(
-        model, len(given), min(max(map(len, given)) + sampling.max_new_tokens, size)
-    )
+    longest = max(map(len, given)) + sampling.max_new_tokens
+    cache = empty_cache(model, len(given), min(longest, size))
     while any(left):
         poll()
         if rows.size(1) > size:
             rows = rows[:, -max(size // 2, 1) :]
             cache.fill_(math.nan)
-        known = [next(tokens, None) for tokens in prompted]
+        given_tokens = [next(tokens, None) for tokens in prompted]  # None: the prompt is over
         numbers = [
             draw.random(dtype=np.float32) if token is None else 0.0
-            for draw, token in zip(draws, known, strict=True)
+            for draw, token in zip(draws, given_tokens, strict=True)
         ]
-        drawn = sample(
-            next_logits(model, rows, cache), torch.tensor(numbers, device=device), sampling
-        ).tolist()
-        tokens = [new if token is None else token for new, token in zip(drawn, known, strict=True)]
+        logits = next_logits(model, rows, cache)
+        drawn = sample(logits, torch.tensor(numbers, device=device), sampling).tolist()
+        tokens = [
+            new if token is None else token for new, token in zip(drawn, given_tokens, strict=True)
+        ]
         rows = torch.cat((rows, torch.tensor(tokens, device=device)[:, None]), dim=1)
         for row, token in enumerate(tokens):
-            if known[row] is None and left[row]:
+            if given_tokens[row] is None and left[row]:
                 if token == eot:
                     left[row] = 0
                 else:

@@ -1,11 +1,13 @@
 """The language model of each architecture: GPT-2 (Radford et al., 2019), Llama, Qwen3 and nanochat.
 
 Parameters have the names of OpenAI's and HuggingFace's GPT-2 (`h.0.attn.c_attn.weight`); layers are
-`nn.Linear`.
+`nn.Linear`. `GPT.forward` is the way of a batch: `embed`, the blocks of `h`, then `loss` or `head`.
+
 Shapes: B sequences, T tokens, C = n_embd, V = padded vocabulary.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +29,10 @@ VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the
 head."""
 PAIR_HASH = 92_821
+"""Prime factor of the first token in the hash of a pair."""
 PAIR_DROPOUT = 0.3
-"""Prime factor of the first token in the hash of a pair; dropout of the embeddings of pairs, which
-would learn a text by heart in its second epoch (docs/speedrun.md)."""
+"""Dropout of the embeddings of pairs, which would overfit a text in its second epoch
+(docs/speedrun.md)."""
 LOSS_CHUNK = 8192
 """Tokens per chunk of the loss on GPUs: GPT-2's logits take about 1 GB in bf16."""
 
@@ -43,7 +46,8 @@ MASK_BLOCK = 128
 
 def document_blocks(document: Tensor) -> "BlockMask":
     """FlexAttention's causal mask within documents, whose indices are int64 [B, T]."""
-    from torch.nn.attention.flex_attention import create_block_mask  # imports Dynamo
+    # imports Dynamo
+    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document[b, query] == document[b, key])
@@ -157,12 +161,15 @@ class GPT(nn.Module):
                 rows, (self.lm_head or self.wte).weight, goals, self.vocab_size, self.soft_cap
             )
             return loss / (goals >= 0).sum() if reduction == "mean" else loss
-        score = lambda rows, goals, kind: F.cross_entropy(self._logits(rows), goals, reduction=kind)  # noqa: E731
-        # the backward pass computes each chunk's logits again
-        if (chunk := loss_chunk(rows)) and len(rows) > chunk:
-            parts = zip(rows.split(chunk), goals.split(chunk), strict=True)
+
+        def score(rows: Tensor, goals: Tensor, kind: str) -> Tensor:
+            return F.cross_entropy(self._logits(rows), goals, reduction=kind)
+
+        chunk = loss_chunk(rows)
+        if chunk and len(rows) > chunk:  # the backward pass computes each chunk's logits again
+            chunks = zip(rows.split(chunk), goals.split(chunk), strict=True)
             again = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-            loss = torch.cat([again(*part, "none") for part in parts])
+            loss = torch.cat([again(*chunk, "none") for chunk in chunks])
             if reduction != "none":
                 loss = loss.sum() / ((goals >= 0).sum() if reduction == "mean" else 1)
         else:
@@ -242,7 +249,7 @@ class GPT(nn.Module):
         """Final norm and head: [..., C] -> logits [..., V], -inf in the padding."""
         return self._logits(self.ln_f(x))
 
-    def parameter_roles(self) -> dict[Any, Role]:
+    def parameter_roles(self) -> dict[Tensor, Role]:
         """The head's role, which may be the embedding."""
         return {(self.lm_head or self.wte).weight: "head"}
 
@@ -274,8 +281,15 @@ class without_init(TorchFunctionMode):
     """Context in which modules are made without initial weights, which are loaded or received
     afterwards. It saves 1.4 s of CPU time for GPT-2 (124M)."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         """Skips calls of `torch.nn.init`."""
+        kwargs = kwargs or {}
         if getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

@@ -1,11 +1,12 @@
 """The loss of the head and its gradient in one pass over the logits, for compiled training on
 GPUs."""
 
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 FUSED_ON: tuple[str, ...] = ()
 """Types of devices on which compiled bf16 training computes the loss and its gradient in one
@@ -50,7 +51,7 @@ def one_pass_loss(
 class _OnePassLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -76,6 +77,6 @@ class _OnePassLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *scale: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        of_x, of_weight = ctx.saved_tensors
+    def backward(ctx: BackwardCFunction, *scale: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        of_x, of_weight = cast(tuple[Tensor, Tensor], ctx.saved_tensors)
         return of_x * scale[0], of_weight * scale[0], None, None, None

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,10 @@ from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.distributed.launch import multiplies_bf16
 from gpt2_ddp.errors import UserError
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Role = Literal["matrix", "embedding", "head", "vector", "other"]
 """matrix: a hidden layer's, or a stack of them [..., A, B]: Muon's. embedding: a table that no
 matrix product reads.
@@ -21,30 +25,32 @@ head: the matrix that makes the outputs. vector: without weight decay."""
 KERNELS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def roles(model: Any) -> dict[Any, Role]:
+def roles(model: nn.Module) -> dict[Tensor, Role]:
     """The role of each parameter, in the order of `named_parameters`.
 
     A model's optional method `parameter_roles` returns roles by parameter. The others follow from
     modules and shapes. The head is transformers' `get_output_embeddings`, or else the last
     `nn.Linear`. An `nn.Embedding` that shares its weight with the head is the head.
     """
-    own: dict[Any, Role] = model.parameter_roles() if hasattr(model, "parameter_roles") else {}
-    assert {*own.values()} <= {*get_args(Role)}, own.values()
-    found: dict[Any, Role] = {
+    parameter_roles = getattr(model, "parameter_roles", None)
+    given: dict[Tensor, Role] = parameter_roles() if parameter_roles else {}
+    assert {*given.values()} <= {*get_args(Role)}, given.values()
+    inferred: dict[Tensor, Role] = {
         parameter: "vector" if parameter.dim() < 2 or name.endswith("bias") else "matrix"
         for name, parameter in model.named_parameters()
     }
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    head = output_embeddings() if output_embeddings else None
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            found[module.weight] = "embedding"
+            inferred[module.weight] = "embedding"
         elif isinstance(module, KERNELS):
-            found[module.weight] = "other"
-        elif isinstance(module, nn.Linear) and not hasattr(model, "get_output_embeddings"):
+            inferred[module.weight] = "other"
+        elif isinstance(module, nn.Linear) and not output_embeddings:
             head = module
-    if head is not None and "head" not in own.values():
-        found[head.weight] = "head"
-    return found | own
+    if head is not None and "head" not in given.values():
+        inferred[head.weight] = "head"
+    return inferred | given
 
 
 MOMENTUM = 0.95
@@ -78,13 +84,15 @@ def adamw(model: nn.Module, config: OptimConfig) -> Optimizer:
 
 def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
     """Muon for the matrices, at `relative_lr` times the learning rate, and AdamW for the others."""
-    matrices = {
-        "params": muon_matrices(model),
+    matrices = muon_matrices(model)
+    group = {
+        "name": "muon",
+        "params": matrices,
+        "relative_lr": config.muon_lr / config.lr,
         "weight_decay": config.weight_decay,
         "momentum": MOMENTUM,
     }
-    matrices |= {"name": "muon", "relative_lr": config.muon_lr / config.lr}
-    groups = [*decay_groups(model, config, {*matrices["params"]}), matrices]
+    groups = [*decay_groups(model, config, excluded={*matrices}), group]
     return MuonAdamW(groups, config.lr, config.betas, EPSILON, fused=True)
 
 
@@ -118,10 +126,10 @@ OPTIMIZERS = {
 """The optimizers by `optim.name`."""
 
 
-def state_names(optimizer: Optimizer) -> dict[nn.Parameter, Set[str]]:
+def state_names(optimizer: Optimizer) -> dict[Tensor, Set[str]]:
     """Names of the state of each parameter. Parameters of groups that do not declare it are left
     out: a class of somebody's own may keep any."""
-    names: dict[nn.Parameter, Set[str]] = {}
+    names: dict[Tensor, Set[str]] = {}
     for group in optimizer.param_groups:
         if STATE in group:
             names |= dict.fromkeys(group["params"], group[STATE])
@@ -129,11 +137,11 @@ def state_names(optimizer: Optimizer) -> dict[nn.Parameter, Set[str]]:
 
 
 def decay_groups(
-    model: nn.Module, config: OptimConfig, own: Set[nn.Parameter] = frozenset()
+    model: nn.Module, config: OptimConfig, excluded: Set[Tensor] = frozenset()
 ) -> list[dict[str, Any]]:
-    """Groups of the trained parameters that are not in `own`. Matrices and embeddings decay; biases
-    and LayerNorms do not. `embedding_lr` has a group of its own."""
-    trained = {p: role for p, role in roles(model).items() if p.requires_grad and p not in own}
+    """Groups of the trained parameters that are not `excluded`. Matrices and embeddings decay;
+    biases and LayerNorms do not. `embedding_lr` has a group of its own."""
+    trained = {p: role for p, role in roles(model).items() if p.requires_grad and p not in excluded}
     tables = [p for p, role in trained.items() if role == "embedding" and config.embedding_lr]
     vectors = [p for p, role in trained.items() if role == "vector"]
     decays = {"weight_decay": config.weight_decay}
@@ -147,27 +155,23 @@ def decay_groups(
     ]
     if config.embedding_lr:
         if not tables:
-            raise UserError(
-                "optim.embedding_lr",
-                config.embedding_lr,
-                NOBODY.format("embedding", "set it to null"),
-            )
+            hint = NOBODY.format("embedding", "set it to null")
+            raise UserError("optim.embedding_lr", config.embedding_lr, hint)
         relative = config.embedding_lr / config.lr
         groups.append({"name": "embedding", "params": tables, **decays, "relative_lr": relative})
     return groups
 
 
-def without_dynamo(kind: Any) -> Any:
+def without_dynamo(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
     """The optimizer class without torch's wrappers, which import Dynamo at the first call: 1.1 s of
     CPU time."""
     names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     bare = {name: inspect.unwrap(getattr(kind, name)) for name in names}
-    return type(
-        kind.__name__, (kind,), {**bare, "step": torch.no_grad()(inspect.unwrap(kind.step))}
-    )
+    bare["step"] = torch.no_grad()(inspect.unwrap(kind.step))
+    return cast(type[AnyOptimizer], type(kind.__name__, (kind,), bare))
 
 
-def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
+def muon_matrices(model: nn.Module) -> list[Tensor]:
     """Parameters of Muon's group. The largest come first, which balances the ranks. Raises:
     UserError for none."""
     matrices = [p for p, role in roles(model).items() if role == "matrix" and p.requires_grad]
@@ -202,16 +206,16 @@ def orthogonal_updates(
         rank = mesh.get_local_rank()
         world = mesh.size()
         direction = gathered(parameters, direction, dtype, mesh).__getitem__
-    found: dict[int, Tensor] = {}
+    computed: dict[int, Tensor] = {}
     for batch in batches(parameters, range(rank, len(parameters), world), dtype):
         # a cast copy is half of the bytes
         matrices = torch.stack([direction(n).to(dtype) for n in batch])
-        found |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)
+        computed |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype).contiguous(), strict=True)
     updates = []
-    for n, one in enumerate(parameters):
-        update = (
-            found[n] if n in found else torch.empty(one.shape, dtype=sent_dtype, device=one.device)
-        )
+    for n, parameter in enumerate(parameters):
+        update = computed.get(n)
+        if update is None:
+            update = torch.empty(parameter.shape, dtype=sent_dtype, device=parameter.device)
         if mesh:
             update = divided(update, mesh, n % world)
         elif world > 1:
@@ -220,22 +224,26 @@ def orthogonal_updates(
     return updates
 
 
-def divided(tensor: Tensor, mesh: Any, source: int) -> Tensor:
+def divided(tensor: Tensor, mesh: "DeviceMesh", source: int) -> Tensor:
     """This rank's rows of the tensor of the rank `source`."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    # heavy: only a sharded run has it
+    from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415
 
     return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=source).to_local()
 
 
 def gathered(
-    parameters: Sequence[Any], direction: Callable[[int], Tensor], dtype: torch.dtype, mesh: Any
+    parameters: Sequence[Tensor],
+    direction: Callable[[int], Tensor],
+    dtype: torch.dtype,
+    mesh: "DeviceMesh",
 ) -> dict[int, Tensor]:
     """The whole directions that this rank orthogonalizes. All ranks gather one after the other."""
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415  as above
 
     whole = {}
-    for n, one in enumerate(parameters):
-        layout = {"shape": one.shape, "stride": one.stride()}
+    for n, parameter in enumerate(parameters):
+        layout = {"shape": parameter.shape, "stride": parameter.stride()}
         full = DTensor.from_local(direction(n).to(dtype), mesh, [Shard(0)], **layout).full_tensor()
         if n % mesh.size() == mesh.get_local_rank():
             whole[n] = full
@@ -247,7 +255,8 @@ class MuonAdamW(without_dynamo(AdamW)):
     `found_inf` on the device."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Takes a step. `closure` is ignored."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if "momentum" not in group]
         super().step()
@@ -267,9 +276,10 @@ class MuonAdamW(without_dynamo(AdamW)):
                 )
 
 
-def local(tensor: Any) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """The part that this rank holds of a sharded tensor; others as they are."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local else tensor
 
 
 def muon_step(
@@ -289,7 +299,10 @@ def muon_step(
         for gradient, buffer in zip(gradients, buffers, strict=True):
             # lerp to itself keeps it
             buffer.lerp_(torch.where(bad, buffer, gradient), 1 - group["momentum"])
-    direction = lambda n: gradients[n].lerp(buffers[n], group["momentum"])  # noqa: E731
+
+    def direction(n: int) -> Tensor:
+        return gradients[n].lerp(buffers[n], group["momentum"])
+
     updates = orthogonal_updates(parameters, direction, group["dtype"], group["sent_dtype"])
     decay = group["lr"] * group["weight_decay"]
     if is_foreach:
