@@ -78,7 +78,7 @@ image:  ## build the container image with docker or buildah; docs/cloud.md
 	docker/build.sh $(ARGS)
 
 test-image: $(VENV)/.installed-dev  ## test the built image; RUN="podman --runtime runc run" selects another runtime
-	$(BIN)/pytest -m image tests/test_container.py $(ARGS)
+	$(BIN)/pytest -m image tests/launch/test_container.py $(ARGS)
 
 lock: $(VENV)/.installed  ## pin the image's packages, for x86_64 and its Python; ARGS=--upgrade: newer releases
 	$(BIN)/pip install --quiet uv

@@ -51,7 +51,7 @@ def launch(command, folder=ROOT, **env):
 
 def without_report(*words, start=process.run_module, **options):
     """Replaces `process.run_module`, by which a training's script draws its report: a fresh process
-    imports matplotlib for seconds. tests/test_start.py has a report."""
+    imports matplotlib for seconds. tests/training/test_start.py has a report."""
     if "report" not in words:
         start(*words, **options)
 

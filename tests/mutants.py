@@ -42,33 +42,33 @@ SUMS = (
     "judge or knows_where or job or all_the_same or kept or mean or numbers or running_statistics"
 )
 TABLE = f"""
-data/order.py 20 tests/test_order.py tests/test_mixture.py -k order
-data/feed.py 24 tests/test_feed.py -k 'not (workers or windows)'
-data/mixture.py 24 tests/test_mixture.py
-training/loop.py 24 LOOP GUARD tests/test_background.py tests/test_branch.py -k '{STEPS} or {ENDS} or {BACK}'
-training/loop.py 8 GUARD tests/test_branch.py -k '{BACK}'
-training/guard.py 24 LATE GUARD tests/test_losses.py -k '{SUMS}'
-training/guard.py 8 GUARD tests/test_optim.py -k '{STATISTICS}'
-training/optimizer.py 20 tests/test_optim.py GUARD -k '{STATISTICS} or schedule'
-checkpoint/format.py 6 tests/test_checkpoint.py -k 'not killed'
-checkpoint/verify.py 14 tests/test_checkpoint.py -k 'not killed'
-checkpoint/store.py 18 tests/test_checkpoint.py tests/test_background.py -k 'not flipped'
-evaluation/evaluate.py 18 tests/test_evaluate.py tests/test_mixture.py -k 'not hang and (evaluate or of_a_mixture)'
-model/optim.py 16 tests/test_optim.py
-model/optim.py 14 tests/test_optim.py tests/test_loop.py -k 'optim or accumulation'
-records/rows.py 16 tests/test_rows.py CHAIN
+data/order.py 20 tests/data/test_order.py tests/data/test_mixture.py -k order
+data/feed.py 24 tests/data/test_feed.py -k 'not (workers or windows)'
+data/mixture.py 24 tests/data/test_mixture.py
+training/loop.py 24 LOOP GUARD tests/checkpoint/test_background.py tests/training/test_branch.py -k '{STEPS} or {ENDS} or {BACK}'
+training/loop.py 8 GUARD tests/training/test_branch.py -k '{BACK}'
+training/guard.py 24 LATE GUARD tests/training/test_losses.py -k '{SUMS}'
+training/guard.py 8 GUARD tests/model/test_optim.py -k '{STATISTICS}'
+training/optimizer.py 20 tests/model/test_optim.py GUARD -k '{STATISTICS} or schedule'
+checkpoint/format.py 6 tests/checkpoint/test_checkpoint.py -k 'not killed'
+checkpoint/verify.py 14 tests/checkpoint/test_checkpoint.py -k 'not killed'
+checkpoint/store.py 18 tests/checkpoint/test_checkpoint.py tests/checkpoint/test_background.py -k 'not flipped'
+evaluation/evaluate.py 18 tests/evaluation/test_evaluate.py tests/data/test_mixture.py -k 'not hang and (evaluate or of_a_mixture)'
+model/optim.py 16 tests/model/test_optim.py
+model/optim.py 14 tests/model/test_optim.py tests/training/test_loop.py -k 'optim or accumulation'
+records/rows.py 16 tests/records/test_rows.py CHAIN
 records/run_folder.py 8 CHAIN
-reports/recompute.py 20 tests/test_verify.py tests/test_branch.py SCALED -k 'verify or branch or scale'
+reports/recompute.py 20 tests/reports/test_verify.py tests/training/test_branch.py SCALED -k 'verify or branch or scale'
 """
 SHORT = {
     "LOOP": (
-        "tests/test_ranks.py tests/test_loop.py tests/test_replica_check.py tests/test_numbers.py tests/test_task.py"
-        " tests/test_losses.py tests/test_run.py tests/test_resumed.py tests/test_stop.py tests/test_own_numbers.py"
+        "tests/distributed/test_ranks.py tests/training/test_loop.py tests/training/test_replica_check.py tests/training/test_numbers.py tests/training/test_task.py"
+        " tests/training/test_losses.py tests/training/test_run.py tests/training/test_resumed.py tests/training/test_stop.py tests/tasks/test_own_numbers.py"
     ),
-    "SCALED": "tests/test_supervised.py",
+    "SCALED": "tests/tasks/test_supervised.py",
     "LATE": "GUARD::test_each_step_is_judged_two_steps_late GUARD::test_a_resumed_guard_judges_alike",
     "GUARD": "tests/faults/test_guard.py",
-    "CHAIN": "tests/test_tracking.py tests/test_verify.py -k 'not (lock or crash or prompt)'",
+    "CHAIN": "tests/records/test_tracking.py tests/reports/test_verify.py -k 'not (lock or crash or prompt)'",
 }
 for short, words in SHORT.items():
     TABLE = TABLE.replace(short, words)

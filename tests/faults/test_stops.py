@@ -103,8 +103,8 @@ def test_a_signal_to_one_rank_while_rank_0_prepares_data_stops_both(tmp_path, ra
     assert not (tmp_path / "runs/run").exists()
 
 
-# A command is started as people do, and signalled while it imports or trains. tests/test_resumed.py
-# has stops in evaluations, samples and saves, tests/test_signals.py those before a training begins.
+# A command is started as people do, and signalled while it imports or trains. tests/training/test_resumed.py
+# has stops in evaluations, samples and saves, tests/distributed/test_signals.py those before a training begins.
 
 MARK = "GPT2_DDP_STOP_TEST"
 LAUNCHERS = {

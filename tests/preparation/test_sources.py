@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from commands import expect_error, last_of_each
+from commands import SCRIPTS, expect_error, last_of_each
 from nasty import CL100K_PATTERN, config, library_texts, pieces, texts, write_nested
 
 from gpt2_ddp.data.manifest import read_manifest
@@ -27,7 +27,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.preparation import source_files, sources
 from gpt2_ddp.preparation.sources import read_pieces, scan
 
-PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
+PREPARE_DATA = [sys.executable, str(SCRIPTS / "prepare_data.py")]
 
 
 def test_files_that_are_no_text_or_table_do_not_stop_the_others(tmp_path):

@@ -46,7 +46,7 @@ def losses(run):
 @float64()
 def test_equal_to_a_hand_written_loop(corpus, tmp_path):
     """10 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule
-    and the reader. tests/test_optim.py has Muon."""
+    and the reader. tests/model/test_optim.py has Muon."""
     run = tmp_path / "run"
     config = training_config(corpus, tmp_path, {"checkpoint.every": 10})
     run_ranks(in_float64, 1, train, config)

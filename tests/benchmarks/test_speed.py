@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from commands import ROOT
 from test_baselines import TINY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import step
 from benchmarks.config import BenchmarkConfig
 
-PRESET = str(Path(__file__).parents[1] / "configs/gpt2_124m.yaml")
+PRESET = str(ROOT / "configs/gpt2_124m.yaml")
 STEPS = 2
 
 

@@ -76,7 +76,7 @@ def test_links_out_of_docs_become_addresses_or_text():
 @pytest.mark.parametrize("page", ["architecture", "reliability"])
 def test_the_tests_and_files_that_a_page_names_exist(page):
     text = (ROOT / f"docs/{page}.md").read_text()
-    named = re.findall(r"`((?:faults/)?test_\w+\.py)(?:(?: -k |::)(\"[^`]+\"|\w+))?`", text)
+    named = re.findall(r"`((?:\w+/)?test_\w+\.py)(?:(?: -k |::)(\"[^`]+\"|\w+))?`", text)
     assert len(named) > 12
     for file, chosen in named:
         content = (ROOT / "tests" / file).read_text()

@@ -192,7 +192,11 @@ def wait_to_be_stopped(folder):
 def test_kill_9_of_the_parent_stops_the_ranks(tmp_path):
     """A stop of all of them by one signal to the parent is in faults/test_stops.py."""
     code = f"import test_spawn; test_spawn.run_processes(test_spawn.wait_to_be_stopped, 2, {str(tmp_path)!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment(), cwd=ROOT / "tests")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests"),
+        cwd=Path(__file__).parent,
+    )
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2, process=process)
     ranks = psutil.Process(process.pid).children()
     process.kill()

@@ -10,12 +10,13 @@ import pytest
 import tokenizers
 import torch
 from commands import expect_error
+from golden_runs import CORPUS
 from models import tiny
 
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.export.formats import write_gguf
 
-DEFINITION = Path(__file__).parent / "golden/corpus/tokenizer.json"
+DEFINITION = CORPUS / "tokenizer.json"
 TOKENIZER = load_tokenizer(str(DEFINITION))  # 300 ids, of 384 rows
 TEXT = "def naïve(x):\n    return 'it''s 12 x ☃'  # \t don't 漢字\n\n" + Path(__file__).read_text()
 

@@ -6,7 +6,6 @@ import math
 import os
 import signal
 from contextlib import nullcontext
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import torch
 from close import assert_close
 from commands import expect_error
-from pages import load_docs
+from pages import ROOT, load_docs
 from ranks import in_turn, run_ranks, run_until_killed
 from runs import assert_same, before_each_step, change, is_intact, rows, status, training_config
 
@@ -27,7 +26,6 @@ from gpt2_ddp.training.task import check_numbers
 
 noise_scale = load_docs("noise_scale")
 NoiseScale = noise_scale.NoiseScale
-ROOT = Path(__file__).parents[1]
 MANY = pytest.mark.slow
 
 

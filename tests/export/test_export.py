@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from commands import expect_error
+from golden_runs import GOLDEN
 from models import SHAPES, continued, edit_json, edit_weights, tiny
 from nasty import CL100K_PATTERN
 from runs import gpt_state, training_config
@@ -31,8 +32,6 @@ from gpt2_ddp.model.generate import Sampling
 from gpt2_ddp.preparation import prepare, tokenizer_check
 from gpt2_ddp.state import FeedState, Progress
 from gpt2_ddp.tasks.trained_model import load_model
-
-GOLDEN = Path(__file__).parent / "golden"
 
 
 def checkpoint_of(model, tokenizer, file, folder):

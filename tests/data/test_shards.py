@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from commands import expect_error, expect_field
+from golden_runs import CORPUS
 from runs import edit_manifest, training_config
 
 from gpt2_ddp.data import shards
@@ -20,7 +21,7 @@ from gpt2_ddp.data.shards import TokenStream, verify_shards
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 
-GOLDEN, CPU = Path(__file__).parent / "golden", torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 def write(folder, tokens, shard_tokens=1000, vocab_size=50_257, **changes):
@@ -95,9 +96,7 @@ def open_data(local_main, **changes):
     place = SimpleNamespace(
         num_processes=1, process_index=0, is_local_main_process=local_main, device=CPU
     )
-    Pretraining(
-        training_config(GOLDEN / "corpus", Path("/nowhere"), changes), place, None
-    ).open_data()
+    Pretraining(training_config(CORPUS, Path("/nowhere"), changes), place, None).open_data()
 
 
 def test_one_process_of_a_machine_reads_the_headers(monkeypatch):

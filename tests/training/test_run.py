@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from ranks import in_turn, run_ranks, run_until_killed
 from runs import (
     checkpoint_at,
@@ -131,7 +132,7 @@ def other_data(corpus, folder):
 
 def test_another_training_is_refused(corpus, tmp_path, halfway):
     """Other settings, other data, another kind of run; nothing is written.
-    tests/test_wrong_input.py has each field."""
+    tests/config/test_wrong_input.py has each field."""
     shutil.copytree(halfway, tmp_path / "runs")
     other = training_config(other_data(corpus, tmp_path), tmp_path / "runs")
     configs = [training_config(corpus, tmp_path / "runs", {"optim.name": "muon"})]
@@ -331,7 +332,7 @@ def test_a_rank_that_is_lost_while_the_start_is_found_is_recorded(corpus, tmp_pa
 
 @pytest.mark.parametrize("way", ["save", "start"])
 def test_architecture_names_the_calls_of_a_save_and_of_a_start_in_their_order(trained, way):
-    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/architecture.md").read_text()
     items = text.partition(f"**The way of a {way}**")[2].split("\n\n")[1].splitlines()
     names = [name for item in items for name in re.findall(r"`([\w.]+)`", item.partition(":")[0])]
     assert len(names) > 5

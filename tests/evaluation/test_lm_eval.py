@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from close import assert_close
+from commands import ROOT
 from hellaswag import made_items, write
 from ranks import run_ranks
 from runs import complete, training_config
@@ -83,7 +84,7 @@ def lm_eval_of(exported, page, folder):
 def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path, monkeypatch):
     """A run's checkpoint, as `evaluate.py` scores it, and its export. Some of the items have
     contexts longer than the model's, or none."""
-    page = (Path(__file__).parent.parent / "docs/evaluation.md").read_text()
+    page = (ROOT / "docs/evaluation.md").read_text()
     local_tasks(tmp_path / "local", page)
     changes = {"model.block_size": 128, "train.global_batch_tokens": 12 * 128, "optim.lr": 0.03}
     complete(training_config(corpus, tmp_path, changes))

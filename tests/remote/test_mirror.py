@@ -751,9 +751,12 @@ def test_a_restore_writes_through_no_link(copied, bucket, tmp_path):
 
 
 def test_an_unknown_storage():
-    with pytest.raises(
-        UserError, match=r"data.path = nothing://bucket: cannot be used \(ValueError"
-    ), reading("nothing://bucket", "data.path"):
+    with (
+        pytest.raises(
+            UserError, match=r"data.path = nothing://bucket: cannot be used \(ValueError"
+        ),
+        reading("nothing://bucket", "data.path"),
+    ):
         pass
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close, float64
-from commands import expect_error, expect_field, forked, last_of_each
+from commands import ROOT, expect_error, expect_field, forked, last_of_each
+from golden_runs import CORPUS, GOLDEN
 from models import edit_json, edit_weights, in_transformers, tiny
 from ranks import in_turn, run_ranks
 from runs import change, initial_weights, same, spoil, train, training_config
@@ -34,10 +35,8 @@ from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.training import initial_weights as module
 from gpt2_ddp.training.initial_weights import find_model, import_place, load_initial_weights
 
-ROOT = Path(__file__).parents[1]
-GOLDEN = ROOT / "tests/golden"
 RUN = GOLDEN / "gpt2_run"
-TOKENIZER = load_tokenizer(f"{GOLDEN}/corpus")  # 300 ids, of 384 rows
+TOKENIZER = load_tokenizer(str(CORPUS))  # 300 ids, of 384 rows
 
 
 SHAPES = {kind: models.SHAPES[kind] for kind in CLASSES} | {"gpt2": {}}
@@ -60,7 +59,7 @@ def settle_model(config, saved=None):
 
 
 def config(folder, **model):
-    found = training_config(GOLDEN / "corpus", Path("/nowhere"), {"train.init_from": str(folder)})
+    found = training_config(CORPUS, Path("/nowhere"), {"train.init_from": str(folder)})
     return found.model_copy(update={"model": found.model.model_copy(update=model)})
 
 
@@ -77,7 +76,7 @@ def saved(folder, kind="gpt2", **options):
     """A model as transformers saves it, with the tokenizer of the golden corpus."""
     model = tiny(TOKENIZER.vocab_size, block_size=32, **SHAPES[kind])
     in_transformers(model, TOKENIZER.eot).save_pretrained(folder, **options)
-    shutil.copy(GOLDEN / "corpus/tokenizer.json", folder)
+    shutil.copy(CORPUS / "tokenizer.json", folder)
     return folder
 
 
@@ -285,7 +284,7 @@ def test_refused_by_its_weights_or_its_tokenizer(tmp_path, case):
 
 def words(folder, flags=""):
     """What a user types who gives no shape."""
-    return f"--train.init_from {folder} --data.path {GOLDEN}/corpus {flags}".split()
+    return f"--train.init_from {folder} --data.path {CORPUS} {flags}".split()
 
 
 def typed(folder, flags=""):
@@ -418,9 +417,7 @@ def test_what_the_page_converts_has_the_weights_of_its_source(file, setting, tmp
         if setting == "_orig_mod." and name.endswith("bias"):
             parameter.data.zero_()
     (write_nanogpt if file == "ckpt.pt" else write_llm_c)(model, tmp_path / file, setting)
-    converted = forked(
-        ["convert.py", file, f"{GOLDEN}/corpus/tokenizer.json", "converted"], tmp_path
-    )
+    converted = forked(["convert.py", file, f"{CORPUS}/tokenizer.json", "converted"], tmp_path)
     assert converted.returncode == 0, converted
     settled = settle_model(typed(tmp_path / "converted"))
     assert shape(settled.model) == shape(model.config)
@@ -483,7 +480,7 @@ def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_h
 
 def test_a_wrong_folder_is_refused_before_the_corpus_is_hashed(theirs, tmp_path):
     another_tokenizer(theirs)
-    shutil.copytree(GOLDEN / "corpus", tmp_path / "data", ignore=shutil.ignore_patterns(".*"))
+    shutil.copytree(CORPUS, tmp_path / "data", ignore=shutil.ignore_patterns(".*"))
     settings = training_config(
         tmp_path / "data", tmp_path / "runs", {"train.init_from": str(theirs)}
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import expect_error
+from commands import ROOT, expect_error
 from faults.mutations import flip
 from ranks import in_turn, run_ranks
 from runs import (
@@ -281,7 +281,7 @@ def test_the_pages_have_the_numbers_of_these_tables():
         "docs/reliability.md": f"{count} of {count}",
     }
     for page, words in pages.items():
-        assert words in (Path(__file__).parents[1] / page).read_text(), page
+        assert words in (ROOT / page).read_text(), page
 
 
 def test_an_anchor_is_the_chain_of_a_row(run, trained, tmp_path, capsys):
