@@ -248,7 +248,7 @@ def halfway(corpus, tmp_path_factory):
     from runs import train, training_config
 
     changes = {"train.steps": 5, "optim.decay_steps": 10, "eval.every": 5}
-    make = lambda folder: ranks.run_ranks(train, 1, training_config(corpus, folder, changes))  # noqa: E731
+    make = lambda folder: ranks.run_ranks(train, 1, training_config(corpus, folder, changes))
     return once(tmp_path_factory, "halfway", make)
 
 

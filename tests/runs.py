@@ -13,7 +13,6 @@ from copy import deepcopy
 from functools import partial
 
 import torch
-import yaml
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -30,46 +29,51 @@ from gpt2_ddp.records.run_folder import RunFolder, RunLog
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State, next_chain
 
-KINDS = yaml.safe_load("""
-regression:
-  data: {points: 101, test_points: 31}
-  optim: {momentum: 0.9}
-  train: {global_batch_size: 12}
-mlp:
-  data: {points: 101, test_points: 31}
-  model: {hidden: [30, 20]}
-  optim: {name: adam}
-  train: {global_batch_size: 24, micro_batch_size: 4, mixed_precision: bf16}
-lenet:
-  data: {name: cifar100, augment: true}
-  model: {name: lenet}
-  optim: {name: adam, lr: 0.001}
-  train: {global_batch_size: 48, micro_batch_size: 16}
-resnet18:
-  data: {name: cifar100}
-  model: {name: resnet18}
-  train: {global_batch_size: 12, micro_batch_size: 4}
-transformer:
-  data: {sequences: 19}
-  model: {dropout: 0.1}
-  train: {global_batch_size: 6}
-""")
-JOB = yaml.safe_load("""
-run_name: run
-train: {epochs: 4, device: cpu}
-tracking: {log_every: 1}
-eval: {batch_size: 8}
-checkpoint: {background: false}  # or rows and kills would come in any order
-""")
-GPT = yaml.safe_load("""
-run_name: run
-model: {n_layer: 2, n_head: 2, n_embd: 32, block_size: 32}
-optim: {lr: 0.003, min_lr: 0.0003, warmup_steps: 2}
-train: {steps: 10, global_batch_tokens: 384, micro_batch_size: 3, device: cpu}
-eval: {every: 10, tokens: 500}
-checkpoint: {every: 5, background: false}
-tracking: {log_every: 1}
-""")
+KINDS = {
+    "regression": {
+        "data": {"points": 101, "test_points": 31},
+        "optim": {"momentum": 0.9},
+        "train": {"global_batch_size": 12},
+    },
+    "mlp": {
+        "data": {"points": 101, "test_points": 31},
+        "model": {"hidden": [30, 20]},
+        "optim": {"name": "adam"},
+        "train": {"global_batch_size": 24, "micro_batch_size": 4, "mixed_precision": "bf16"},
+    },
+    "lenet": {
+        "data": {"name": "cifar100", "augment": True},
+        "model": {"name": "lenet"},
+        "optim": {"name": "adam", "lr": 0.001},
+        "train": {"global_batch_size": 48, "micro_batch_size": 16},
+    },
+    "resnet18": {
+        "data": {"name": "cifar100"},
+        "model": {"name": "resnet18"},
+        "train": {"global_batch_size": 12, "micro_batch_size": 4},
+    },
+    "transformer": {
+        "data": {"sequences": 19},
+        "model": {"dropout": 0.1},
+        "train": {"global_batch_size": 6},
+    },
+}
+JOB = {
+    "run_name": "run",
+    "train": {"epochs": 4, "device": "cpu"},
+    "tracking": {"log_every": 1},
+    "eval": {"batch_size": 8},
+    "checkpoint": {"background": False},  # or rows and kills would come in any order
+}
+GPT = {
+    "run_name": "run",
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32},
+    "optim": {"lr": 0.003, "min_lr": 0.0003, "warmup_steps": 2},
+    "train": {"steps": 10, "global_batch_tokens": 384, "micro_batch_size": 3, "device": "cpu"},
+    "eval": {"every": 10, "tokens": 500},
+    "checkpoint": {"every": 5, "background": False},
+    "tracking": {"log_every": 1},
+}
 
 
 def job_config(kind, output_dir, changes=None):

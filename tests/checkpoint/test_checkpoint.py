@@ -3,7 +3,6 @@ should be."""
 
 import errno
 import hashlib
-import json
 import math
 import os
 import random
@@ -117,7 +116,7 @@ def test_weights_and_moments_come_back_bitwise(run):
     returns to its start."""
     place = save(run, 3)
     model, optimizer = trained_model()
-    values = lambda: model.state_dict() | optimizer_state(model, optimizer)  # noqa: E731
+    values = lambda: model.state_dict() | optimizer_state(model, optimizer)
     places = {name: tensor.data_ptr() for name, tensor in values().items()}
     read = verify(place)
     load_model_state(read.tensors(MODEL), model)
@@ -218,26 +217,27 @@ def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     assert all(again.model[name] is tensor for name, tensor in copy.model.items())
 
 
-DAMAGE = r"""
-model.safetensors | gone | is missing
-model.safetensors | x | has 1 bytes instead of
-manifest.json | gone | is missing
-manifest.json | [] | cannot be read
-manifest.json | {"files": {}} | cannot be read
-manifest.json | large | cannot be read \(More than
-state.json | {"kind": "gpt2"} | progress: Field required
-config.yaml | [] | is no configuration
-config.yaml | a: ] | line 1, column 4
-"""
+DAMAGE = [
+    ("model.safetensors", "gone", "is missing"),
+    ("model.safetensors", "x", "has 1 bytes instead of"),
+    ("manifest.json", "gone", "is missing"),
+    ("manifest.json", "[]", "cannot be read"),
+    ("manifest.json", '{"files": {}}', "cannot be read"),
+    ("manifest.json", "large", "cannot be read \\(More than"),
+    ("state.json", '{"kind": "gpt2"}', "progress: Field required"),
+    ("config.yaml", "[]", "is no configuration"),
+    ("config.yaml", "a: ]", "line 1, column 4"),
+]
 """A file, its content, and the damage."""
 
 
-@pytest.mark.parametrize("case", DAMAGE.strip().splitlines())
-def test_damage_is_found_and_a_resumed_run_falls_back_to_the_checkpoint_before(run, capsys, case):
+@pytest.mark.parametrize(("name", "content", "reason"), DAMAGE)
+def test_damage_is_found_and_a_resumed_run_falls_back_to_the_checkpoint_before(
+    run, capsys, name, content, reason
+):
     """A file that is missing or short, and forged content with right hashes. Without an intact
     checkpoint, no run starts from scratch; a process that only looks leaves everything where it
     is."""
-    name, content, reason = case.split(" | ")
     assert open_store(run).newest() is None
     place = save(run, 2)
     (place / name).write_text(content if content != "large" else " " * 2**20 + "{}")
@@ -298,25 +298,29 @@ def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
     assert saved_steps(run) == [1, 2, 3]  # one that cannot be read is kept, and does not count
 
 
-KEPT = """
-[3.0, 2.0, 2.5, 2.6, 2.7], 2, null, [1, 3, 4]
-[2.0, 2.0, 3.0], 1, null, [0, 2] # of equal ones the first
-[3.0, 2.0, 1.0], 1, null, [2]
-[NaN, -Infinity, null, 2.0, 3.0], 1, null, [3, 4]
-[null, null, null, null, null], 1, 1, [1, 2, 3, 4] # nobody has judged those after the last good one
-[null, null, null], 3, 1, [1, 2] # once a later one is good, the first one goes
-[null, null, null], 3, 0, [0, 1, 2]
-[1.0, null, null], 1, 1, [0, 1, 2] # unless it is the best
-"""
+KEPT = [
+    ([3.0, 2.0, 2.5, 2.6, 2.7], 2, None, [1, 3, 4]),
+    ([2.0, 2.0, 3.0], 1, None, [0, 2]),  # of equal ones the first
+    ([3.0, 2.0, 1.0], 1, None, [2]),
+    ([math.nan, -math.inf, None, 2.0, 3.0], 1, None, [3, 4]),
+    (
+        [None, None, None, None, None],
+        1,
+        1,
+        [1, 2, 3, 4],
+    ),  # nobody has judged those after the last good one
+    ([None, None, None], 3, 1, [1, 2]),  # once a later one is good, the first one goes
+    ([None, None, None], 3, 0, [0, 1, 2]),
+    ([1.0, None, None], 1, 1, [0, 1, 2]),  # unless it is the best
+]
 """Losses, `keep_last`, the last good step, and the steps that are kept."""
 
 
-@pytest.mark.parametrize("case", KEPT.strip().splitlines())
+@pytest.mark.parametrize(("losses", "keep_last", "good", "kept"), KEPT)
 @pytest.mark.parametrize("first", [0, 7])
-def test_what_is_kept(run, first, case):
+def test_what_is_kept(run, first, losses, keep_last, good, kept):
     """Of a run, and of a branch of another one: the newest, the best, and what a rollback may
     need."""
-    losses, keep_last, good, kept = json.loads(f"[{case.partition('#')[0]}]")
     origin = {"parent": "", "run_id": "", "step": first, "checkpoint_sha256": ""} if first else None
     checkpoints = open_store(run, keep_last)
     for step, loss in enumerate(losses, first):
@@ -339,21 +343,21 @@ def test_the_best_is_of_evaluations_of_equally_many_tokens(run):
     assert saved_steps(run) == [0, 1, 3]
 
 
-SAVED = """
-fsync config.yaml
-fsync model.safetensors
-fsync optimizer.safetensors
-fsync state.json
-fsync metrics.jsonl
-fsync .manifest.json.tmp
-fsync .step-00000002.tmp
-rename .step-00000002.tmp
-fsync checkpoints
-fsync metrics.jsonl
-rename step-00000001
-fsync checkpoints
-rmtree .step-00000001.removed
-"""
+SAVED = [
+    "fsync config.yaml",
+    "fsync model.safetensors",
+    "fsync optimizer.safetensors",
+    "fsync state.json",
+    "fsync metrics.jsonl",
+    "fsync .manifest.json.tmp",
+    "fsync .step-00000002.tmp",
+    "rename .step-00000002.tmp",
+    "fsync checkpoints",
+    "fsync metrics.jsonl",
+    "rename step-00000001",
+    "fsync checkpoints",
+    "rmtree .step-00000001.removed",
+]
 """The operations of a save after which the older checkpoint is deleted."""
 
 
@@ -382,7 +386,7 @@ def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
     assert done[:3] == ["fsync run", "fsync runs", f"fsync {run.parents[1].name}"]
     done.clear()
     save(run, 2, keep_last=1)
-    assert done == SAVED.strip().splitlines()
+    assert done == SAVED
     shutil.copytree(place, place.with_name(".step-00000002.tmp"))
     place.rename(place.with_name(".step-00000002.replaced"))
     done.clear()

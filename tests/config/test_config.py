@@ -68,39 +68,40 @@ def test_every_preset_loads_and_names_data_that_its_recipe_makes(preset):
     assert (recipe.output,) == config.data.path
 
 
-PUBLISHED = """
-gpt2_124m 6e-4 10e9
-gpt2_350m 3e-4 10e9
-gpt2_774m 2.5e-4 10e9
-gpt2_1558m 2e-4 10e9
-llama_1b 4e-4 25e9
-llama_7b 3e-4 100e9
-"""
+PUBLISHED = [
+    ("gpt2_124m", 6e-4, 10e9),
+    ("gpt2_350m", 3e-4, 10e9),
+    ("gpt2_774m", 2.5e-4, 10e9),
+    ("gpt2_1558m", 2e-4, 10e9),
+    ("llama_1b", 4e-4, 25e9),
+    ("llama_7b", 3e-4, 100e9),
+]
 """Presets, their learning rates and tokens."""
 
 
-@pytest.mark.parametrize("row", PUBLISHED.strip().splitlines())
-def test_published_rates_and_tokens(row):
+@pytest.mark.parametrize(("name", "lr", "tokens"), PUBLISHED)
+def test_published_rates_and_tokens(name, lr, tokens):
     """test_plan.py has what follows from shapes."""
-    name, *numbers = row.split()
-    lr, tokens = map(float, numbers)
     config = load(TrainingConfig, ["--config", f"configs/{name}.yaml"])
     assert_close((config.optim.lr, config.optim.min_lr), (lr, lr / 10))
     assert distance(config.train.steps * config.train.global_batch_tokens, tokens) < 1e-4
     is_llama = name.startswith("llama")
-    assert (
-        is_llama
-        or distance(config.optim.warmup_steps * config.train.global_batch_tokens, 375e6) < 1e-3
-    )
+    warmup_tokens = config.optim.warmup_steps * config.train.global_batch_tokens
+    assert is_llama or distance(warmup_tokens, 375e6) < 1e-3
 
 
-@pytest.mark.parametrize(("command", "flags", "preset", "is_noted"), [
-    (TrainingConfig, "", BUILT_IN, False), (TrainingConfig, "--data.path data/stdlib/", BUILT_IN, False),
-    (TrainingConfig, "--data.path data/mine --train.steps 7", OWN_TEXT, True),
-    (ClassifierConfig, "", CLUSTERS, False), (ClassifierConfig, "--data.name clusters", CLUSTERS, False),
-    (ClassifierConfig, "--data.path photos", OWN_IMAGES, True),
-    (ClassifierConfig, "--data.path x --data.name cifar10", OWN_IMAGES, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "flags", "preset", "is_noted"),
+    [
+        (TrainingConfig, "", BUILT_IN, False),
+        (TrainingConfig, "--data.path data/stdlib/", BUILT_IN, False),
+        (TrainingConfig, "--data.path data/mine --train.steps 7", OWN_TEXT, True),
+        (ClassifierConfig, "", CLUSTERS, False),
+        (ClassifierConfig, "--data.name clusters", CLUSTERS, False),
+        (ClassifierConfig, "--data.path photos", OWN_IMAGES, True),
+        (ClassifierConfig, "--data.path x --data.name cifar10", OWN_IMAGES, True),
+    ],
+)
 def test_the_preset_suits_the_data(command, flags, preset, is_noted, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     default = {TrainingConfig: training_default, ClassifierConfig: classifier_default}[command]
@@ -145,51 +146,51 @@ def test_the_default_file_stands_in_only_when_no_file_is_named(write, tmp_path, 
     )
 
 
-VALUES = """
-model | train.compile | 'model'
-blocks | train.compile | 'blocks'
-off | train.compile | 'off'
-no | train.mixed_precision | 'no'
-false | model.document_mask | False
-yes | model.document_mask | True
-010 | model.n_layer | 10
-1_000 | model.n_layer | 1000
-5 | seed | 5
-1e-3 | optim.lr | 0.001
-+.5E-3 | optim.lr | 0.0005
-[0.8,0.99] | optim.betas | (0.8, 0.99)
-"0.8, 0.99" | optim.betas | (0.8, 0.99)
-500 | eval.tokens | 500
-null | eval.tokens | None
-none | data.prepare | None
-none | tracking.log_with | ()
-[] | tracking.log_with | ()
-wandb | tracking.log_with | ('wandb',)
-"wandb,trackio" | tracking.log_with | ('wandb', 'trackio')
-'a, b' | tracking.sample_prompt | ('a, b',)
-'' | tracking.sample_prompt | ('',)
-2026-01-02 | run_name | '2026-01-02'
-007 | run_name | '007'
-yes | run_name | 'yes'
-"""
-LISTS = """
---optim.betas 0.8 0.99 | (0.8, 0.99)
---tracking.log_with trackio wandb | ('trackio', 'wandb')
---tracking.sample_prompt 'a, b' '' | ('a, b', '')
---data.path a b | ('a', 'b')
-"""
+VALUES = [
+    ("model", "train.compile", "model"),
+    ("blocks", "train.compile", "blocks"),
+    ("off", "train.compile", "off"),
+    ("no", "train.mixed_precision", "no"),
+    ("false", "model.document_mask", False),
+    ("yes", "model.document_mask", True),
+    ("010", "model.n_layer", 10),
+    ("1_000", "model.n_layer", 1000),
+    ("5", "seed", 5),
+    ("1e-3", "optim.lr", 0.001),
+    ("+.5E-3", "optim.lr", 0.0005),
+    ("[0.8,0.99]", "optim.betas", (0.8, 0.99)),
+    ('"0.8, 0.99"', "optim.betas", (0.8, 0.99)),
+    ("500", "eval.tokens", 500),
+    ("null", "eval.tokens", None),
+    ("none", "data.prepare", None),
+    ("none", "tracking.log_with", ()),
+    ("[]", "tracking.log_with", ()),
+    ("wandb", "tracking.log_with", ("wandb",)),
+    ('"wandb,trackio"', "tracking.log_with", ("wandb", "trackio")),
+    ("'a, b'", "tracking.sample_prompt", ("a, b",)),
+    ("''", "tracking.sample_prompt", ("",)),
+    ("2026-01-02", "run_name", "2026-01-02"),
+    ("007", "run_name", "007"),
+    ("yes", "run_name", "yes"),
+]
+LISTS = [
+    ("--optim.betas 0.8 0.99", (0.8, 0.99)),
+    ("--tracking.log_with trackio wandb", ("trackio", "wandb")),
+    ("--tracking.sample_prompt 'a, b' ''", ("a, b", "")),
+    ("--data.path a b", ("a", "b")),
+]
 
 
 def test_a_value_in_yaml_is_that_of_the_same_flag(write):
-    for text, name, value in (line.split(" | ") for line in VALUES.strip().splitlines()):
+    for text, name, value in VALUES:
         nested, (word,) = text, shlex.split(text)
         for key in reversed(name.split(".")):
             nested = f"{key}: {nested}" if nested == text else f"{key}: {{{nested}}}"
         for argv in ([f"--{name}", word], [f"--{name}={word}"], ["--config", write(nested)]):
-            assert repr(flat(train(*argv).model_dump())[name]) == value, argv
-    for text, value in (line.split(" | ") for line in LISTS.strip().splitlines()):
+            assert repr(flat(train(*argv).model_dump())[name]) == repr(value), argv
+    for text, value in LISTS:
         name, *_ = argv = shlex.split(text)
-        assert repr(flat(train(*argv).model_dump())[name[2:]]) == value
+        assert flat(train(*argv).model_dump())[name[2:]] == value
     assert train("--config", write("eval: {tokens: }\noptim.lr: 1e-3")).optim.lr == 0.001
     assert load(ClassifierConfig, ["--model.hidden", "30", "20"]).model.hidden == (30, 20)
 
@@ -336,17 +337,29 @@ def test_a_url_names_one_storage():
     assert load(GenerateConfig, ["--prompts", "reference::file:///x"]).prompts
 
 
-LEFT_OVER = """
-prepare_data --tokenizer a.json b.json c.json | b.json c.json | --tokenizer takes one value; quote
-prepare_data --tokenizer=a.json b.json | b.json | --tokenizer takes one value; quote
-train_gpt2 optim.lr=3e-4 | optim.lr=3e-4 | flags begin with --, like --optim.lr=3e-4
-train_gpt2 configs/gpt2_124m.yaml --seed 3 | configs/gpt2_124m.yaml | a file of settings is given as --config configs/g
-train_gpt2 a.txt 'b c' | a.txt 'b c' | no flag takes it
-train_gpt2 '' b | '' b | no flag takes it
-train_gpt2 --config a.yaml b.yaml | b.yaml | --config takes one file; repeat it
-train_gpt2 --data.path=a b | b | --data.path=VALUE takes one value; for several, write --data.path VALUE VALUE
-generate runs/a --checkpoint runs/b --seed 3 4 | runs/a 4 | --seed takes one value
-"""
+LEFT_OVER = [
+    (
+        "prepare_data --tokenizer a.json b.json c.json",
+        "b.json c.json",
+        "--tokenizer takes one value; quote",
+    ),
+    ("prepare_data --tokenizer=a.json b.json", "b.json", "--tokenizer takes one value; quote"),
+    ("train_gpt2 optim.lr=3e-4", "optim.lr=3e-4", "flags begin with --, like --optim.lr=3e-4"),
+    (
+        "train_gpt2 configs/gpt2_124m.yaml --seed 3",
+        "configs/gpt2_124m.yaml",
+        "a file of settings is given as --config configs/g",
+    ),
+    ("train_gpt2 a.txt 'b c'", "a.txt 'b c'", "no flag takes it"),
+    ("train_gpt2 '' b", "'' b", "no flag takes it"),
+    ("train_gpt2 --config a.yaml b.yaml", "b.yaml", "--config takes one file; repeat it"),
+    (
+        "train_gpt2 --data.path=a b",
+        "b",
+        "--data.path=VALUE takes one value; for several, write --data.path VALUE VALUE",
+    ),
+    ("generate runs/a --checkpoint runs/b --seed 3 4", "runs/a 4", "--seed takes one value"),
+]
 COMMANDS_BY_NAME = {
     "prepare_data": PrepareConfig,
     "train_gpt2": TrainingConfig,
@@ -354,10 +367,9 @@ COMMANDS_BY_NAME = {
 }
 
 
-@pytest.mark.parametrize("line", LEFT_OVER.strip().splitlines())
-def test_words_that_no_flag_takes(line):
-    text, words, hint = line.split(" | ")
-    name, *argv = shlex.split(text)
+@pytest.mark.parametrize(("command", "words", "hint"), LEFT_OVER)
+def test_words_that_no_flag_takes(command, words, hint):
+    name, *argv = shlex.split(command)
     with pytest.raises(UserError) as caught:
         load(COMMANDS_BY_NAME[name], argv)
     (found,) = [
@@ -366,20 +378,18 @@ def test_words_that_no_flag_takes(line):
     assert found.startswith(f"command line = {words}: {hint}")
 
 
-OTHER_FILES = """
-train_gpt2 configs/data_own_text.yaml | is a configuration of prepare_data.py
-train_gpt2 configs/accelerate/multi_node.yaml | is a configuration of Accelerate
-prepare_data configs/gpt2_124m.yaml | is a configuration of a training
-generate configs/jobs/regression.yaml | is a configuration of a training
-"""
+OTHER_FILES = [
+    ("train_gpt2", "configs/data_own_text.yaml", "is a configuration of prepare_data.py"),
+    ("train_gpt2", "configs/accelerate/multi_node.yaml", "is a configuration of Accelerate"),
+    ("prepare_data", "configs/gpt2_124m.yaml", "is a configuration of a training"),
+    ("generate", "configs/jobs/regression.yaml", "is a configuration of a training"),
+]
 
 
-@pytest.mark.parametrize("line", OTHER_FILES.strip().splitlines())
-def test_a_file_for_another_command_is_one_mistake(line):
-    command, hint = line.split(" | ")
-    name, file = command.split()
+@pytest.mark.parametrize(("command", "file", "hint"), OTHER_FILES)
+def test_a_file_for_another_command_is_one_mistake(command, file, hint):
     with pytest.raises(UserError) as caught:
-        load(COMMANDS_BY_NAME[name], ["--config", file])
+        load(COMMANDS_BY_NAME[command], ["--config", file])
     (found,) = caught.value.mistakes
     assert found.startswith(f"--config = {file}: {hint}")
 
@@ -553,20 +563,27 @@ def test_help_has_the_defaults_of_a_run_without_flags(command, default, capsys):
         assert shown == expected or float(shown) == float(expected), name
 
 
-@pytest.mark.parametrize("line", [
-    "model.n_kv_head null 3 refused", "model.n_kv_head 3 null refused", "optim.embedding_lr null 3 refused",
-    "optim.decay_steps 3 null refused", "optim.decay_steps null 3 taken", "eval.tokens null 3 taken",
-])  # fmt: skip
-def test_a_resume_refuses_null_for_a_kept_value_and_a_value_for_a_kept_null(line):
+@pytest.mark.parametrize(
+    ("name", "now", "before", "is_refused"),
+    [
+        ("model.n_kv_head", None, 3, True),
+        ("model.n_kv_head", 3, None, True),
+        ("optim.embedding_lr", None, 3, True),
+        ("optim.decay_steps", 3, None, True),
+        ("optim.decay_steps", None, 3, False),
+        ("eval.tokens", None, 3, False),
+    ],
+)
+def test_a_resume_refuses_null_for_a_kept_value_and_a_value_for_a_kept_null(
+    name, now, before, is_refused
+):
     """Null for `optim.decay_steps` keeps the saved end of the schedule."""
-    name, *values, answer = line.split()
-    now, before = map(yaml.safe_load, values)
     section, key = name.split(".")
     config = TrainingConfig.model_construct()
     parts = [getattr(config, section).model_copy(update={key: value}) for value in (now, before)]
     new, old = (config.model_copy(update={section: part}) for part in parts)
     resume = partial(check_resumable, new, "gpt2", old.model_dump(mode="json"), 10**6)
-    if answer == "refused":
+    if is_refused:
         expect_error(f"^{name} = {now}: the run was started with {before}", resume)
     else:
         resume()

@@ -40,107 +40,128 @@ from gpt2_ddp.tasks.pretraining import make_pretraining
 from gpt2_ddp.training import loop
 from gpt2_ddp.training.initial_weights import find_model
 
-COMMANDS = """
-train_gpt2 --optim.lr nan | optim.lr
-train_gpt2 --config PLACE/more.yaml | model.n_heads | model.n_head
-train_gpt2 --train.device cuda | train.device
-train_gpt2 --train.init_from /no/place | train.init_from
-train_gpt2 --data.path /no/such/place | data
-train_gpt2 --data.path /none --data.prepare no.yaml | data.prepare
-train_gpt2 --run_name LONG | output_dir
-train_gpt2 --output_dir LONG | output_dir
-train_gpt2 --data.path PLACE/config.yaml | data
-train_gpt2 --output_dir PLACE/pipe | output_dir
-train_gpt2 --data.path PLACE/loop --data.prepare configs/data_stdlib.yaml | data
-train_gpt2 --model.n_embd 33 | model.n_embd
-train_gpt2 --model.n_kv_head 5 | model.n_kv_head
-train_gpt2 --model.architecture llama --model.n_kv_head 5 | model.n_kv_head
-train_gpt2 --model.architecture llama --model.n_embd 34 | model.n_embd
-train_gpt2 --model.architecture mamba | model.architecture
-train_gpt2 --train.global_batch_tokens 1500 | train.global_batch_tokens
-train_gpt2 --optim.lr 1e-5 | optim.min_lr
-train_gpt2 --optim.decay_steps 2 | optim.warmup_steps
-train_gpt2 --optim.muon_lr 0.02 | optim.muon_lr
-train_gpt2 --train.steps null | train.steps
-train_gpt2 --run_name ../x | run_name
-train_gpt2 --run_name 'my run' | run_name
-train_gpt2 --run_name '' | run_name
-train_gpt2 --tracking.log_with wandb mlflow | tracking.log_with
-train_gpt2 --seed -1 | seed
-train_gpt2 --seed | seed
-train_gpt2 12 texts/a.txt | command line
-train_gpt2 --model.n_layer 0 | model.n_layer
-train_gpt2 --model.n_layer 2.5 | model.n_layer
-train_gpt2 --model.n_layer 1000000000 | model.n_layer
-train_gpt2 --model.n_embd 99999999996 | model.n_embd
-train_gpt2 --model.n_inner 1000000000 | model.n_inner
-train_gpt2 --train.global_batch_tokens 4611686018427387904 | train.global_batch_tokens
-train_gpt2 --train.epochs 1e308 | train.epochs
-train_gpt2 --launch.replicas 2 | launch.replicas
-train_gpt2 --launch.parallel fsdp --launch.replicas 2 | launch.replicas
-train_gpt2 --launch.parallel fsdp --train.compile model | train.compile
-train_gpt2 --optim.name sgd | optim.name
-train_gpt2 --optim.betas 0.9 1.0 | optim.betas
-train_gpt2 --optim.betas 0.9 | optim.betas
-train_gpt2 --optim.lr fast | optim.lr
-train_gpt2 --optim.lr -1e-3 | optim.lr
-train_gpt2 --train.epochs nan | train.epochs
-train_gpt2 --train.micro_batch_size true | train.micro_batch_size
-train_gpt2 --train.compile maybe | train.compile
-train_gpt2 --checkpoint.background maybe | checkpoint.background
-train_gpt2 --eval.tokens 0 | eval.tokens
-train_gpt2 --eval.tokens Auto | eval.tokens
-train_gpt2 --config missing.yaml | --config
-train_gpt2 --config PLACE | --config
-train_gpt2 --config LONG | --config
-train_gpt2 --config=-- | --config
-train_gpt2 --config PLACE/binary.yaml | --config
-train_gpt2 --optim 3 | optim
-train_gpt2 --model.n_layers 3 | model.n_layers | model.n_layer
-train_gpt2 --lr 3 | lr | optim.lr
-train_gpt2 --train.lr 3 | train.lr | optim.lr
-train_gpt2 --train.steps 99999999999999999999 | train.steps
-train_gpt2 --data.path a b c --data.weights 1 2 | data.weights
-train_gpt2 --data.path a b c --data.weights 1 -1 2 | data.weights
-train_gpt2 --data.path a b c --data.weights 0 0 0 | data.weights
-train_gpt2 --data.path a b c --data.weights 1 1 nan | data.weights
-train_gpt2 --data.path a b c --data.weights 1e308 1e308 1e308 | data.weights
-train_gpt2 --data.path a b c --data.phases 32000:1:1 | data.phases, number 1
-train_gpt2 --data.path a b c --data.phases 32000 | data.phases, number 1
-train_gpt2 --data.path a b c --data.phases 0:1:1:1 | data.phases
-train_gpt2 --data.path a b c --data.phases 32000:1:1:1 31000:1:1:1 | data.phases
-train_gpt2 --data.path a b a/ | data.path
-train_gpt2 --data.path MANY | data.path
-train_gpt2 --train.branch_from PLACE --train.init_from runs/x | train.branch_from | remove one of the two
-train_gpt2 --train.branch_from /no/such/run | train.branch_from
-PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=0 train_gpt2 | processes | torchrun --nproc_per_node 2
-SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0 train_gpt2 | processes | torchrun --nproc_per_node 2
-OMPI_COMM_WORLD_SIZE=2 train_gpt2 | OMPI_COMM_WORLD_SIZE | use torchrun
-ACCELERATE_USE_DEEPSPEED=true train_gpt2 | ACCELERATE_USE_DEEPSPEED
-ACCELERATE_DYNAMO_BACKEND=INDUCTOR train_gpt2 | ACCELERATE_DYNAMO_BACKEND
-ACCELERATE_MIXED_PRECISION=fp16 train_gpt2 | train.mixed_precision
-WORLD_SIZE=two RANK=two LOCAL_WORLD_SIZE=two PET_NNODES=two train_gpt2 | WORLD_SIZE
-ACCELERATE_USE_FSDP=true FSDP_VERSION=1 train_gpt2 | FSDP_VERSION
-ACCELERATE_USE_FSDP=true FSDP_OFFLOAD_PARAMS=true train_gpt2 | FSDP_OFFLOAD_PARAMS
-ACCELERATE_USE_FSDP=true FSDP_AUTO_WRAP_POLICY=NO_WRAP train_gpt2 | FSDP_AUTO_WRAP_POLICY
-ACCELERATE_USE_FSDP=true FSDP_ACTIVATION_CHECKPOINTING=true train_gpt2 | FSDP_ACTIVATION_CHECKPOINTING
-train_classifier --model.name vgg | model.name
-train_classifier --data.name images --model.name lenet | data.path
-train_classifier --data.name me/mine --data.path x --model.name lenet | data.path
-train_classifier --data.name cifar100 --model.name mlp | model.name
-train_classifier --model.name lenet | model.name
-train_classifier --model.sync_batchnorm | model.sync_batchnorm
-train_classifier --model.hidden 5 0 | model.hidden
-train_classifier --config configs/jobs/mlp_clusters.yaml --data.path x | data.path
-train_classifier --config configs/jobs/cifar100_lenet.yaml --data.path /no/such | data.path
-train_classifier --data.name cifar100 --model.name resnet18 --model.sync_batchnorm | model.sync_batchnorm
-train_classifier --tracking.log_every 0 | tracking.log_every | 50
-train_transformer --model.n_embd 13 | model.n_embd
-train_regression --train.global_batch_size 0 | train.global_batch_size
-train_regression --launch.backend nccl | launch.backend
-train_regression --train.mixed_precision fp16 | train.mixed_precision
-train_regression --bogus 1 | bogus
-"""
+COMMANDS = [
+    ("train_gpt2 --optim.lr nan", "optim.lr"),
+    ("train_gpt2 --config PLACE/more.yaml", "model.n_heads", "model.n_head"),
+    ("train_gpt2 --train.device cuda", "train.device"),
+    ("train_gpt2 --train.init_from /no/place", "train.init_from"),
+    ("train_gpt2 --data.path /no/such/place", "data"),
+    ("train_gpt2 --data.path /none --data.prepare no.yaml", "data.prepare"),
+    ("train_gpt2 --run_name LONG", "output_dir"),
+    ("train_gpt2 --output_dir LONG", "output_dir"),
+    ("train_gpt2 --data.path PLACE/config.yaml", "data"),
+    ("train_gpt2 --output_dir PLACE/pipe", "output_dir"),
+    ("train_gpt2 --data.path PLACE/loop --data.prepare configs/data_stdlib.yaml", "data"),
+    ("train_gpt2 --model.n_embd 33", "model.n_embd"),
+    ("train_gpt2 --model.n_kv_head 5", "model.n_kv_head"),
+    ("train_gpt2 --model.architecture llama --model.n_kv_head 5", "model.n_kv_head"),
+    ("train_gpt2 --model.architecture llama --model.n_embd 34", "model.n_embd"),
+    ("train_gpt2 --model.architecture mamba", "model.architecture"),
+    ("train_gpt2 --train.global_batch_tokens 1500", "train.global_batch_tokens"),
+    ("train_gpt2 --optim.lr 1e-5", "optim.min_lr"),
+    ("train_gpt2 --optim.decay_steps 2", "optim.warmup_steps"),
+    ("train_gpt2 --optim.muon_lr 0.02", "optim.muon_lr"),
+    ("train_gpt2 --train.steps null", "train.steps"),
+    ("train_gpt2 --run_name ../x", "run_name"),
+    ("train_gpt2 --run_name 'my run'", "run_name"),
+    ("train_gpt2 --run_name ''", "run_name"),
+    ("train_gpt2 --tracking.log_with wandb mlflow", "tracking.log_with"),
+    ("train_gpt2 --seed -1", "seed"),
+    ("train_gpt2 --seed", "seed"),
+    ("train_gpt2 12 texts/a.txt", "command line"),
+    ("train_gpt2 --model.n_layer 0", "model.n_layer"),
+    ("train_gpt2 --model.n_layer 2.5", "model.n_layer"),
+    ("train_gpt2 --model.n_layer 1000000000", "model.n_layer"),
+    ("train_gpt2 --model.n_embd 99999999996", "model.n_embd"),
+    ("train_gpt2 --model.n_inner 1000000000", "model.n_inner"),
+    ("train_gpt2 --train.global_batch_tokens 4611686018427387904", "train.global_batch_tokens"),
+    ("train_gpt2 --train.epochs 1e308", "train.epochs"),
+    ("train_gpt2 --launch.replicas 2", "launch.replicas"),
+    ("train_gpt2 --launch.parallel fsdp --launch.replicas 2", "launch.replicas"),
+    ("train_gpt2 --launch.parallel fsdp --train.compile model", "train.compile"),
+    ("train_gpt2 --optim.name sgd", "optim.name"),
+    ("train_gpt2 --optim.betas 0.9 1.0", "optim.betas"),
+    ("train_gpt2 --optim.betas 0.9", "optim.betas"),
+    ("train_gpt2 --optim.lr fast", "optim.lr"),
+    ("train_gpt2 --optim.lr -1e-3", "optim.lr"),
+    ("train_gpt2 --train.epochs nan", "train.epochs"),
+    ("train_gpt2 --train.micro_batch_size true", "train.micro_batch_size"),
+    ("train_gpt2 --train.compile maybe", "train.compile"),
+    ("train_gpt2 --checkpoint.background maybe", "checkpoint.background"),
+    ("train_gpt2 --eval.tokens 0", "eval.tokens"),
+    ("train_gpt2 --eval.tokens Auto", "eval.tokens"),
+    ("train_gpt2 --config missing.yaml", "--config"),
+    ("train_gpt2 --config PLACE", "--config"),
+    ("train_gpt2 --config LONG", "--config"),
+    ("train_gpt2 --config=--", "--config"),
+    ("train_gpt2 --config PLACE/binary.yaml", "--config"),
+    ("train_gpt2 --optim 3", "optim"),
+    ("train_gpt2 --model.n_layers 3", "model.n_layers", "model.n_layer"),
+    ("train_gpt2 --lr 3", "lr", "optim.lr"),
+    ("train_gpt2 --train.lr 3", "train.lr", "optim.lr"),
+    ("train_gpt2 --train.steps 99999999999999999999", "train.steps"),
+    ("train_gpt2 --data.path a b c --data.weights 1 2", "data.weights"),
+    ("train_gpt2 --data.path a b c --data.weights 1 -1 2", "data.weights"),
+    ("train_gpt2 --data.path a b c --data.weights 0 0 0", "data.weights"),
+    ("train_gpt2 --data.path a b c --data.weights 1 1 nan", "data.weights"),
+    ("train_gpt2 --data.path a b c --data.weights 1e308 1e308 1e308", "data.weights"),
+    ("train_gpt2 --data.path a b c --data.phases 32000:1:1", "data.phases, number 1"),
+    ("train_gpt2 --data.path a b c --data.phases 32000", "data.phases, number 1"),
+    ("train_gpt2 --data.path a b c --data.phases 0:1:1:1", "data.phases"),
+    ("train_gpt2 --data.path a b c --data.phases 32000:1:1:1 31000:1:1:1", "data.phases"),
+    ("train_gpt2 --data.path a b a/", "data.path"),
+    ("train_gpt2 --data.path MANY", "data.path"),
+    (
+        "train_gpt2 --train.branch_from PLACE --train.init_from runs/x",
+        "train.branch_from",
+        "remove one of the two",
+    ),
+    ("train_gpt2 --train.branch_from /no/such/run", "train.branch_from"),
+    (
+        "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=0 train_gpt2",
+        "processes",
+        "torchrun --nproc_per_node 2",
+    ),
+    (
+        "SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0 train_gpt2",
+        "processes",
+        "torchrun --nproc_per_node 2",
+    ),
+    ("OMPI_COMM_WORLD_SIZE=2 train_gpt2", "OMPI_COMM_WORLD_SIZE", "use torchrun"),
+    ("ACCELERATE_USE_DEEPSPEED=true train_gpt2", "ACCELERATE_USE_DEEPSPEED"),
+    ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR train_gpt2", "ACCELERATE_DYNAMO_BACKEND"),
+    ("ACCELERATE_MIXED_PRECISION=fp16 train_gpt2", "train.mixed_precision"),
+    ("WORLD_SIZE=two RANK=two LOCAL_WORLD_SIZE=two PET_NNODES=two train_gpt2", "WORLD_SIZE"),
+    ("ACCELERATE_USE_FSDP=true FSDP_VERSION=1 train_gpt2", "FSDP_VERSION"),
+    ("ACCELERATE_USE_FSDP=true FSDP_OFFLOAD_PARAMS=true train_gpt2", "FSDP_OFFLOAD_PARAMS"),
+    ("ACCELERATE_USE_FSDP=true FSDP_AUTO_WRAP_POLICY=NO_WRAP train_gpt2", "FSDP_AUTO_WRAP_POLICY"),
+    (
+        "ACCELERATE_USE_FSDP=true FSDP_ACTIVATION_CHECKPOINTING=true train_gpt2",
+        "FSDP_ACTIVATION_CHECKPOINTING",
+    ),
+    ("train_classifier --model.name vgg", "model.name"),
+    ("train_classifier --data.name images --model.name lenet", "data.path"),
+    ("train_classifier --data.name me/mine --data.path x --model.name lenet", "data.path"),
+    ("train_classifier --data.name cifar100 --model.name mlp", "model.name"),
+    ("train_classifier --model.name lenet", "model.name"),
+    ("train_classifier --model.sync_batchnorm", "model.sync_batchnorm"),
+    ("train_classifier --model.hidden 5 0", "model.hidden"),
+    ("train_classifier --config configs/jobs/mlp_clusters.yaml --data.path x", "data.path"),
+    (
+        "train_classifier --config configs/jobs/cifar100_lenet.yaml --data.path /no/such",
+        "data.path",
+    ),
+    (
+        "train_classifier --data.name cifar100 --model.name resnet18 --model.sync_batchnorm",
+        "model.sync_batchnorm",
+    ),
+    ("train_classifier --tracking.log_every 0", "tracking.log_every", "50"),
+    ("train_transformer --model.n_embd 13", "model.n_embd"),
+    ("train_regression --train.global_batch_size 0", "train.global_batch_size"),
+    ("train_regression --launch.backend nccl", "launch.backend"),
+    ("train_regression --train.mixed_precision fp16", "train.mixed_precision"),
+    ("train_regression --bogus 1", "bogus"),
+]
 """Variables and a command, the field of its error, and what the hint has to name."""
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(
@@ -155,47 +176,42 @@ FILES = {
     "seed: !!float 1" + ":1" * 999 + ".5": "seed",
     "seed: " + "[" * 60 + "]" * 60: "--config",
     "seed: " + "1" * 400: "--config",
+    "train: 3": "train",
+    "- a\n- b": "--config",
+    "a: [": "--config",
+    "data: {path: 5}": "data.path",
+    "data: {path: []}": "data.path",
+    'data: {path: [a, b, c], phases: ["8000"]}': "data.phases, number 1",
+    "optim: {weight_decay: .nan}": "optim.weight_decay",
+    "model: &a {n_layer: *a}": "--config",
+    "seed: 1\nseed: 2": "--config",
+    "model: {n_layer: 1}\nmodel: {n_head: 2}": "--config",
+    "seed: 1\n---\nseed: 2": "--config",
+    "seed: !!int x": "seed",
+    "train: {compile: !!bool x}": "train.compile",
+    "? [1, 2]\n: 3": "--config",
+    "seed: !!python/object/apply:os.getpid []": "seed",
+    "model: !!map [1]": "model",
+    "1: 2": "1",
+    "model: {2: 3}": "model",
+    "optim.lrs: 0.1": "optim.lrs",
+    "model: {n_layer: 1:30}": "model.n_layer",
+    "seed: 2026-01-02": "seed",
+    "optim: {lr: 1:30.5}": "optim.lr",
+    "seed: [[2.5]]": "seed",
+    "seed: 0o17": "seed",
+    "eval: {tokens: 1e29}": "eval.tokens",
+    "eval: {tokens: 1.0e+29}": "eval.tokens",
+    "<<: {seed: 1}": "<<",
+    "model: {n_layers: 3}": "model.n_layers",
+    "optimizer: {lr: 1}": "optimizer",
+    "optim: {betas: [false, false]}": "optim.betas",
+    "train: {steps: true}": "train.steps",
+    "optim: {lr: true, min_lr: 0}": "optim.lr",
+    "eval: {tokens: false}": "eval.tokens",
+    "train: {max_minutes: true}": "train.max_minutes",
+    "seed: true": "seed",
 }
-FILES |= dict(
-    line.replace("\\n", "\n").split(" | ")
-    for line in r"""
-train: 3 | train
-- a\n- b | --config
-a: [ | --config
-data: {path: 5} | data.path
-data: {path: []} | data.path
-data: {path: [a, b, c], phases: ["8000"]} | data.phases, number 1
-optim: {weight_decay: .nan} | optim.weight_decay
-model: &a {n_layer: *a} | --config
-seed: 1\nseed: 2 | --config
-model: {n_layer: 1}\nmodel: {n_head: 2} | --config
-seed: 1\n---\nseed: 2 | --config
-seed: !!int x | seed
-train: {compile: !!bool x} | train.compile
-? [1, 2]\n: 3 | --config
-seed: !!python/object/apply:os.getpid [] | seed
-model: !!map [1] | model
-1: 2 | 1
-model: {2: 3} | model
-optim.lrs: 0.1 | optim.lrs
-model: {n_layer: 1:30} | model.n_layer
-seed: 2026-01-02 | seed
-optim: {lr: 1:30.5} | optim.lr
-seed: [[2.5]] | seed
-seed: 0o17 | seed
-eval: {tokens: 1e29} | eval.tokens
-eval: {tokens: 1.0e+29} | eval.tokens
-<<: {seed: 1} | <<
-model: {n_layers: 3} | model.n_layers
-optimizer: {lr: 1} | optimizer
-optim: {betas: [false, false]} | optim.betas
-train: {steps: true} | train.steps
-optim: {lr: true, min_lr: 0} | optim.lr
-eval: {tokens: false} | eval.tokens
-train: {max_minutes: true} | train.max_minutes
-seed: true | seed
-""".strip().splitlines()
-)
 """Text of a configuration, and the field of its error."""
 
 
@@ -216,11 +232,11 @@ def run_commands(commands, flags):
 
 
 def expect_fields(folder, commands, *flags):
-    """Each command ends with 2 and one error line, of its field. No file of the folder is touched.
+    """Each command ends with 2 and one error line, of its field, which names what follows. No file of the folder is touched.
     Of another trainer than train_gpt2, the outputs are in the folder too."""
-    before, rows = snapshot(folder), [line.split(" | ") for line in commands]
-    (answers,) = run_ranks(run_commands, 1, [command for command, *_ in rows], [*flags])
-    for (command, field, *near), (code, errors) in zip(rows, answers, strict=True):
+    before = snapshot(folder)
+    (answers,) = run_ranks(run_commands, 1, [command for command, *_ in commands], [*flags])
+    for (command, field, *near), (code, errors) in zip(commands, answers, strict=True):
         lines = [
             line.removeprefix("error: ")
             for line in errors.splitlines()
@@ -238,11 +254,15 @@ def test_commands_and_files(place):
     (place / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
     os.mkfifo(place / "pipe")
     (place / "loop").symlink_to("loop")
-    commands = COMMANDS.replace("PLACE", str(place)).replace("LONG", "a" * 5000)
-    commands = commands.replace("MANY", " ".join(map(str, range(33)))).strip().splitlines()
+    stand_for = {"PLACE": str(place), "LONG": "a" * 5000, "MANY": " ".join(map(str, range(33)))}
+    commands = []
+    for command, *expected in COMMANDS:
+        for name, text in stand_for.items():
+            command = command.replace(name, text)
+        commands.append((command, *expected))
     for number, (text, field) in enumerate(FILES.items()):
         (place / f"{number}.yaml").write_text(text)
-        commands.append(f"train_gpt2 --config {place}/{number}.yaml | {field}")
+        commands.append((f"train_gpt2 --config {place}/{number}.yaml", field))
     expect_fields(place, commands, "--config", str(place / "config.yaml"))
 
 
@@ -287,9 +307,11 @@ def test_a_training_whose_optimizer_does_not_fit(monkeypatch):
 
 
 TOO_LITTLE = {
-    "torch": lambda: torch.empty(10**15), "numpy": lambda: np.empty(10**15), "python": lambda: bytes(10**15),
+    "torch": lambda: torch.empty(10**15),
+    "numpy": lambda: np.empty(10**15),
+    "python": lambda: bytes(10**15),
     "linux": lambda: os.read(os.open("/dev/zero", os.O_RDONLY), 10**15),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("library", TOO_LITTLE)
@@ -316,7 +338,7 @@ def test_data(place):
     commands = []
     for case, (damage, field) in DATA.items():
         damage(shutil.copytree(place / "data", place / case))
-        commands.append(f"train_gpt2 --data.path {place}/{case} | {field}")
+        commands.append((f"train_gpt2 --data.path {place}/{case}", field))
     expect_fields(place, commands, "--config", str(place / "config.yaml"))
 
 
@@ -343,24 +365,23 @@ def arguments(trained, tmp_path):
     ]
 
 
-CHANGES = """
-seed 5 1337
-model.n_layer 3 2
-model.dropout 0.5 0.0
-optim.lr 0.01 0.003
-optim.schedule wsd cosine
-optim.decay_steps 50 10
-train.global_batch_tokens 768 384
-"""
+CHANGES = [
+    ("seed", 5, 1337),
+    ("model.n_layer", 3, 2),
+    ("model.dropout", 0.5, 0.0),
+    ("optim.lr", 0.01, 0.003),
+    ("optim.schedule", "wsd", "cosine"),
+    ("optim.decay_steps", 50, 10),
+    ("train.global_batch_tokens", 768, 384),
+]
 """Fields, and their values now and before."""
 
 
 def test_resume_names_every_field_that_differs(arguments, tmp_path):
-    changes = [line.split() for line in CHANGES.strip().splitlines()]
-    more = [word for name, value, _ in changes for word in (f"--{name}", value)]
+    more = [word for name, value, _ in CHANGES for word in (f"--{name}", str(value))]
     ((code, errors),) = run_ranks(run_script, 1, "train_gpt2", arguments + more)
     assert code == 2
-    for line, (name, value, before) in zip(errors.splitlines(), changes, strict=True):
+    for line, (name, value, before) in zip(errors.splitlines(), CHANGES, strict=True):
         assert line.startswith(f"error: {name} = {value}: ")
         assert f"started with {before}" in line
         assert f"(--config {tmp_path}/run/config.yaml)" in line
@@ -378,23 +399,24 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
         "checkpoints/*/model.safetensors"
     ):
         file.unlink()
-    commands = f"""
-train_gpt2 --output_dir {gone} | run folder
-train_gpt2 --data.path {data} | data.path
-evaluate --checkpoint NEW | checkpoint
-evaluate --checkpoint RUN --split test | split
-evaluate --checkpoint RUN --data /no/such/place | data
-evaluate --batch_size 0 | batch_size
-generate --checkpoint NEW | checkpoint
-generate --checkpoint {damaged} | checkpoint
-generate --checkpoint RUN --device cuda | device
-report --runs NEW | runs
-verify_run --run NEW | run
-prepare_data --source NEW/*.txt --output NEW | source
-prepare_data --source RUN/*.yaml --tokenizer gpt9 --output NEW | tokenizer
-"""
-    commands = commands.replace("RUN", f"{tmp_path}/run").replace("NEW", f"{tmp_path}/new")
-    expect_fields(tmp_path, commands.strip().splitlines(), *arguments)
+    run = tmp_path / "run"
+    new = tmp_path / "new"
+    commands = [
+        (f"train_gpt2 --output_dir {gone}", "run folder"),
+        (f"train_gpt2 --data.path {data}", "data.path"),
+        (f"evaluate --checkpoint {new}", "checkpoint"),
+        (f"evaluate --checkpoint {run} --split test", "split"),
+        (f"evaluate --checkpoint {run} --data /no/such/place", "data"),
+        ("evaluate --batch_size 0", "batch_size"),
+        (f"generate --checkpoint {new}", "checkpoint"),
+        (f"generate --checkpoint {damaged}", "checkpoint"),
+        (f"generate --checkpoint {run} --device cuda", "device"),
+        (f"report --runs {new}", "runs"),
+        (f"verify_run --run {new}", "run"),
+        (f"prepare_data --source {new}/*.txt --output {new}", "source"),
+        (f"prepare_data --source {run}/*.yaml --tokenizer gpt9 --output {new}", "tokenizer"),
+    ]
+    expect_fields(tmp_path, commands, *arguments)
     assert len(list(gone.glob("run/checkpoints/*.corrupt"))) == 2
 
 

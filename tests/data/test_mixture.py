@@ -10,6 +10,7 @@ import shutil
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -306,51 +307,82 @@ def test_folders_that_have_moved(whole, sources, tmp_path, capsys):
 
 
 BEFORE = Mixture(manifests=["a", "b"], phases=[(0, ["7/10", "3/10"]), (2000, ["1/2", "1/2"])])
-GOES_ON = """
-900 | --data.path x y --data.weights 7 3 --data.phases 16000:1:1
-900 | --data.path x y --data.weights 0.7 0.3 --data.phases 8000:1:2
-2000 | --data.path x y --data.weights 7 3 --data.phases 8001:1:9
-2001 | --data.path x y --data.weights 7 3 --data.phases 16000:1:9 | data.weights = 7/10 3/10 from token ... 24000 tokens
-900-2100 | --data.path x y --data.weights 7 3 | data.weights = 7/10 3/10 from token 0 on: the run had ... 1/2 1/2 from
-900 | --data.path x y --data.weights 6 3 | data.weights = 2/3 1/3 from token 0 on: the run had 7/10 3/10 from
-900 | --data.path x y | data.weights = 2/3 1/3
-900 | --data.path x y z --data.weights 7 3 0 --data.phases 8000:0:0:1
-1900 | --data.path x y z --data.weights 7 3 0 --data.phases 8000:0:0:1 | data.weights =
-900 | --data.path x y z --data.weights 7 3 1 | data.weights = 7/11 3/11 1/11
-900 | --data.path x | data.path = x: the run was started with 2 folders
-900 a | --data.path x y --data.weights 1 0 --data.phases 8000:1:1
-9 a | --data.path x y --data.weights 1 1 | data.weights = 1/2 1/2
-9 b | --data.path x y --data.weights 1 0 | data.path = x: its tokens differ
-0 | --data.path x y --data.weights 1 0 | data.weights
-"""
-"""Position of the run and the end of what it passes over; its data, if these are of one folder;
-flags; the error."""
 
 
-@pytest.mark.parametrize("case", GOES_ON.strip().splitlines())
+class Continued(NamedTuple):
+    """A run over two folders, and what its continuation is given."""
+
+    position: int
+    flags: str  # from the folders on
+    error: str = ""  # none: the run goes on
+    passed: int = 0  # end of what a rollback has passed over
+    single: str = ""  # the run's data, if they are of one folder
+
+
+GOES_ON = [
+    Continued(position=900, flags="x y --data.weights 7 3 --data.phases 16000:1:1"),
+    Continued(position=900, flags="x y --data.weights 0.7 0.3 --data.phases 8000:1:2"),
+    Continued(position=2000, flags="x y --data.weights 7 3 --data.phases 8001:1:9"),
+    Continued(
+        position=2001,
+        flags="x y --data.weights 7 3 --data.phases 16000:1:9",
+        error="data.weights = 7/10 3/10 from token ... 24000 tokens",
+    ),
+    Continued(
+        position=900,
+        passed=2100,
+        flags="x y --data.weights 7 3",
+        error="data.weights = 7/10 3/10 from token 0 on: the run had ... 1/2 1/2 from",
+    ),
+    Continued(
+        position=900,
+        flags="x y --data.weights 6 3",
+        error="data.weights = 2/3 1/3 from token 0 on: the run had 7/10 3/10 from",
+    ),
+    Continued(position=900, flags="x y", error="data.weights = 2/3 1/3"),
+    Continued(position=900, flags="x y z --data.weights 7 3 0 --data.phases 8000:0:0:1"),
+    Continued(
+        position=1900,
+        flags="x y z --data.weights 7 3 0 --data.phases 8000:0:0:1",
+        error="data.weights =",
+    ),
+    Continued(
+        position=900, flags="x y z --data.weights 7 3 1", error="data.weights = 7/11 3/11 1/11"
+    ),
+    Continued(position=900, flags="x", error="data.path = x: the run was started with 2 folders"),
+    Continued(position=900, single="a", flags="x y --data.weights 1 0 --data.phases 8000:1:1"),
+    Continued(
+        position=9, single="a", flags="x y --data.weights 1 1", error="data.weights = 1/2 1/2"
+    ),
+    Continued(
+        position=9,
+        single="b",
+        flags="x y --data.weights 1 0",
+        error="data.path = x: its tokens differ",
+    ),
+    Continued(position=0, flags="x y --data.weights 1 0", error="data.weights"),
+]
+
+
+@pytest.mark.parametrize("case", GOES_ON, ids=lambda case: f"{case.position} {case.flags}")
 def test_what_a_run_goes_on_with(case):
     """Other weights begin at the first block of 1,000 windows after so many tokens, behind what the
     run has been at, also before it went back; sources come at the end. 0.7 is seven tenths, not the
     binary number next to it."""
-    at, flags, *refused = case.split(" | ")
-    place, *single = at.split()
-    position, *passed = map(int, place.split("-"))
-    config = load(TrainingConfig, [*flags.split(), "--train.steps", "1", "--model.block_size", "8"])
+    flags = f"--train.steps 1 --model.block_size 8 --data.path {case.flags}"
+    config = load(TrainingConfig, flags.split())
     count = len(config.data.paths)
     phases = phases_of(config, [100, 50, 20][:count])
     weights = [(one.begins, [str(w) for w in one.weights]) for one in phases]
     now = Mixture(manifests=["a", "b", "c"][:count], phases=weights)
-    saved = gpt_state(
-        feed=FeedState(position=position, skipped_ranges=[(position, end) for end in passed])
-    )
-    data = (
-        {"data_manifest": single[0], "mixture": None}
-        if single
-        else {"data_manifest": "a", "mixture": BEFORE}
-    )
+    skipped = [(case.position, case.passed)] if case.passed else []
+    saved = gpt_state(feed=FeedState(position=case.position, skipped_ranges=skipped))
+    data = {"data_manifest": "a", "mixture": BEFORE}
+    if case.single:
+        data = {"data_manifest": case.single, "mixture": None}
     saved.task = saved.task.model_copy(update=data)
-    pattern = "^" + re.escape("".join(refused)).replace(r"\ \.\.\.\ ", ".* ")
-    with pytest.raises(UserError, match=pattern) if refused else nullcontext():
+    pattern = "^" + re.escape(case.error).replace(r"\ \.\.\.\ ", ".* ")
+    with pytest.raises(UserError, match=pattern) if case.error else nullcontext():
         check_goes_on(config, saved, now)
 
 

@@ -30,24 +30,26 @@ def test_the_order_follows_its_definition(n):
         assert epochs[position] == by_definition(seed, n, position)
 
 
-ITEMS = """
-1337 1000 3000 508 149 143 91 892 820 822 310
-42 97 93 88 21 18 65 50 88 40 78
-9223372036854775807 1000000007 1000000000000000 952219317 699589384 346536137 776282658
-0 2 0 1 0 1 0 0 1 1 0
-"""
+ITEMS = [
+    (1337, 1000, 3000, [508, 149, 143, 91, 892, 820, 822, 310]),
+    (42, 97, 93, [88, 21, 18, 65, 50, 88, 40, 78]),
+    (
+        9223372036854775807,
+        1000000007,
+        1000000000000000,
+        [952219317, 699589384, 346536137, 776282658],
+    ),
+    (0, 2, 0, [1, 0, 1, 0, 0, 1, 1, 0]),
+]
 """Seed, number of items, first position, and the items from there on: of an epoch, across the end
 of one."""
 
 
-@pytest.mark.parametrize("case", ITEMS.strip().splitlines())
-def test_the_order_is_what_it_always_was(case):
-    seed, n_items, start, *items = map(int, case.split())
+@pytest.mark.parametrize(("seed", "n_items", "start", "items"), ITEMS)
+def test_the_order_is_what_it_always_was(seed, n_items, start, items):
     for count in (1, len(items)):
-        assert (
-            Permutation(seed, n_items).items_at(np.arange(start, start + count)).tolist()
-            == items[:count]
-        )
+        positions = np.arange(start, start + count)
+        assert Permutation(seed, n_items).items_at(positions).tolist() == items[:count]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-import yaml
 from commands import ROOT
 
 import gpt2_ddp
@@ -52,22 +51,50 @@ def test_without_topology_the_systems_count_of_physical_cores_holds(tmp_path, mo
     assert usable_cores() == 16
 
 
-GROUPS = r"""
-- [cores, 3, "0::/", {cpu.max: 300000 100000}]  # version 2 of control groups: a container's own
-- [cores, 1, "0::/user/job", {user/job/cpu.max: 100000 100000, user/cpu.max: 400000 100000}]
-- [cores, 4, "0::/user/job", {user/job/cpu.max: 500000 100000, user/cpu.max: 400000 100000}]
-- [cores, 1, "0::/", {cpu.max: 20000 100000}]
-- [cores, 8, "", {}]
-- [memory, 9000, "", {}]
-- [memory, 2600, "0::/job", {job/memory.max: 3000, job/memory.current: 2500,
-   job/memory.stat: "anon 9\nfile 2100\ninactive_file 1500\nactive_file 600"}]
-- [memory, 0, "0::/a/b", {a/memory.max: 4000, a/memory.current: 4100, a/b/memory.max: 5000, a/b/memory.current: 1}]
-- [memory, 6000, "0::/", {memory.max: max, memory.high: 7000, memory.current: 1000}]
-"""
+GROUPS = [
+    ("cores", 3, "0::/", {"cpu.max": "300000 100000"}),
+    (
+        "cores",
+        1,
+        "0::/user/job",
+        {"user/job/cpu.max": "100000 100000", "user/cpu.max": "400000 100000"},
+    ),
+    (
+        "cores",
+        4,
+        "0::/user/job",
+        {"user/job/cpu.max": "500000 100000", "user/cpu.max": "400000 100000"},
+    ),
+    ("cores", 1, "0::/", {"cpu.max": "20000 100000"}),
+    ("cores", 8, "", {}),
+    ("memory", 9000, "", {}),
+    (
+        "memory",
+        2600,
+        "0::/job",
+        {
+            "job/memory.max": 3000,
+            "job/memory.current": 2500,
+            "job/memory.stat": "anon 9\nfile 2100\ninactive_file 1500\nactive_file 600",
+        },
+    ),
+    (
+        "memory",
+        0,
+        "0::/a/b",
+        {
+            "a/memory.max": 4000,
+            "a/memory.current": 4100,
+            "a/b/memory.max": 5000,
+            "a/b/memory.current": 1,
+        },
+    ),
+    ("memory", 6000, "0::/", {"memory.max": "max", "memory.high": 7000, "memory.current": 1000}),
+]
 """What there is and how much of it, a process's control groups, and files below sys/fs/cgroup."""
 
 
-@pytest.mark.parametrize(("kind", "expected", "groups", "files"), yaml.safe_load(GROUPS))
+@pytest.mark.parametrize(("kind", "expected", "groups", "files"), GROUPS)
 def test_the_limits_of_control_groups_count(machine, monkeypatch, kind, expected, groups, files):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9000))
     machine("proc/self/cgroup", groups)

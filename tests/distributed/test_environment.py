@@ -27,24 +27,48 @@ def alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-LEFT_OVER = """
-RANK=1|RANK = 1|WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-RANK=0|RANK = 0|WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-WORLD_SIZE=2|WORLD_SIZE = 2|RANK, MASTER_ADDR, MASTER_PORT
-LOCAL_RANK=0|LOCAL_RANK = 0|RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-LOCAL_WORLD_SIZE=2|LOCAL_WORLD_SIZE = 2|RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 WORLD_SIZE=3|WORLD_SIZE, MASTER_ADDR, MASTER_PORT = 3, 10.0.0.1, 29500|RANK
-RANK=1 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT=1|RANK, WORLD_SIZE, MASTER_PORT = 1, 2, 1|MASTER_ADDR
-RANK=0 WORLD_SIZE=1 LOCAL_RANK=0|RANK, WORLD_SIZE, LOCAL_RANK = 0, 1, 0|MASTER_ADDR, MASTER_PORT
-RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1|RANK = 2|WORLD_SIZE is 2
-RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=65536|MASTER_PORT = 65536|is not a port
-RANK=0 WORLD_SIZE=2:3 MASTER_ADDR=a MASTER_PORT=1|WORLD_SIZE = 2:3|unset WORLD_SIZE
-PMI_SIZE=2|PMI_SIZE = 2|unset PMI_SIZE
-PMI_SIZE=two|PMI_SIZE = two|unset PMI_SIZE
-MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_RANK=1|MV2_COMM_WORLD_SIZE = 4|unset MV2_COMM_WORLD_SIZE
-OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0|OMPI_COMM_WORLD_SIZE = 2|unset OMPI_COMM_WORLD_SIZE
-OMPI_COMM_WORLD_LOCAL_RANK=|OMPI_COMM_WORLD_LOCAL_RANK = |unset OMPI_COMM_WORLD_LOCAL_RANK
-"""
+LEFT_OVER = [
+    ("RANK=1", "RANK = 1", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+    ("RANK=0", "RANK = 0", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+    ("WORLD_SIZE=2", "WORLD_SIZE = 2", "RANK, MASTER_ADDR, MASTER_PORT"),
+    ("LOCAL_RANK=0", "LOCAL_RANK = 0", "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+    ("LOCAL_WORLD_SIZE=2", "LOCAL_WORLD_SIZE = 2", "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+    (
+        "MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 WORLD_SIZE=3",
+        "WORLD_SIZE, MASTER_ADDR, MASTER_PORT = 3, 10.0.0.1, 29500",
+        "RANK",
+    ),
+    (
+        "RANK=1 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT=1",
+        "RANK, WORLD_SIZE, MASTER_PORT = 1, 2, 1",
+        "MASTER_ADDR",
+    ),
+    (
+        "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0",
+        "RANK, WORLD_SIZE, LOCAL_RANK = 0, 1, 0",
+        "MASTER_ADDR, MASTER_PORT",
+    ),
+    ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK = 2", "WORLD_SIZE is 2"),
+    ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=65536", "MASTER_PORT = 65536", "is not a port"),
+    ("RANK=0 WORLD_SIZE=2:3 MASTER_ADDR=a MASTER_PORT=1", "WORLD_SIZE = 2:3", "unset WORLD_SIZE"),
+    ("PMI_SIZE=2", "PMI_SIZE = 2", "unset PMI_SIZE"),
+    ("PMI_SIZE=two", "PMI_SIZE = two", "unset PMI_SIZE"),
+    (
+        "MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_RANK=1",
+        "MV2_COMM_WORLD_SIZE = 4",
+        "unset MV2_COMM_WORLD_SIZE",
+    ),
+    (
+        "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0",
+        "OMPI_COMM_WORLD_SIZE = 2",
+        "unset OMPI_COMM_WORLD_SIZE",
+    ),
+    (
+        "OMPI_COMM_WORLD_LOCAL_RANK=",
+        "OMPI_COMM_WORLD_LOCAL_RANK =",
+        "unset OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+]
 """Variables in a shell; the error's field and value; what the hint names."""
 
 
@@ -53,9 +77,8 @@ def set_all(monkeypatch, variables):
         monkeypatch.setenv(*variable.split("="))
 
 
-@pytest.mark.parametrize("line", LEFT_OVER.strip().splitlines())
-def test_variables_that_do_not_describe_a_rank_are_named(monkeypatch, line):
-    variables, start, named = line.split("|")
+@pytest.mark.parametrize(("variables", "start", "named"), LEFT_OVER)
+def test_variables_that_do_not_describe_a_rank_are_named(monkeypatch, variables, start, named):
     set_all(monkeypatch, variables)
     expect_error(rf"^{re.escape(start)}: .*{named}", check_launcher)
 
@@ -107,21 +130,20 @@ def test_a_rank_that_is_no_number_is_said_aloud(monkeypatch):
     assert (code, errors[:21]) == (2, "error: RANK = first: ")
 
 
-ELASTIC = """
-torchrun --nnodes 1:4 --max_restarts 3 train.py||3|1:4
-torchrun --nnodes=2:4 train.py||3|2:4
-torchrun train.py|1:4|3|1:4
-torchrun --nnodes 1:4 train.py||0|
-torchrun --nnodes 2 train.py|1:4|3|
-torchrun --nnodes 2:2 train.py||3|
-torchrun train.py||3|
-"""
+ELASTIC = [
+    ("torchrun --nnodes 1:4 --max_restarts 3 train.py", "", "3", "1:4"),
+    ("torchrun --nnodes=2:4 train.py", "", "3", "2:4"),
+    ("torchrun train.py", "1:4", "3", "1:4"),
+    ("torchrun --nnodes 1:4 train.py", "", "0", ""),
+    ("torchrun --nnodes 2 train.py", "1:4", "3", ""),
+    ("torchrun --nnodes 2:2 train.py", "", "3", ""),
+    ("torchrun train.py", "", "3", ""),
+]
 """Command, PET_NNODES, restarts, and the nodes that it can have."""
 
 
-@pytest.mark.parametrize("line", ELASTIC.strip().splitlines())
-def test_an_elastic_launcher(monkeypatch, line):
-    command, variable, restarts, nodes = line.split("|")
+@pytest.mark.parametrize(("command", "variable", "restarts", "nodes"), ELASTIC)
+def test_an_elastic_launcher(monkeypatch, command, variable, restarts, nodes):
     launcher = SimpleNamespace(cmdline=command.split)
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
     monkeypatch.setenv("PET_NNODES", variable)

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-import yaml
 from close import assert_close, distance
 from ranks import run_ranks, wait_until
 
@@ -48,57 +47,90 @@ def seen(*signs, silent=None):
     return [Observed(beat, (silent or {}).get(rank, 0.3)) for rank, beat in enumerate(beats)]
 
 
-ACCUSED = r"""
-| |
-4*{idle: 119} | |
-3*{idle: 130}; {idle: 119} | |
-{idle: 1000, progress: [51, 2]}; {idle: 3}; {idle: 999, progress: [51, 2]} | |
-{stage: save, idle: 900, limit: 1000}; 3*{step: 8, idle: 899} | |
-{idle: 130}; 3*{idle: 130, progress: [51, 2]} | {2: 100} |
-{end: left} | {0: 1000} |
-{end: lost, error: "RuntimeError: gloo", idle: 130}; 3*{idle: 130} | |
-{end: lost, error: "RuntimeError: gloo"} | {3: 4.9} |
-{end: lost, error: "RuntimeError: gloo"} | {3: 5.1} | rank 3 on host1: no heartbeat for
-2*{idle: 119, progress: [51, 2]}; {stage: data, progress: [50, 1], idle: 121, stack: "  File x"}; \
- {idle: 119, progress: [51, 2]} | | rank 2 on host1: no progress for 121 s at data, step 7\n  File x
-{stage: sample, progress: [50, 9], idle: 121}; 3*{step: 8, progress: [50, 1], idle: 125} | \
- | rank 0 on host0: no progress for 121 s at sample, step 7
-{idle: 125, progress: [51, 2]}; {idle: 119, progress: [51, 2]}; {idle: 124}; {idle: 119, progress: [51, 2]} | \
- | rank 2 on host1: no progress for 124 s at forward/backward, step 7
-3*{stage: evaluate, progress: [50, 30], idle: 122}; {stage: evaluate, progress: [50, 29], idle: 122} | \
- | rank 3 on host1: no progress for 122 s at evaluate, step 7
-4*{stage: preparing data, idle: 5, limit: 600000} | {3: 119} |
-4*{stage: preparing data, idle: 5, limit: 600000} | {3: 121} \
- | rank 3 on host1: no heartbeat for 121 s; last stage: preparing data, ste
-{end: failed, error: "ValueError: a bad sector", stage: data} | {0: 1.9} |
-{end: failed, error: "ValueError: a bad sector", stage: data} | {3: 200} |
-{end: lost, error: "RuntimeError: gloo"}; {end: failed, error: "ValueError: a bad sector", stage: data}; {end: lost} \
- | {1: 2.1, 3: 60} | rank 1 on host0: ValueError: a bad sector (at data, step 7)
-{}; {end: failed, error: "ValueError: a bad sector", stage: data, idle: 5.1} | \
- | rank 1 on host0: ValueError: a bad sector (at data, step 7)
-{}; {end: refused, error: "UserError: a: b", idle: 4.9} | {1: 1.9} |
-{end: lost, error: "RuntimeError: gloo"}; {end: refused, error: "UserError: a: b"} \
- | {1: 2.1} | rank 1 on host0: UserError: a: b
-{}; {end: refused, error: "UserError: a: b", idle: 5.1} | | rank 1 on host0: UserError: a: b
-"""
-"""What the first ranks say (`N*`: so many of them), seconds that a rank is silent, and the
-beginning of the verdict.
-None: they make progress, are within their limits, or announced a save; a silent rank is heard
+LOST = {"end": "lost", "error": "RuntimeError: gloo"}
+FAILED = {"end": "failed", "error": "ValueError: a bad sector", "stage": "data"}
+FAILURE = "rank 1 on host0: ValueError: a bad sector (at data, step 7)"
+ACCUSED = [
+    ([], {}, ""),
+    (4 * [{"idle": 119}], {}, ""),
+    (3 * [{"idle": 130}] + [{"idle": 119}], {}, ""),
+    (
+        [{"idle": 1000, "progress": [51, 2]}, {"idle": 3}, {"idle": 999, "progress": [51, 2]}],
+        {},
+        "",
+    ),
+    ([{"stage": "save", "idle": 900, "limit": 1000}] + 3 * [{"step": 8, "idle": 899}], {}, ""),
+    ([{"idle": 130}] + 3 * [{"idle": 130, "progress": [51, 2]}], {2: 100}, ""),
+    ([{"end": "left"}], {0: 1000}, ""),
+    ([LOST | {"idle": 130}] + 3 * [{"idle": 130}], {}, ""),
+    ([LOST], {3: 4.9}, ""),
+    ([LOST], {3: 5.1}, "rank 3 on host1: no heartbeat for"),
+    (
+        2 * [{"idle": 119, "progress": [51, 2]}]
+        + [
+            {"stage": "data", "progress": [50, 1], "idle": 121, "stack": "  File x"},
+            {"idle": 119, "progress": [51, 2]},
+        ],
+        {},
+        "rank 2 on host1: no progress for 121 s at data, step 7\n  File x",
+    ),
+    (
+        [{"stage": "sample", "progress": [50, 9], "idle": 121}]
+        + 3 * [{"step": 8, "progress": [50, 1], "idle": 125}],
+        {},
+        "rank 0 on host0: no progress for 121 s at sample, step 7",
+    ),
+    (
+        [
+            {"idle": 125, "progress": [51, 2]},
+            {"idle": 119, "progress": [51, 2]},
+            {"idle": 124},
+            {"idle": 119, "progress": [51, 2]},
+        ],
+        {},
+        "rank 2 on host1: no progress for 124 s at forward/backward, step 7",
+    ),
+    (
+        3 * [{"stage": "evaluate", "progress": [50, 30], "idle": 122}]
+        + [{"stage": "evaluate", "progress": [50, 29], "idle": 122}],
+        {},
+        "rank 3 on host1: no progress for 122 s at evaluate, step 7",
+    ),
+    (4 * [{"stage": "preparing data", "idle": 5, "limit": 600000}], {3: 119}, ""),
+    (
+        4 * [{"stage": "preparing data", "idle": 5, "limit": 600000}],
+        {3: 121},
+        "rank 3 on host1: no heartbeat for 121 s; last stage: preparing data, ste",
+    ),
+    ([FAILED], {0: 1.9}, ""),
+    ([FAILED], {3: 200}, ""),
+    ([LOST, FAILED, {"end": "lost"}], {1: 2.1, 3: 60}, FAILURE),
+    ([{}, FAILED | {"idle": 5.1}], {}, FAILURE),
+    ([{}, {"end": "refused", "error": "UserError: a: b", "idle": 4.9}], {1: 1.9}, ""),
+    (
+        [LOST, {"end": "refused", "error": "UserError: a: b"}],
+        {1: 2.1},
+        "rank 1 on host0: UserError: a: b",
+    ),
+    (
+        [{}, {"end": "refused", "error": "UserError: a: b", "idle": 5.1}],
+        {},
+        "rank 1 on host0: UserError: a: b",
+    ),
+]
+"""What the first ranks say, seconds that a rank is silent, and the beginning of the verdict.
+
+No verdict: they make progress, are within their limits, or announced a save; a silent rank is heard
 before one that seems behind is judged; the others have time to say why a collective failed. Accused
 is who is behind: in another stage, in the step before, with fewer collectives, less far. An
 announcement excuses no silence; what a rank raised is the reason, if the others had time to raise
 it: GRACE, or AFTERMATH."""
 
 
-@pytest.mark.parametrize("case", ACCUSED.replace("\\\n", "").strip().splitlines())
-def test_who_is_accused(case):
-    first, silent, said = case.replace("\\n", "\n").split("|")
-    signs = []
-    for part in first.split("; ") if first.strip() else ():
-        count, _, values = part.rpartition("*")
-        signs += [yaml.safe_load(values)] * int(count or 1)
-    verdict = judge(seen(*signs, silent=yaml.safe_load(silent)), 120)
-    assert verdict is None if not said else verdict and verdict.reason.startswith(said.strip())
+@pytest.mark.parametrize(("signs", "silent", "reason"), ACCUSED)
+def test_who_is_accused(signs, silent, reason):
+    verdict = judge(seen(*signs, silent=silent), 120)
+    assert verdict is None if not reason else verdict and verdict.reason.startswith(reason)
 
 
 def test_a_rank_that_is_gone_is_named():
@@ -135,7 +167,7 @@ def test_others_judge_nothing_but_the_silence_of_rank_0():
 def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     one = this_process()
-    fields = open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()  # noqa: SIM115
+    fields = open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()
     other = one._replace(pid=child.pid, started=int(fields[19]))
     assert not one.is_gone
     assert not other.is_gone

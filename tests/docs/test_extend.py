@@ -18,7 +18,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import yaml
 from commands import ROOT, expect_error, launch
 from ranks import run_ranks
 from runs import assert_same, rows, train_all, training_config, verified
@@ -53,16 +52,16 @@ def classes():
     }
 
 
-OWN = yaml.safe_load("""
-Differential: {}
-Mixture: {optim.name: muon}
-Tanh: {}
-WithLion: {optim.lr: 0.0003}
-Trapezoid: {optim.name: muon, optim.decay_steps: 6}
-Curriculum: {train.steps: 14}
-ZLoss: {}
-Rhymes: {}
-""")
+OWN = {
+    "Differential": {},
+    "Mixture": {"optim.name": "muon"},
+    "Tanh": {},
+    "WithLion": {"optim.lr": 0.0003},
+    "Trapezoid": {"optim.name": "muon", "optim.decay_steps": 6},
+    "Curriculum": {"train.steps": 14},
+    "ZLoss": {},
+    "Rhymes": {},
+}
 """What each class is trained with."""
 PARTS = ("whole", "parts")
 

@@ -83,7 +83,7 @@ def whole(corpus, tmp_path_factory):
     """Runs it without interruption, once for all tests; returns its folder and what it printed."""
 
     def of(world):
-        make = lambda folder: (folder / "out").write_text(run(folder, corpus, world))  # noqa: E731
+        make = lambda folder: (folder / "out").write_text(run(folder, corpus, world))
         folder = once(tmp_path_factory, f"hello_gpt-{world}", make)
         return folder, (folder / "out").read_text()
 

@@ -1,6 +1,5 @@
 """The functions that are imported from gpt2_ddp, and docs/python.md, block by block."""
 
-import json
 import os
 import re
 import signal
@@ -72,29 +71,33 @@ def in_a_cell():
     return cell
 
 
-MISTAKES = """
-load_config | {"optim": {"lr": -1}, "train": {"stps": 5}} | train.stps = 5
-prepare | {"vocab_sise": 512} | vocab_sise = 512
-load_rows | {"run": "nowhere"} | runs =
-verify | {"run": "nowhere"} | run = nowhere
-load_model | {"checkpoint": "nowhere"} | checkpoint =
-load_model | {"checkpoint": "nowhere", "device": "nix"} | device = nix
-generate | {"model": null, "tokenizer": null, "temperature": -1} | temperature = -1
-train | {"config": "the default", "processes": 0} | processes = 0
-train | {"config": "the default", "processes": 2, "on_row": "a function"} | on_row = <lambda>
-train | {"config": "the default", "processes": 2, "task": "a class"} | task = Cell
-"""
+MISTAKES = [
+    ("load_config", {"optim": {"lr": -1}, "train": {"stps": 5}}, "train.stps = 5"),
+    ("prepare", {"vocab_sise": 512}, "vocab_sise = 512"),
+    ("load_rows", {"run": "nowhere"}, "runs ="),
+    ("verify", {"run": "nowhere"}, "run = nowhere"),
+    ("load_model", {"checkpoint": "nowhere"}, "checkpoint ="),
+    ("load_model", {"checkpoint": "nowhere", "device": "nix"}, "device = nix"),
+    ("generate", {"model": None, "tokenizer": None, "temperature": -1}, "temperature = -1"),
+    ("train", {"config": "the default", "processes": 0}, "processes = 0"),
+    (
+        "train",
+        {"config": "the default", "processes": 2, "on_row": "a function"},
+        "on_row = <lambda>",
+    ),
+    ("train", {"config": "the default", "processes": 2, "task": "a class"}, "task = Cell"),
+]
 """A function, its arguments, and the error."""
 
 
-@pytest.mark.parametrize("case", MISTAKES.strip().splitlines())
-def test_a_mistake_is_a_user_error_with_field_and_value(case, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "arguments", "field"), MISTAKES)
+def test_a_mistake_is_a_user_error_with_field_and_value(
+    name, arguments, field, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # restores it
-    name, said, field = case.split(" | ")
-    given = json.loads(said)
     own = {"config": load_config(), "on_row": lambda row: None, "task": in_a_cell()}
-    given |= {key: own[key] for key in own.keys() & given.keys()}
+    given = arguments | {key: own[key] for key in own.keys() & arguments.keys()}
     expect_error(re.escape(field), getattr(gpt2_ddp, name), **given)
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 

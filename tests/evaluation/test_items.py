@@ -59,19 +59,19 @@ def test_items_of_a_file(tmp_path):
     ]
 
 
-WRONG = """
-{
-[1]
-{"context": "", "choices": ["a", "b"], "label": 2}
-{"context": "", "choices": ["a", "b"], "label": -1}
-{"context": null, "choices": ["a", "b"], "label": 0}
-{"context": "", "choices": ["a"], "label": 0}
-{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["[step]", "b"], "label": 0}
-{"activity_label": "", "ctx_a": 1, "ctx_b": "", "endings": ["a", "b"], "label": 0}
-"""
+WRONG = [
+    "{",
+    "[1]",
+    '{"context": "", "choices": ["a", "b"], "label": 2}',
+    '{"context": "", "choices": ["a", "b"], "label": -1}',
+    '{"context": null, "choices": ["a", "b"], "label": 0}',
+    '{"context": "", "choices": ["a"], "label": 0}',
+    '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["[step]", "b"], "label": 0}',
+    '{"activity_label": "", "ctx_a": 1, "ctx_b": "", "endings": ["a", "b"], "label": 0}',
+]
 
 
-@pytest.mark.parametrize("wrong", WRONG.strip().splitlines())
+@pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_no_item_is_refused_by_its_line(tmp_path, wrong):
     file = tmp_path / "x.jsonl"
     file.write_text(f"{json.dumps(CHOICE)}\n{wrong}\nnot reached")

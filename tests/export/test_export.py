@@ -301,19 +301,18 @@ def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, mo
         export.export(find_checkpoint(checkpoint), tmp_path / "made")
 
 
-REFUSED = """
-gpt2 GOLDEN/regression_run made checkpoint
-gpt2 run file output
-speedrun run made model.architecture
-nanochat run made model.architecture --gguf true
-llama run made package
-"""
+REFUSED = [
+    ("gpt2", f"{GOLDEN}/regression_run", "made", "checkpoint", []),
+    ("gpt2", "run", "file", "output", []),
+    ("speedrun", "run", "made", "model.architecture", []),
+    ("nanochat", "run", "made", "model.architecture", ["--gguf", "true"]),
+    ("llama", "run", "made", "package", []),
+]
 """Architecture of `run`, what is exported, the output, the error's field, and flags."""
 
 
-@pytest.mark.parametrize("case", REFUSED.strip().splitlines())
-def test_refused_before_any_work(corpus, tmp_path, monkeypatch, case):
-    kind, source, output, field, *flags = case.replace("GOLDEN", str(GOLDEN)).split()
+@pytest.mark.parametrize(("kind", "source", "output", "field", "flags"), REFUSED)
+def test_refused_before_any_work(corpus, tmp_path, monkeypatch, kind, source, output, field, flags):
     checkpoint_of(
         tiny(512, **SHAPES[kind]), load_tokenizer(str(corpus)), corpus / "tokenizer.json", tmp_path
     )

@@ -48,7 +48,7 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
     with (tmp_path / "said").open("w") as said:
         pipes = {"stdout": said, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
-    shards = lambda: list(tmp_path.glob("new/.data.tmp/train_*.bin"))  # noqa: E731
+    shards = lambda: list(tmp_path.glob("new/.data.tmp/train_*.bin"))
     wait_until(
         lambda: shards() or "training a BPE" in (tmp_path / "said").read_text(), process=process
     )

@@ -272,29 +272,27 @@ def launcher(folder, text):
     return file
 
 
-ENDS = """
-| 0 | 0
-| 1 | 1
-0 0 | 0 | 0
-75 75 | 0 | 75
-3 3 | 1 | 3
-2 | 1 | 2
-2 75 | 1 | 2
-75 75 0 0 | 0 | 0 # restarted by the launcher, as an elastic one does
-75 75 | 1 | 1 # stopped by the launcher, since another rank crashed before training began
-"""
+ENDS = [
+    ("", 0, 0),
+    ("", 1, 1),
+    ("0 0", 0, 0),
+    ("75 75", 0, 75),
+    ("3 3", 1, 3),
+    ("2", 1, 2),
+    ("2 75", 1, 2),
+    ("75 75 0 0", 0, 0),  # restarted by the launcher, as an elastic one does
+    ("75 75", 1, 1),  # stopped by the launcher, since another rank crashed before training began
+]
 """The codes that ranks have recorded, the launcher's, and that of launch.sh."""
 
 
-@pytest.mark.parametrize("case", ENDS.strip().splitlines())
-def test_launch_ends_with_what_the_run_came_to(tmp_path, case):
-    codes, code, expected = case.partition(" #")[0].split("|")
+@pytest.mark.parametrize(("codes", "code", "expected"), ENDS)
+def test_launch_ends_with_what_the_run_came_to(tmp_path, codes, code, expected):
     torchrun = launcher(
         tmp_path, f'for code in {codes}; do echo $code >>"$GPT2_DDP_EXIT_CODES"; done; exit {code}'
     )
-    assert subprocess.run(
-        [LAUNCH, torchrun], env=os.environ | {"TMPDIR": str(tmp_path)}
-    ).returncode == int(expected)
+    ended = subprocess.run([LAUNCH, torchrun], env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert ended.returncode == expected
     assert [file.name for file in tmp_path.iterdir()] == ["torchrun"]  # the file of codes is gone
 
 

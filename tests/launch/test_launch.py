@@ -108,7 +108,7 @@ def wait_for_main(config):
 
     launch.COLLECTIVE = timedelta(seconds=1)
     start_run(config)
-    work = lambda: time.sleep(2.5) or "done"  # noqa: E731
+    work = lambda: time.sleep(2.5) or "done"
     return [ranks.on_main(work), ranks.on_every_rank(work if is_main_process() else lambda: "done")]
 
 
@@ -253,14 +253,20 @@ def test_fast_on_other_devices(monkeypatch):
     assert describe_precision("no", torch.device("cpu")) == "no"
 
 
-LAUNCHES = """
-3 accelerate launch --num_processes 3 train.py --config x --num_processes 8
-3 accelerate launch --num-processes=3 -m scripts.train --config x
-1 accelerate launch -m scripts.train --config x
-2 python -m accelerate.commands.launch --module --cpu --num_processes 2 scripts.train --config x
-4 python -m accelerate.commands.accelerate_cli launch --num_machines 2 --num_processes 4 train.py
-1 python train.py --config x --num_processes 2
-"""
+LAUNCHES = [
+    (3, "accelerate launch --num_processes 3 train.py --config x --num_processes 8"),
+    (3, "accelerate launch --num-processes=3 -m scripts.train --config x"),
+    (1, "accelerate launch -m scripts.train --config x"),
+    (
+        2,
+        "python -m accelerate.commands.launch --module --cpu --num_processes 2 scripts.train --config x",
+    ),
+    (
+        4,
+        "python -m accelerate.commands.accelerate_cli launch --num_machines 2 --num_processes 4 train.py",
+    ),
+    (1, "python train.py --config x --num_processes 2"),
+]
 """Processes that commands ask for."""
 
 
@@ -274,11 +280,10 @@ def launched_by(monkeypatch, command):
         monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
 
 
-@pytest.mark.parametrize("line", LAUNCHES.strip().splitlines())
-def test_processes_that_the_launcher_was_asked_for(monkeypatch, line):
-    processes, command = line.split(" ", 1)
+@pytest.mark.parametrize(("processes", "command"), LAUNCHES)
+def test_processes_that_the_launcher_was_asked_for(monkeypatch, processes, command):
     launched_by(monkeypatch, command)
-    assert launching.processes_asked_for() == int(processes)
+    assert launching.processes_asked_for() == processes
     assert launching.under_launcher() == ("accelerate" in command)
 
 

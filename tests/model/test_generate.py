@@ -1,7 +1,6 @@
 """Generation: the KV cache against the plain forward pass, independence of rows, sampling, and the
 script."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -123,35 +122,32 @@ def draw(logits, count=40_000, **options):
 LOGITS = torch.tensor([0.05, 0.4, 0.15, 0.1, 0.3]).log().tolist()
 
 
-SHARES = """
-{} | 0.05 0.4 0.15 0.1 0.3
-{"top_k": 100} | 0.05 0.4 0.15 0.1 0.3
-{"temperature": 0.5} | 0.0025 0.16 0.0225 0.01 0.09
-{"temperature": 2.0} | 0.22360679775 0.632455532 0.3872983346 0.316227766 0.5477225575
-{"top_k": 1} | 0 1 0 0 0
-{"top_p": 0.01} | 0 1 0 0 0
-{"temperature": 1e-30} | 0 1 0 0 0
-{"temperature": 0.0} | 0 1 0 0 0
-{"top_k": 2} | 0 0.4 0 0 0.3
-{"top_p": 0.69} | 0 0.4 0 0 0.3
-{"top_p": 0.71} | 0 0.4 0.15 0 0.3
-{"top_k": 3, "top_p": 0.8} | 0 0.4 0 0 0.3
-"""
+SHARES = [
+    ({}, [0.05, 0.4, 0.15, 0.1, 0.3]),
+    ({"top_k": 100}, [0.05, 0.4, 0.15, 0.1, 0.3]),
+    ({"temperature": 0.5}, [0.0025, 0.16, 0.0225, 0.01, 0.09]),
+    ({"temperature": 2.0}, [0.22360679775, 0.632455532, 0.3872983346, 0.316227766, 0.5477225575]),
+    ({"top_k": 1}, [0, 1, 0, 0, 0]),
+    ({"top_p": 0.01}, [0, 1, 0, 0, 0]),
+    ({"temperature": 1e-30}, [0, 1, 0, 0, 0]),
+    ({"temperature": 0.0}, [0, 1, 0, 0, 0]),
+    ({"top_k": 2}, [0, 0.4, 0, 0, 0.3]),
+    ({"top_p": 0.69}, [0, 0.4, 0, 0, 0.3]),
+    ({"top_p": 0.71}, [0, 0.4, 0.15, 0, 0.3]),
+    ({"top_k": 3, "top_p": 0.8}, [0, 0.4, 0, 0, 0.3]),
+]
 """Options, and what each token's share is proportional to. Of the three likeliest, two hold 82
 %."""
 
 
-@pytest.mark.parametrize("case", SHARES.strip().splitlines())
-def test_sampling_distribution(case):
-    options, numbers = case.split(" | ")
-    shares = draw(LOGITS, **json.loads(options))
-    expected = torch.tensor([*map(float, numbers.split())])
+@pytest.mark.parametrize(("options", "shares"), SHARES)
+def test_sampling_distribution(options, shares):
+    drawn = draw(LOGITS, **options)
+    expected = torch.tensor(shares, dtype=torch.float32)
     expected /= expected.sum()
-    assert not shares[expected == 0].any()
-    deviation = (shares - expected).abs() / (expected * (1 - expected) / 40_000).sqrt().clamp(
-        min=1e-9
-    )
-    assert deviation.max() < 4.5
+    assert not drawn[expected == 0].any()
+    standard_error = (expected * (1 - expected) / 40_000).sqrt().clamp(min=1e-9)
+    assert ((drawn - expected).abs() / standard_error).max() < 4.5
 
 
 def test_the_edges_of_sampling():

@@ -60,24 +60,29 @@ def take_step(optimizer, norm, guard=None, lr=1e-3):
     return skip.item(), bad.item()
 
 
-RATES = """
-cosine 10 110 0.1 | 1 0.1 5 0.5 10 1 35 0.8681980515339464 60 0.55 110 0.1 10000 0.1
-cosine 10 11 0.1 | 10 1 11 0.1
-cosine 50 20 0.1 | 20 0.4 51 0.1
-wsd 10 100 0 | 5 0.5 10 1 45 1 79 1 80 1 90 0.5 95 0.25 100 0 101 0
-constant 0 9 0.1 | 1 1 1000000 1
-"""
+RATES = [
+    (
+        "cosine",
+        10,
+        110,
+        0.1,
+        {1: 0.1, 5: 0.5, 10: 1, 35: 0.8681980515339464, 60: 0.55, 110: 0.1, 10000: 0.1},
+    ),
+    ("cosine", 10, 11, 0.1, {10: 1, 11: 0.1}),
+    ("cosine", 50, 20, 0.1, {20: 0.4, 51: 0.1}),
+    ("wsd", 10, 100, 0, {5: 0.5, 10: 1, 45: 1, 79: 1, 80: 1, 90: 0.5, 95: 0.25, 100: 0, 101: 0}),
+    ("constant", 0, 9, 0.1, {1: 1, 1000000: 1}),
+]
 """Schedule, end of the warm-up and of the decay, least rate; steps and their rates."""
 
 
-@pytest.mark.parametrize("case", RATES.strip().splitlines())
-def test_rates_of_a_schedule(case):
+@pytest.mark.parametrize(("schedule", "warmup", "decay", "least", "rates"), RATES)
+def test_rates_of_a_schedule(schedule, warmup, decay, least, rates):
     """A warm-up may be longer than the run."""
-    (name, *ends, least), pairs = (half.split() for half in case.split(" | "))
-    values = dict(zip(("warmup_steps", "decay_steps"), map(int, ends), strict=True))
-    values |= {"schedule": name, "lr": 1.0, "min_lr": float(least), "decay_fraction": 0.2}
+    values = {"schedule": schedule, "warmup_steps": warmup, "decay_steps": decay}
+    values |= {"lr": 1.0, "min_lr": float(least), "decay_fraction": 0.2}
     config = OptimConfig.model_construct(**OptimConfig().model_dump() | values)
-    assert_close([lr_at(int(step), config) for step in pairs[::2]], [*map(float, pairs[1::2])])
+    assert_close([lr_at(step, config) for step in rates], [*rates.values()])
 
 
 class Experts(nn.Module):
@@ -116,13 +121,13 @@ def test_the_groups_of_a_model_follow_from_the_roles_of_its_trained_parameters(t
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.1, 0.1]
 
 
-SETTINGS = "name lr weight_decay momentum"
-GROUPS = """
-decayed 0.002 0.3 None
-vector 0.002 0.0 None
-embedding 0.008 0.3 None
-muon 0.5 0.7 0.8
-"""
+SETTINGS = ("name", "lr", "weight_decay", "momentum")
+GROUPS = [
+    ("decayed", 0.002, 0.3, None),
+    ("vector", 0.002, 0.0, None),
+    ("embedding", 0.008, 0.3, None),
+    ("muon", 0.5, 0.7, 0.8),
+]
 
 
 def test_a_schedule_sets_the_groups_that_have_a_setting():
@@ -139,8 +144,7 @@ def test_a_schedule_sets_the_groups_that_have_a_setting():
             "muon_weight_decay": 0.7,
         },
     )
-    found = [" ".join(str(group.get(key)) for key in SETTINGS.split()) for group in groups]
-    assert found == GROUPS.strip().splitlines()
+    assert [tuple(group.get(key) for key in SETTINGS) for group in groups] == GROUPS
     expect_error("vector_momentum", set_values, groups, {"lr": 1e-3, "vector_momentum": 0.5})
 
 
@@ -212,7 +216,7 @@ def test_the_fp32_iteration_rounds_less_than_sending_in_bf16_does(shape, decades
     u, _, v = torch.linalg.svd(torch.randn(shape).double(), full_matrices=False)
     matrix = (u @ torch.logspace(0, -decades, 48).double().diag() @ v)[None]
     exact = orthogonal(matrix, torch.float64)
-    error = lambda found: (found.double() - exact).norm() / exact.norm()  # noqa: E731
+    error = lambda found: (found.double() - exact).norm() / exact.norm()
     assert error(orthogonal(matrix.float(), torch.float32)) < 5e-4 < error(exact.bfloat16())
     assert not orthogonal(torch.zeros(2, *shape), torch.float32).any()
 

@@ -1,7 +1,6 @@
 """The plan of a training: what it refuses is what training refuses, word for word, and it leaves
 nothing behind."""
 
-import json
 import os
 import re
 import shutil
@@ -218,29 +217,28 @@ def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
     assert distance(three - one, known_three - known_one) < rel
 
 
-SHARDED = """
-{} | {} | weights | 4 1/8 0 0
-{} | {} | gradients | 4 1 0 0 # whole, until the last micro-batch
-{} | {"micro_batch": 64} | gradients | 4 1/8 1 1
-{} | {} | gathered weights | 2 0 1 2 # in bf16, the next block too
-{} | {"precision": "no"} | gathered weights | 4 0 1 2
-{"replicas": 2} | {} | weights | 4 1/4 0 0
-{} | {"state": 124475904} | optimizer state | 4 1/8 0 0 # as Muon's
-"""
+SHARDED = [
+    ({}, {}, "weights", (4, Fraction(1, 8), 0, 0)),
+    ({}, {}, "gradients", (4, 1, 0, 0)),  # whole, until the last micro-batch
+    ({}, {"micro_batch": 64}, "gradients", (4, Fraction(1, 8), 1, 1)),
+    ({}, {}, "gathered weights", (2, 0, 1, 2)),  # in bf16, the next block too
+    ({}, {"precision": "no"}, "gathered weights", (4, 0, 1, 2)),
+    ({"replicas": 2}, {}, "weights", (4, Fraction(1, 4), 0, 0)),
+    ({}, {"state": 124475904}, "optimizer state", (4, Fraction(1, 8), 0, 0)),  # as Muon's
+]
 """The launch section, changes, a part, and its size: bytes of a number, and how often all weights,
 those outside of blocks, and a block's."""
 
 
-@pytest.mark.parametrize("case", SHARDED.strip().splitlines())
+@pytest.mark.parametrize(("launch", "changes", "part", "size"), SHARDED)
 @pytest.mark.parametrize("background", [True, False])
-def test_memory_of_shards(case, background):
+def test_memory_of_shards(launch, changes, part, size, background):
     """GPT-2 (124M) on 8 GPUs; 64 micro-batches of 1 per process and step."""
-    launch, changes, part, size = case.partition(" #")[0].split(" | ")
-    each, *shares = map(Fraction, size.split())
-    sections = {"train": {"steps": 1}, "launch": {"parallel": "fsdp", **json.loads(launch)}}
+    each, *shares = size
+    sections = {"train": {"steps": 1}, "launch": {"parallel": "fsdp", **launch}}
     config = TrainingConfig.model_validate(sections)
     usual = {"config": config, "micro_batch": 1, "background": background, "validates": False}
-    shards = setting(**usual | json.loads(changes))
+    shards = setting(**usual | changes)
     numbers = np.dot(shares, [WEIGHTS, WEIGHTS - 12 * BLOCK, BLOCK])
     assert_close(estimate(shards).parts[part], float(each * numbers))
     # all parts, on one machine

@@ -379,19 +379,18 @@ def test_two_at_once(texts, tmp_path):
     verify_shards(tmp_path / "out", read_manifest(tmp_path / "out"))
 
 
-MISTAKES = """
-*.none bytes source
-empty.txt bytes source
-empty.txt bpe source
-words.txt gpt5 tokenizer
-words.txt words.txt tokenizer
-"""
+MISTAKES = [
+    ("*.none", "bytes", "source"),
+    ("empty.txt", "bytes", "source"),
+    ("empty.txt", "bpe", "source"),
+    ("words.txt", "gpt5", "tokenizer"),
+    ("words.txt", "words.txt", "tokenizer"),
+]
 """The source, the tokenizer, and the field of the error."""
 
 
-@pytest.mark.parametrize("case", MISTAKES.strip().splitlines())
-def test_mistakes_are_named_and_leave_nothing(tmp_path, case):
-    source, tokenizer, field = case.split()
+@pytest.mark.parametrize(("source", "tokenizer", "field"), MISTAKES)
+def test_mistakes_are_named_and_leave_nothing(tmp_path, source, tokenizer, field):
     (tmp_path / "words.txt").write_text("text")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "one/mine").mkdir(parents=True)
@@ -507,18 +506,18 @@ def test_many_who_fail_at_once_leave_nothing(tmp_path):
             assert list(tmp_path.iterdir()) == []
 
 
-OUTPUTS = """
-stdlib data/stdlib
-texts/shakespeare.txt data/shakespeare
-texts/**/*.txt data/texts
-*.txt data/text
-../*.txt data/text
-hub:HuggingFaceFW/fineweb-edu data/fineweb-edu
-"""
+OUTPUTS = {
+    "stdlib": "data/stdlib",
+    "texts/shakespeare.txt": "data/shakespeare",
+    "texts/**/*.txt": "data/texts",
+    "*.txt": "data/text",
+    "../*.txt": "data/text",
+    "hub:HuggingFaceFW/fineweb-edu": "data/fineweb-edu",
+}
 
 
 def test_default_outputs():
-    for source, output in map(str.split, OUTPUTS.strip().splitlines()):
+    for source, output in OUTPUTS.items():
         assert PrepareConfig(source=source).folder == output
     assert PrepareConfig(source="hub:a/b", subset="c").folder == "data/b-c"
     assert PrepareConfig(source=["texts/a.txt", "texts/b.txt"]).folder == "data/texts"
@@ -542,7 +541,7 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
         ),
         (lambda: file.unlink(), "001.txt"),
     ):
-        changing = lambda *args, change=change: (make_tokenizer(*args), change())  # noqa: E731
+        changing = lambda *args, change=change: (make_tokenizer(*args), change())
         monkeypatch.setattr(prepare_module, "make_tokenizer", changing)
         expect_error(
             words, prepare, config(texts, tmp_path / "out", tokenizer="bpe", vocab_size=300)

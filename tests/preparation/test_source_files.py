@@ -50,13 +50,13 @@ def test_files_are_sorted_by_the_parts_of_their_names(tmp_path):
     assert list_files(f"{tmp_path}/c") == [tmp_path / "c"]
 
 
-GLOBS = """
-*.txt a.txt
-**/*.txt a/b/c.txt a.txt out/f.txt x.txt/y.txt
-a/** a/b/c.txt a/b/d.md
-[ax]*/**/?.txt a/b/c.txt x.txt/y.txt
-PLACE/**/b/*.md a/b/d.md
-"""
+GLOBS = {
+    "*.txt": ["a.txt"],
+    "**/*.txt": ["a/b/c.txt", "a.txt", "out/f.txt", "x.txt/y.txt"],
+    "a/**": ["a/b/c.txt", "a/b/d.md"],
+    "[ax]*/**/?.txt": ["a/b/c.txt", "x.txt/y.txt"],
+    "PLACE/**/b/*.md": ["a/b/d.md"],
+}
 
 
 def test_globs_are_those_of_the_shell(tmp_path, monkeypatch):
@@ -72,11 +72,9 @@ def test_globs_are_those_of_the_shell(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    for line in GLOBS.strip().splitlines():
-        pattern, *names = line.replace("PLACE", str(tmp_path)).split()
-        assert [tmp_path / path for path in list_files(pattern)] == [
-            tmp_path / name for name in names
-        ], pattern
+    for pattern, names in GLOBS.items():
+        files = list_files(pattern.replace("PLACE", str(tmp_path)))
+        assert [tmp_path / path for path in files] == [tmp_path / name for name in names], pattern
     assert Path("out/f.txt") not in {*list_files("**/*", "out")}
     assert tmp_path / "out/f.txt" not in {*list_files(str(tmp_path), "out")}
 

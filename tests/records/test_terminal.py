@@ -65,20 +65,27 @@ def manifest_of(size):
     return Manifest(2, "bytes", "", 257, 256, "text", {}, recipe)
 
 
-NEXT = """
-data/mine | 1000 | --data.path data/mine --run_name mine
-data/mine | null | --data.path data/mine --run_name mine
-data/mine | 20000000 | --config configs/gpt2_medium_corpus.yaml --data.path data/mine --run_name mine  (for a GPU; on a
-data/web | 5000000000 | --config configs/gpt2_124m.yaml --data.path data/web --run_name web  (for a GPU; on a
-data/my text | 1 | --data.path 'data/my text'
-data/stdlib | 30000000 |
-"""
+NEXT = [
+    ("data/mine", 1000, "--data.path data/mine --run_name mine"),
+    ("data/mine", None, "--data.path data/mine --run_name mine"),
+    (
+        "data/mine",
+        20000000,
+        "--config configs/gpt2_medium_corpus.yaml --data.path data/mine --run_name mine  (for a GPU; on a",
+    ),
+    (
+        "data/web",
+        5000000000,
+        "--config configs/gpt2_124m.yaml --data.path data/web --run_name web  (for a GPU; on a",
+    ),
+    ("data/my text", 1, "--data.path 'data/my text'"),
+    ("data/stdlib", 30000000, ""),
+]
 
 
-@pytest.mark.parametrize("case", NEXT.strip().splitlines())
-def test_after_a_preparation_comes_a_training_of_its_size(case):
-    folder, size, flags = (part.strip() for part in f"{case} ".split(" | "))
-    line = next_training(Path(folder), manifest_of(json.loads(size)))
+@pytest.mark.parametrize(("folder", "tokens", "flags"), NEXT)
+def test_after_a_preparation_comes_a_training_of_its_size(folder, tokens, flags):
+    line = next_training(Path(folder), manifest_of(tokens))
     assert line.startswith(f"next: python scripts/train_gpt2.py {flags}".strip())
 
 

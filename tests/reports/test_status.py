@@ -1,6 +1,7 @@
 """What status.json says of a run, while it runs and after; and what is made of it."""
 
 import json
+import math
 import os
 import time
 
@@ -64,25 +65,27 @@ def test_what_a_trainer_writes(tmp_path, monkeypatch):
     folder.release()
 
 
-HEALTH = r"""
-{} | 5 | running
-{"heartbeat": 1000119.0} | 119 | running
-{"heartbeat": 1000121.0} | 121 | stalled
-{"stage": "save", "limit": 500.0, "heartbeat": 1000400.0} | 400 | running
-{"heartbeat": 1000500.0, "progress": 1000500.0, "host": "far"} | 0 | running # its clock is ahead
-{} | 91 | stalled # the whole process stands still
-{"started": 1} | 5 | dead # another process has its number now
-{"host": "far", "machine": "m"} | 89 | running
-{"host": "far", "machine": "m"} | 91 | dead
-{"state": "stopped", "reason": "x\nFile"} | 60 | stopped
-"""
+HEALTH = [
+    ({}, 5, "running"),
+    ({"heartbeat": 1000119.0}, 119, "running"),
+    ({"heartbeat": 1000121.0}, 121, "stalled"),
+    ({"stage": "save", "limit": 500.0, "heartbeat": 1000400.0}, 400, "running"),
+    (
+        {"heartbeat": 1000500.0, "progress": 1000500.0, "host": "far"},
+        0,
+        "running",
+    ),  # its clock is ahead
+    ({}, 91, "stalled"),  # the whole process stands still
+    ({"started": 1}, 5, "dead"),  # another process has its number now
+    ({"host": "far", "machine": "m"}, 89, "running"),
+    ({"host": "far", "machine": "m"}, 91, "dead"),
+    ({"state": "stopped", "reason": "x\nFile"}, 60, "stopped"),
+]
 """What differs from the status of a running run, the time since NOW, and the state."""
 
 
-@pytest.mark.parametrize("case", HEALTH.strip().splitlines())
-def test_health(tmp_path, case):
-    said, seconds, state = case.partition(" #")[0].split(" | ")
-    changes, age = json.loads(said), int(seconds)
+@pytest.mark.parametrize(("changes", "age", "state"), HEALTH)
+def test_health(tmp_path, changes, age, state):
     folder = write(tmp_path / "run", **facts(**changes))
     os.utime(folder / "status.json", (NOW, NOW))
     found = health(folder, NOW + age)
@@ -158,13 +161,13 @@ def test_total_losses_and_what_comes_next(tmp_path):
         assert "step         20/40" in describe(folder, NOW + 1)
 
 
-BEATS = """
-{"progress": -Infinity}
-{"heartbeat": NaN}
-{"limit": 1e300}
-{"step": "x"}
-{"pid": {}}
-"""
+BEATS = [
+    {"progress": -math.inf},
+    {"heartbeat": math.nan},
+    {"limit": 1e300},
+    {"step": "x"},
+    {"pid": {}},
+]
 
 
 def test_a_locked_folder_and_damaged_files(tmp_path):
@@ -172,7 +175,7 @@ def test_a_locked_folder_and_damaged_files(tmp_path):
     with held(folder / ".lock"):
         assert run_ranks(health, 1, folder)[0].state == "starting"
     assert health(folder).state == "stopped"
-    strange = [json.dumps(facts(**json.loads(beat))) for beat in BEATS.strip().splitlines()]
+    strange = [json.dumps(facts(**beat)) for beat in BEATS]
     strange += [f'{{"state": "running", "step": {number}}}' for number in ("1e999", "1" * 400)]
     for text in ("", "[]", *strange, "[" * 9999):
         (folder / "status.json").write_text(text)

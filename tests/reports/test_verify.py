@@ -286,7 +286,7 @@ def test_the_pages_have_the_numbers_of_these_tables():
 
 def test_an_anchor_is_the_chain_of_a_row(run, trained, tmp_path, capsys):
     """A resumed run keeps that of its newest checkpoint."""
-    verify_by = lambda anchor: verified(run, capsys, anchor=anchor)[0]  # noqa: E731
+    verify_by = lambda anchor: verified(run, capsys, anchor=anchor)[0]
     last = last_chain(run)
     older, newest = (read_json(run / name / STATE)["log"]["chain"] for name in (FIVE, TEN))
     assert [verify_by(chain) for chain in (last, newest, older, "f" * 64)] == [0, 0, 0, 1]

@@ -1,7 +1,6 @@
 """A stranger's own evaluation and numbers in rows: classes of docs/, killed and resumed; wrong
 numbers."""
 
-import json
 import math
 import os
 import signal
@@ -101,7 +100,7 @@ def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(
     """Bitwise, and with the noise scale. Of 13 windows, the last micro-batches have fewer, or
     none."""
     changes = {"eval.every": 4, "train.global_batch_tokens": 13 * 32}
-    config = lambda name: training_config(corpus, tmp_path, changes | {"run_name": name})  # noqa: E731
+    config = lambda name: training_config(corpus, tmp_path, changes | {"run_name": name})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_ranks(mine, world, config("whole")) == ["completed"] * world
     run_until_killed(mine, world, config("parts"), 7)
@@ -123,36 +122,33 @@ def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(
     assert not is_intact(parts)
 
 
-NUMBERS = """
-evaluate {"a": true} | ["a"] = True
-evaluate {"a": "1"} | ["a"] = 1
-row_fields {"a": null} | ["a"] = None
-row_fields {"val_loss": 1.0} | ["val_loss"] = 1.0
-evaluate {"step": 1.0} | ["step"] = 1.0
-row_fields {"loss": 1.0} | ["loss"] = 1.0
-row_fields {"chain": 1.0} | ["chain"] = 1.0
-evaluate {"event": 1.0} | ["event"] = 1.0
-evaluate {"tokens/a": 1.0} | ["tokens/a"] = 1.0
-row_fields {"x_per_second": 1.0} | ["x_per_second"] = 1.0
-evaluate {"taken": 1.0} | ["taken"] = 1.0
-evaluate {"val_loss": 1.0, "val_mine": 2, "grad_norm/x": -0.5} |
-evaluate {"val_loss": NaN, "a": Infinity} |
-row_fields {"a": 1, "b": -2.5} |
-"""
+NUMBERS = [
+    ("evaluate", {"a": True}, '["a"] = True'),
+    ("evaluate", {"a": "1"}, '["a"] = 1'),
+    ("row_fields", {"a": None}, '["a"] = None'),
+    ("row_fields", {"val_loss": 1.0}, '["val_loss"] = 1.0'),
+    ("evaluate", {"step": 1.0}, '["step"] = 1.0'),
+    ("row_fields", {"loss": 1.0}, '["loss"] = 1.0'),
+    ("row_fields", {"chain": 1.0}, '["chain"] = 1.0'),
+    ("evaluate", {"event": 1.0}, '["event"] = 1.0'),
+    ("evaluate", {"tokens/a": 1.0}, '["tokens/a"] = 1.0'),
+    ("row_fields", {"x_per_second": 1.0}, '["x_per_second"] = 1.0'),
+    ("evaluate", {"taken": 1.0}, '["taken"] = 1.0'),
+    ("evaluate", {"val_loss": 1.0, "val_mine": 2, "grad_norm/x": -0.5}, ""),
+    ("evaluate", {"val_loss": math.nan, "a": math.inf}, ""),
+    ("row_fields", {"a": 1, "b": -2.5}, ""),
+]
 
 
-@pytest.mark.parametrize("case", NUMBERS.strip().splitlines())
-def test_a_wrong_number_is_one_error_line(case):
-    call, _, problem = case.partition(" |")
-    method, _, values = call.partition(" ")
-    numbers = json.loads(values)
+@pytest.mark.parametrize(("method", "numbers", "problem"), NUMBERS)
+def test_a_wrong_number_is_one_error_line(method, numbers, problem):
     with pytest.raises(UserError) if problem else nullcontext() as caught:
         found = check_numbers(method, numbers, {"taken"})
         assert found == {
             name: value if math.isfinite(value) else None for name, value in numbers.items()
         }
     if caught:
-        assert str(caught.value).startswith(f"{method}(){problem.strip()}: ")
+        assert str(caught.value).startswith(f"{method}(){problem}: ")
         assert len(caught.value.mistakes) == 1
 
 

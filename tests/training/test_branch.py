@@ -148,17 +148,16 @@ def test_what_it_branches_off_may_lie_elsewhere_on_another_machine(branching):
     assert one.shared == other.shared != none.shared
 
 
-MISTAKES = """
-{"seed": 5, "model.n_layer": 3, "model.dropout": 0.1, "train.global_batch_tokens": 192}
-{"optim.name": "muon"}
-{"train.steps": 5}
-{"train.epochs": 0.01}
-"""
+MISTAKES = [
+    {"seed": 5, "model.n_layer": 3, "model.dropout": 0.1, "train.global_batch_tokens": 192},
+    {"optim.name": "muon"},
+    {"train.steps": 5},
+    {"train.epochs": 0.01},
+]
 
 
-@pytest.mark.parametrize("case", MISTAKES.strip().splitlines())
-def test_mistakes(branching, case):
-    mistakes = json.loads(case)
+@pytest.mark.parametrize("mistakes", MISTAKES)
+def test_mistakes(branching, mistakes):
     config = branching(
         {"train.steps": None if "train.epochs" in mistakes else 10, "optim.lr": 1.0} | mistakes
     )
@@ -185,30 +184,29 @@ def test_what_a_branch_begins_with(branching):
 
 # The schedule of a run that goes on
 
-SCHEDULES = """
---train.steps 4 | 4 | --train.steps 600 | 600
---train.steps 4 | 3 | --train.steps 5 | 6
---train.steps 20 | 5 | --train.steps 10 | 10
---train.steps 20 | 6 | --train.steps 40 | 20
---train.steps 20 --optim.decay_steps 15 | 4 | --train.steps 40 | 40
---train.steps 20 --optim.decay_steps 15 | 6 | --train.steps 40 | 15
---train.steps 20 | 4 | --train.steps 40 --optim.decay_steps 30 | 30
---train.epochs 0.1 | 4 | --train.epochs 0.2 | 16
---optim.schedule wsd --train.steps 20 | 10 | --train.steps 40 | 40
---optim.schedule wsd --train.steps 20 | 11 | --train.steps 40 | 20
---optim.schedule wsd --train.steps 40 | 11 | --train.steps 20 | 40
---optim.schedule constant --train.steps 20 | 20 | --train.steps 40 | 40
-"""
+SCHEDULES = [
+    ("--train.steps 4", 4, "--train.steps 600", 600),
+    ("--train.steps 4", 3, "--train.steps 5", 6),
+    ("--train.steps 20", 5, "--train.steps 10", 10),
+    ("--train.steps 20", 6, "--train.steps 40", 20),
+    ("--train.steps 20 --optim.decay_steps 15", 4, "--train.steps 40", 40),
+    ("--train.steps 20 --optim.decay_steps 15", 6, "--train.steps 40", 15),
+    ("--train.steps 20", 4, "--train.steps 40 --optim.decay_steps 30", 30),
+    ("--train.epochs 0.1", 4, "--train.epochs 0.2", 16),
+    ("--optim.schedule wsd --train.steps 20", 10, "--train.steps 40", 40),
+    ("--optim.schedule wsd --train.steps 20", 11, "--train.steps 40", 20),
+    ("--optim.schedule wsd --train.steps 40", 11, "--train.steps 20", 40),
+    ("--optim.schedule constant --train.steps 20", 20, "--train.steps 40", 40),
+]
 """Flags at the start, a step, what the resumed run has in their place or besides, and where its
 schedule ends."""
 SHORT = "--model.block_size 32 --train.global_batch_tokens 768 --optim.warmup_steps 5 --optim.decay_fraction 0.5 "
 
 
-@pytest.mark.parametrize("case", SCHEDULES.strip().splitlines())
-def test_a_schedule_follows_the_steps_until_one_depends_on_it(case):
+@pytest.mark.parametrize(("before", "step", "now", "length"), SCHEDULES)
+def test_a_schedule_follows_the_steps_until_one_depends_on_it(before, step, now, length):
     """So no step of the past is another, which is computed here. A schedule that was chosen, and a
     trial within the warm-up."""
-    before, step, now, length = case.split(" | ")
     schedule = re.findall(r"--optim.schedule \w+", before)
     started = resolved(load(TrainingConfig, (SHORT + before).split()))
     saved = Checkpoint(Path("saved"), gpt_state(int(step), 1900), started.model_dump(mode="json"))

@@ -24,12 +24,12 @@ from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
-CHANGES = yaml.safe_load("""
-train.steps: 12
-eval: {every: 6, patience: 9}
-tracking: {log_every: 3}
-checkpoint: {every: 1, keep_last: 99}
-""")
+CHANGES = {
+    "train.steps": 12,
+    "eval": {"every": 6, "patience": 9},
+    "tracking": {"log_every": 3},
+    "checkpoint": {"every": 1, "keep_last": 99},
+}
 STEP_SECONDS, PEAK = 2.0, 1e9
 
 
@@ -71,7 +71,7 @@ def read_tokens(corpus, split):
 
 def losses(weights, tokens, n_head=2):
     """GPT-2: int64 [B, T + 1] -> cross-entropy in nats of the last T tokens, [B, T]."""
-    linear = lambda x, name: x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]  # noqa: E731
+    linear = lambda x, name: x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
     norm = lambda x, name: F.layer_norm(
         x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"]
     )
