@@ -60,15 +60,20 @@ class _InFloat64(TorchFunctionMode):
         ]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        swap = lambda value: (
-            torch.float64 if isinstance(value, torch.dtype) and value in self.dtypes else value
-        )
+        def swap(value):
+            return (
+                torch.float64 if isinstance(value, torch.dtype) and value in self.dtypes else value
+            )
+
         func = torch.Tensor.double if func in self.casts else func
         # of these, single numbers are in float32: steps, a bad gradient
         if "_fused_" in getattr(func, "__name__", ""):
-            single = lambda value: (
-                value.float() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-            )
+
+            def single(value):
+                return (
+                    value.float() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+                )
+
             args = [[*map(single, arg)] if isinstance(arg, list) else arg for arg in args]
             kwargs = {name: single(value) for name, value in (kwargs or {}).items()}
         return func(

@@ -70,7 +70,8 @@ def main():
     print()
     for number, (code, margins) in found.items():
         print(
-            f"kind {number}: exit code {code}, largest error / tolerance {max(margins.values(), default=0):.4f}"
+            f"kind {number}: exit code {code}, largest error / tolerance "
+            f"{max(margins.values(), default=0):.4f}"
         )
     return int(
         any(

@@ -41,8 +41,12 @@ class Machine:
         with self.output.open("w") as output:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.netns, *new, "sh", "-c", shell],
-                cwd=self.folder, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            )  # fmt: skip
+                cwd=self.folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
         self.started.append(process)
         return process
 
@@ -107,7 +111,8 @@ def joined_machines(folder, count=2):
         make += [f"-n {switch} link add switch type bridge", f"-n {switch} link set switch up"]
         for machine in machines:
             make += [
-                f"link add {WIRE} netns {machine.netns} type veth peer name {machine.name} netns {switch}"
+                f"link add {WIRE} netns {machine.netns} type veth peer name {machine.name} "
+                f"netns {switch}"
             ]
             make += [
                 f"-n {switch} link set {machine.name} master switch",

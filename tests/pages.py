@@ -111,7 +111,8 @@ still parsed."""
 
 TRAINING = (
     "--train.steps {steps} --train.device cpu --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
-    " --model.block_size 32 --train.global_batch_tokens 256 --eval.tokens 512 --optim.warmup_steps 2"
+    " --model.block_size 32 --train.global_batch_tokens 256 --eval.tokens 512"
+    " --optim.warmup_steps 2"
     " --optim.schedule constant"  # the same run is made longer, which a decay to 0 forbids
     " --tracking.sample_every 0"
 )
@@ -168,10 +169,14 @@ class PageCommand(NamedTuple):
         return f"{self.text[: found.end()]}{more}{self.text[found.end() :]}"
 
 
-PROGRAMS = re.findall(r"\S+", """
-python torchrun accelerate make pip docker export lm_eval hf source sbatch srun mkdir cloud/launch.sh kubectl sky aws
-""")  # fmt: skip
-INLINE = r"python (scripts/|-m benchmarks)|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
+PROGRAMS = (
+    *("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf"),
+    *("source", "sbatch", "srun", "mkdir", "cloud/launch.sh", "kubectl", "sky", "aws"),
+)
+INLINE = (
+    r"python (scripts/|-m benchmarks)|sbatch slurm/|(torchrun|accelerate launch) .*scripts/"
+    r"|pip install |make [a-z-]+$"
+)
 
 
 def commands(page):

@@ -154,9 +154,8 @@ def write_to(files):
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     if files:
-        sys.stdout, sys.stderr = (
-            open(number, "w", buffering=1, closefd=False) for number in (1, 2)
-        )
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _own_arguments(function, arguments, outputs):

@@ -39,7 +39,8 @@ SlurmdPidFile={folder}/%n.pid
 SlurmdLogFile={folder}/%n.log
 SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
-# TERM reaches the group of a task's process, and not the ranks, which torchrun starts in sessions of their own
+# TERM reaches the group of a task's process, and not the ranks: torchrun starts them in sessions
+# of their own
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 MpiDefault=none

@@ -57,11 +57,18 @@ def test_a_planted_link_does_not_lead_a_write_elsewhere(tmp_path):
     assert free_name(tmp_path / "other").name == "other-2"
 
 
-@pytest.mark.parametrize(("text", "problem"), [
-    ("1" * 400, "more than 64 bits"), (f'{{"a": -{"9" * 5000}}}', "limit"),
-    ('{"a": 9223372036854775808}', "more than 64 bits"), ("[" * 60 + "]" * 60, "nested more than 50 levels"),
-    ('{"a":' * 99999, "nested more than 50 levels"), ("{", "Expecting"), ("\ufeff{}", "BOM"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("1" * 400, "more than 64 bits"),
+        (f'{{"a": -{"9" * 5000}}}', "limit"),
+        ('{"a": 9223372036854775808}', "more than 64 bits"),
+        ("[" * 60 + "]" * 60, "nested more than 50 levels"),
+        ('{"a":' * 99999, "nested more than 50 levels"),
+        ("{", "Expecting"),
+        ("\ufeff{}", "BOM"),
+    ],
+)
 def test_json_that_is_not_taken(text, problem):
     with pytest.raises(ValueError, match=problem):
         parse_json(text)

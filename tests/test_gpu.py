@@ -5,7 +5,8 @@ A part is one or more commands with a time limit. pytest's `--last-failed` runs 
 that failed or had no time left. The table at the end has all parts of all calls, and what their
 runs found.
 
-    GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 .venv/bin/pytest -m gpu --last-failed tests/test_gpu.py
+    GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 \\
+        .venv/bin/pytest -m gpu --last-failed tests/test_gpu.py
 """
 
 import json
@@ -50,7 +51,8 @@ BEGUN, USUAL_LIMIT, GRACE = time.monotonic(), 120, 10
 """Start; seconds of a part where `LIMITS` has no others, twice as many on a CPU; seconds to end
 after that."""
 TINY = (
-    " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.global_batch_tokens 256"
+    " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32"
+    " --train.global_batch_tokens 256"
     " --optim.warmup_steps 2 --eval.tokens 512"
 )
 TINY_PRESET = (
@@ -281,7 +283,10 @@ def words(device):
         if small
         else " --train.global_batch_tokens 65536 --eval.tokens 16384 --optim.warmup_steps 20",
         "steps": " --train.steps 20" * small,
-        "short": f" --block_size 32 --micro_batch 1 --repeats 1 --steps 1 --compile off --preset {OUT}/tiny.yaml"
+        "short": (
+            " --block_size 32 --micro_batch 1 --repeats 1 --steps 1 --compile off"
+            f" --preset {OUT}/tiny.yaml"
+        )
         * small,
     }
 

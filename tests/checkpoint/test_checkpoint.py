@@ -116,7 +116,10 @@ def test_weights_and_moments_come_back_bitwise(run):
     returns to its start."""
     place = save(run, 3)
     model, optimizer = trained_model()
-    values = lambda: model.state_dict() | optimizer_state(model, optimizer)
+
+    def values():
+        return model.state_dict() | optimizer_state(model, optimizer)
+
     places = {name: tensor.data_ptr() for name, tensor in values().items()}
     read = verify(place)
     load_model_state(read.tensors(MODEL), model)
@@ -257,13 +260,19 @@ def test_damage_is_found_and_a_resumed_run_falls_back_to_the_checkpoint_before(
     expect_error("none is intact", open_store(run).newest)
 
 
-@pytest.mark.parametrize(("added", "reason"), [
-    ({"step.wpe": torch.ones(())}, r"step.wpe has shape \[\]"),
-    ({"exp_avg.wte.weight": torch.ones(3)}, r"has shape \[3\]"),
-    ({"exp_avg.ln_f.weight": torch.ones(8, dtype=torch.int32)}, "has the type int32"),
-    ({"velocity.ln_f.weight": torch.ones(8)}, "velocity.ln_f.weight is unknown to the optimizer"),
-    ({"exp_avg.ln_f.weight": None}, "exp_avg.ln_f.weight is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("added", "reason"),
+    [
+        ({"step.wpe": torch.ones(())}, r"step.wpe has shape \[\]"),
+        ({"exp_avg.wte.weight": torch.ones(3)}, r"has shape \[3\]"),
+        ({"exp_avg.ln_f.weight": torch.ones(8, dtype=torch.int32)}, "has the type int32"),
+        (
+            {"velocity.ln_f.weight": torch.ones(8)},
+            "velocity.ln_f.weight is unknown to the optimizer",
+        ),
+        ({"exp_avg.ln_f.weight": None}, "exp_avg.ln_f.weight is missing"),
+    ],
+)
 def test_optimizer_state_that_does_not_fit_is_refused(added, reason):
     model, optimizer = trained_model()
     state = optimizer_state(model, optimizer)
@@ -604,11 +613,15 @@ def recorded(run):
     return checkpoints.place(3)
 
 
-@pytest.mark.parametrize(("forge", "step", "reason"), [
-    (resealed, 3, "its manifest's SHA-256 differs from metrics.jsonl's"),
-    (lambda place: cut(place, 6, 7), 3, "is not recorded in metrics.jsonl"),
-    (foreign, 4, "is of the run other, its folder"), (renamed, 4, "holds the state of step 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("forge", "step", "reason"),
+    [
+        (resealed, 3, "its manifest's SHA-256 differs from metrics.jsonl's"),
+        (lambda place: cut(place, 6, 7), 3, "is not recorded in metrics.jsonl"),
+        (foreign, 4, "is of the run other, its folder"),
+        (renamed, 4, "holds the state of step 2"),
+    ],
+)
 def test_a_checkpoint_that_the_run_did_not_record_is_not_taken(
     run, recorded, capsys, forge, step, reason
 ):

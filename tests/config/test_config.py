@@ -293,8 +293,9 @@ def test_values_that_begin_with_a_dash():
 
 
 def all_commands(kind=Command):
-    """The classes of all command lines."""
-    return [one for below in kind.__subclasses__() for one in (below, *all_commands(below))]
+    """The classes of all command lines of the package."""
+    found = [one for below in kind.__subclasses__() for one in (below, *all_commands(below))]
+    return [command for command in found if command.__module__.startswith("gpt2_ddp.config.")]
 
 
 MAY_BE_EMPTY = {"prompts", "document_separator", "tracking.sample_prompt"}
@@ -442,13 +443,21 @@ def test_every_wrong_value_is_refused_in_plain_words(command):
 
 YAML = {
     "a: [": "line 1, column 5: ",
-    "seed: 1\ntrain: {a: *b}": r"line 2, column 12: an alias; quote a text that begins with \*; .* train: {a: \*b}",
+    "seed: 1\ntrain: {a: *b}": (
+        r"line 2, column 12: an alias; quote a text that begins with \*; .* train: {a: \*b}"
+    ),
     "seed: 1\nseed: 2": "line 2, column 1: the key seed is there twice; the line is seed: 2",
     "seed: '\x01'": "has a character that YAML forbids, at position 7",
     "[" * 1000: "is nested more than 50 levels deep",
-    "optim:\n\tlr: 1": "line 2, column 1: a tab, @, ` or % begins this; indent by blanks, quote texts; .* lr: 1",
-    "optim:\n  lr: 1\n name: x": "line 3, column 2: the indentation differs from that of the lines above; .* name: x",
-    "optim: {lr: 1\nseed: 3": "line 2, column 5: a comma or a closing bracket is missing; the line is seed: 3",
+    "optim:\n\tlr: 1": (
+        "line 2, column 1: a tab, @, ` or % begins this; indent by blanks, quote texts; .* lr: 1"
+    ),
+    "optim:\n  lr: 1\n name: x": (
+        "line 3, column 2: the indentation differs from that of the lines above; .* name: x"
+    ),
+    "optim: {lr: 1\nseed: 3": (
+        "line 2, column 5: a comma or a closing bracket is missing; the line is seed: 3"
+    ),
     "run_name: a: b": "line 1, column 12: a second colon; quote a text that has one",
 }
 

@@ -232,8 +232,9 @@ def run_commands(commands, flags):
 
 
 def expect_fields(folder, commands, *flags):
-    """Each command ends with 2 and one error line, of its field, which names what follows. No file of the folder is touched.
-    Of another trainer than train_gpt2, the outputs are in the folder too."""
+    """Each command ends with 2 and one error line of its field, which names what follows the field.
+    No file of the folder is touched. Of another trainer than train_gpt2, the outputs are in the
+    folder too."""
     before = snapshot(folder)
     (answers,) = run_ranks(run_commands, 1, [command for command, *_ in commands], [*flags])
     for (command, field, *near), (code, errors) in zip(commands, answers, strict=True):
@@ -483,7 +484,10 @@ def test_a_pointer_of_git_lfs_in_the_place_of_weights(trained, tmp_path):
 
 
 WRONG_MODELS = {
-    "gpt2": "there is no such folder; a model on the Hub is hub:OWNER/NAME, like hub:openai-community/gpt2",
+    "gpt2": (
+        "there is no such folder; a model on the Hub is hub:OWNER/NAME, like "
+        "hub:openai-community/gpt2"
+    ),
     "me/mine": "there is no such folder; a model on the Hub is hub:OWNER/NAME",
     "empty": "(has no config.json and no model|holds no intact checkpoint)",
     "run": "it is a run, which needs no import",

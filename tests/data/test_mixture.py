@@ -2,7 +2,6 @@
 change; runs over them, stopped, killed, gone back and given other weights; and what is refused."""
 
 import dataclasses
-import json
 import math
 import random
 import re
@@ -119,10 +118,21 @@ def test_the_order_follows_its_definition():
         )
 
 
-@pytest.mark.parametrize(("size", "passed", "digest"), [
-    (24, [(240, 360), (2390, 2410)], "bc17af5068ec0ad46fbabb8a85460e5c25f0edb8f2767b01f3170d9d238b3f4e"),
-    (72, [(240, 360), (2990, 3010)], "8d961a255e690c46ef28630e9f67d3932da5afc71b6ec7ce1413e0a64ef40b63"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "passed", "digest"),
+    [
+        (
+            24,
+            [(240, 360), (2390, 2410)],
+            "bc17af5068ec0ad46fbabb8a85460e5c25f0edb8f2767b01f3170d9d238b3f4e",
+        ),
+        (
+            72,
+            [(240, 360), (2990, 3010)],
+            "8d961a255e690c46ef28630e9f67d3932da5afc71b6ec7ce1413e0a64ef40b63",
+        ),
+    ],
+)
 def test_the_digest_of_100_steps_is_what_it_always_was(size, passed, digest):
     """On 1 to 4 ranks, whatever the micro-batch: of steps of 24 items of one source, or of 72 of
     three, which reach over both phases' beginnings."""
@@ -170,11 +180,20 @@ def sources(corpus, tmp_path_factory):
     return [str(place / name) for name in ("web", "code", "poems")]
 
 
-CHANGES = json.loads("""
-{"model.block_size": 8, "model.n_embd": 16, "model.n_layer": 1, "train.global_batch_tokens": 1920,
-"train.micro_batch_size": 60, "train.steps": 10, "optim.decay_steps": 100, "eval.every": 5, "eval.tokens": 400,
-"checkpoint.every": 4, "data.weights": [0.6, 0.3, 0.1], "data.phases": ["8000:1:8:1"]}
-""")
+CHANGES = {
+    "model.block_size": 8,
+    "model.n_embd": 16,
+    "model.n_layer": 1,
+    "train.global_batch_tokens": 1920,
+    "train.micro_batch_size": 60,
+    "train.steps": 10,
+    "optim.decay_steps": 100,
+    "eval.every": 5,
+    "eval.tokens": 400,
+    "checkpoint.every": 4,
+    "data.weights": [0.6, 0.3, 0.1],
+    "data.phases": ["8000:1:8:1"],
+}
 """Steps are of 240 windows."""
 
 
@@ -198,7 +217,10 @@ def test_windows_are_read_from_the_source_that_they_are_of(sources):
 
 
 def test_from_the_command_line():
-    flags = "--data.path a/v1 b/v1-2 c/v1 --data.weights 6 3 1 --data.phases 8000:1:8:1 20000:0:0:1 --model.block_size 8"
+    flags = (
+        "--data.path a/v1 b/v1-2 c/v1 --data.weights 6 3 1 --data.phases 8000:1:8:1 20000:0:0:1"
+        " --model.block_size 8"
+    )
     config = load(TrainingConfig, [*flags.split(), "--train.steps", "1"])
     assert config.data.names == ("v1", "v1-2", "v1-2-2")
 

@@ -18,7 +18,10 @@ from gpt2_ddp.distributed.environment import (
 )
 from gpt2_ddp.distributed.launch import processes_asked_for
 
-NAMES = "WORLD_SIZE LOCAL_WORLD_SIZE RANK LOCAL_RANK MASTER_PORT SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE PET_NNODES"
+NAMES = (
+    "WORLD_SIZE LOCAL_WORLD_SIZE RANK LOCAL_RANK MASTER_PORT SLURM_STEP_NUM_TASKS "
+    "OMPI_COMM_WORLD_SIZE PET_NNODES"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -83,11 +86,21 @@ def test_variables_that_do_not_describe_a_rank_are_named(monkeypatch, variables,
     expect_error(rf"^{re.escape(start)}: .*{named}", check_launcher)
 
 
-@pytest.mark.parametrize("variables", [
-    "", "WORLD_SIZE=1", "RANK=0 WORLD_SIZE=1", "PMI_SIZE=1 PMI_RANK=0", "MASTER_ADDR=a MASTER_PORT=1",
-    "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1",
-    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1 PMI_SIZE=4",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "variables",
+    [
+        "",
+        "WORLD_SIZE=1",
+        "RANK=0 WORLD_SIZE=1",
+        "PMI_SIZE=1 PMI_RANK=0",
+        "MASTER_ADDR=a MASTER_PORT=1",
+        "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1",
+        (
+            "RANK=3 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1 "
+            "PMI_SIZE=4"
+        ),
+    ],
+)
 def test_variables_of_platforms_and_launchers(monkeypatch, variables):
     set_all(monkeypatch, variables)
     check_launcher()

@@ -57,10 +57,14 @@ def start_from_a_thread(folder, waits, machines):
     time.sleep(60)
 
 
-@pytest.mark.parametrize(("waits", "machines", "ended"), [
-    (False, "1", ["SIGUSR1"]), (True, "1", ["SIGUSR1"]),
-    (False, "2", []),  # of several machines: it must not ask the others to stop
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("waits", "machines", "ended"),
+    [
+        (False, "1", ["SIGUSR1"]),
+        (True, "1", ["SIGUSR1"]),
+        (False, "2", []),  # of several machines: it must not ask the others to stop
+    ],
+)
 def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(
     tmp_path, waits, machines, ended
 ):

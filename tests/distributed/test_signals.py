@@ -62,7 +62,9 @@ FAILS_OVER_IT = """
 """
 TRAINS = """
     heard = []
-    give_back = signals.install_handlers(lambda number, frame: heard.append(signal.Signals(number).name))
+    def hear(number, frame):
+        heard.append(signal.Signals(number).name)
+    give_back = signals.install_handlers(hear)
     ready()
     while len(heard) < 2:
         time.sleep(0.01)
@@ -178,7 +180,10 @@ def test_a_terminal_that_closes_stops_a_training_which_saves(tmp_path):
     """It cannot print any more, either."""
     terminal, end = os.openpty()
     command = [sys.executable, "-c", textwrap.dedent(CLOSED_TERMINAL)]
-    login = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    login = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), end)
     process = subprocess.Popen(
         [sys.executable, "-c", login, *command],
@@ -261,10 +266,17 @@ def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
             assert process.returncode == 1
 
 
-@pytest.mark.parametrize(("world", "end", "code"), [
-    ("2", SystemExit(3), 3), ("2", None, 0), ("2", ValueError(), 1), ("2", Stopped("SIGTERM"), 75),
-    ("1", SystemExit("note"), 1), ("", SystemExit(3), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "end", "code"),
+    [
+        ("2", SystemExit(3), 3),
+        ("2", None, 0),
+        ("2", ValueError(), 1),
+        ("2", Stopped("SIGTERM"), 75),
+        ("1", SystemExit("note"), 1),
+        ("", SystemExit(3), None),
+    ],
+)
 def test_a_rank_ends_before_its_interpreter_shuts_down(monkeypatch, world, end, code):
     """Or a thread of gloo that wants Python's lock then would abort it. All exit handlers are
     called before."""

@@ -89,10 +89,16 @@ def test_one_fresh_process_has_no_rank_and_is_alone_waited_for():
     left.kill()
 
 
-@pytest.mark.parametrize(("rank", "how", "error", "text"), [
-    ("0", "mistake", UserError, "field = value: hint"), ("1", "mistake", SystemExit, "2"),
-    ("0", "crash", SystemExit, "1"), ("1", "kill", SystemExit, "1"), ("1", "stop", Stopped, "a signal to a rank"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "how", "error", "text"),
+    [
+        ("0", "mistake", UserError, "field = value: hint"),
+        ("1", "mistake", SystemExit, "2"),
+        ("0", "crash", SystemExit, "1"),
+        ("1", "kill", SystemExit, "1"),
+        ("1", "stop", Stopped, "a signal to a rank"),
+    ],
+)
 def test_the_end_of_one_ends_all(monkeypatch, capfd, tmp_path, rank, how, error, text):
     """The other rank would sleep for ten minutes. After a stop it is signalled, and has time to
     save."""
@@ -149,10 +155,15 @@ def test_a_command_of_one_process_runs_once_under_a_launcher(monkeypatch, capsys
         assert errors.count("note: this command runs in one process") == (rank == "0")
 
 
-@pytest.mark.parametrize(("delays", "failing", "told"), [
-    ((0.6, 0, 0), {0, 1, 2}, "error: field = value: hint\n"), ((0, 0.6, 0), {0, 1, 2}, "error: field = value: hint\n"),
-    ((0, 0, 0.6), {1, 2}, "error: rank 1: field = value: hint\n"),
-], ids=["late main process", "late other", "only others fail"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("delays", "failing", "told"),
+    [
+        ((0.6, 0, 0), {0, 1, 2}, "error: field = value: hint\n"),
+        ((0, 0.6, 0), {0, 1, 2}, "error: field = value: hint\n"),
+        ((0, 0, 0.6), {1, 2}, "error: rank 1: field = value: hint\n"),
+    ],
+    ids=["late main process", "late other", "only others fail"],
+)
 def test_a_launcher_that_ends_all_ranks_at_the_first_exit_loses_no_error(
     tmp_path, delays, failing, told
 ):
@@ -191,7 +202,10 @@ def wait_to_be_stopped(folder):
 
 def test_kill_9_of_the_parent_stops_the_ranks(tmp_path):
     """A stop of all of them by one signal to the parent is in faults/test_stops.py."""
-    code = f"import test_spawn; test_spawn.run_processes(test_spawn.wait_to_be_stopped, 2, {str(tmp_path)!r})"
+    code = (
+        "import test_spawn; test_spawn.run_processes(test_spawn.wait_to_be_stopped, 2, "
+        f"{str(tmp_path)!r})"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         env=environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests"),

@@ -49,9 +49,15 @@ def run(folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **env):
     )
 
 
-@pytest.mark.parametrize(("encoding", "shown"), [
-    ("latin-1", "größer ? ?"), ("ascii", "gr??er ? ?"), ("gbk", "gr??er 大 ?"), ("utf-8", "größer 大 ?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [
+        ("latin-1", "größer ? ?"),
+        ("ascii", "gr??er ? ?"),
+        ("gbk", "gr??er 大 ?"),
+        ("utf-8", "größer 大 ?"),
+    ],
+)
 def test_characters_that_the_terminal_lacks_become_question_marks(tmp_path, encoding, shown):
     done = run(tmp_path, PYTHONIOENCODING=encoding)
     expected = "".join(f"{shown} {word}\n" for word in ("one", "two"))
@@ -83,7 +89,10 @@ def test_a_full_disk_of_the_output_is_named(tmp_path):
 def test_a_closed_stream_goes_nowhere(tmp_path, closed):
     """As by `>&-`. Its number is that of no file that the command opens."""
     opened = "import os; from gpt2_ddp.distributed.streams import standard_streams\n"
-    opened += f"with standard_streams():\n print('said', flush=True); os.write({closed[-1]}, b'by a library')\n"
+    opened += (
+        f"with standard_streams():\n print('said', flush=True); os.write({closed[-1]}, b'by a "
+        "library')\n"
+    )
     opened += " file = open('data.bin', 'wb'); print(file.fileno(), file=open('number', 'w'))\n"
     redirections = " ".join(f"{number}>&-" for number in closed)
     command = f'"$0" -c "$1" {redirections}'

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -167,7 +168,7 @@ def test_others_judge_nothing_but_the_silence_of_rank_0():
 def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     one = this_process()
-    fields = open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()
+    fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
     other = one._replace(pid=child.pid, started=int(fields[19]))
     assert not one.is_gone
     assert not other.is_gone

@@ -161,7 +161,10 @@ def make_stand_ins(folder):
     write_cifar(folder / "FOLDER", 200, 50)
     write_sets_of_images(folder)
     train = "train_gpt2.py --data.path data/stdlib " + SMALLER["train_gpt2.py"].format(steps=4)
-    own = "prepare_data.py --workers 1 --source texts/{}.txt --tokenizer data/stdlib/tokenizer.json --output data/{}"
+    own = (
+        "prepare_data.py --workers 1 --source texts/{}.txt --tokenizer data/stdlib/tokenizer.json"
+        " --output data/{}"
+    )
     for command in (
         "prepare_data.py --workers 1 --source texts --output data/stdlib --vocab_size 512",
         "prepare_data.py --workers 1 --source texts --output dumps --tokenizer gpt2",

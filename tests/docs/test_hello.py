@@ -25,11 +25,14 @@ def test_it_stands_alone_and_is_as_short_as_the_pages_say(script):
     assert f"It has {lines} lines." in (ROOT / "docs/first-steps.md").read_text()
 
 
-@pytest.mark.parametrize(("script", "gpus", "variable", "processes", "message"), [
-    *((script, 1, "LOCAL_WORLD_SIZE", "2", "more processes than GPUs") for script in ALL),
-    (GPT, 0, "WORLD_SIZE", "3", "these processes cannot share 16 windows equally"),
-    (GPT, 0, "WORLD_SIZE", "1", "data/stdlib is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "gpus", "variable", "processes", "message"),
+    [
+        *((script, 1, "LOCAL_WORLD_SIZE", "2", "more processes than GPUs") for script in ALL),
+        (GPT, 0, "WORLD_SIZE", "3", "these processes cannot share 16 windows equally"),
+        (GPT, 0, "WORLD_SIZE", "1", "data/stdlib is missing"),
+    ],
+)
 def test_what_cannot_start_ends_with_one_line(
     script, gpus, variable, processes, message, monkeypatch, tmp_path
 ):

@@ -32,8 +32,10 @@ SIZES = {
     "SAVE_EVERY": 4,
 }
 FLAGS = (
-    "--model.n_embd 48 --model.block_size 32 --train.global_batch_tokens 512 --train.steps 12 --optim.warmup_steps 3"
-    " --tracking.log_every 1 --tracking.sample_every 0 --eval.every 6 --eval.tokens 3072 --train.device cpu"
+    "--model.n_embd 48 --model.block_size 32 --train.global_batch_tokens 512 --train.steps 12"
+    " --optim.warmup_steps 3"
+    " --tracking.log_every 1 --tracking.sample_every 0 --eval.every 6 --eval.tokens 3072"
+    " --train.device cpu"
 )
 """The same sizes for hello_gpt.py and train_gpt2.py."""
 RANK = """
@@ -50,11 +52,13 @@ epoch_of = lambda epoch, count: Permutation(hello_gpt.SEED, count).items_at(posi
 hello_gpt.permutation = cache(lambda *args: torch.from_numpy(epoch_of(*args).astype(np.int64)))
 
 reduced, saves, prepare, replace = [], [], accelerate.Accelerator.prepare, os.replace
+def count_and_reduce(_, bucket):
+    reduced.append(bucket.buffer().numel())
+    return allreduce_hook(None, bucket)
 def prepare_and_count(self, model, optimizer):
     model, optimizer = prepare(self, model, optimizer)
     if self.num_processes > 1:
-        count = lambda bucket: reduced.append(bucket.buffer().numel())
-        model.register_comm_hook(None, lambda _, bucket: count(bucket) or allreduce_hook(None, bucket))
+        model.register_comm_hook(None, count_and_reduce)
     return model, optimizer
 def replace_or_die(*names):
     saves.append(names)
@@ -63,7 +67,8 @@ def replace_or_die(*names):
     replace(*names)
 accelerate.Accelerator.prepare, os.replace = prepare_and_count, replace_or_die
 hello_gpt.main()
-print("rank", os.environ.get("RANK", "0"), "all-reduced", sum(reduced), "values, saved", len(saves), "times")
+rank = os.environ.get("RANK", "0")
+print("rank", rank, "all-reduced", sum(reduced), "values, saved", len(saves), "times")
 """
 """A rank of the program in small, with the trainer's order of windows. It dies in a save, if it
 shall."""
@@ -83,7 +88,9 @@ def whole(corpus, tmp_path_factory):
     """Runs it without interruption, once for all tests; returns its folder and what it printed."""
 
     def of(world):
-        make = lambda folder: (folder / "out").write_text(run(folder, corpus, world))
+        def make(folder):
+            return (folder / "out").write_text(run(folder, corpus, world))
+
         folder = once(tmp_path_factory, f"hello_gpt-{world}", make)
         return folder, (folder / "out").read_text()
 

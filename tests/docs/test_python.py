@@ -24,7 +24,10 @@ PAGE = ROOT / "docs/python.md"
 
 
 def test_importing_the_package_imports_nothing_heavy(tmp_path):
-    code = "import sys, gpt2_ddp; print(dir(gpt2_ddp)); from gpt2_ddp import UserError, train, prepare, load_config;"
+    code = (
+        "import sys, gpt2_ddp; print(dir(gpt2_ddp)); from gpt2_ddp import UserError, train, "
+        "prepare, load_config;"
+    )
     heavy = "('torch', 'accelerate', 'pandas', 'datasets', 'matplotlib')"
     command = [
         sys.executable,

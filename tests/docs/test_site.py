@@ -61,8 +61,14 @@ def test_the_navigation_has_every_page_once():
 
 
 def test_links_out_of_docs_become_addresses_or_text():
-    text = "[`a`](docs/x.md#y) [b](configs/b.yaml) ![c](docs/c.png) `[d](docs/d.md)` [e](https://e) [![f](../g.svg)](../h)"
-    text += '\n```\n[i](docs/i.md)\n```\n<img src="docs/j.svg"> [k](README.zh-CN.md) [`m` and `n`](LICENSE) [o](#p)'
+    text = (
+        "[`a`](docs/x.md#y) [b](configs/b.yaml) ![c](docs/c.png) `[d](docs/d.md)` [e](https://e) "
+        "[![f](../g.svg)](../h)"
+    )
+    text += (
+        '\n```\n[i](docs/i.md)\n```\n<img src="docs/j.svg"> [k](README.zh-CN.md) [`m` and '
+        "`n`](LICENSE) [o](#p)"
+    )
     done = HOOK.rewrite(text, "", "")
     assert done.split("\n")[0] == "[`a`](x.md#y) b ![c](c.png) `[d](docs/d.md)` [e](https://e) f"
     assert done.split("\n")[2] == "[i](docs/i.md)"

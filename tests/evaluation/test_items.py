@@ -85,9 +85,10 @@ def test_tasks_that_cannot_be_scored_are_refused(tmp_path):
         write(tmp_path / name, [CHOICE | {"choices": ["a", end]}])
     (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "latin.jsonl").write_bytes(b"\xff")
-    load = lambda *names: load_sets(
-        "tasks", [str(tmp_path / name) for name in names], None, GPT2, 8
-    )
+
+    def load(*names):
+        return load_sets("tasks", [str(tmp_path / name) for name in names], None, GPT2, 8)
+
     assert load("x.txt")[0].name == "x"
     for name in ("x.jsonl", "longer.jsonl", "empty.jsonl", "latin.jsonl", "missing.jsonl"):
         expect_error(f"^tasks = .*{name}", load, "x.txt", name)

@@ -81,10 +81,16 @@ def tokenizer_of(name, corpus, tmp_path):
     return load_tokenizer(name), None
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    pytest.param("gpt2", "gpt2", marks=pytest.mark.slow), ("bpe", "gpt2"), ("bpe", "llama"), ("bytes", "qwen3"),
-    ("bytes", "nanochat"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param("gpt2", "gpt2", marks=pytest.mark.slow),
+        ("bpe", "gpt2"),
+        ("bpe", "llama"),
+        ("bytes", "qwen3"),
+        ("bytes", "nanochat"),
+    ],
+)
 def test_transformers_does_with_it_what_the_model_does(
     name, kind, corpus, tmp_path, little_text, capsys
 ):
@@ -271,9 +277,11 @@ WRONG = {
     "a tensor too few": (edit_weights(lambda tensors: {FC: tensors[FC]}), "missing_keys"),
     "another number of heads": (edit_json("config.json", n_head=4), "logits differ"),
     "a fourth of the merges": (swap_merges, "token ids differ"),
-    "special tokens in text": (edit_json("tokenizer_config.json", "split_special_tokens"),
-     "token ids differ"),
-}  # fmt: skip
+    "special tokens in text": (
+        edit_json("tokenizer_config.json", "split_special_tokens"),
+        "token ids differ",
+    ),
+}
 
 
 @pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)

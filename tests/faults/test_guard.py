@@ -68,7 +68,7 @@ def test_a_short_run_that_nothing_has_changed_is_not_completed(tiny_config, tmp_
 
 def test_poisoned_data_are_passed_over(corpus, tmp_path):
     """The run goes back to step 5, passes over the poison, and ends as good as a clean one; a
-    record that is altered is a defect. tests/training/test_resumed.py stops and kills such a run."""
+    record that is altered is a defect. test_resumed.py stops and kills such a run."""
     one, other = (
         training_config(corpus, tmp_path / name, GUARD | {"eval.tokens": 2048})
         for name in ("bad", "clean")

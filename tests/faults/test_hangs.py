@@ -112,7 +112,8 @@ def scene(config, world, stage, victim, fault):
             process.kill()
             process.join()
     print(
-        f"{stage} {fault.__name__} of {victim}/{world}: verdict {spoke - begun:.1f} s, gone {gone - begun:.1f} s"
+        f"{stage} {fault.__name__} of {victim}/{world}: verdict {spoke - begun:.1f} s, gone "
+        f"{gone - begun:.1f} s"
     )
     said, ended = "\n".join(file.read_text() for file in files), status(folder / "run")
     first = re.findall("^error: (rank.*)", said, re.MULTILINE)[0]

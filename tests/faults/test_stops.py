@@ -48,7 +48,10 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
     with (tmp_path / "said").open("w") as said:
         pipes = {"stdout": said, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
-    shards = lambda: list(tmp_path.glob("new/.data.tmp/train_*.bin"))
+
+    def shards():
+        return list(tmp_path.glob("new/.data.tmp/train_*.bin"))
+
     wait_until(
         lambda: shards() or "training a BPE" in (tmp_path / "said").read_text(), process=process
     )
@@ -103,8 +106,8 @@ def test_a_signal_to_one_rank_while_rank_0_prepares_data_stops_both(tmp_path, ra
     assert not (tmp_path / "runs/run").exists()
 
 
-# A command is started as people do, and signalled while it imports or trains. tests/training/test_resumed.py
-# has stops in evaluations, samples and saves, tests/distributed/test_signals.py those before a training begins.
+# A command is started as people do, and signalled while it imports or trains. test_resumed.py has
+# stops in evaluations, samples and saves, test_signals.py those before a training begins.
 
 MARK = "GPT2_DDP_STOP_TEST"
 LAUNCHERS = {
@@ -292,9 +295,10 @@ MATRIX = [
 @pytest.fixture(scope="session")
 def undisturbed(corpus, tmp_path_factory):
     """Makes, once for each launcher, a run that nothing stops."""
-    make = lambda launcher: finish(
-        Cell(launcher, "", "", ""), tmp_path_factory.mktemp(launcher), corpus
-    )
+
+    def make(launcher):
+        return finish(Cell(launcher, "", "", ""), tmp_path_factory.mktemp(launcher), corpus)
+
     return cache(make)
 
 

@@ -55,9 +55,10 @@ def numbers(tmp_path_factory):
 
     def of(name):
         names = [other for other in EXPERIMENTS if (other in WAITING) == (name in WAITING)]
-        make = lambda folder: (folder / "all.json").write_text(
-            json.dumps(run_ranks(measure_all, 2, names)[0])
-        )
+
+        def make(folder):
+            return (folder / "all.json").write_text(json.dumps(run_ranks(measure_all, 2, names)[0]))
+
         return json.loads(
             (once(tmp_path_factory, f"lab-{name in WAITING}", make) / "all.json").read_text()
         )[name]
@@ -93,7 +94,9 @@ def mutations():
 
     from gpt2_ddp.lab import lessons
 
-    no_ddp = lambda model, **_: model
+    def no_ddp(model, **_):
+        return model
+
     step = LinearLR.step
     return {
         "mean_of_gradients": (lessons, "DDP", no_ddp),

@@ -359,7 +359,10 @@ def test_ranks_that_missed_a_signal_get_it_again(tmp_path):
     """As those that handle it later, and whose launcher ignores it, as that of slurm/train.sbatch
     does."""
     wait = "do sleep 0.02; done"
-    late = f"trap 'touch missed' TERM; touch begun; until [[ -e missed ]]; {wait}; trap - TERM; while :; {wait}"
+    late = (
+        f"trap 'touch missed' TERM; touch begun; until [[ -e missed ]]; {wait}; trap - TERM; "
+        f"while :; {wait}"
+    )
     check_stop(tmp_path, f'bash -c "{late}" &\nwait; exit 1')
 
 

@@ -140,20 +140,29 @@ for word in "$@"; do [[ $word != pip=* ]] || { echo ---; cat "${word#pip=}"/0/li
 
 IMAGE = os.environ.get("IMAGE", "gpt2_ddp")
 TINY = (
-    "--data.path data/tiny --run_name tiny --train.device cpu --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
-    " --model.block_size 32 --train.global_batch_tokens 256 --train.steps 1000000 --eval.every 1000000"
-    " --optim.warmup_steps 2 --tracking.sample_every 0"
+    "--data.path data/tiny --run_name tiny --train.device cpu --model.n_layer 1 --model.n_head 2"
+    " --model.n_embd 32 --model.block_size 32 --train.global_batch_tokens 256"
+    " --train.steps 1000000 --eval.every 1000000 --optim.warmup_steps 2 --tracking.sample_every 0"
 )
 
 
-TRAINER = """trap 'echo saved; exit "${1:-0}"' TERM; echo up; for _ in {1..500}; do sleep 0.02; done; exit 9"""
+TRAINER = """trap 'echo saved; exit "${1:-0}"' TERM
+echo up
+for _ in {1..500}; do sleep 0.02; done
+exit 9
+"""
 LAUNCHER = """trap 'echo launcher hit; exit 1' TERM; bash trainer 0; exit $?"""
 
 
-@pytest.mark.parametrize(("words", "code"), [
-    ("-q train.py", 75), ("python -u -m torch.distributed.run train.py", 75),
-    ("bash trainer 75", 75), ("bash -c exit\\ 3", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("-q train.py", 75),
+        ("python -u -m torch.distributed.run train.py", 75),
+        ("bash trainer 75", 75),
+        ("bash -c exit\\ 3", 3),
+    ],
+)
 def test_the_entry_point_tells_the_trainer_to_stop_and_ends_as_it_does(tmp_path, words, code):
     """With shells in place of the programs. A launcher would end with 1 if it were signalled
     itself."""
@@ -195,7 +204,8 @@ def image():
         manage("image", "inspect", IMAGE)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip(
-            f"{runs_it()[0]} has no image {IMAGE}: `make image`, by docker, or by buildah and podman"
+            f"{runs_it()[0]} has no image {IMAGE}: `make image`, by docker, or by buildah and "
+            "podman"
         )
     return IMAGE
 
@@ -248,7 +258,10 @@ def test_two_steps_are_trained_where_only_tmp_and_the_volumes_can_be_written(ima
 
 @pytest.mark.image
 def test_nccl_finds_the_library_and_the_drivers_of_infiniband(image, tmp_path):
-    load = "import ctypes, glob; ctypes.CDLL('libibverbs.so.1'); print(glob.glob('/usr/lib/*/libibverbs/libmlx5*'))"
+    load = (
+        "import ctypes, glob; ctypes.CDLL('libibverbs.so.1'); "
+        "print(glob.glob('/usr/lib/*/libibverbs/libmlx5*'))"
+    )
     found = run(image, tmp_path, "python", "-c", load)
     assert "libmlx5" in found.stdout, found.stderr
 
@@ -274,7 +287,10 @@ LAUNCHED = (
 @pytest.mark.image
 @pytest.mark.parametrize("words", LAUNCHED)
 def test_a_stopped_container_has_saved_and_the_same_command_goes_on(image, tmp_path, words):
-    prepare = "python scripts/prepare_data.py --source gpt2_ddp/**/*.py --tokenizer bytes --output data/tiny"
+    prepare = (
+        "python scripts/prepare_data.py --source gpt2_ddp/**/*.py --tokenizer bytes"
+        " --output data/tiny"
+    )
     prepared = run(image, tmp_path, *prepare.split())
     assert prepared.returncode == 0, prepared.stderr
     place, last = tmp_path / "runs/tiny", 0

@@ -85,7 +85,10 @@ class Job:
         wait_until(lambda: self.step() > before + 5, 300)
         at, begun = self.step(), time.monotonic()
         fault()
-        own = lambda: [row for row in self.starts()[starts:] if row["processes"] == processes]
+
+        def own():
+            return [row for row in self.starts()[starts:] if row["processes"] == processes]
+
         wait_until(lambda: own() and self.rows()[-1]["step"] > own()[-1]["step"], 300)
         lost = max(at - own()[-1]["step"], 0)
         print(f"\n{what}: next step after {time.monotonic() - begun:.0f} s, {lost} steps lost")

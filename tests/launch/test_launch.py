@@ -108,12 +108,18 @@ def wait_for_main(config):
 
     launch.COLLECTIVE = timedelta(seconds=1)
     start_run(config)
-    work = lambda: time.sleep(2.5) or "done"
+
+    def work():
+        return time.sleep(2.5) or "done"
+
     return [ranks.on_main(work), ranks.on_every_rank(work if is_main_process() else lambda: "done")]
 
 
 def test_an_interface_that_is_not_there_is_named_by_each_rank(tiny_config):
-    why = r"processes = 2: rank \d on \S+ cannot connect to the others .*Unable to find address for: eth7"
+    why = (
+        r"processes = 2: rank \d on \S+ cannot connect to the others .*Unable to find address "
+        "for: eth7"
+    )
     with pytest.raises(RankError, match=why):
         run_ranks(train_in, 2, {"GLOO_SOCKET_IFNAME": "eth7"}, tiny_config())
 
@@ -171,11 +177,18 @@ def test_a_rank_that_waits_says_which_variables_it_has(monkeypatch):
     assert told.getvalue() == f"note: this rank waits for all others to connect ({variables})\n"
 
 
-@pytest.mark.parametrize(("words", "file", "default", "asked"), [
-    ("--config_file FILE", "MULTI_CPU 2", "", 2), ("--config-file=FILE", "MULTI_CPU 2", "NO 1", 2),
-    ("", "", "MULTI_CPU 3", 3), ("--cpu", "", "MULTI_CPU 3", 1), ("--config_file FILE", "NO 1", "MULTI_CPU 3", 1),
-    ("--num_processes 1 --config_file FILE", "MULTI_CPU 2", "", 1), ("", "", "", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "file", "default", "asked"),
+    [
+        ("--config_file FILE", "MULTI_CPU 2", "", 2),
+        ("--config-file=FILE", "MULTI_CPU 2", "NO 1", 2),
+        ("", "", "MULTI_CPU 3", 3),
+        ("--cpu", "", "MULTI_CPU 3", 1),
+        ("--config_file FILE", "NO 1", "MULTI_CPU 3", 1),
+        ("--num_processes 1 --config_file FILE", "MULTI_CPU 2", "", 1),
+        ("", "", "", 1),
+    ],
+)
 def test_processes_that_accelerate_s_configuration_asks_for(
     monkeypatch, tmp_path, words, file, default, asked
 ):
@@ -259,11 +272,17 @@ LAUNCHES = [
     (1, "accelerate launch -m scripts.train --config x"),
     (
         2,
-        "python -m accelerate.commands.launch --module --cpu --num_processes 2 scripts.train --config x",
+        (
+            "python -m accelerate.commands.launch --module --cpu --num_processes 2 scripts.train"
+            " --config x"
+        ),
     ),
     (
         4,
-        "python -m accelerate.commands.accelerate_cli launch --num_machines 2 --num_processes 4 train.py",
+        (
+            "python -m accelerate.commands.accelerate_cli launch --num_machines 2"
+            " --num_processes 4 train.py"
+        ),
     ),
     (1, "python train.py --config x --num_processes 2"),
 ]
@@ -358,10 +377,15 @@ def validated(command):
     return _validate_launch_command(launch_command_parser().parse_args(command.split()[2:]))[0]
 
 
-@pytest.mark.parametrize(("variable", "threads", "is_replaced"), [
-    ("ACCELERATE_DYNAMO_MODE", "1", True), ("TORCHELASTIC_RUN_ID", "1", True), ("TORCHELASTIC_RUN_ID", "3", False),
-    ("USER", "1", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variable", "threads", "is_replaced"),
+    [
+        ("ACCELERATE_DYNAMO_MODE", "1", True),
+        ("TORCHELASTIC_RUN_ID", "1", True),
+        ("TORCHELASTIC_RUN_ID", "3", False),
+        ("USER", "1", False),
+    ],
+)
 def test_threads_that_a_user_chose_are_kept_and_the_one_of_a_launcher_is_not(
     monkeypatch, variable, threads, is_replaced
 ):

@@ -22,9 +22,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_left")]
 STEPS = 200
 """Enough of them for something to happen in their middle."""
 TINY = (
-    f"--train.steps {STEPS} --train.device cpu --train.global_batch_tokens 256 --train.micro_batch_size 4"
-    " --train.patience_seconds 5 --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32"
-    " --optim.lr 0.003 --optim.min_lr 0.0003 --optim.warmup_steps 5 --optim.decay_steps null --eval.tokens 512"
+    f"--train.steps {STEPS} --train.device cpu --train.global_batch_tokens 256"
+    " --train.micro_batch_size 4"
+    " --train.patience_seconds 5 --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
+    " --model.block_size 32"
+    " --optim.lr 0.003 --optim.min_lr 0.0003 --optim.warmup_steps 5 --optim.decay_steps null"
+    " --eval.tokens 512"
     " --eval.every 100 --eval.patience null --checkpoint.every 20 --checkpoint.background false"
     " --tracking.log_every 1 --tracking.sample_every 0"
 )
@@ -58,7 +61,10 @@ def machines(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(machines):
     """What two processes of one machine come to."""
-    command = f"torchrun --nproc_per_node 2 scripts/train_gpt2.py --data.path data/mine {TINY} --run_name alone"
+    command = (
+        f"torchrun --nproc_per_node 2 scripts/train_gpt2.py --data.path data/mine {TINY}"
+        " --run_name alone"
+    )
     assert machines[0].start(command).wait(300) == 0, machines[0].said
     return result(machines[0], "alone")
 
@@ -109,9 +115,15 @@ CONFIGURED = (
 """What `accelerate config` has written, as the page says."""
 
 
-@pytest.mark.parametrize("way", [
-    "accelerate launch scripts/", "multi_node.yaml --num", "--node_rank 0", "1 --rdzv_backend c10d",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "way",
+    [
+        "accelerate launch scripts/",
+        "multi_node.yaml --num",
+        "--node_rank 0",
+        "1 --rdzv_backend c10d",
+    ],
+)
 def test_each_way_of_launching(machines, alone, way):
     for rank, machine in enumerate(machines):
         file = machine.folder / "home/accelerate/default_config.yaml"

@@ -26,8 +26,10 @@ import sweep
 
 RATES = ["--seeds", "1", "2", "3", "--vary", "optim.lr=0.02,0.03"]
 TRAINING = (
-    "--model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.steps 60 --train.device cpu"
-    " --train.global_batch_tokens 256 --optim.warmup_steps 1 --optim.min_lr 0 --eval.every 20 --eval.tokens 256"
+    "--model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.steps 60"
+    " --train.device cpu"
+    " --train.global_batch_tokens 256 --optim.warmup_steps 1 --optim.min_lr 0 --eval.every 20"
+    " --eval.tokens 256"
     " --checkpoint.every 5 --checkpoint.background false --tracking.log_every 5"
 )
 
@@ -49,16 +51,24 @@ def test_each_combination_of_values_and_seeds_is_a_run_of_ordinary_flags():
     ]
     found = members(*words)
     assert len(found) == 12
-    own = "--run_name a-lr_0.02-betas__0.9_0.95_-seed_2 --seed 2 --optim.lr 0.02 --optim.betas [0.9,0.95]"
+    own = (
+        "--run_name a-lr_0.02-betas__0.9_0.95_-seed_2 --seed 2 --optim.lr 0.02"
+        " --optim.betas [0.9,0.95]"
+    )
     assert " ".join(found[1].flags) == f"--train.steps 9 --output_dir b/c {own}"
     (alone,) = members("--seed", "7", "--at_once", "3", "--dry_run")
     assert alone.flags == ["--run_name", "stdlib-seed_7", "--seed", "7"]
 
 
-@pytest.mark.parametrize(("words", "field"), [
-    (["--vary", "optim.lr"], "vary = optim.lr"), (["--vary", "seed=1,2"], "vary = seed=1,2"),
-    (["--vary", "optim.lr=0.01,-1"], "optim.lr = -1"), (["--seeds", "-1"], "seed = -1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["--vary", "optim.lr"], "vary = optim.lr"),
+        (["--vary", "seed=1,2"], "vary = seed=1,2"),
+        (["--vary", "optim.lr=0.01,-1"], "optim.lr = -1"),
+        (["--seeds", "-1"], "seed = -1"),
+    ],
+)
 def test_a_mistake_ends_it_before_the_first_run(words, field):
     expect_error(field, members, *words)
 

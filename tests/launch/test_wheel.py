@@ -8,7 +8,8 @@ import pytest
 from commands import ACCELERATE, ROOT, launch
 
 TINY = (
-    "--train.steps 4 --train.global_batch_tokens 256 --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
+    "--train.steps 4 --train.global_batch_tokens 256 --model.n_layer 1 --model.n_head 2"
+    " --model.n_embd 32"
     " --model.block_size 32 --optim.warmup_steps 2 --eval.tokens 512 --train.device cpu"
 )
 

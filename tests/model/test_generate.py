@@ -76,9 +76,15 @@ def test_more_rows_than_a_batch():
     assert len({tuple(result) for result in same}) == len(same)
 
 
-@pytest.mark.parametrize(("block_size", "prompt", "same"), [
-    (16, [*range(1, 41)], [*range(25, 41)]), (64, [], [EOT]), (1, [3, 5], [5]), (2, [3, 4, 5], [4, 5]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("block_size", "prompt", "same"),
+    [
+        (16, [*range(1, 41)], [*range(25, 41)]),
+        (64, [], [EOT]),
+        (1, [3, 5], [5]),
+        (2, [3, 4, 5], [4, 5]),
+    ],
+)
 def test_a_long_prompt_loses_its_beginning_and_an_empty_one_starts_a_document(
     block_size, prompt, same
 ):

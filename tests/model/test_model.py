@@ -1,4 +1,4 @@
-"""Properties of the model that training relies on. tests/model/test_architecture.py compares it with
+"""Properties of the model that training relies on. test_architecture.py compares it with
 transformers' models."""
 
 import math

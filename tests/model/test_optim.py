@@ -216,7 +216,10 @@ def test_the_fp32_iteration_rounds_less_than_sending_in_bf16_does(shape, decades
     u, _, v = torch.linalg.svd(torch.randn(shape).double(), full_matrices=False)
     matrix = (u @ torch.logspace(0, -decades, 48).double().diag() @ v)[None]
     exact = orthogonal(matrix, torch.float64)
-    error = lambda found: (found.double() - exact).norm() / exact.norm()
+
+    def error(found):
+        return (found.double() - exact).norm() / exact.norm()
+
     assert error(orthogonal(matrix.float(), torch.float32)) < 5e-4 < error(exact.bfloat16())
     assert not orthogonal(torch.zeros(2, *shape), torch.float32).any()
 

@@ -126,11 +126,14 @@ def peak_of_a_run(arguments, script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [
-    "--model.n_embd 192 --model.block_size 128",  # logits
-    # activations
-    "--model.n_layer 6 --model.n_embd 256 --model.block_size 256 --model.architecture nanochat",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model.n_embd 192 --model.block_size 128",  # logits
+        # activations
+        "--model.n_layer 6 --model.n_embd 256 --model.block_size 256 --model.architecture nanochat",
+    ],
+)
 def test_memory_is_what_a_run_takes(corpus, tmp_path, flags):
     edited = {
         "train.micro_batch_size": 16,

@@ -468,10 +468,13 @@ def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, is_disk):
 
 
 RECORDS = [
-    lambda file: file.write_text("[1]"), lambda file: file.write_text("{"), lambda file: file.write_text("[" * 10**5),
-    lambda file: file.write_bytes(b"\xff"), lambda file: file.write_text('[["a"], 1, 2, "b"]'),
+    lambda file: file.write_text("[1]"),
+    lambda file: file.write_text("{"),
+    lambda file: file.write_text("[" * 10**5),
+    lambda file: file.write_bytes(b"\xff"),
+    lambda file: file.write_text('[["a"], 1, 2, "b"]'),
     lambda file: (file.unlink(), os.mkfifo(file)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("spoil", RECORDS)
@@ -541,7 +544,10 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
         ),
         (lambda: file.unlink(), "001.txt"),
     ):
-        changing = lambda *args, change=change: (make_tokenizer(*args), change())
+
+        def changing(*args, change=change):
+            return (make_tokenizer(*args), change())
+
         monkeypatch.setattr(prepare_module, "make_tokenizer", changing)
         expect_error(
             words, prepare, config(texts, tmp_path / "out", tokenizer="bpe", vocab_size=300)

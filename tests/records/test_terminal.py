@@ -1,7 +1,6 @@
 """Lines of the terminal: short, and without what a row does not have. One line says what comes
 next."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -23,8 +22,19 @@ from gpt2_ddp.records.run_folder import RunLog
 from gpt2_ddp.tasks import command
 from gpt2_ddp.tasks.ending import next_training
 
-ROW = json.loads("""{"step": 350, "epoch": 0.1234, "tokens": 183500800, "loss": 3.9, "loss_mean": 3.20114, "lr": 5.4e-4,
-"grad_norm": 0.2345, "skipped": 0, "tokens_per_second": 412345.6, "mfu": 0.412, "order_digest": "0000"}""")
+ROW = {
+    "step": 350,
+    "epoch": 0.1234,
+    "tokens": 183500800,
+    "loss": 3.9,
+    "loss_mean": 3.20114,
+    "lr": 0.00054,
+    "grad_norm": 0.2345,
+    "skipped": 0,
+    "tokens_per_second": 412345.6,
+    "mfu": 0.412,
+    "order_digest": "0000",
+}
 
 
 def test_a_line_has_a_tasks_own_numbers():
@@ -71,7 +81,10 @@ NEXT = [
     (
         "data/mine",
         20000000,
-        "--config configs/gpt2_medium_corpus.yaml --data.path data/mine --run_name mine  (for a GPU; on a",
+        (
+            "--config configs/gpt2_medium_corpus.yaml --data.path data/mine"
+            " --run_name mine  (for a GPU; on a"
+        ),
     ),
     (
         "data/web",

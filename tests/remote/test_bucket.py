@@ -34,7 +34,10 @@ from gpt2_ddp.remote.objects import Bucket
 pytestmark = pytest.mark.slow
 BUCKET = f"gpt2-ddp-{os.getpid()}"
 FORMAT = "juicefs format --storage file --bucket ./data/ sqlite3://meta.db files"
-GATEWAY = "juicefs gateway --multi-buckets --no-usage-report --metrics 127.0.0.1:0 --log ./log --cache-dir ./cache"
+GATEWAY = (
+    "juicefs gateway --multi-buckets --no-usage-report --metrics 127.0.0.1:0 --log ./log"
+    " --cache-dir ./cache"
+)
 KEY = "tester"
 SLOW_DOWN = b"HTTP/1.1 503 Slow Down\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 

@@ -486,7 +486,10 @@ def start_copiers(monkeypatch):
 
     def start(*codes):
         ends = iter(codes)
-        new = lambda *words, **_: started.append(words) or Ended(next(ends))
+
+        def new(*words, **_):
+            return started.append(words) or Ended(next(ends))
+
         monkeypatch.setattr(mirror_process, "start_module", new)
         return started
 

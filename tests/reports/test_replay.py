@@ -120,10 +120,15 @@ def test_another_device_or_torch_is_compared_to_a_tolerance(corpus, tmp_path):
     expect_error("dropout", replay_module._how_exactly, dropout, state | {"device": "NVIDIA H200"})
 
 
-@pytest.mark.parametrize(("setting", "device", "settled"), [
-    # it says so itself
-    ("auto", "cpu", "model"), ("auto", "NVIDIA H200", "auto"), ("off", "cpu", "off"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("setting", "device", "settled"),
+    [
+        # it says so itself
+        ("auto", "cpu", "model"),
+        ("auto", "NVIDIA H200", "auto"),
+        ("off", "cpu", "off"),
+    ],
+)
 def test_what_auto_came_to_is_what_the_run_says(corpus, tmp_path, setting, device, settled):
     """A span's few steps could make it come to something else; on another device it is settled for
     that one."""
@@ -151,13 +156,23 @@ def alter_row(place, name, times):
 
 
 ALTERED = [
-    (lambda place: alter_tensor(place, 4, MODEL, "h.1.mlp.c_fc.weight", 2), "metrics.jsonl: ", None),
-    (lambda place: alter_tensor(place, 8, OPTIMIZER, "exp_avg.ln_f.weight", 1.00001),
-     f"checkpoints/step-00000008/{OPTIMIZER}: has other bits", 1),
+    (
+        lambda place: alter_tensor(place, 4, MODEL, "h.1.mlp.c_fc.weight", 2),
+        "metrics.jsonl: ",
+        None,
+    ),
+    (
+        lambda place: alter_tensor(place, 8, OPTIMIZER, "exp_avg.ln_f.weight", 1.00001),
+        f"checkpoints/step-00000008/{OPTIMIZER}: has other bits",
+        1,
+    ),
     (lambda place: alter_row(place, "loss", 1 + 2**-52), "metrics.jsonl: loss of step 6 is ", 1),
-    (lambda place: (checkpoint_at(place / "run", 4) / MODEL).write_bytes(b""),
-     "replay from step 4 to 8: its checkpoint is damaged, so it cannot be trained again", 1),
-]  # fmt: skip
+    (
+        lambda place: (checkpoint_at(place / "run", 4) / MODEL).write_bytes(b""),
+        "replay from step 4 to 8: its checkpoint is damaged, so it cannot be trained again",
+        1,
+    ),
+]
 """An edit after which all hashes fit, but for the last; the beginning of the first defect, and the
 number of defects;
 None: one or more."""
@@ -207,11 +222,20 @@ def test_a_small_job_ends_where_it_is_told_to(trained_job):
     ]
 
 
-@pytest.mark.parametrize(("changes", "exact", "near"), [
-    ({}, 0, 0), ({"loss": 2.0 + 9e-6}, 1, 0), ({"loss": 2.0 + 2e-5}, 1, 1), ({"loss": None}, 1, 1),
-    ({"grad_norm": 1.0}, 1, 1), ({"tokens": 8, "lr": 0.1001, "order_digest": "b"}, 3, 3),
-    ({"mfu": 3.0, "own": 1.0, "tokens/x": 1}, 0, 0), ({"val_accuracy": 0.5}, 1, 0), ({"val_loss": 1.0}, 1, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "exact", "near"),
+    [
+        ({}, 0, 0),
+        ({"loss": 2.0 + 9e-6}, 1, 0),
+        ({"loss": 2.0 + 2e-5}, 1, 1),
+        ({"loss": None}, 1, 1),
+        ({"grad_norm": 1.0}, 1, 1),
+        ({"tokens": 8, "lr": 0.1001, "order_digest": "b"}, 3, 3),
+        ({"mfu": 3.0, "own": 1.0, "tokens/x": 1}, 0, 0),
+        ({"val_accuracy": 0.5}, 1, 0),
+        ({"val_loss": 1.0}, 1, 1),
+    ],
+)
 def test_sums_may_differ_in_their_last_digits_and_nothing_else_may(changes, exact, near):
     row = {"step": 1, "loss": 2.0, "grad_norm": None, "lr": 0.1, "tokens": 7}
     row |= {"order_digest": "a", "val_accuracy": 0.25, "mfu": 1.0, "own": 2.0}

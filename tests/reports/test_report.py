@@ -262,11 +262,14 @@ DEEP = "[" * 400 + "]" * 400
 STRANGE = [
     ("metrics.jsonl", '{"step": 40, "loss": 1.2'),
     *(("metrics.jsonl", f'{{"step": 50, "loss": {value}}}') for value in ("1" * 400, DEEP)),
-    *(("metrics.jsonl", f'{{"step": {step}, "loss": 1}}') for step in ("NaN", "-1", "1e300", "1e-320")),
+    *(
+        ("metrics.jsonl", f'{{"step": {step}, "loss": 1}}')
+        for step in ("NaN", "-1", "1e300", "1e-320")
+    ),
     ("metrics.jsonl", f'{{"event": "sample", "step": 50, "text": "x", "prompt": {DEEP}}}'),
     *(("config.yaml", text) for text in ("model: [", "seed: " + DEEP[300:-300] * 2, "seed: *x")),
     ("status.json", f'{{"state": {DEEP}}}'),
-]  # fmt: skip
+]
 
 
 def test_strange_content_is_left_out_and_said(tmp_path):
@@ -293,7 +296,10 @@ def test_strange_content_is_left_out_and_said(tmp_path):
 
 
 def test_a_report_needs_neither_torch_nor_a_display(tmp_path):
-    source = "import sys; from gpt2_ddp.reports.report import *; write_report([Path(sys.argv[1])], Path(sys.argv[1]))"
+    source = (
+        "import sys; from gpt2_ddp.reports.report import *; write_report([Path(sys.argv[1])], "
+        "Path(sys.argv[1]))"
+    )
     source += "; sys.exit('torch' in sys.modules)"
     words = [sys.executable, "-c", source, make_run(tmp_path / "run", metrics(3))]
     assert launch(words, DISPLAY="", MPLBACKEND="").returncode == 0

@@ -286,7 +286,10 @@ def test_the_pages_have_the_numbers_of_these_tables():
 
 def test_an_anchor_is_the_chain_of_a_row(run, trained, tmp_path, capsys):
     """A resumed run keeps that of its newest checkpoint."""
-    verify_by = lambda anchor: verified(run, capsys, anchor=anchor)[0]
+
+    def verify_by(anchor):
+        return verified(run, capsys, anchor=anchor)[0]
+
     last = last_chain(run)
     older, newest = (read_json(run / name / STATE)["log"]["chain"] for name in (FIVE, TEN))
     assert [verify_by(chain) for chain in (last, newest, older, "f" * 64)] == [0, 0, 0, 1]
@@ -347,9 +350,13 @@ def test_a_state_that_the_rows_contradict(run, capsys, section, name, value):
     expect_defect(run, capsys, f"{TEN}/{STATE}: ")
 
 
-@pytest.mark.parametrize(("name", "value", "defect"), [
-    ("step", 9, "holds the state of step 9"), ("run_id", "other", "is of the run other"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "defect"),
+    [
+        ("step", 9, "holds the state of step 9"),
+        ("run_id", "other", "is of the run other"),
+    ],
+)
 def test_a_state_of_another_step_or_run(run, capsys, name, value, defect):
     edit_state(run / TEN, "progress", name, value)
     forge(run)
@@ -383,7 +390,7 @@ LACKING = [
     lambda run, rows: rows[-1].update(step=11),
     lambda run, rows: rows[-1].update(outcome="lost"),
     lambda run, rows: rows[-2].update(kept=[5, 7, 10]),
-]  # fmt: skip
+]
 """Edits of rows that other rows or the recomputed order contradict."""
 
 
@@ -414,12 +421,32 @@ def longer_header(file):
 
 MALFORMED = [
     (MODEL, longer_header, "is no safetensors file"),
-    (MODEL, header(lambda found: found["ln_f.weight"].update(data_offsets=[0, 128])), "is no safetensors file"),
-    (MODEL, header(lambda found: found["ln_f.weight"].update(dtype="I32")), "ln_f.weight has shape [32] of int32"),
-    (MODEL, header(lambda found: found["ln_f.weight"].update(shape=[1, 32])), "ln_f.weight has shape [1, 32]"),
-    (OPTIMIZER, header(lambda found: found.update(foo=found.pop("exp_avg.ln_f.weight"))), "foo has shape [32]"),
-    (OPTIMIZER, header(lambda found: found.update({"a.ln_f.bias": found.pop("exp_avg.ln_f.bias")})), "a.ln_f.bias"),
-]  # fmt: skip
+    (
+        MODEL,
+        header(lambda found: found["ln_f.weight"].update(data_offsets=[0, 128])),
+        "is no safetensors file",
+    ),
+    (
+        MODEL,
+        header(lambda found: found["ln_f.weight"].update(dtype="I32")),
+        "ln_f.weight has shape [32] of int32",
+    ),
+    (
+        MODEL,
+        header(lambda found: found["ln_f.weight"].update(shape=[1, 32])),
+        "ln_f.weight has shape [1, 32]",
+    ),
+    (
+        OPTIMIZER,
+        header(lambda found: found.update(foo=found.pop("exp_avg.ln_f.weight"))),
+        "foo has shape [32]",
+    ),
+    (
+        OPTIMIZER,
+        header(lambda found: found.update({"a.ln_f.bias": found.pop("exp_avg.ln_f.bias")})),
+        "a.ln_f.bias",
+    ),
+]
 """A file of tensors, a change of it, and what is said."""
 
 
@@ -499,10 +526,15 @@ def test_many_ranges_of_a_branch(run, capsys):
     expect_defect(run, capsys, f"{METRICS}, line 1: is no row: skipped_ranges is ")
 
 
-@pytest.mark.parametrize(("name", "value", "field"), [
-    ("n_inner", 10**7, "model section"), ("n_head", [1], "model.n_head = "),
-    ("n_layer", 3, "h.2.attn.c_attn.bias"), ("n_layer", 10_000, "tensors for 10000 layers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("n_inner", 10**7, "model section"),
+        ("n_head", [1], "model.n_head = "),
+        ("n_layer", 3, "h.2.attn.c_attn.bias"),
+        ("n_layer", 10_000, "tensors for 10000 layers"),
+    ],
+)
 def test_a_checkpoint_of_a_stranger(run, tmp_path, monkeypatch, name, value, field):
     """Its configuration may claim any size. Each reader gives one line before it builds
     anything."""
@@ -534,12 +566,15 @@ def test_weights_whose_checkpoint_claims_a_later_row(run, capsys, row):
     assert "the chain of a row" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("events", [
-    [{"event": "checkpoint", "step": 10, "sha256": "a"}, {"event": "start", "step": 10}],
-    [{"event": "checkpoint", "step": 10, "sha256": "a"}, {"event": "rollback", "step": 2}],
-    [{"event": "checkpoint", "step": 2, "sha256": "a"}],
-    [{"event": "end", "step": 10}, {"event": "start", "step": 10}],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "events",
+    [
+        [{"event": "checkpoint", "step": 10, "sha256": "a"}, {"event": "start", "step": 10}],
+        [{"event": "checkpoint", "step": 10, "sha256": "a"}, {"event": "rollback", "step": 2}],
+        [{"event": "checkpoint", "step": 2, "sha256": "a"}],
+        [{"event": "end", "step": 10}, {"event": "start", "step": 10}],
+    ],
+)
 def test_a_checkpoint_that_a_kill_left_without_a_row(run, events):
     """A run may save a step again after a start or a rollback. A kill may come before the row."""
     assert not record_defect(find_checkpoint(run), events, len(events))

@@ -100,7 +100,10 @@ def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(
     """Bitwise, and with the noise scale. Of 13 windows, the last micro-batches have fewer, or
     none."""
     changes = {"eval.every": 4, "train.global_batch_tokens": 13 * 32}
-    config = lambda name: training_config(corpus, tmp_path, changes | {"run_name": name})
+
+    def config(name):
+        return training_config(corpus, tmp_path, changes | {"run_name": name})
+
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_ranks(mine, world, config("whole")) == ["completed"] * world
     run_until_killed(mine, world, config("parts"), 7)
@@ -184,8 +187,12 @@ def test_the_noise_scale_is_that_of_the_averages():
     assert row_of(task, -500.0, 40.0) == {}  # the average signal is not positive
 
 
-@pytest.mark.parametrize(("toy", "field"), [
-    ({"shares": 1}, "train.micro_batch_size"), ({"parallel": "fsdp"}, "launch.parallel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("toy", "field"),
+    [
+        ({"shares": 1}, "train.micro_batch_size"),
+        ({"parallel": "fsdp"}, "launch.parallel"),
+    ],
+)
 def test_a_training_that_cannot_measure_the_noise_scale(toy, field):
     expect_error(field, measuring, **toy)

@@ -86,9 +86,15 @@ def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
         assert printed.startswith(f"{truncate(file, 4096)}: {likeliest} ")
 
 
-@pytest.mark.parametrize(("run", "image"), [
-    ("kept/run", "wide.png"), ("scaled/run", "no.png"), ("scaled/run", "photos"), ("clusters/run", "wide.png"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("run", "image"),
+    [
+        ("kept/run", "wide.png"),
+        ("scaled/run", "no.png"),
+        ("scaled/run", "photos"),
+        ("clusters/run", "wide.png"),
+    ],
+)
 def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, run, image):
     (tmp_path / "wide.png").write_bytes(png(np.zeros((16, 30, 3), np.uint8)))
     (tmp_path / "photos").mkdir()

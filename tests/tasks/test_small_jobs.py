@@ -45,7 +45,10 @@ def test_the_transformer_learns_to_repeat(tmp_path):
 def test_lenet_learns(tmp_path):
     """100 classes: 5 times chance is 5 %. Every one of the 1,003 test images is scored."""
     data = write_cifar(tmp_path / "cifar", 2000, 1003)
-    flags = f"--config configs/jobs/cifar100_lenet.yaml --data.augment true --data.path {data} --output_dir {tmp_path}"
+    flags = (
+        f"--config configs/jobs/cifar100_lenet.yaml --data.augment true --data.path {data}"
+        f" --output_dir {tmp_path}"
+    )
     run_script("train_classifier.py", flags + " --launch.processes 2")
     found = rows(tmp_path / "cifar100_lenet")
     assert found[-1]["val_samples"] == 1003

@@ -20,14 +20,17 @@ from gpt2_ddp.tasks.jobs import (
 )
 
 
-@pytest.mark.parametrize(("model", "inputs", "outputs", "parameters"), [
-    (lambda: Line(), (5,), (5,), 2),
-    (lambda: MLP(10, (100, 50), 2), (5, 10), (5, 2), 6252),
-
-    (lambda: LeNet(10), (5, 3, 32, 32), (5, 10), 62_006),
-    (lambda: LeNet(2, (16, 40)), (1, 3, 16, 40), (1, 2), 26_766),
-    (lambda: ResNet18(10), (2, 3, 32, 32), (2, 10), 11_173_962),
-], ids=["line", "mlp", "lenet", "smallest lenet", "resnet18"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "inputs", "outputs", "parameters"),
+    [
+        (lambda: Line(), (5,), (5,), 2),
+        (lambda: MLP(10, (100, 50), 2), (5, 10), (5, 2), 6252),
+        (lambda: LeNet(10), (5, 3, 32, 32), (5, 10), 62_006),
+        (lambda: LeNet(2, (16, 40)), (1, 3, 16, 40), (1, 2), 26_766),
+        (lambda: ResNet18(10), (2, 3, 32, 32), (2, 10), 11_173_962),
+    ],
+    ids=["line", "mlp", "lenet", "smallest lenet", "resnet18"],
+)
 def test_shapes_and_sizes(model, inputs, outputs, parameters):
     built = model()
     assert built(torch.randn(inputs)).shape == outputs

@@ -136,9 +136,13 @@ def test_images_are_scored_as_by_a_plain_computation_and_their_folder_may_move(t
     assert_close({name: last[name] for name in expected}, expected, 1e-5, loss)
 
 
-@pytest.mark.parametrize(("name", "value", "processes"), [
-    ("launch.processes", 3, 1), ("train.global_batch_size", 2, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "processes"),
+    [
+        ("launch.processes", 3, 1),
+        ("train.global_batch_size", 2, 3),
+    ],
+)
 def test_another_number_of_processes(tmp_path, name, value, processes):
     saved = SimpleNamespace(
         state=SimpleNamespace(task=JobData(global_batch_size=24, lr=0.02, data_hash=""))

@@ -200,7 +200,10 @@ SCHEDULES = [
 ]
 """Flags at the start, a step, what the resumed run has in their place or besides, and where its
 schedule ends."""
-SHORT = "--model.block_size 32 --train.global_batch_tokens 768 --optim.warmup_steps 5 --optim.decay_fraction 0.5 "
+SHORT = (
+    "--model.block_size 32 --train.global_batch_tokens 768 --optim.warmup_steps 5"
+    " --optim.decay_fraction 0.5 "
+)
 
 
 @pytest.mark.parametrize(("before", "step", "now", "length"), SCHEDULES)
@@ -253,9 +256,9 @@ def test_a_run_whose_learning_rate_is_0_is_branched_off(tmp_path, corpus, schedu
     )[0]
     assert "0 from step" not in said_first
     assert (
-        "is complete at step 8; its learning rate has decayed to 0; to train further, start a branch"
-        in said_then
-    )
+        "is complete at step 8; its learning rate has decayed to 0; to train further, start a "
+        "branch"
+    ) in said_then
     assert flags in said_then
     before = untimed(run)
     expect_error(

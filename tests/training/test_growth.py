@@ -33,7 +33,8 @@ sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
-    print(*(line for line in open("/proc/self/status") if line.startswith("VmHWM")), file=sys.stderr)
+    lines = open("/proc/self/status").readlines()
+    print(*(line for line in lines if line.startswith("VmHWM")), file=sys.stderr)
 """
 
 

@@ -431,10 +431,16 @@ def test_a_run_needs_no_transformers_and_may_have_a_shorter_context(monkeypatch)
     assert same(start(settled).state_dict(), theirs)
 
 
-@pytest.mark.parametrize(("flags", "error"), [
-    ("--train.global_batch_tokens 40", r"global_batch_tokens = 40: should be a multiple of model.block_size \(16\)"),
-    ("--config configs/gpt2_small_corpus.yaml", "model.n_layer = 6: .* has 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (
+            "--train.global_batch_tokens 40",
+            r"global_batch_tokens = 40: should be a multiple of model.block_size \(16\)",
+        ),
+        ("--config configs/gpt2_small_corpus.yaml", "model.n_layer = 6: .* has 1"),
+    ],
+)
 def test_what_is_given_is_compared_and_the_rest_is_checked_once_settled(flags, error):
     expect_error(error, settle_model, typed(RUN, flags))
 
@@ -510,9 +516,15 @@ def write_llm_c(model, file, version):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "setting"), [
-    ("ckpt.pt", ""), ("ckpt.pt", "_orig_mod."), ("model.bin", 3), ("model.bin", 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "setting"),
+    [
+        ("ckpt.pt", ""),
+        ("ckpt.pt", "_orig_mod."),
+        ("model.bin", 3),
+        ("model.bin", 5),
+    ],
+)
 def test_what_the_page_converts_has_the_weights_of_its_source(file, setting, tmp_path):
     page = (ROOT / "docs/export.md").read_text()
     (program,) = re.findall(r"```python\n(\"\"\"python convert.py .*?)```", page, re.DOTALL)

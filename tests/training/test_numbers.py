@@ -71,10 +71,13 @@ def read_tokens(corpus, split):
 
 def losses(weights, tokens, n_head=2):
     """GPT-2: int64 [B, T + 1] -> cross-entropy in nats of the last T tokens, [B, T]."""
-    linear = lambda x, name: x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
-    norm = lambda x, name: F.layer_norm(
-        x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"]
-    )
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
+
     B, T = tokens[:, :-1].shape
     x = weights["wte.weight"][tokens[:, :-1]] + weights["wpe.weight"][:T]
     for layer in range(2):

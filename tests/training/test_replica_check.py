@@ -79,7 +79,8 @@ def test_of_three_ranks_the_one_is_named(tiny_config, tmp_path):
     assert clean == again == ""
     for step, ((rank, name, *_), message) in enumerate(zip(flips, messages, strict=True), 1):
         assert message.startswith(
-            f"rank {rank} (host {socket.gethostname()}): {name} differs from the other ranks' at step {step};"
+            f"rank {rank} (host {socket.gethostname()}): {name} differs from the other ranks' "
+            f"at step {step};"
         )
 
 

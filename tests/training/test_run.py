@@ -248,7 +248,10 @@ def test_a_resume_from_an_older_checkpoint_than_the_rows_record_says_so(corpus, 
     train(config)
     shutil.rmtree(checkpoint_at(tmp_path / "run", 10))
     _, _, errors = said(train, config)
-    gone = "warning: the checkpoint of step 10, which metrics.jsonl records, is gone; the run resumes from step 5\n"
+    gone = (
+        "warning: the checkpoint of step 10, which metrics.jsonl records, is gone; the run "
+        "resumes from step 5\n"
+    )
     assert errors.count(gone) == 1
     _, _, errors = said(train, config)
     assert "gone" not in errors

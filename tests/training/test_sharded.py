@@ -312,7 +312,9 @@ def rank_memory(config):
     # its import is no part of the start
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, MemTracker
 
-    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
     found = {"before": peak()}
     with built(config) as run:
         found["start"] = peak()

@@ -29,7 +29,8 @@ def loaded(folder, *commands):
     code = (
         "import json, runpy, sys; import gpt2_ddp.training.loop as loop\n"
         "train = loop.train\n"
-        f"said = lambda when: print(when, [name for name in {HEAVY.split()} if name in sys.modules])\n"
+        f"said = lambda when: print(when, [name for name in {HEAVY.split()} if name in "
+        "sys.modules])\n"
         "def noted(*args):\n"
         "    result = train(*args)\n"
         "    said('after train')\n"
