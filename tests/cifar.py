@@ -78,10 +78,8 @@ def write_idx(folder, split, images, labels, compressed):
 def write_archive(folder, kind, split, images, labels):
     """A split of cifar-10-batches-py or cifar-100-python, and the names of the classes."""
     names = [f"class {number}" for number in range(100)]
-    files, contents = (
-        [split],
-        {"meta": {"fine_label_names": names, "coarse_label_names": names[:20]}},
-    )
+    files = [split]
+    contents = {"meta": {"fine_label_names": names, "coarse_label_names": names[:20]}}
     if kind == "cifar10":
         files = (
             [f"data_batch_{number}" for number in range(1, 6)]
@@ -90,7 +88,8 @@ def write_archive(folder, kind, split, images, labels):
         )
         contents = {"batches.meta": {"label_names": names[:10]}}
     for name, part in zip(files, np.array_split(np.arange(len(labels)), len(files)), strict=True):
-        rows, fine = images[part].transpose(0, 3, 1, 2).reshape(len(part), -1), labels[part]
+        rows = images[part].transpose(0, 3, 1, 2).reshape(len(part), -1)
+        fine = labels[part]
         columns = {"fine_labels": fine.tolist(), "coarse_labels": (fine // 5).tolist()}
         columns = {"labels": fine.tolist()} if kind == "cifar10" else columns
         contents[name] = {"data": rows, **columns}

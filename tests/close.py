@@ -46,7 +46,8 @@ def _pairs(actual, expected):
             v.detach().double().numpy() if isinstance(v, torch.Tensor) else v
             for v in (actual, expected)
         )
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        one = np.asarray(one, np.float64)
+        other = np.asarray(other, np.float64)
         assert one.shape == other.shape
         yield one.ravel(), other.ravel()
 

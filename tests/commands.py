@@ -95,7 +95,8 @@ def forked(words, folder, world=1, **env):
     The processes are forked with torch loaded, and so are those that they start: a fresh one would
     import it for seconds. Of several ranks the first exit code that is not 0 counts.
     """
-    port, started = reserve_port(), []
+    port = reserve_port()
+    started = []
     with tempfile.TemporaryDirectory() as outputs:
         for rank in range(world):
             own = environment(**env) | (rank_environment(rank, world, port) if world > 1 else {})
@@ -126,7 +127,8 @@ def _as_command(words, folder, env, outputs):
     os.environ.update(env, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     keep_server()
-    spawn.start_ranks, process.run_module = forked_ranks, without_report
+    spawn.start_ranks = forked_ranks
+    process.run_module = without_report
     check.MODULES = 2  # of Python, that an export encodes
     os.chdir(folder)
     sys.argv = words[words[0] == "-m" :]

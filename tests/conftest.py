@@ -38,7 +38,8 @@ def pytest_configure(config):
     """Counts what tests start. One server forks the ranks of all of xdist's workers."""
     if hasattr(config, "workerinput"):
         ranks.use_server(config.workerinput["server"])
-    start_ranks, run = ranks.start_ranks, subprocess.Popen.__init__
+    start_ranks = ranks.start_ranks
+    run = subprocess.Popen.__init__
 
     def counted_ranks(function, world, *args):
         STARTED["ranks"] += world
@@ -52,7 +53,8 @@ def pytest_configure(config):
         STARTED["commands"] += "PYTEST_CURRENT_TEST" in os.environ and is_python
         run(self, *args, **kwargs)
 
-    ranks.start_ranks, subprocess.Popen.__init__ = counted_ranks, counted_command
+    ranks.start_ranks = counted_ranks
+    subprocess.Popen.__init__ = counted_command
 
 
 @pytest.hookimpl(wrapper=True)

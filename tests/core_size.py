@@ -42,7 +42,8 @@ TRAINING = (
 def loaded_files() -> list[Path]:
     """The package's files that a training of three steps has imported."""
     with tempfile.TemporaryDirectory() as folder:
-        data, out = f"{folder}/data", f"{folder}/files.json"
+        data = f"{folder}/data"
+        out = f"{folder}/files.json"
         prepare = ["scripts/prepare_data.py", "--output", data, *DATA.split()]
         train = [
             "scripts/train_gpt2.py",

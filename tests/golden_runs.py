@@ -183,10 +183,8 @@ def summary(run):
     """What a run came to: its metrics but for timings, and its newest checkpoint's state and
     weights."""
     checkpoint = max((run / "checkpoints").glob("step-*"))
-    state, config = (
-        parse_state((checkpoint / "state.json").read_text()),
-        read_yaml(str(run / "config.yaml"), "run"),
-    )
+    state = parse_state((checkpoint / "state.json").read_text())
+    config = read_yaml(str(run / "config.yaml"), "run")
     items = state.feed.consumed
     units = (
         {"tokens": items * config["model"]["block_size"]}

@@ -42,7 +42,8 @@ def run(number, folder):
         "OMP_NUM_THREADS": str(threads),
         "PYTHONHASHSEED": str(number),
     }
-    margins, begun = folder / f"{number}.json", time.monotonic()
+    margins = folder / f"{number}.json"
+    begun = time.monotonic()
     words = [
         "-m",
         "pytest",

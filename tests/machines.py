@@ -22,7 +22,8 @@ class Machine:
     """
 
     def __init__(self, number, folder):
-        self.name, self.address = f"node-{'abc'[number]}", f"10.0.0.{number + 1}"
+        self.name = f"node-{'abc'[number]}"
+        self.address = f"10.0.0.{number + 1}"
         self.netns = f"gpt2-{os.getpid()}-{self.name}"
         self.folder = folder / self.name
         self.hosts = folder / f"{self.name}.hosts"
@@ -102,10 +103,8 @@ def joined_machines(folder, count=2):
     """Machines, and a switch between them, gone at the end with all that runs there."""
     if os.getuid() != 0:
         pytest.skip("network namespaces are made by root alone")
-    machines, switch = (
-        tuple(Machine(number, folder) for number in range(count)),
-        f"gpt2-{os.getpid()}-switch",
-    )
+    machines = tuple(Machine(number, folder) for number in range(count))
+    switch = f"gpt2-{os.getpid()}-switch"
     try:
         make = [f"netns add {name}" for name in (switch, *(machine.netns for machine in machines))]
         make += [f"-n {switch} link add switch type bridge", f"-n {switch} link set switch up"]

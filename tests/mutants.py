@@ -674,7 +674,8 @@ def limit_memory():
 def run_tests(copy, module, source=b"", limit=1800.0):
     """Runs a module's tests in a copy of the tree, on this source of it, or its own: killed,
     survived or timeout; and the seconds."""
-    begun, file = time.monotonic(), copy / "gpt2_ddp" / module
+    begun = time.monotonic()
+    file = copy / "gpt2_ddp" / module
     original = file.read_bytes()
     file.write_bytes(source or original)
     environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(copy)}
@@ -757,7 +758,8 @@ def main():
     modules = args.only or MODULES
     for module in modules:
         mutants_of(module)  # of the sources that are copied now
-    total, free = Counter[str](), SimpleQueue[Path]()
+    total = Counter[str]()
+    free = SimpleQueue[Path]()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number in range(args.jobs):
             copy = Path(folder) / str(number)

@@ -174,7 +174,8 @@ def results(started, timeout=120):
             try:
                 value, error = receiver.recv()
             except EOFError:
-                value, error = None, f"rank {rank} died"
+                value = None
+                error = f"rank {rank} died"
             if error is not None:
                 raise RankError(error)
             values.append(value)

@@ -180,7 +180,9 @@ def train_with_faults(
     from gpt2_ddp.model import generate
     from gpt2_ddp.training import loop
 
-    step, sample_texts, taken = loop.train_step, generate.sample_texts, []
+    step = loop.train_step
+    sample_texts = generate.sample_texts
+    taken = []
 
     def train_step(run):
         taken.append(run.step)
@@ -203,11 +205,13 @@ def train_with_faults(
             model, tokenizer, prompts, sampling._replace(max_new_tokens=tokens), poll
         )
 
-    loop.train_step, generate.sample_texts = train_step, sample_less
+    loop.train_step = train_step
+    generate.sample_texts = sample_less
     try:
         return train(config)
     finally:
-        loop.train_step, generate.sample_texts = step, sample_texts
+        loop.train_step = step
+        generate.sample_texts = sample_texts
 
 
 def complete(config, world=1, *faults):
@@ -356,7 +360,9 @@ def edit_rows(run, edit, before=lambda *_: None):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     edit(rows)
     chain = FIRST_CHAIN
-    ends, lines, size = {chain: {"chain": chain, "bytes": 0}}, [], 0
+    ends = {chain: {"chain": chain, "bytes": 0}}
+    lines = []
+    size = 0
     for row in rows:
         old = row.pop("chain", "")
         before(row, ends)

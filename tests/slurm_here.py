@@ -128,7 +128,8 @@ class Slurm:
 @contextmanager
 def slurm_in(folder):
     """Starts the daemons, and ends them and all that they have started, whatever happens."""
-    conf, key = folder / "slurm.conf", folder / "munge.key"
+    conf = folder / "slurm.conf"
+    key = folder / "munge.key"
     conf.write_text(
         CONF.format(folder=folder, port=reserve_port(), port1=reserve_port(), port2=reserve_port())
     )

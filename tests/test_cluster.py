@@ -49,7 +49,8 @@ def check(tmp_path):
             args = (tmp_path / str(number), own, words, first)
             processes.append(CONTEXT.Process(target=_command, args=args, daemon=True))
             processes[-1].start()
-        deadline, ended = time.monotonic() + 60, []
+        deadline = time.monotonic() + 60
+        ended = []
         for number, process in enumerate(processes):
             process.join(max(deadline - time.monotonic(), 0))
             ended.append((process.exitcode, (tmp_path / str(number)).read_text()))

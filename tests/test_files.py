@@ -15,7 +15,8 @@ from gpt2_ddp.files import free_name, local_copy, parse_json, user_folder, write
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     done = []
-    fsync, replace = os.fsync, Path.replace
+    fsync = os.fsync
+    replace = Path.replace
 
     def note_fsync(descriptor):
         place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))

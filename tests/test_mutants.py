@@ -94,7 +94,8 @@ def test_an_equivalent_mutant_is_one_of_its_function():
 
 def test_a_comparison_measures_at_the_scale_of_the_whole(monkeypatch):
     monkeypatch.setattr(close, "MARGINS", {})
-    whole, zero = torch.tensor([2.0, -400.0]), np.array([1e-8])
+    whole = torch.tensor([2.0, -400.0])
+    zero = np.array([1e-8])
     # 0 in exact arithmetic
     close.assert_close({"a": whole, "zero": zero}, {"a": whole, "zero": [0]}, 1e-9)
     close.assert_close((1.0, math.inf), (1.0, math.inf))

@@ -131,7 +131,8 @@ def places(value):
 
 @pytest.mark.parametrize("run", ["gpt2_run", "regression_run"])
 def test_an_odd_value_is_a_wrong_field_or_a_state_that_can_be_saved(run):
-    fields, wrong = state_of(GOLDEN / run), []
+    fields = state_of(GOLDEN / run)
+    wrong = []
     for part, key in places(fields):
         right = part[key]
         for part[key] in ODD:

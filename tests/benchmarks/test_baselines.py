@@ -15,7 +15,8 @@ from gpt2_ddp.model.gpt import GPT
 
 # whose step is bookkeeping
 TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}
-IDS, CPU = 257, torch.device("cpu")
+IDS = 257
+CPU = torch.device("cpu")
 
 
 def end():
@@ -37,7 +38,8 @@ def a_run_of_one_window(folder):
 def first_step(monkeypatch, kind, weights, contender, *args):
     """The tokens that a contender's model is given first, and what it makes of them with these
     weights."""
-    seen, forward = [], kind.forward
+    seen = []
+    forward = kind.forward
 
     def noted(model, *args, **options):
         left = model.load_state_dict(weights, strict=False)

@@ -41,7 +41,9 @@ STEPS = {
 
 
 def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
-    behind, gate, done = Background(), threading.Event(), []
+    behind = Background()
+    gate = threading.Event()
+    done = []
     assert not behind.is_working
     behind.start(lambda: (gate.wait(), done.append(1)), timeout=0.0)
     assert behind.is_working
@@ -58,9 +60,12 @@ def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
 
 def test_after_each_step_an_overdue_save_is_waited_for():
     """The watchdog still applies, and ends a run whose save hangs."""
-    run, gate = MagicMock(), threading.Event()
-    run.store.background, run.log.is_gone = Background(), False
-    behind, told = run.store.background, run.stop.record_duration
+    run = MagicMock()
+    gate = threading.Event()
+    run.store.background = Background()
+    run.log.is_gone = False
+    behind = run.store.background
+    told = run.stop.record_duration
     run.watchdog.heartbeat = lambda stage: gate.set()
     behind.start(gate.wait, timeout=60.0)
     poll_save(run)
@@ -98,10 +103,8 @@ def test_memory_is_asked_for_what_is_not_copied_yet(tmp_path, monkeypatch):
         store, "should_save_async", lambda wish, size, spare: not asked.append(size)
     )
     checkpoints = open_store(tmp_path / "run", keep_last=1)
-    weights, moments = (
-        {"a": torch.zeros(25)},
-        {"exp_avg.a": torch.zeros(25), "exp_avg_sq.a": torch.zeros(25)},
-    )
+    weights = {"a": torch.zeros(25)}
+    moments = {"exp_avg.a": torch.zeros(25), "exp_avg_sq.a": torch.zeros(25)}
     for step, optimizer in enumerate(({}, moments, moments)):
         checkpoints.save(Snapshot(state_after(step), "", weights, optimizer))
     checkpoints.wait()
@@ -120,7 +123,10 @@ def train(config, held=0, then="", number=0, bad=(0, 0)):
     """
     from gpt2_ddp.files import writing
 
-    write, join, gate, at = store.write_manifest, Background.join, threading.Event(), [0]
+    write = store.write_manifest
+    join = Background.join
+    gate = threading.Event()
+    at = [0]
 
     def holding(files, folder):
         write(files, folder)
@@ -188,7 +194,8 @@ def test_training_goes_on_meanwhile_and_the_rows_tell(corpus, tmp_path, behind):
 
 
 def test_killed_meanwhile_those_before_are_left(corpus, tmp_path, behind):
-    config, run = configured(corpus, tmp_path), tmp_path / "run"
+    config = configured(corpus, tmp_path)
+    run = tmp_path / "run"
     ((process, _),) = start_ranks(train, 1, config, 8, "kill")
     process.join(60)
     assert process.exitcode == 9

@@ -198,7 +198,8 @@ def test_files_of_tensors_are_those_of_the_library(tmp_path, metadata):
         "b": torch.ones(3, 2**17),
     }
     tensors["turned"] = torch.randn(5, 3).T
-    right, own = tmp_path / "right", tmp_path / "own"
+    right = tmp_path / "right"
+    own = tmp_path / "own"
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, right, metadata)
     found = write_hashed(own, as_safetensors(tensors, metadata))
     assert own.read_bytes() == right.read_bytes()
@@ -288,7 +289,9 @@ def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
     """The file is read again. If the error persists, it is named; no checkpoint is renamed, no
     older one is taken."""
     save(run, 1)
-    place, failures, opening = save(run, 2), [errno.EIO], Path.open
+    place = save(run, 2)
+    failures = [errno.EIO]
+    opening = Path.open
 
     def opened(path, *args, **kwargs):
         if path == place / name and failures:
@@ -474,7 +477,9 @@ def killed_at_every_operation(run, scenario, background, every):
     own. Returns how many there are, or up to four more."""
     from disk import interpose
 
-    told, limit, at = 0, 0, 1
+    told = 0
+    limit = 0
+    at = 1
 
     def tell(operation, name):
         nonlocal told
@@ -495,7 +500,8 @@ def killed_at_every_operation(run, scenario, background, every):
         child = os.fork()
         if not child:
             checkpoints = open_store(run, keep_last=1, wish=background)
-            told, limit = 0, at
+            told = 0
+            limit = at
             checkpoints.save(last)
             checkpoints.wait()
             os._exit(0)

@@ -115,7 +115,8 @@ def test_the_preset_suits_the_data(command, flags, preset, is_noted, monkeypatch
 def test_defaults_then_files_left_to_right_then_flags_wherever_they_stand(write):
     first = write("train: {steps: 5, micro_batch_size: 2}\noptim: {lr: 0.01, warmup_steps: 1}\n")
     second = write("optim: {lr: 0.02}\neval: {every: 7}\n")
-    flags, files = ["--optim.lr=0.03", "--eval.every", "9"], ["--config", first, "--config", second]
+    flags = ["--optim.lr=0.03", "--eval.every", "9"]
+    files = ["--config", first, "--config", second]
     for argv in ([*flags, *files], [*files, *flags], [*files[:2], *flags, *files[2:]]):
         config = load(TrainingConfig, argv)
         assert (config.optim.lr, config.eval.every) == (0.03, 9)
@@ -126,7 +127,8 @@ def test_defaults_then_files_left_to_right_then_flags_wherever_they_stand(write)
 
 
 def test_a_section_knows_what_is_given_by_files_and_flags_without_the_default_preset(write):
-    file, flags = write("model: {n_layer: 3}\neval: {every: 9}\n"), ["--model.n_head", "6"]
+    file = write("model: {n_layer: 3}\neval: {every: 9}\n")
+    flags = ["--model.n_head", "6"]
     preset = load(TrainingConfig, flags, BUILT_IN)
     assert (preset.model.n_layer, preset.model.model_fields_set) == (2, {"n_head"})
     named = load(TrainingConfig, ["--config", file, *flags, "--train.steps", "1"], BUILT_IN)
@@ -183,7 +185,8 @@ LISTS = [
 
 def test_a_value_in_yaml_is_that_of_the_same_flag(write):
     for text, name, value in VALUES:
-        nested, (word,) = text, shlex.split(text)
+        nested = text
+        (word,) = shlex.split(text)
         for key in reversed(name.split(".")):
             nested = f"{key}: {nested}" if nested == text else f"{key}: {{{nested}}}"
         for argv in ([f"--{name}", word], [f"--{name}={word}"], ["--config", write(nested)]):

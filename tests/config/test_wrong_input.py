@@ -218,7 +218,8 @@ FILES = {
 def run_commands(commands, flags):
     """What each command answers, with its variables, in turn in this process; `flags` come first; a
     command replaces those that it has."""
-    found, before = [], dict(os.environ)
+    found = []
+    before = dict(os.environ)
     for words in map(shlex.split, commands):
         count = next(number for number, word in enumerate(words) if "=" not in word)
         os.environ.update(word.split("=", 1) for word in words[:count])
@@ -293,7 +294,8 @@ def test_a_model_larger_than_the_free_memory(corpus, tmp_path, monkeypatch):
 def test_a_training_whose_optimizer_does_not_fit(monkeypatch):
     """On CPUs, each process has weights, gradients and the optimizer's values in this machine's
     memory."""
-    model, vocab_size = TrainingConfig.model_validate({"train": {"steps": 1}}).model, 512
+    model = TrainingConfig.model_validate({"train": {"steps": 1}}).model
+    vocab_size = 512
     size = 4 * pretraining.count_parameters(model, vocab_size)
     monkeypatch.setattr(pretraining, "free_memory", lambda: 6 * size - 1)
     for processes in (0, 1):

@@ -25,7 +25,8 @@ def test_a_micro_batch_is_the_largest_divisor_or_has_the_least_padding():
     """Of sizes with at most twice the necessary micro-batches, by the definition."""
     rng = random.Random(0)
     for windows in [512, *(rng.randint(1, 300) for _ in range(1000))]:
-        processes, limit = rng.randint(1, min(windows, 9)), rng.randint(1, 40)
+        processes = rng.randint(1, min(windows, 9))
+        limit = rng.randint(1, 40)
         share = math.ceil(windows / processes)
         allowed = [
             size
@@ -69,11 +70,11 @@ def test_shares_are_a_partition_of_a_step():
     most."""
     rng = random.Random(0)
     for _ in range(300):
-        n, world, batch = rng.randint(1, 90), rng.choice([1, 2, 3, 5, 30]), rng.randint(1, 9)
-        in_turn, by_rank = (
-            interleaved(world, batch, n),
-            [*zip(*contiguous(world, batch, n), strict=True)],
-        )
+        n = rng.randint(1, 90)
+        world = rng.choice([1, 2, 3, 5, 30])
+        batch = rng.randint(1, 9)
+        in_turn = interleaved(world, batch, n)
+        by_rank = [*zip(*contiguous(world, batch, n), strict=True)]
         for parts in ([*chain(*in_turn)], [*chain(*by_rank)]):
             assert [*chain(*parts)] == [*range(n)]
             assert max(map(len, parts)) <= batch
@@ -98,17 +99,24 @@ def walk(seed, accelerator, actions=25):
     rank. All that the feed returns is what the definition gives; a rank reads its own items alone,
     and at most one micro-batch ahead."""
     rng = random.Random(seed)
-    n, size, batch = rng.choice([rng.randint(1, 60), 10**6]), rng.randint(3, 24), rng.randint(1, 8)
-    by_epoch, world, rank = rng.random() < 0.5, accelerator.num_processes, accelerator.process_index
+    n = rng.choice([rng.randint(1, 60), 10**6])
+    size = rng.randint(3, 24)
+    batch = rng.randint(1, 8)
+    by_epoch = rng.random() < 0.5
+    world = accelerator.num_processes
+    rank = accelerator.process_index
     share, least = (
         (partial(contiguous, world, batch), 1)
         if by_epoch
         else (partial(interleaved, world, batch), batch)
     )
-    order, source, random_state = Permutation(seed, n), Numbers(), torch.get_rng_state()
+    order = Permutation(seed, n)
+    source = Numbers()
+    random_state = torch.get_rng_state()
     whole = GlobalBatch(size, share, by_epoch=by_epoch, rows=least)
     feed = Feed(order, whole, source, accelerator)
-    state, delivered = FeedState(), []
+    state = FeedState()
+    delivered = []
 
     def check(found, positions, number):
         """Micro-batch `number` of the step that takes `positions`."""
@@ -129,7 +137,8 @@ def walk(seed, accelerator, actions=25):
         positions = step_by_definition(n, size, by_epoch, state.skipped_ranges, state.position)
         action = rng.choice(["step", "step", "step", "first", "pass", "move", "restart"])
         if action == "step":
-            step, items = feed.next_step(), order.items_at(np.array(positions))
+            step = feed.next_step()
+            items = order.items_at(np.array(positions))
             assert step.items.tolist() == items.tolist()
             assert feed.skipped_end == (positions[0] // n > state.position // n)
             for number, found in enumerate(step.micro_batches):
@@ -167,7 +176,8 @@ def walk(seed, accelerator, actions=25):
             feed.seek(state)
         assert feed.state == state
         if action in ("pass", "move", "restart"):
-            source.read_items, delivered = [], []
+            source.read_items = []
+            delivered = []
         else:
             assert source.read_items[: len(delivered)] == delivered
             assert len(source.read_items) <= len(delivered) + 2 * batch
@@ -212,7 +222,8 @@ def test_a_step_is_taken_whole_before_the_next():
 def test_the_time_waited_for_the_loader_is_counted(monkeypatch):
     """A second per item, two items a micro-batch, one micro-batch ahead. A new loader leaves
     Accelerate's state."""
-    source, known = Numbers(), len(GradientState().dataloader_references)
+    source = Numbers()
+    known = len(GradientState().dataloader_references)
     monkeypatch.setattr(
         feed_module, "time", SimpleNamespace(perf_counter=lambda: float(len(source.read_items)))
     )

@@ -79,8 +79,10 @@ def mixed_by_definition(seed, windows, phases, position):
     """The item at a position, in integers and fractions alone: a block's positions one after
     another."""
     block, offset = divmod(position, 1000)
-    before, after = uses_by_definition(phases, block), uses_by_definition(phases, block + 1)
-    uses, source = list(before), 0
+    before = uses_by_definition(phases, block)
+    after = uses_by_definition(phases, block + 1)
+    uses = list(before)
+    source = 0
     for place in range(offset + 1):
         slot = permuted(seed, f"block/{block}", 1000, place)
         source = 0
@@ -104,10 +106,8 @@ def test_the_order_follows_its_definition():
             for _ in begins
         ]
         phases = [Phase(begin, normal(one)) for begin, one in zip(begins, weights, strict=True)]
-        order, first = (
-            mixture(windows, phases, seed := rng.randrange(2**63)),
-            rng.choice([*begins, 10**12]),
-        )
+        order = mixture(windows, phases, seed := rng.randrange(2**63))
+        first = rng.choice([*begins, 10**12])
         positions = sorted({first + rng.randrange(1500) for _ in range(3)})
         expected = [mixed_by_definition(seed, windows, phases, position) for position in positions]
         assert order.items_at(np.array(positions)).tolist() == expected, (
@@ -149,7 +149,8 @@ def test_the_digest_of_100_steps_is_what_it_always_was(size, passed, digest):
 def test_each_window_once_per_epoch_of_its_source_in_order_of_time():
     """However its epochs lie to blocks and phases."""
     items = mixture().items_at(np.arange(12_000))
-    sources, windows = (items >> np.uint64(48)).astype(int), items & np.uint64(2**48 - 1)
+    sources = (items >> np.uint64(48)).astype(int)
+    windows = items & np.uint64(2**48 - 1)
     for source, n in enumerate(WINDOWS):
         own = windows[sources == source]
         assert len(own) > 4 * n or source == 0
@@ -260,7 +261,9 @@ def test_folders_that_do_not_go_together(sources, tmp_path):
 
 
 def test_the_loss_of_a_mixture_is_that_of_tokens_in_its_shares():
-    one, other, idle = Evaluation(30.0, 10, 40), Evaluation(200.0, 100, 200), Evaluation(9.0, 1, 1)
+    one = Evaluation(30.0, 10, 40)
+    other = Evaluation(200.0, 100, 200)
+    idle = Evaluation(9.0, 1, 1)
     whole = mixed([(0.25, one), (0.75, other), (0.0, idle)])
     assert_close(whole.loss, 0.25 * 3 + 0.75 * 2)
     assert_close(whole.bits_per_byte, (0.25 * 3 + 0.75 * 2) / math.log(2) / (0.25 * 4 + 0.75 * 2))
@@ -314,7 +317,8 @@ def test_folders_that_have_moved(whole, sources, tmp_path, capsys):
     ]
     assert verified(whole, capsys, data=moved)[:2] == (0, [])
     expect_field("data", moved[0], verified, whole, capsys, data=moved[:1])
-    scores, _ = [], capsys.readouterr()
+    scores = []
+    _ = capsys.readouterr()
     for folders in ((), moved, moved[1:]):
         assert (
             evaluate_checkpoint(

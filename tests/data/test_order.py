@@ -16,8 +16,10 @@ from gpt2_ddp.state import FIRST_DIGEST
 def test_the_order_follows_its_definition(n):
     """Every epoch is a permutation of its own. Few positions are those of all at once, whatever was
     asked before."""
-    rng, seed = np.random.default_rng(n), n**3
-    order, epochs = Permutation(seed, n), Permutation(seed, n).items_at(np.arange(3 * n + 600))
+    rng = np.random.default_rng(n)
+    seed = n**3
+    order = Permutation(seed, n)
+    epochs = Permutation(seed, n).items_at(np.arange(3 * n + 600))
     assert epochs.dtype == np.uint64
     for epoch in range(3):
         assert np.array_equal(np.sort(epochs[epoch * n : (epoch + 1) * n]), np.arange(n))

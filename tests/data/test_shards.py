@@ -99,7 +99,8 @@ def open_data(local_main, **changes):
 
 
 def test_one_process_of_a_machine_reads_the_headers(monkeypatch):
-    read, real = [], shards.check_shard
+    read = []
+    real = shards.check_shard
     monkeypatch.setattr(shards, "check_shard", lambda *given: (read.append(given), real(*given))[1])
     open_data(False)
     assert read == []
@@ -195,7 +196,8 @@ def test_broken_manifests(tmp_path, changes):
     """Sealed again, so that only the fields are wrong; and with another seal, or cut off."""
     (shard,) = write(tmp_path, random_tokens(10)).splits["train"]
     path = tmp_path / "manifest.json"
-    whole, usual = path.read_text(), dataclasses.asdict(shard)
+    whole = path.read_text()
+    usual = dataclasses.asdict(shard)
     if "splits" in changes:
         splits = {
             split: [usual | other for other in shards]

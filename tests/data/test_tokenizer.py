@@ -62,7 +62,8 @@ def test_gpt2_equals_hf(hf_gpt2, library, tmp_path):
 
 
 def test_trained_bpe_equals_hf(trained, library):
-    ours, theirs = load_tokenizer(str(trained)), tokenizers.Tokenizer.from_file(str(trained))
+    ours = load_tokenizer(str(trained))
+    theirs = tokenizers.Tokenizer.from_file(str(trained))
     assert (ours.name, ours.vocab_size, ours.eot) == ("tokenizer.json", 2000, 0)
     for text in [*difficult_texts(), *library]:
         ids = ours.encode(text)
@@ -118,10 +119,8 @@ def test_text_with_ordinary_words_trains_the_same_bpe(trained, library, tmp_path
 def test_a_text_of_one_word_is_encoded_whole(tmp_path):
     """A cut is of the training alone."""
     train_bpe(["=" * 100_000], 300, tmp_path / "tokenizer.json")
-    ours, theirs = (
-        load_tokenizer(str(tmp_path)),
-        tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")),
-    )
+    ours = load_tokenizer(str(tmp_path))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "=" * 5000
     assert ours.encode(text).tolist() == theirs.encode(text).ids
     assert max(map(len, ours.tokens)) == prepare.LONGEST_WORD, "the training has no longer word"

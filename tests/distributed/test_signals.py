@@ -280,7 +280,8 @@ def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
 def test_a_rank_ends_before_its_interpreter_shuts_down(monkeypatch, world, end, code):
     """Or a thread of gloo that wants Python's lock then would abort it. All exit handlers are
     called before."""
-    handlers, codes = [], []
+    handlers = []
+    codes = []
     monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setattr(signals.atexit, "register", lambda *call: handlers.insert(0, call))
     monkeypatch.setattr(signals.os, "_exit", codes.append)

@@ -171,7 +171,8 @@ def test_a_launcher_that_ends_all_ranks_at_the_first_exit_loses_no_error(
     code = (
         textwrap.dedent(LAUNCHED).replace("DELAYS", repr(delays)).replace("FAILING", repr(failing))
     )
-    port, errors = reserve_port(), tmp_path / "errors"
+    port = reserve_port()
+    errors = tmp_path / "errors"
     with errors.open("w") as file:
         started = [
             subprocess.Popen(

@@ -188,7 +188,8 @@ class Clock:
     """`time.monotonic` of the watch, which these tests turn by hand."""
 
     def __init__(self, watch):
-        self.now, self.watch = 0.0, watch
+        self.now = 0.0
+        self.watch = watch
         self.watch._woke = 0.0
 
     def silent(self):
@@ -280,7 +281,9 @@ def test_idleness_is_counted_from_the_last_progress_and_shows_the_stack(clock):
 def test_the_stack_of_a_thread_that_goes_on_meanwhile_is_of_one_moment():
     """Frames that are made one by one would show two: the line of `outer` in the second call, and
     `inner`."""
-    first, second, went_on = threading.Lock(), threading.Lock(), threading.Event()
+    first = threading.Lock()
+    second = threading.Lock()
+    went_on = threading.Event()
 
     def inner():
         first.acquire()
@@ -297,7 +300,8 @@ def test_the_stack_of_a_thread_that_goes_on_meanwhile_is_of_one_moment():
 
     first.acquire()
     second.acquire()
-    thread, usual = threading.Thread(target=outer), gc.get_threshold()
+    thread = threading.Thread(target=outer)
+    usual = gc.get_threshold()
     thread.start()
     wait_until(lambda: "in inner" in stack_of(thread.ident))
     before = re.findall("line .* in outer", stack_of(thread.ident))
@@ -353,7 +357,8 @@ def test_rank_0_speaks_first_of_what_another_raised(clock):
 
 def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
     """It had nothing to save: no verdict, and no failure. Rank 0 passes it on."""
-    time, sent = clock(other=Heartbeat(HOSTS[1], 1, turn=5, end="stopped")), []
+    time = clock(other=Heartbeat(HOSTS[1], 1, turn=5, end="stopped"))
+    sent = []
     time.pass_by(1000)
     monkeypatch.setattr(
         peers.os, "kill", lambda *signalled: (sent.append(signalled), time.watch.ended.set())
@@ -368,7 +373,8 @@ def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
 def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
     """Its main thread waits in a collective, as for rank 0's data. Or rank 0 would ask whether it
     was killed."""
-    time, delivered = clock(other=Heartbeat(HOSTS[1], 1)), []
+    time = clock(other=Heartbeat(HOSTS[1], 1))
+    delivered = []
     time.watch._wait = lambda _: delivered.append(time.watch.outgoing().end)
     signals._state.announce()
     assert delivered == ["stopped"]
@@ -378,10 +384,8 @@ def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
 def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
     """Rank 0 serves it, and ends when it reads the heartbeat. torch prints a C++ stack for a call
     after that."""
-    calls, theirs = (
-        [],
-        json.dumps(Heartbeat(HOSTS[0], 0, end="stopped" if how == "stopped" else "")).encode(),
-    )
+    calls = []
+    theirs = json.dumps(Heartbeat(HOSTS[0], 0, end="stopped" if how == "stopped" else "")).encode()
     store = SimpleNamespace(clone=lambda: store, compare_set=lambda *_: b"")
     store.set = lambda key, value: calls.append(Heartbeat(*json.loads(value)))
     store.multi_get = lambda keys: calls.append(None) or [b"", theirs]

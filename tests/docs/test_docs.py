@@ -76,7 +76,8 @@ def parse(command, folder):
     from accelerate.commands.launch import launch_command_parser
     from torch.distributed.run import get_args_parser
 
-    text, words = command.text, command.words
+    text = command.text
+    words = command.words
     program = words[0] if words else "export"
     if program == "docker":
         words = words[words.index("gpt2_ddp") + 1 :] if words[1] == "run" else []
@@ -87,7 +88,8 @@ def parse(command, folder):
         program = words[0]
     assert program in PROGRAMS, f"{text}: what is {program}? Say in pages.py"
     if program == "cloud/launch.sh":
-        program, words = words[1], words[1:]
+        program = words[1]
+        words = words[1:]
     script = next(
         (at for at, word in enumerate(words) if word.endswith((".py", ".sbatch"))), len(words)
     )
@@ -139,10 +141,8 @@ def run(text, folder):
         if words[0] in ("torchrun", "accelerate"):
             assert "--nproc_per_node 2" in text or "--num_processes 2" in text, text
             return forked(words[script:], folder, world=2, **env)
-    command, pipes = (
-        ["bash", "-c", text],
-        {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL},
-    )
+    command = ["bash", "-c", text]
+    pipes = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     return subprocess.run(command, cwd=folder, env=environment(**env), timeout=300, **pipes)
 
 
@@ -202,7 +202,8 @@ def write_more(folder):
 @pytest.mark.parametrize("page", RUN)
 def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path):
     """Each that can run here, once, in the page's order, with what those before it have made."""
-    folder, own = tmp_path / "project", here(page)
+    folder = tmp_path / "project"
+    own = here(page)
     shutil.copytree(stand_ins, folder, symlinks=True)
     if page == README:  # it makes this itself
         shutil.rmtree(folder / "runs/stdlib")

@@ -24,7 +24,8 @@ from runs import assert_same, rows, train_all, training_config, verified
 
 from gpt2_ddp.tasks.user_task import find, trust
 
-FILES, LINES = 2, 40
+FILES = 2
+LINES = 40
 """Most files of a diff, and most added and removed lines."""
 
 

@@ -17,11 +17,9 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.spawn import reserve_port
 from gpt2_ddp.model.gpt import GPT
 
-SCRIPT, PAGE, CHECKPOINT = (
-    ROOT / "scripts/hello_gpt.py",
-    ROOT / "docs/first-steps.md",
-    "runs/hello_gpt.pt",
-)
+SCRIPT = ROOT / "scripts/hello_gpt.py"
+PAGE = ROOT / "docs/first-steps.md"
+CHECKPOINT = "runs/hello_gpt.pt"
 SIZES = {
     "WIDTH": 48,
     "CONTEXT": 32,
@@ -132,7 +130,8 @@ def test_its_losses_are_those_of_the_trainer(whole, corpus, tmp_path):
 def test_two_processes_train_the_same_and_resume_at_the_same_bits(whole, corpus, tmp_path):
     """One of them, killed in the save of step 12, resumes from step 8. Each value is all-reduced
     once per step."""
-    (_, one), (folder, two) = whole(1), whole(2)
+    (_, one) = whole(1)
+    (folder, two) = whole(2)
     for kind in ("loss", "val_loss"):
         assert_close(figures(two, kind), figures(one, kind), 1e-5)
     end = torch.load(folder / CHECKPOINT)

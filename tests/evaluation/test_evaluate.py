@@ -42,7 +42,8 @@ def score(corpus, cases):
         def __len__(self):
             return Cut.limit or super().__len__()
 
-    accelerator, found = build_accelerator("cpu", "no"), []
+    accelerator = build_accelerator("cpu", "no")
+    found = []
     token_bytes = load_tokenizer(str(corpus / "tokenizer.json")).token_bytes()
     prepared = accelerator.prepare_model(model(), evaluation_mode=True)
     for batch_size, tokens, limit in cases:
@@ -59,7 +60,9 @@ def by_hand(corpus):
     """One sequence at a time, in fp64 sums; the tail alone."""
     stream = TokenStream(corpus, read_manifest(corpus), "val")
     tokens = torch.from_numpy(stream.read(np.array([0]), len(stream))[0].astype(np.int64))
-    scorer, nll, count = model().eval(), 0.0, 0
+    scorer = model().eval()
+    nll = 0.0
+    count = 0
     with torch.no_grad():
         for start in range(0, len(tokens) - 1, SHAPE.block_size):
             row = tokens[start : start + SHAPE.block_size + 1]
@@ -111,7 +114,9 @@ def test_automatic_is_a_share_of_what_is_trained_between_two(tmp_path):
 def test_evaluations_take_a_twentieth_of_a_shipped_run_at_most(config):
     """A forward pass is a third of a step."""
     config = load(TrainingConfig, ["--config", str(config)])
-    tokens, steps, every = config.eval.tokens, config.train.steps or 1100, config.eval.every
+    tokens = config.eval.tokens
+    steps = config.train.steps or 1100
+    every = config.eval.every
     assert tokens is not None, "all of a corpus of any size"
     tokens = config.auto_eval_tokens if tokens == "auto" else tokens
     evaluations = 1 + -(-steps // every)

@@ -188,7 +188,8 @@ def score():
     from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
-    scorer, found = model().eval(), []
+    scorer = model().eval()
+    found = []
     scorer.register_forward_pre_hook(lambda module, inputs: passes.append(len(inputs[0])))
     for count, batch_size, length in CASES:
         passes = []
@@ -200,7 +201,8 @@ def score():
 
 def by_hand(requests):
     """One at a time, unpadded, the softmax in fp64 over the real ids."""
-    scorer, nats = model().eval(), []
+    scorer = model().eval()
+    nats = []
     for tokens, scored in requests:
         logits = scorer(torch.tensor([tokens[:-1]]))[0, -scored:, :500].double()
         chosen = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[-scored:])[:, None])

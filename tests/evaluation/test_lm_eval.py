@@ -115,7 +115,8 @@ def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path, monkeypatch):
             ours = np.array(row["log_likelihoods"])
             for metric, scores in (("acc", ours), ("acc_norm", ours / [*map(len, row["choices"])])):
                 assert (scores.argmax() == row["label"]) == sample[metric]
-        found, said = read_json(tmp_path / f"scores/{name}.json"), theirs[f"local_{name}"]
+        found = read_json(tmp_path / f"scores/{name}.json")
+        said = theirs[f"local_{name}"]
         for metric in ("acc", "acc_norm"):
             assert_close(found[metric], said[f"{metric},none"], 1e-4)
             assert_close(found[f"{metric}_stderr"], said[f"{metric}_stderr,none"], 1e-9)

@@ -101,7 +101,8 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
     )
     both = [items_file(tmp_path), str(items)]
     tasks = {"eval.tasks": both, "train.micro_batch_size": 5}
-    run, told = tmp_path / "run", tmp_path / "run/evaluations/step-00000010"
+    run = tmp_path / "run"
+    told = tmp_path / "run/evaluations/step-00000010"
     own = {"checkpoint": str(run), "tasks": both, "batch_size": 5}
     configs = [
         training_config(corpus, tmp_path, tasks | {"train.steps": steps}) for steps in (10, 11, 12)

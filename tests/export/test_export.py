@@ -47,7 +47,8 @@ def checkpoint_of(model, tokenizer, file, folder):
         "vocab_size": tokenizer.vocab_size,
     }
     scores = {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None}
-    progress, feed = Progress(step=7, scores=scores), FeedState(position=30, order_digest="0f" * 32)
+    progress = Progress(step=7, scores=scores)
+    feed = FeedState(position=30, order_digest="0f" * 32)
     state = gpt_state(epoch_size=12, progress=progress, feed=feed)
     state.task = state.task.model_copy(update=task | {"data_manifest": "ab" * 32})
     files = {file.name: file.read_bytes()} if file else {}
@@ -250,7 +251,8 @@ def test_the_newest_checkpoint_of_a_recorded_run_names_the_folder(
         ("gpt2_run/checkpoints/step-00000005", ["--gguf", "true"]),
     ):
         assert export_hf(load(ExportConfig, [str(GOLDEN / place), *flags])) == 0
-    made, other = Path("exports/gpt2_run-step-00000010"), Path("exports/gpt2_run-step-00000005")
+    made = Path("exports/gpt2_run-step-00000010")
+    other = Path("exports/gpt2_run-step-00000005")
     assert (made / "README.md").is_file()
     assert (other / "model.gguf").is_file()
     printed, errors = capfd.readouterr()
@@ -334,7 +336,8 @@ def test_refused_before_any_work(corpus, tmp_path, monkeypatch, kind, source, ou
 
 def test_a_checkpoint_that_its_run_prunes_meanwhile(checkpoint, tmp_path, little_text, monkeypatch):
     """While it is read that is a user error; while it is checked it does not matter."""
-    found, check_it = find_checkpoint(checkpoint), export.check_export
+    found = find_checkpoint(checkpoint)
+    check_it = export.check_export
     monkeypatch.setattr(
         export, "check_export", lambda *given: shutil.rmtree(found.path) or check_it(*given)
     )

@@ -28,7 +28,8 @@ SHAPES["gpt2"] = models.SHAPES["gpt2"] | {"n_head": 4}
 def expected(model):
     """The tensors of transformers' model by llama.cpp's names, in its orientation, [out, in]. A
     Llama's features that rotate together are side by side, in each head of eight."""
-    kind, wanted = model.config.architecture, {}
+    kind = model.config.architecture
+    wanted = {}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], 2)
     for name, tensor in models.in_transformers(model).named_parameters():
         their_name = names.get_name(name, (".weight", ".bias"))
@@ -101,7 +102,8 @@ def test_its_tables_encode_as_the_tokenizer_does(tmp_path, name):
         == tokenizer.eot
     )
     assert found["tokenizer.ggml.add_bos_token"] is False
-    types, tokens = found["tokenizer.ggml.token_type"], found["tokenizer.ggml.tokens"]
+    types = found["tokenizer.ggml.token_type"]
+    tokens = found["tokenizer.ggml.tokens"]
     assert [rank for rank, kind in enumerate(types) if kind == gguf.TokenType.CONTROL] == [
         tokenizer.eot
     ]

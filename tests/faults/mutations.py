@@ -82,7 +82,8 @@ def change_value(values, rng):
     """Somewhere in nested values one is gone, another number, of another type, or has another
     key."""
     key = rng.choice(list(values) if isinstance(values, dict) else range(len(values)))
-    value, action = values[key], rng.randrange(4)
+    value = values[key]
+    action = rng.randrange(4)
     if isinstance(value, dict | list) and value and rng.random() > 0.2:
         change_value(value, rng)
     elif action == 0:

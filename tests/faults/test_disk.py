@@ -46,7 +46,8 @@ def refused_everywhere(halfway, config, wanted):
     """
     output = Path(config.output_dir)
     run = output / config.run_name
-    told, failing = [], ""
+    told = []
+    failing = ""
 
     def tell(operation, name):
         nonlocal failing
@@ -234,10 +235,8 @@ WIDE = {"model.n_embd": 64, "model.n_layer": 2, "eval.every": 100, "train.steps"
 def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk):
     """A checkpoint takes 1.6 MB: the second does not fit, and the first stays, as does the small
     one of step 0. With room, the same command ends."""
-    arguments, run = (
-        write_config(tmp_path, training_config(corpus, small_disk, WIDE)),
-        small_disk / "run",
-    )
+    arguments = write_config(tmp_path, training_config(corpus, small_disk, WIDE))
+    run = small_disk / "run"
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)
     assert code == 2, said
     assert str(run) in told(said)

@@ -77,7 +77,8 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path):
     complete(other, 2)
     run = tmp_path / "bad/run"
     assert returns(run) == [(5, 14, [12 * 5, 12 * 14])]
-    ours, theirs = untimed(run)[-1], untimed(tmp_path / "clean/run")[-1]
+    ours = untimed(run)[-1]
+    theirs = untimed(tmp_path / "clean/run")[-1]
     assert ours["step"] == theirs["step"] == 20
     assert distance(ours["val_loss"], theirs["val_loss"]) < 0.02
     assert ours["skipped"] == 0  # those of the stretch that does not stand
@@ -106,7 +107,8 @@ def numbers_of_a_step(loss, bad=False):
 def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
     """Stopped among the bad steps that the run begins with: the resumed run goes back to the
     beginning too."""
-    config, run = tiny_config(GUARD | {"train.steps": 8}), tmp_path / "runs/run"
+    config = tiny_config(GUARD | {"train.steps": 8})
+    run = tmp_path / "runs/run"
     bad = (0, 12 * 5)
     assert run_ranks(train_with_faults, 1, config, bad, math.nan, 4, signal.SIGTERM) == ["stopped"]
     assert saved_steps(run) == [0, 4]
@@ -119,7 +121,8 @@ def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path
     checkpoint."""
     last = {"train.steps": 109, "eval.every": 109, "checkpoint.every": 109, "model.n_layer": 1}
     changes = GUARD | {"guard": {"sigmas": 10.0}} | last
-    config, spikes = tiny_config(changes), (12 * 105, 12 * 108)  # steps 106 to 108
+    config = tiny_config(changes)
+    spikes = (12 * 105, 12 * 108)  # steps 106 to 108
     assert (
         run_ranks(train_with_faults, 2, config, spikes, 1e4, 106, signal.SIGTERM) == ["stopped"] * 2
     )
@@ -154,10 +157,8 @@ def explode(config, begins=28):
 
 def test_a_learning_rate_times_a_thousand_at_once_is_no_completed_run(tiny_config, tmp_path):
     """By default. An evaluation tells it, at the same step on all ranks; also the last one."""
-    config, run = (
-        tiny_config({"train.steps": 40, "eval.every": 10, "optim.grad_clip": 0.0}),
-        tmp_path / "runs/run",
-    )
+    config = tiny_config({"train.steps": 40, "eval.every": 10, "optim.grad_clip": 0.0})
+    run = tmp_path / "runs/run"
     assert run_ranks(explode, 2, config) == ["diverged"] * 2
     assert status(run)["state"] == "diverged"
     assert "the validation loss of step" in status(run)["reason"]
@@ -258,7 +259,8 @@ def judgements(cut=0):
     """Each step of `LOSSES`: the step judged then, its verdict and the guard's state. After step
     `cut`, another guard resumes from its state."""
     config = GuardConfig(sigmas=6.0, patience=3)
-    guard, found = Guard(config), []
+    guard = Guard(config)
+    found = []
     for step, loss in enumerate(LOSSES, 1):
         guard.add(step, 1, numbers_of_a_step(loss, step == 113))
         verdict = guard.judge(step)
@@ -281,7 +283,8 @@ def judgements(cut=0):
 
 
 def test_each_step_is_judged_two_steps_late():
-    found, ok = judgements(), Verdict.OK
+    found = judgements()
+    ok = Verdict.OK
     assert found[:3] == [(0, ok, None, 0, 0), (0, ok, None, 0, 0), (1, ok, None, 1, 1)]
     assert found[111] == (110, ok, None, 110, 110)
     bad = [(step, Verdict.BAD, 111, 110, 110) for step in (111, 112)]

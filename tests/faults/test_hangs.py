@@ -73,7 +73,8 @@ def faulty(config, folder, stage, victim, fault):
     }
     place, name, at = places[stage]
     sick = range(at, at + 5) if fault is slow else [at]
-    original, calls = getattr(place, name), count(1)
+    original = getattr(place, name)
+    calls = count(1)
 
     def broken(*args, **kwargs):
         if next(calls) in sick and rank == victim:
@@ -115,7 +116,8 @@ def scene(config, world, stage, victim, fault):
         f"{stage} {fault.__name__} of {victim}/{world}: verdict {spoke - begun:.1f} s, gone "
         f"{gone - begun:.1f} s"
     )
-    said, ended = "\n".join(file.read_text() for file in files), status(folder / "run")
+    said = "\n".join(file.read_text() for file in files)
+    ended = status(folder / "run")
     first = re.findall("^error: (rank.*)", said, re.MULTILINE)[0]
     assert re.match(f"rank {victim} on {HOST}: {MESSAGES[fault].format(stage)}", first)
     assert fault is fail or "Traceback" not in said

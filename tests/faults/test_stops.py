@@ -141,22 +141,22 @@ class Cell(NamedTuple):
 def command(cell, folder, corpus):
     """What a user types."""
     if cell.launcher == "processes":
-        script, flags = (
-            "train_regression",
-            f"--launch.processes 2 --output_dir {folder} --run_name run ",
-        )
+        script = "train_regression"
+        flags = f"--launch.processes 2 --output_dir {folder} --run_name run "
         flags += "--train.device cpu --train.epochs 40 --tracking.log_every 1"
     else:
         values = {"train.steps": 150, "train.global_batch_tokens": 8 * 32}
         values |= {"eval.every": 10**6, "checkpoint.every": 10**6}
         (folder / "config.yaml").write_text(dump(training_config(corpus, folder, values)))
-        script, flags = "train_gpt2", f"--config {folder}/config.yaml"
+        script = "train_gpt2"
+        flags = f"--config {folder}/config.yaml"
     return [*LAUNCHERS[cell.launcher], f"{ROOT}/scripts/{script}.py", *flags.split()]
 
 
 def finish(cell, folder, corpus):
     """Gives the cell's command until it is complete; returns the run's folder."""
-    words, env = command(cell, folder, corpus), environment(OMP_NUM_THREADS="1")
+    words = command(cell, folder, corpus)
+    env = environment(OMP_NUM_THREADS="1")
     subprocess.run(words, env=env, cwd=ROOT, timeout=240, check=True)
     assert status(folder / "run")["state"] == "completed"
     return folder / "run"
@@ -165,17 +165,13 @@ def finish(cell, folder, corpus):
 def check(cell, folder, corpus):
     """Stops the cell's command: what was trained is saved in time, and nothing and nobody else is
     left."""
-    words, mark, log, run = (
-        command(cell, folder, corpus),
-        uuid.uuid4().hex,
-        folder / "stderr",
-        folder / "run",
-    )
+    words = command(cell, folder, corpus)
+    mark = uuid.uuid4().hex
+    log = folder / "stderr"
+    run = folder / "run"
     with log.open("w") as errors:
-        env, pipes = (
-            environment(OMP_NUM_THREADS="1", **{MARK: mark}),
-            {"stdout": subprocess.DEVNULL, "stderr": errors},
-        )
+        env = environment(OMP_NUM_THREADS="1", **{MARK: mark})
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": errors}
         process = subprocess.Popen(words, env=env, cwd=ROOT, start_new_session=True, **pipes)
     said_so = False
     try:
@@ -216,10 +212,8 @@ def expected_code(cell):
 
 
 def await_stage(cell, folder, process, mark):
-    metrics, world = (
-        folder / "run/metrics.jsonl",
-        1 if cell.launcher in ("python", "accelerate") else 2,
-    )
+    metrics = folder / "run/metrics.jsonl"
+    world = 1 if cell.launcher in ("python", "accelerate") else 2
 
     def trains():
         is_whole = metrics.exists() and metrics.read_text().endswith("\n")
@@ -252,7 +246,8 @@ def ranks(mark):
     found = {}
     for process in family(mark):
         with suppress(psutil.Error):
-            words, rank = process.cmdline(), process.environ().get("RANK")
+            words = process.cmdline()
+            rank = process.environ().get("RANK")
             launches = {"accelerate", "torchrun"} & {Path(word).name for word in words}
             is_script = any("scripts/train_" in word for word in words) and not launches
             if is_script or (rank and any("multiprocessing.spawn" in word for word in words)):

@@ -41,7 +41,8 @@ def measure_all(names, broken=None):
 
     # to look for loaders of its own, it would import it for seconds
     data_loader.is_datasets_available = lambda: False
-    accelerator, found = build_accelerator("cpu", "no"), {}
+    accelerator = build_accelerator("cpu", "no")
+    found = {}
     changes = mutations() if broken is not None else {}
     for name in names:
         with mock.patch.object(*changes[name]) if broken is not None else nullcontext():
@@ -68,7 +69,8 @@ def numbers(tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_claim_holds_and_the_documentation_has_the_measured_numbers(numbers, name):
-    experiment, found = EXPERIMENTS[name], numbers(name)
+    experiment = EXPERIMENTS[name]
+    found = numbers(name)
     assert experiment.holds(SimpleNamespace(**found)), found
     printed = " ".join(experiment.measured.format_map(found).split())
     texts = [re.sub(TIMES, "", text) for text in (printed, MEASURED[name])]

@@ -19,7 +19,8 @@ from test_container import COMPOSED, COPIED, DOCKERFILE, UID, VOLUMES, pins
 from gpt2_ddp.config import cli
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
 
-CLOUD, LAUNCH = ROOT / "cloud", ROOT / "cloud/launch.sh"
+CLOUD = ROOT / "cloud"
+LAUNCH = ROOT / "cloud/launch.sh"
 
 
 def documents(name, rdma=False):
@@ -172,7 +173,8 @@ def test_a_pod_is_one_of_the_image_with_a_gpu_for_each_process_and_time_to_save(
     resources = container["resources"]
     assert resources["limits"]["nvidia.com/gpu"] == processes
     assert resources["requests"]["cpu"] >= processes
-    shm, memory = volumes["shm"]["emptyDir"]["sizeLimit"], resources["requests"]["memory"]
+    shm = volumes["shm"]["emptyDir"]["sizeLimit"]
+    memory = resources["requests"]["memory"]
     assert int(shm.removesuffix("Gi")) < int(memory.removesuffix("Gi"))  # it counts
     documented = re.findall(
         r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text()

@@ -293,7 +293,8 @@ def test_a_stopped_container_has_saved_and_the_same_command_goes_on(image, tmp_p
     )
     prepared = run(image, tmp_path, *prepare.split())
     assert prepared.returncode == 0, prepared.stderr
-    place, last = tmp_path / "runs/tiny", 0
+    place = tmp_path / "runs/tiny"
+    last = 0
     for _ in range(2):
         begin = [*runs_it()[runs_it().index("run") :], "--detach"]
         container = manage(

@@ -20,7 +20,8 @@ from gpt2_ddp.config.cli import dump
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_left")]
 
-STEPS, EVERY = 600, 20
+STEPS = 600
+EVERY = 20
 """Steps of the run, and between its checkpoints."""
 PACED = """
 import runpy, time
@@ -46,7 +47,8 @@ class Job:
     """
 
     def __init__(self, machines, folder, corpus):
-        self.machines, self.run = machines, folder / "run"
+        self.machines = machines
+        self.run = folder / "run"
         changes = {
             "train.steps": STEPS,
             "checkpoint.every": EVERY,
@@ -81,9 +83,11 @@ class Job:
     def goes_on(self, what, processes, fault):
         """Waits until it trains on so many processes after the fault; returns how many steps were
         lost."""
-        before, starts = self.step(), len(self.starts())
+        before = self.step()
+        starts = len(self.starts())
         wait_until(lambda: self.step() > before + 5, 300)
-        at, begun = self.step(), time.monotonic()
+        at = self.step()
+        begun = time.monotonic()
         fault()
 
         def own():

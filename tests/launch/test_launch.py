@@ -228,7 +228,8 @@ def test_fast_is_bf16_on_a_cpu_where_it_is_clearly_faster(monkeypatch, bf16, fas
 def test_a_measurement_leaves_threads_and_random_numbers(monkeypatch):
     monkeypatch.setattr(precision, "SECONDS", 0)
     monkeypatch.setattr(precision, "WIDEST", 16)
-    generator, threads = torch.get_rng_state(), torch.get_num_threads()
+    generator = torch.get_rng_state()
+    threads = torch.get_num_threads()
     torch.set_num_threads(2)
     clock = iter([0, 4, 4, 13, 13, 14, 14, 22, 22, 24, 24, 28])
     assert precision.measure((8, 32), clock=clock.__next__) == {"no": 1, "bf16": 4}

@@ -92,7 +92,8 @@ def completes(slurm, project, job):
 def equal(run, reference):
     """Whether every step had the same data and the same loss, and the final weights the same
     bits."""
-    mine, other = steps_of(run), steps_of(reference)
+    mine = steps_of(run)
+    other = steps_of(reference)
     return mine == other and len(mine) == STEPS and same(weights(run), weights(reference))
 
 

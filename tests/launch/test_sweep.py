@@ -91,7 +91,9 @@ class Stub:
 
     def __init__(self, member, code, polls=1):
         Path(f"{member.folder}.log").write_text("step 1\nerror: something\n")
-        self.returncode, self._polls, self.signals = code, polls, []
+        self.returncode = code
+        self._polls = polls
+        self.signals = []
 
     def poll(self):
         self._polls -= 1
@@ -99,7 +101,8 @@ class Stub:
 
     def send_signal(self, number):
         self.signals.append(number)
-        self.returncode, self._polls = 75, 0
+        self.returncode = 75
+        self._polls = 0
 
 
 @pytest.fixture

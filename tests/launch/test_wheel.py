@@ -24,7 +24,8 @@ def run(*words, path=ROOT, folder=ROOT):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A folder in which the wheel is installed, without what it depends on."""
-    made, site = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("site")
+    made = tmp_path_factory.mktemp("wheel")
+    site = tmp_path_factory.mktemp("site")
     pip = (sys.executable, "-m", "pip", "--quiet")
     run(*pip, "wheel", "--no-deps", "--wheel-dir", made, ROOT)
     [wheel] = made.iterdir()

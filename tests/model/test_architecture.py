@@ -57,7 +57,8 @@ def gradients(model):
 @float64()
 def test_logits_and_gradients_are_those_of_transformers(kind, key_heads, shape, length):
     model = make(kind, key_heads, **shape)
-    theirs, tokens = in_transformers(model), random_tokens(VOCABULARY, length=length + 1)
+    theirs = in_transformers(model)
+    tokens = random_tokens(VOCABULARY, length=length + 1)
     tokens, targets = tokens[:, :-1], tokens[:, 1:]
     assert_close(model(tokens), theirs(tokens).logits)
     model(tokens, targets).backward()
@@ -79,7 +80,8 @@ def test_short_attention_by_products_is_that_of_torch(key_heads, monkeypatch):
     monkeypatch.setattr(
         architecture, "causal_attention", lambda *parts: used.append(len(parts)) or parts[0]
     )
-    model, tokens = make("gpt2", block_size=257), torch.zeros(1, 257, dtype=torch.int64)
+    model = make("gpt2", block_size=257)
+    tokens = torch.zeros(1, 257, dtype=torch.int64)
     others = [(257, "bf16", True), (32, "bf16", True), (64, "bf16", False), (64, "no", True)]
     for length, dtype, trains in [(64, "bf16", True), (256, "bf16", True), *others]:
         with (
@@ -97,7 +99,8 @@ def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_
     """By torch's own counter, of a step without attention's scores."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model, tokens = make(kind, key_heads), random_tokens(VOCABULARY, length=33)
+    model = make(kind, key_heads)
+    tokens = random_tokens(VOCABULARY, length=33)
     with FlopCounterMode(display=False) as counter:
         model(tokens[:, :-1], tokens[:, 1:]).backward()
     counted = sum(

@@ -13,7 +13,9 @@ from gpt2_ddp.model.generate import Sampling
 from gpt2_ddp.tasks.trained_model import load_model
 from gpt2_ddp.training.initial_weights import find_model
 
-EOT, VOCAB, T = 0, 65, 16
+EOT = 0
+VOCAB = 65
+T = 16
 WINDOWS = {
     "the rest of one, a whole one, the beginning of one": [
         7,
@@ -49,7 +51,9 @@ def pieces(window, eot=EOT):
 @float64()
 def test_each_document_is_computed_as_if_alone(kind, name):
     """By the model with the mask, and by the same weights without one."""
-    model, plain, window = masked(kind=kind), masked(document_mask=False, kind=kind), WINDOWS[name]
+    model = masked(kind=kind)
+    plain = masked(document_mask=False, kind=kind)
+    window = WINDOWS[name]
     windows = torch.tensor([window, WINDOWS["no end-of-text"]])
     logits = model(windows)[0]
     for one in (model, plain):
@@ -70,7 +74,8 @@ WAYS = [
 def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind, way):
     """The loss at t moves with the embeddings of its own document up to t, and of nothing else:
     exactly."""
-    model, tokens = masked(kind=kind), torch.tensor([*WINDOWS.values()])
+    model = masked(kind=kind)
+    tokens = torch.tensor([*WINDOWS.values()])
     model.activation_checkpointing = way == "recomputed"
     run = torch.compile(model, dynamic=False, backend="aot_eager") if way == "traced" else model
     added = torch.zeros(*tokens.shape, 32, requires_grad=True)
@@ -93,7 +98,8 @@ def test_generation_sees_what_the_plain_forward_sees():
     prompts = [[*range(1, 40), 5], [EOT], [8], [EOT, *range(1, 30)]]
     expected = []
     for prompt in prompts:
-        seen, new = prompt[-24:], []
+        seen = prompt[-24:]
+        new = []
         for _ in range(30):
             seen = seen[-12:] if len(seen) > 24 else seen
             new.append(int(model(torch.tensor([seen]))[0, -1].argmax()))

@@ -30,7 +30,8 @@ def tiny(vocab_size=65, **changes):
 @torch.no_grad()
 def plain_greedy(model, prompt, count):
     """What greedy decoding should yield, from whole forward passes."""
-    window, result = prompt, []
+    window = prompt
+    result = []
     for _ in range(count):
         window = (
             window[-model.config.block_size // 2 :]
@@ -38,7 +39,8 @@ def plain_greedy(model, prompt, count):
             else window
         )
         token = int(model(torch.tensor([window]))[0, -1].argmax())
-        window, result = [*window, token], [*result, token]
+        window = [*window, token]
+        result = [*result, token]
     return result
 
 
@@ -158,10 +160,8 @@ def test_sampling_distribution(options, shares):
 
 def test_the_edges_of_sampling():
     """Tokens without probability are never drawn; the least options draw the likeliest token."""
-    logits, uniform = (
-        torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]),
-        torch.tensor([0.0, 1 - 2**-24]),
-    )
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]])
+    uniform = torch.tensor([0.0, 1 - 2**-24])
     assert sample(
         logits.expand(2, -1), uniform, Sampling(temperature=1.0, top_k=None)
     ).tolist() == [2, 1]
@@ -208,7 +208,8 @@ def test_run_prints_every_sample(checkpoint, capsys):
 
 def test_a_single_sample_is_printed_in_whole_characters(checkpoint, capsys, monkeypatch):
     model, tokenizer = load_model(find_checkpoint(checkpoint))
-    text, pieces = "año 日本 🙂🙃 \N{REPLACEMENT CHARACTER} x", []
+    text = "año 日本 🙂🙃 \N{REPLACEMENT CHARACTER} x"
+    pieces = []
     # cut off in a character
     ids = [*tokenizer.encode(text).tolist(), *tokenizer.encode("🙂")[:1].tolist()]
 
@@ -234,7 +235,8 @@ def test_a_stop_leaves_what_was_written(checkpoint, monkeypatch, capsys, samples
         checkpoint=str(checkpoint), prompts=("def",), num_samples=samples, device="cpu"
     )
     generate_text(config.model_copy(update={"max_new_tokens": 5}))
-    whole, left = capsys.readouterr().out, [*range(5)]
+    whole = capsys.readouterr().out
+    left = [*range(5)]
     monkeypatch.setattr(
         "gpt2_ddp.model.generate.sample", lambda *args: (left.pop(), sample(*args))[1]
     )

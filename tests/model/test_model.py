@@ -28,8 +28,11 @@ def test_padding_is_never_predicted_and_gets_no_gradient():
 
 @float64()
 def test_reductions_agree_and_ignored_targets_are_not_scored():
-    model, tokens, targets = tiny(), random_tokens(65), random_tokens(65, length=17)[:, 1:]
-    logits, masked = model(tokens), targets.clone()
+    model = tiny()
+    tokens = random_tokens(65)
+    targets = random_tokens(65, length=17)[:, 1:]
+    logits = model(tokens)
+    masked = targets.clone()
     masked[0, 3:] = masked[2] = -100
     for right in (targets, masked):
         assert_close(model(tokens, right), cross_entropy(logits.mT, right))
@@ -48,7 +51,8 @@ def test_activation_checkpointing_changes_no_gradient(architecture, dropout):
         loss = model(random_tokens(65), random_tokens(65))
         return torch.autograd.grad(loss, list(model.parameters()))
 
-    plain, recomputed = gradients(False), gradients(True)
+    plain = gradients(False)
+    recomputed = gradients(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 

@@ -43,10 +43,8 @@ TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 def guarded(optimizer, scaler=None):
     """A guarded optimizer of one process on the CPU, with this loss scaler."""
     accelerator = build_accelerator("cpu", "no")
-    accelerator.scaler, accelerator.unscale_gradients = (
-        scaler,
-        lambda prepared: scaler.unscale_(optimizer),
-    )
+    accelerator.scaler = scaler
+    accelerator.unscale_gradients = lambda prepared: scaler.unscale_(optimizer)
     prepared = AcceleratedOptimizer(optimizer, device_placement=False, scaler=scaler)
     return GuardedOptimizer(prepared, Replicated(accelerator))
 
@@ -90,12 +88,11 @@ class Experts(nn.Module):
 
     def __init__(self, tied=False):
         super().__init__()
-        self.tokens, self.first, self.head = (
-            nn.Embedding(100, 8),
-            nn.Linear(8, 8),
-            nn.Linear(8, 100),
-        )
-        self.conv, self.norm = nn.Conv1d(8, 8, 3, groups=8), nn.LayerNorm(8)
+        self.tokens = nn.Embedding(100, 8)
+        self.first = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 100)
+        self.conv = nn.Conv1d(8, 8, 3, groups=8)
+        self.norm = nn.LayerNorm(8)
         for name, shape in (("experts", (4, 8, 6)), ("bias", (4, 8)), ("positions", (5, 8))):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
         if tied:
@@ -226,7 +223,9 @@ def test_the_fp32_iteration_rounds_less_than_sending_in_bf16_does(shape, decades
 
 def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch):
     monkeypatch.setattr(muon, "TOGETHER", 3 * 8)
-    wide, tall, square = torch.zeros(2, 4), torch.zeros(4, 2), torch.zeros(6, 6)
+    wide = torch.zeros(2, 4)
+    tall = torch.zeros(4, 2)
+    square = torch.zeros(6, 6)
     matrices = [wide, tall, wide, wide, wide, square, tall]
     assert [*muon.batches(matrices, range(7), torch.bfloat16)] == [[0, 2, 3], [4], [1, 6], [5]]
     # of this rank, and alone
@@ -274,7 +273,8 @@ def small_model():
 def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
     """Parameters, optimizer state and step counts are as before, after a first step too. Later
     steps are as if this one had never been."""
-    spared, hit = small_model(), small_model()
+    spared = small_model()
+    hit = small_model()
     optimizers = {model: guarded(BUILDERS[name](model)) for model in (spared, hit)}
 
     def step_of(model, number, poison=False):
@@ -339,7 +339,8 @@ def test_the_search_for_a_scale_is_not_bad():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_that_an_optimizer_keeps(name):
-    config, model = TrainingConfig(train={"steps": 1}, optim={"name": name}), GPT(TINY, 100)
+    config = TrainingConfig(train={"steps": 1}, optim={"name": name})
+    model = GPT(TINY, 100)
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

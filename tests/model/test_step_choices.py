@@ -18,7 +18,8 @@ from gpt2_ddp.model import gpt as gpt_module
 from gpt2_ddp.model.compiled import check_compiler, compiled, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 
 def gpt(vocab_size=301, **changes):
@@ -60,7 +61,8 @@ def test_a_loss_in_chunks_is_the_whole_one(monkeypatch, kind, reduction, half):
 
 
 def test_the_residual_stream_is_in_bf16_if_the_training_is():
-    model, seen = gpt(), []
+    model = gpt()
+    seen = []
     model.h[-1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
     for dtype in (torch.bfloat16, torch.float16):  # whose largest number is 65,504
         with torch.autocast("cpu", dtype):
@@ -84,7 +86,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_logits_are_never_whole(monkeypatch, trains):
-    model, sizes = gpt(), []
+    model = gpt()
+    sizes = []
     for chunk in (0, 8):
         monkeypatch.setattr(gpt_module, "loss_chunk", lambda x, chunk=chunk: chunk)
         with Largest() as largest, torch.set_grad_enabled(trains):

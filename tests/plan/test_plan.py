@@ -152,7 +152,9 @@ def test_memory_is_what_a_run_takes(corpus, tmp_path, flags):
     assert any(distance(planned, size) <= CPU_MARGIN for size in measured)
 
 
-WEIGHTS, BLOCK, IDS = 124_475_904, 7_087_872, 50_304
+WEIGHTS = 124_475_904
+BLOCK = 7_087_872
+IDS = 50_304
 """Of GPT-2 (124M)."""
 
 
@@ -197,7 +199,8 @@ def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
             n_embd=192,
             block_size=32,
         )
-        model, storages = GPT(config, 128), {}
+        model = GPT(config, 128)
+        storages = {}
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
         def pack(tensor):
@@ -215,7 +218,8 @@ def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
         )
         return kept, moments_of(known)["training"]["activations"]
 
-    (one, known_one), (three, known_three) = saved(1), saved(3)
+    (one, known_one) = saved(1)
+    (three, known_three) = saved(3)
     rel = 0.03 if kind == "gpt2" else 0.06  # copies that SDPA may avoid
     assert distance(three - one, known_three - known_one) < rel
 
@@ -315,10 +319,8 @@ def test_what_is_done_and_how_long_it_takes():
     # three minutes until the first step, two evaluations and a save
     for minutes, steps in (60, 3400), (0.1, 0):
         train = hour.config.train.model_copy(update={"minutes": minutes})
-        config, corpus = (
-            hour.config.model_copy(update={"train": train}),
-            hour.corpus._replace(scored=3 * 524_288),
-        )
+        config = hour.config.model_copy(update={"train": train})
+        corpus = hour.corpus._replace(scored=3 * 524_288)
         timed = replace(hour, config=config, corpus=corpus, checkpoint=500_000_000)
         assert timed.steps == steps
         assert not steps or 3590 < sum(timed.seconds.values()) <= 3600
@@ -409,7 +411,8 @@ def test_the_figures_of_the_pages(planned):
     assert len(rows) == 4
     for name in rows:
         plan = planned(name, "H100 80GB HBM3", "--price", "2.5")
-        gigabytes, hours = plan.memory.peak / 1e9, plan.device_hours
+        gigabytes = plan.memory.peak / 1e9
+        hours = plan.device_hours
         figures = f"{plan.accumulation} x {plan.setting.micro_batch} | {gigabytes:.1f}"
         figures += f" | {hours / 8:.1f} | {2.5 * hours:.0f} | {plan.checkpoints / 1e9:.0f}"
         assert f"| `{name}.yaml` | {figures} |\n" in table
@@ -422,7 +425,8 @@ def test_the_figures_of_the_pages(planned):
     ("preset", "gpu"), [("llama_1b", "RTX 4090"), ("llama_7b", "H100 80GB HBM3")]
 )
 def test_sharded_presets_fit_where_ddp_does_not(planned, preset, gpu):
-    plan, ddp = planned(preset, gpu), planned(preset, gpu, "--launch.parallel", "ddp")
+    plan = planned(preset, gpu)
+    ddp = planned(preset, gpu, "--launch.parallel", "ddp")
     assert (plan.fits, plan.refused, ddp.fits) == (True, [], False)
     assert not planned(
         preset, gpu, "--launch.parallel", "ddp", "--train.micro_batch_size", "1"

@@ -29,7 +29,9 @@ class StandIn:
     one word."""
 
     def __init__(self, tokenizer, lies=False):
-        self.tokenizer, self.lies, self.calls = tokenizer, lies, 0
+        self.tokenizer = tokenizer
+        self.lies = lies
+        self.calls = 0
 
     def encode(self, data):
         self.calls += 1
@@ -162,7 +164,9 @@ def test_a_panic_of_rust_is_no_crash(rows, monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_only_a_few_items_are_under_way(workers):
-    given, taken, most = 0, 0, 0
+    given = 0
+    taken = 0
+    most = 0
 
     def items():
         nonlocal given, most

@@ -156,7 +156,8 @@ HASHES = {
 def test_documents_in_are_documents_out(tmp_path, monkeypatch, kind):
     """In order, each in the split that its text decides; the same from parts of files, and with
     several workers."""
-    documents, source = documents_for(kind), tmp_path / kind
+    documents = documents_for(kind)
+    source = tmp_path / kind
     write_documents(source, kind, documents)
     asked = {
         "source": source,
@@ -211,7 +212,8 @@ def test_a_bpe_is_trained_and_another_folder_s_is_copied(texts, tmp_path, monkey
 
 def text_of(folder, split):
     """The text of a split, without its documents' beginnings."""
-    manifest, tokens = read_manifest(folder), tokens_of(folder, split)
+    manifest = read_manifest(folder)
+    tokens = tokens_of(folder, split)
     own = folder / manifest.tokenizer
     tokenizer = load_tokenizer(str(own) if own.exists() else manifest.tokenizer)
     return tokenizer.decode(tokens[tokens != tokenizer.eot])
@@ -445,7 +447,8 @@ def test_a_source_without_text_for_a_split_is_refused(tmp_path, tokenizer):
 def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, is_disk):
     """It has files of others, and is behind a link, or the root of a disk, where no folder beside
     it is on that disk."""
-    folder, output = tmp_path / "place/out", tmp_path / "link"
+    folder = tmp_path / "place/out"
+    output = tmp_path / "link"
     folder.mkdir(parents=True)
     (folder / ".train-000000001.tmp").write_text("precious")
     # of one that was killed while it published its files
@@ -493,7 +496,8 @@ def test_the_record_of_a_received_folder_may_hold_anything(texts, tmp_path, spoi
 
 
 def test_many_who_fail_at_once_leave_nothing(tmp_path):
-    folder, inside = tmp_path / "out", []
+    folder = tmp_path / "out"
+    inside = []
 
     def fail(_):
         with suppress(ZeroDivisionError), locked_output(folder, "waiting") as aside:
@@ -536,7 +540,8 @@ def test_a_bpe_of_much_text_is_trained_on_a_sample_from_all_of_it():
 
 
 def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
-    file, make_tokenizer = texts / "below" / "001.txt", prepare_module.make_tokenizer
+    file = texts / "below" / "001.txt"
+    make_tokenizer = prepare_module.make_tokenizer
     for change, words in (
         (
             lambda: file.write_bytes(file.read_bytes()[1:]),

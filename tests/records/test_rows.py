@@ -80,7 +80,9 @@ def test_the_rows_of_a_damaged_file_are_kept_by_their_steps(tmp_path, step, kept
 
 
 def test_rows_with_another_chain_have_none(tmp_path):
-    file, chain, lines = tmp_path / "rows.jsonl", FIRST_CHAIN, []
+    file = tmp_path / "rows.jsonl"
+    chain = FIRST_CHAIN
+    lines = []
     for text in ('{"step": 1}', '{"step": 2}'):
         chain = next_chain(chain, text)
         lines.append(f'{text[:-1]}, "chain": "{chain}"}}\n')

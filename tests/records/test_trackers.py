@@ -70,15 +70,21 @@ def in_wandb(run):
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = run.glob(f"wandb/offline-run-*-{run_id(run)}/*.wandb")
-    points, data, offset, message = [], file.read_bytes(), 7, b""
+    points = []
+    data = file.read_bytes()
+    offset = 7
+    message = b""
     while offset + 7 <= len(data):
         if 32768 - offset % 32768 < 7:  # the rest of a block that has no room for a header
             offset += 32768 - offset % 32768
             continue
-        length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
-        message, offset = message + data[offset + 7 : offset + 7 + length], offset + 7 + length
+        length = int.from_bytes(data[offset + 4 : offset + 6], "little")
+        kind = data[offset + 6]
+        message = message + data[offset + 7 : offset + 7 + length]
+        offset = offset + 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
-            history, message = Record.FromString(message).history, b""
+            history = Record.FromString(message).history
+            message = b""
             for item in history.item:
                 points.append(
                     (
@@ -122,7 +128,8 @@ def in_float32(points):
 def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
     """After a start that is killed, one from a checkpoint before what it wrote, and a rollback."""
     config = training_config(corpus, tmp_path, {"tracking.log_with": "tensorboard"})
-    log, ends = RunLog(open_folder(tmp_path / "run")), {-1: LogEnd()}
+    log = RunLog(open_folder(tmp_path / "run"))
+    ends = {-1: LogEnd()}
 
     def start(at, *steps, loss):
         log.resume(ends[at], Progress())
@@ -205,7 +212,8 @@ def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypa
     monkeypatch.delenv("WANDB_MODE", raising=False)
     tracking = {"log_with": ["tensorboard", "wandb", "trackio"], "log_every": 1}
     changes = {"tracking": tracking, "train.steps": 12, "checkpoint.every": 7, "eval.every": 4}
-    config, run = training_config(corpus, tmp_path, changes), tmp_path / "run"
+    config = training_config(corpus, tmp_path, changes)
+    run = tmp_path / "run"
     for step in (3, 9):
         with pytest.raises(RankError, match="died"):
             run_ranks(train_and_die, 1, config, tmp_path, step)

@@ -142,7 +142,8 @@ def test_a_trainer_that_lost_its_folder_or_rows_writes_nothing_more(tmp_path, lo
     """It removes nothing, also of another trainer. Where it has its folder, it records that it
     failed."""
     store = open_store(tmp_path / "run", keep_last=1)
-    folder, log = store._run_folder, store._log
+    folder = store._run_folder
+    log = store._log
     log.append({"step": 1})
     store.save(Snapshot(state_after(1), "", {}, {}))
     log.write_status("running", 0)

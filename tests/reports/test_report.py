@@ -190,7 +190,8 @@ def test_a_small_job_counts_samples(tmp_path, unpainted):
         {"step": step, "samples": 12 * step, "samples_per_second": 500.0, "loss": 2.0 / step}
         for step in (1, 2, 3)
     ]
-    job, gpt = make_run(tmp_path / "job", rows), make_run(tmp_path / "gpt", metrics(3))
+    job = make_run(tmp_path / "job", rows)
+    gpt = make_run(tmp_path / "gpt", metrics(3))
     page = page_of(job, gpt)
     assert (page.rows["samples"], page.rows["samples_per_second"]) == (["36", "–"], ["500", "–"])
 
@@ -308,14 +309,16 @@ def test_a_report_needs_neither_torch_nor_a_display(tmp_path):
 # Groups of seeds
 
 
-ONE, TWO = {1: 3.31, 2: 3.27, 3: 3.42}, {1: 3.22, 2: 3.21, 3: 3.30}
+ONE = {1: 3.31, 2: 3.27, 3: 3.42}
+TWO = {1: 3.22, 2: 3.21, 3: 3.30}
 
 
 class Runs:
     """Run folders in a folder: `add` makes some, `content` reads all."""
 
     def __init__(self, folder):
-        self.folder, self.paths = folder, []
+        self.folder = folder
+        self.paths = []
 
     def add(self, losses, lr=1e-3, state="completed", **last):
         """Runs with these seeds and last losses."""
@@ -356,7 +359,8 @@ def runs(tmp_path):
 @pytest.mark.parametrize("other", [TWO, {2: 3.2, 3: 3.5, 9: 1.0}])
 def test_differences_are_scipys(other):
     stats = pytest.importorskip("scipy.stats")
-    found, shared = compare(ONE, other), ONE.keys() & other.keys()
+    found = compare(ONE, other)
+    shared = ONE.keys() & other.keys()
     a, b = ([each[seed] for seed in shared] for each in (ONE, other))
     test = stats.ttest_rel(b, a)
     assert_close(
@@ -448,7 +452,8 @@ def test_where_files_are_is_no_difference(runs):
         (path / "metrics.jsonl").write_text(
             f'{json.dumps(START | {"data_manifest": data})}\n{{"step": 1, "loss": 1}}\n'
         )
-    pair, alone = runs.paths[:2], runs.paths[1:]
+    pair = runs.paths[:2]
+    alone = runs.paths[1:]
     assert [group.heading for group in group_runs(read_runs(pair))] == ["run0"]
     assert [group.heading for group in group_runs(read_runs(alone))] == [
         f"data.path=['data/{n}']" for n in (1, 2)

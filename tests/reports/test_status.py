@@ -42,7 +42,8 @@ def facts(**changes):
 def test_what_a_trainer_writes(tmp_path, monkeypatch):
     """By whom and where it runs, and how it ended, which stays."""
     folder = open_folder(tmp_path / "run")
-    log, file = RunLog(folder), tmp_path / "run/status.json"
+    log = RunLog(folder)
+    file = tmp_path / "run/status.json"
     log.write_heartbeat(facts())
     assert not file.exists(), "it has not begun"
     log.write_status("running", 3)

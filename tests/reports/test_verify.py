@@ -42,7 +42,8 @@ from gpt2_ddp.reports import recompute, verify
 from gpt2_ddp.state import LogEnd, Progress
 from gpt2_ddp.tasks.trained_model import load_model
 
-FIVE, TEN = "checkpoints/step-00000005", "checkpoints/step-00000010"
+FIVE = "checkpoints/step-00000005"
+TEN = "checkpoints/step-00000010"
 NEW_STATE, NEW_CONFIG, NEW_MODEL, NEW_OPTIMIZER = (
     f"{TEN}/{name}" for name in (STATE, CONFIG, MODEL, OPTIMIZER)
 )
@@ -127,7 +128,8 @@ def test_mistakes_of_the_user(run, trained, tmp_path, capsys):
     """Data that are others, by their manifest: a mistake in --data, and a defect of the run's own
     folder."""
     expect_error("run = .*/nothing", verified, tmp_path / "nothing", capsys)
-    own, data = str(trained.parent / "data"), str(tmp_path / "data")
+    own = str(trained.parent / "data")
+    data = str(tmp_path / "data")
     manifest = read_manifest(tmp_path / "data")
     write_manifest(
         tmp_path / "data", replace(manifest, splits={"train": manifest.splits["train"][:-1]})
@@ -271,7 +273,8 @@ def test_a_consistent_forgery_is_found_by_an_anchor(
 
 def test_the_pages_have_the_numbers_of_these_tables():
     tables = [REWRITTEN, FORGED, STATES, LACKING, MALFORMED, FAR]
-    count, by_anchor = sum(map(len, tables)), sum(not defect for _, defect in FORGED)
+    count = sum(map(len, tables))
+    by_anchor = sum(not defect for _, defect in FORGED)
     pages = {
         "README.md": f"{count} of {count} kinds, {by_anchor} of them",
         "docs/verify.md": f"in {count} ways",
@@ -513,7 +516,8 @@ FAR = [
 @pytest.mark.parametrize("edit", FAR)
 def test_a_step_in_a_file_is_no_bound_of_the_work(run, monkeypatch, capsys, edit):
     """No more steps are recomputed than the rows and an epoch of the data have."""
-    taken, next_step = [], Feed.next_step
+    taken = []
+    next_step = Feed.next_step
     monkeypatch.setattr(Feed, "next_step", lambda feed: (taken.append(feed), next_step(feed))[1])
     forge(run, lambda rows: edit(run, rows))
     assert verified(run, capsys)[0] == 1

@@ -57,7 +57,8 @@ def write_rows(folder, name, **columns):
 
 def write_two_files(folder, split, images, labels):
     """Columns of any name, one of which only the first file has."""
-    files, numbers = [*map(png, images)], labels.tolist()
+    files = [*map(png, images)]
+    numbers = labels.tolist()
     write_rows(folder, f"{split}-0", photo=files[:4], kind=numbers[:4], only_here=[0] * 4)
     write_rows(folder, f"{split}-1", photo=files[4:], kind=numbers[4:])
 

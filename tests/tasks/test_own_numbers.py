@@ -53,7 +53,8 @@ def mine(config, dies_at=0, differs=False):
 
     if dies_at:
         before_each_step(die)
-    rank, own = int(os.environ.get("RANK", "0")), example()
+    rank = int(os.environ.get("RANK", "0"))
+    own = example()
 
     class Both(NoiseScale, own):
         def row_fields(self, step):
@@ -86,10 +87,8 @@ def first_step(config, corpus, world, size):
 
     small = sum(norms(tokens[rank * size :][:size])[0] ** 2 for rank in range(world)) / world
     norm, *layers = norms(tokens)
-    signal, noise = (
-        (13 * norm**2 - size * small) / (13 - size),
-        (small - norm**2) / (1 / size - 1 / 13),
-    )
+    signal = (13 * norm**2 - size * small) / (13 - size)
+    noise = (small - norm**2) / (1 / size - 1 / 13)
     return 32 * noise / signal, layers
 
 
@@ -104,7 +103,8 @@ def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(
     def config(name):
         return training_config(corpus, tmp_path, changes | {"run_name": name})
 
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     assert run_ranks(mine, world, config("whole")) == ["completed"] * world
     run_until_killed(mine, world, config("parts"), 7)
     if world == 2:
@@ -159,8 +159,10 @@ def measuring(shares=4, parallel="ddp"):
     """The noise scale's task in one process, on steps of 8 items of 3 tokens, in so many
     micro-batches."""
     task = object.__new__(NoiseScale)
-    task.averages, task.units_per_item = (0.0, 0.0), 3
-    task.feed, task.config = MagicMock(step_size=8), MagicMock(**{"launch.parallel": parallel})
+    task.averages = (0.0, 0.0)
+    task.units_per_item = 3
+    task.feed = MagicMock(step_size=8)
+    task.config = MagicMock(**{"launch.parallel": parallel})
     task.feed.batch.share.return_value = [[range(8 // shares)]] * shares
     task.accelerator = MagicMock(num_processes=1, reduce=lambda value, reduction: value)
     task.accelerator.scaler.get_scale.return_value = 1024.0

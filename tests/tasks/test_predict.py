@@ -128,7 +128,8 @@ def test_a_run_writes_the_predictions_of_its_test_samples(runs, tmp_path):
 
 
 def test_flags_that_do_not_fit_are_refused(runs, tmp_path):
-    run, image = runs / "kept/run", Path("a.png")
+    run = runs / "kept/run"
+    image = Path("a.png")
     (tmp_path / "file").touch()
     expect_field("images", "a.png", evaluate, run, image, data=("x",))
     expect_field("split", "train", evaluate, run, image, split="train")

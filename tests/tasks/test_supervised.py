@@ -115,14 +115,17 @@ def test_each_test_sample_is_scored_once_in_order():
 
 def test_images_are_scored_as_by_a_plain_computation_and_their_folder_may_move(tmp_path):
     """The scores of a run that resumed."""
-    data, moved = write_cifar(tmp_path / "cifar", 100, 37, classes=10), str(tmp_path / "moved")
+    data = write_cifar(tmp_path / "cifar", 100, 37, classes=10)
+    moved = str(tmp_path / "moved")
     own = {"data.name": "images", "train.epochs": 1}
     first = job_config("lenet", tmp_path, own | {"data.path": str(data)})
     second = job_config("lenet", tmp_path, own | {"data.path": moved, "train.epochs": 2})
     run_ranks(in_turn, 1, (train, first), (shutil.move, data, moved), (train, second))
-    last, loaded = rows(tmp_path / "run")[-1], weights(tmp_path / "run")
+    last = rows(tmp_path / "run")[-1]
+    loaded = weights(tmp_path / "run")
     images, labels = pictures(37, 10, seed=2)
-    model, targets = LeNet(10), torch.from_numpy(labels)
+    model = LeNet(10)
+    targets = torch.from_numpy(labels)
     model.load_state_dict(loaded)
     outputs = model(torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1)
     best = outputs.topk(5).indices == targets[:, None]
@@ -147,10 +150,8 @@ def test_another_number_of_processes(tmp_path, name, value, processes):
     saved = SimpleNamespace(
         state=SimpleNamespace(task=JobData(global_batch_size=24, lr=0.02, data_hash=""))
     )
-    accelerator, config = (
-        SimpleNamespace(num_processes=processes),
-        job_config("regression", tmp_path, {name: value}),
-    )
+    accelerator = SimpleNamespace(num_processes=processes)
+    config = job_config("regression", tmp_path, {name: value})
     expect_error(f"^{name} = {value}: ", Supervised, make_job, config, accelerator, saved)
 
 

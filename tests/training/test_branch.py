@@ -117,7 +117,8 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
 
 def test_killed_before_its_first_own_checkpoint(tmp_path, branching):
     """The same command gives what it would have given."""
-    config, run = branching(), tmp_path / "branch"
+    config = branching()
+    run = tmp_path / "branch"
     run_until_killed(train_with_faults, 2, config, (0, 0), math.nan, 3)
     assert [row["step"] for row in untimed(run)] == [5, 6, 7]
     complete(config, 2)
@@ -169,10 +170,8 @@ def test_mistakes(branching, mistakes):
 
 def test_what_a_branch_begins_with(branching):
     """All that the next step depends on, and nothing of what befell the parent."""
-    parent, befell = (
-        find_parent(branching()),
-        Progress(run_id="abc", step=5, rollbacks=2, pending=Pending(sample=True)),
-    )
+    parent = find_parent(branching())
+    befell = Progress(run_id="abc", step=5, rollbacks=2, pending=Pending(sample=True))
     befell.add_scores({"val_loss": 5.0})
     of_parent = parent.state.model_copy(update={"progress": befell})
     begun = branch_off(replace(parent, state=of_parent), branching()).state

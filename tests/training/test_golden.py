@@ -85,7 +85,8 @@ def check(found, golden, case, config):
                 of = FIRST if allowed is BATCHNORM and row["step"] < 2 else allowed
                 near = of.get(name, of[""])
                 assert_close(now[name], value, near, says=(where, name))
-    tensors, recorded = found["weights"]["tensors"], golden["weights"]["tensors"]
+    tensors = found["weights"]["tensors"]
+    recorded = golden["weights"]["tensors"]
     assert {name: size for name, (size, *_) in tensors.items()} == {
         name: size for name, (size, *_) in recorded.items()
     }
@@ -133,7 +134,8 @@ def finished(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "world"), every_world(CASES))
 def test_trains_what_it_always_did(finished, name, world):
-    case, run = CASES[name], finished(name, world)
+    case = CASES[name]
+    run = finished(name, world)
     config = make_config(case, run.parent, run.parent)
     check(summary(run), RECORDED["cases"][name][str(world)], case, config)
 

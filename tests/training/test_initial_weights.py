@@ -164,7 +164,8 @@ def test_it_computes_what_transformers_does(case, tmp_path):
     with float64():
         exact = type(theirs)(theirs.config).eval()  # with its tables of rotations
         exact.load_state_dict(theirs.state_dict())
-        logits, wanted = ours.double().eval()(tokens), exact(tokens).logits[..., :300]
+        logits = ours.double().eval()(tokens)
+        wanted = exact(tokens).logits[..., :300]
         assert_close(logits, wanted)
         for found in (logits, wanted):
             F.cross_entropy(found[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -399,11 +400,14 @@ def typed(folder, flags=""):
 def test_a_shape_that_nobody_gives_is_the_models(tmp_path, capsys):
     """Neither the default preset's nor the default, but its dropout is the preset's. Ranks may
     share the model."""
-    weights, calls = [], []  # of a folder and of a run
+    weights = []
+    calls = []  # of a folder and of a run
     for kind in (*SHAPES, "a run"):
-        folder, wanted = RUN, {"n_layer": 1, "n_embd": 16, "block_size": 16, "n_inner": 64}
+        folder = RUN
+        wanted = {"n_layer": 1, "n_embd": 16, "block_size": 16, "n_inner": 64}
         if kind != "a run":
-            folder, wanted = saved(tmp_path / kind, kind), shape(config("x", **SHAPES[kind]).model)
+            folder = saved(tmp_path / kind, kind)
+            wanted = shape(config("x", **SHAPES[kind]).model)
         settled = settle_model(typed(folder, "--model.n_head 2"))
         assert shape(settled.model) == wanted | {"n_head": 2}
         assert settled.model.dropout == 0.1
@@ -484,7 +488,8 @@ def test_train_and_plan_take_the_shape(tmp_path):
         assert "error: train.init_from = " in refused.stderr
 
 
-LAYERS, IDS = 3, 300
+LAYERS = 3
+IDS = 300
 
 
 def write_nanogpt(model, file, prefix):
@@ -501,7 +506,8 @@ def write_nanogpt(model, file, prefix):
 def write_llm_c(model, file, version):
     """As `write_model` of its train_gpt2.py does, and train_gpt2.cu: one tensor of all layers after
     another."""
-    weights, own = model.state_dict(), model.config
+    weights = model.state_dict()
+    own = model.config
     header = torch.zeros(256, dtype=torch.int32)
     header[:8] = torch.tensor(
         [20240326, version, own.block_size, IDS, LAYERS, own.n_head, own.n_embd, 384]
@@ -588,10 +594,8 @@ def test_a_run_of_another_shape_or_tokenizer_is_refused_before_its_weights_are_h
         f"model.{name}" for name in changes
     ]
     another_tokenizer(tmp_path)
-    model, other = (
-        GPT(config(place, **own).model, TOKENIZER.vocab_size),
-        load_tokenizer(str(tmp_path)),
-    )
+    model = GPT(config(place, **own).model, TOKENIZER.vocab_size)
+    other = load_tokenizer(str(tmp_path))
     expect_error("another tokenizer", load_initial_weights, config(place, **own), model, other)
 
 

@@ -99,7 +99,10 @@ def counted(config):
 
     from gpt2_ddp.training.ddp import Replicated
 
-    step, warm_up, syncs, reduced = loop.train_step, Replicated.warm_up, [], []
+    step = loop.train_step
+    warm_up = Replicated.warm_up
+    syncs = []
+    reduced = []
 
     def hook(state, bucket):
         reduced[-1] += bucket.buffer().nbytes
@@ -118,7 +121,8 @@ def counted(config):
         syncs.append(found.count)
         return result
 
-    loop.train_step, Replicated.warm_up = train_step, warm_up_and_count
+    loop.train_step = train_step
+    Replicated.warm_up = warm_up_and_count
     train(config)
     return syncs, reduced
 
@@ -126,10 +130,13 @@ def counted(config):
 def test_processes_times_accumulation(corpus, tmp_path):
     """12 windows on 1 process and on 5, which pad 3, train the same, with the same dropout. Each
     gradient byte is all-reduced once per optimizer step, and no step waits for a device."""
-    found, changes = (
-        [],
-        {"train.steps": 3, "optim.name": "muon", "train.micro_batch_size": 1, "model.dropout": 0.1},
-    )
+    found = []
+    changes = {
+        "train.steps": 3,
+        "optim.name": "muon",
+        "train.micro_batch_size": 1,
+        "model.dropout": 0.1,
+    }
     changes["model.n_layer"] = 1
     for world in (1, 5):
         config = training_config(corpus, tmp_path / str(world), changes)
@@ -171,7 +178,8 @@ def test_resumed_on_other_numbers_of_processes(corpus, tmp_path, trained):
     complete(training_config(corpus, tmp_path / "whole", changes))
     shutil.copytree(trained, tmp_path / "run")
     complete(training_config(trained.parent / "data", tmp_path, changes), 3)
-    whole, parts = rows(tmp_path / "whole/run"), rows(tmp_path / "run")
+    whole = rows(tmp_path / "whole/run")
+    parts = rows(tmp_path / "run")
     assert parts[:11] == rows(trained)
     assert_alike(whole[1:], parts[1:])
     assert state_of(tmp_path / "run")["task"]["micro_batch"] == 2, "of 4 windows on each"
@@ -209,7 +217,8 @@ def test_data_are_prepared_on_first_use(tmp_path):
     """One process of the node prepares, the others wait; the second run finds the folder ready.
     Where the recipe is wrong, all ranks end."""
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
-    recipe, data = tmp_path / "recipe.yaml", tmp_path / "shards"
+    recipe = tmp_path / "recipe.yaml"
+    data = tmp_path / "shards"
     settings = f"output: {data}\nvocab_size: 300\nval_fraction: 0.2\nsource: {tmp_path}/"
     changes = {"data.prepare": str(recipe), "train.steps": 1, "optim.decay_steps": 9}
     config = training_config(data, tmp_path, changes)
@@ -242,7 +251,8 @@ def test_compiled_training_equals_eager(short_documents, tmp_path):
     for how in ("off", "model"):
         config = training_config(short_documents, tmp_path / how, changes | {"train.compile": how})
         run_ranks(train, 1, config, timeout=400)
-    eager, compiled = tmp_path / "off/run", tmp_path / "model/run"
+    eager = tmp_path / "off/run"
+    compiled = tmp_path / "model/run"
     assert_close(losses(eager), losses(compiled), 0.05)
     assert_close(rows(eager)[-1]["val_loss"], rows(compiled)[-1]["val_loss"], 0.05)
     assert weights(eager).keys() == weights(compiled).keys()

@@ -56,7 +56,9 @@ def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
 def sums_of_a_rank():
     """Of three steps: the second is not finite on rank 1, the third is skipped. What is known after
     each."""
-    rank, guard, known = build_accelerator("cpu", "no").process_index, Guard(GuardConfig()), []
+    rank = build_accelerator("cpu", "no").process_index
+    guard = Guard(GuardConfig())
+    known = []
     for step, loss in enumerate((6.0, math.nan if rank else 4.0, 3.0), 1):
         flag = step == 3
         guard.add(step, 2, numbers(flag, flag, 0.1, loss, 1))
@@ -84,7 +86,10 @@ def train_and_record(config):
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training import loop
 
-    step, loss_of, now, shares = loop.train_step, Pretraining.loss, [0], {}
+    step = loop.train_step
+    loss_of = Pretraining.loss
+    now = [0]
+    shares = {}
 
     def loss(task, model, batch):
         on_last = math.nan if task.accelerator.process_index == 1 else 1.0
@@ -96,7 +101,8 @@ def train_and_record(config):
         shares[run.step] = result.losses["loss"].item()
         return result
 
-    loop.train_step, Pretraining.loss = train_step, loss
+    loop.train_step = train_step
+    Pretraining.loss = loss
     assert train_with_faults(config, (12 * 9, 12 * 12)) == "completed"
     return shares
 
@@ -114,7 +120,9 @@ def test_the_mean_loss_of_the_steps_since_the_last_row(tiny_config, tmp_path):
     ranks = run_ranks(train_and_record, 2, config)
     (event,) = events(tmp_path / "runs/run", "rollback")
     assert event["step"] == 5
-    own, before, found = 12 * 32 // 2, 0, valid_rows(untimed(tmp_path / "runs/run"))[1:]
+    own = 12 * 32 // 2
+    before = 0
+    found = valid_rows(untimed(tmp_path / "runs/run"))[1:]
     assert [row["step"] for row in found] == [4, 7, 8, 12, 14, 16]
     for row in found:
         since = [shares[step] for shares in ranks for step in range(before + 1, row["step"] + 1)]

@@ -30,7 +30,8 @@ CHANGES = {
     "tracking": {"log_every": 3},
     "checkpoint": {"every": 1, "keep_last": 99},
 }
-STEP_SECONDS, PEAK = 2.0, 1e9
+STEP_SECONDS = 2.0
+PEAK = 1e9
 
 
 def train_by_the_clock(config):
@@ -43,7 +44,8 @@ def train_by_the_clock(config):
     meters.peak_of_ranks = lambda device: 2 * PEAK  # of both processes
     now = [100.0]
     time.perf_counter = lambda: now[0]
-    step, evaluate = loop.train_step, pretraining.evaluate
+    step = loop.train_step
+    evaluate = pretraining.evaluate
 
     def train_step(run):
         now[0] += STEP_SECONDS
@@ -53,7 +55,8 @@ def train_by_the_clock(config):
         now[0] += 100
         return evaluate(*arguments)
 
-    loop.train_step, pretraining.evaluate = train_step, evaluate_slowly
+    loop.train_step = train_step
+    pretraining.evaluate = evaluate_slowly
     CheckpointStore._delete_except = lambda self, keep: None  # the first checkpoint is read below
     return said(train, config)[1]
 
@@ -138,10 +141,12 @@ def test_every_printed_figure(corpus, tmp_path):
     }
     assert list(rows) == list(shown) == [0, 3, 6, 9, 12]
     weights = [tensors_of(checkpoint_at(run, step), "model") for step in range(13)]
-    T, G = 32, 12
+    T = 32
+    G = 12
     tokens, val = (read_tokens(corpus, split) for split in ("train", "val"))
 
-    by_step, norms = [math.nan], [math.nan]
+    by_step = [math.nan]
+    norms = [math.nan]
     for step in range(1, 13):
         windows = [
             by_definition(1337, (len(tokens) - 1) // T, p) for p in range((step - 1) * G, step * G)

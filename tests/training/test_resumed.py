@@ -136,7 +136,8 @@ def train_and_stop(config, bad, during, step, rank):
         method = getattr(owner, name)
 
         def entered(*arguments):
-            now.place, now.polls = place, 0
+            now.place = place
+            now.polls = 0
             if place == "save":
                 send()
             return method(*arguments)
@@ -150,7 +151,8 @@ def train_and_stop(config, bad, during, step, rank):
             send()
         poll(self, done)
 
-    poll, describe_start = stop.StopRequest.poll, run.describe_start
+    poll = stop.StopRequest.poll
+    describe_start = run.describe_start
     run.describe_start = lambda started: (setattr(now, "run", started), describe_start(started))[1]
     stop.StopRequest.poll = polled
     watch(run.Trainer, "evaluate", "evaluate")
@@ -162,7 +164,8 @@ def train_and_stop(config, bad, during, step, rank):
 
 def stop_at(config, bad, world, what, at, rank):
     """One start of the run, which ends by a stop."""
-    run, nan = Path(config.output_dir) / "run", float("nan")
+    run = Path(config.output_dir) / "run"
+    nan = float("nan")
     if what == signal.SIGKILL:
         run_until_killed(train_narrow, world, config, bad, nan, at)
         return
@@ -197,7 +200,8 @@ def test_it_equals_the_run_left_alone(
     )
     given = kind, corpus, short_documents, tmp_path, name, parallel
     whole, parts = (config_of(*given, part) for part in ("whole", "parts"))
-    one, other = tmp_path / "whole/run", tmp_path / "parts/run"
+    one = tmp_path / "whole/run"
+    other = tmp_path / "parts/run"
     assert run_ranks(train_narrow, world, whole, bad) == ["completed"] * world
     for number, stop in enumerate(STOPS[stops][kind]):
         stop_at(parts, bad, world, *stop, number % world)

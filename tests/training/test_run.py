@@ -117,7 +117,8 @@ def without_long_work(configs, large=(".bin", ".safetensors")):
     def build(*args):
         raise AssertionError("a model is built")
 
-    os.environ["CXX"], hashlib.file_digest = "no-such-compiler", small
+    os.environ["CXX"] = "no-such-compiler"
+    hashlib.file_digest = small
     pretraining.GPT = supervised.build_job_optimizer = build
     found = in_turn(*[(said, train, config) for config in configs])
     return [one if isinstance(one, str) else one[1] for one in found]
@@ -310,7 +311,8 @@ def recorded_early(config):
     from gpt2_ddp.distributed import watchdog
     from gpt2_ddp.training.start import open_run
 
-    records, report_to = [], watchdog.Watchdog.report_to
+    records = []
+    report_to = watchdog.Watchdog.report_to
     watchdog.Watchdog.report_to = lambda self, report, record: (
         records.append(record),
         report_to(self, report, record),

@@ -176,7 +176,8 @@ def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, monkeypatch):
         run_ranks(
             train_with_faults, processes, training_config(corpus, tmp_path / "changed", more | how)
         )
-    alone, changed = tmp_path / "alone/run", tmp_path / "changed/run"
+    alone = tmp_path / "alone/run"
+    changed = tmp_path / "changed/run"
     compare(alone, changed)
     assert events(alone, "sample") == events(changed, "sample")
     assert is_intact(changed)
@@ -187,7 +188,8 @@ def train_until_killed_in_a_save(config, step, killed, at_manifest):
     when the main process has the manifest."""
     from gpt2_ddp.checkpoint import store
 
-    write_part, write_manifest = store.write_part, store.write_manifest
+    write_part = store.write_part
+    write_manifest = store.write_manifest
 
     def kill(folder):
         if folder.name == f".step-{step:08d}.tmp":
@@ -292,7 +294,8 @@ def test_a_buffer_that_no_checkpoint_has_is_made_on_a_device():
 def growth(work):
     """MiB by which this process's resident set grows while it works, at most."""
     size = psutil.Process().memory_info
-    found, done = [size().rss], threading.Event()
+    found = [size().rss]
+    done = threading.Event()
 
     def watch():
         while not done.wait(0.002):

@@ -68,7 +68,8 @@ def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
     ]
     assert heavy[0] == heavy[2] == "after train []"
     assert heavy[3] == "at the end []", "another process draws the report"
-    report, rows = tmp_path / "run/report.html", tmp_path / "run/metrics.jsonl"
+    report = tmp_path / "run/report.html"
+    rows = tmp_path / "run/metrics.jsonl"
     os.utime(rows)
     printed = loaded(tmp_path, train)
     assert {"after train []", "at the end []"} <= {*printed}
@@ -80,7 +81,8 @@ def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
 
 def test_a_model_without_init_is_the_same_but_for_its_weights():
     config = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8)
-    whole, before = GPT(config, 100), torch.get_rng_state()
+    whole = GPT(config, 100)
+    before = torch.get_rng_state()
     with without_init():
         bare = GPT(config, 100)
     assert torch.equal(torch.get_rng_state(), before), "nothing was drawn"

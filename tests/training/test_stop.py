@@ -84,7 +84,8 @@ def test_a_signal_that_comes_twice_is_one_request(corpus, tmp_path):
 def agreed(reasons, elastic=True):
     """Whether the ranks stop, and whether this one's launcher has to start it again; `SIGTERM` is a
     signal."""
-    stopping.machines, stopping.elastic_nodes = lambda: 2, lambda: "1:2" if elastic else ""
+    stopping.machines = lambda: 2
+    stopping.elastic_nodes = lambda: "1:2" if elastic else ""
     with stop_request() as stop:
         reason = reasons[int(os.environ["RANK"])]
         if reason == "SIGTERM":

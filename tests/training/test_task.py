@@ -59,15 +59,21 @@ class Pairs:
 
 
 class Letters:
-    unit, units_per_item, flops_per_unit, files = "letters", 1, 0, MappingProxyType({})
+    unit = "letters"
+    units_per_item = 1
+    flops_per_unit = 0
+    files = MappingProxyType({})
 
     def __init__(self, config: LettersConfig, accelerator: Accelerator, saved: Checkpoint | None):
-        self.config, self.accelerator, self.best = config, accelerator, math.inf
+        self.config = config
+        self.accelerator = accelerator
+        self.best = math.inf
 
     def load(self, watch: Any, is_complete: bool = False) -> None:
         torch.manual_seed(self.config.seed)
         self.model = nn.Sequential(nn.Embedding(128, 16), nn.Dropout(0.1), nn.Linear(16, 128))
-        pairs, shares = Pairs(), partial(contiguous, self.accelerator.num_processes, 8)
+        pairs = Pairs()
+        shares = partial(contiguous, self.accelerator.num_processes, 8)
         batch = GlobalBatch(50, shares, by_epoch=True)
         self.feed = Feed(Permutation(self.config.seed, len(pairs)), batch, pairs, self.accelerator)
 

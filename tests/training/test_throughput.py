@@ -48,7 +48,8 @@ def test_throughput_counts_training_alone(monkeypatch):
 
 def unlike_devices():
     """On each rank the peaks of two GPUs that differ, and of two of which one is not known."""
-    rank, gpu = build_accelerator("cpu").process_index, torch.device("cuda")
+    rank = build_accelerator("cpu").process_index
+    gpu = torch.device("cuda")
     torch.cuda.get_device_name = lambda device: f"GPU {rank}"
     peaks.GPUS[f"GPU {rank}"] = peaks.Gpu(1.0 + rank, 80)
     both = peak_of_ranks(gpu)
