@@ -81,11 +81,9 @@ def write_archive(folder, kind, split, images, labels):
     files = [split]
     contents = {"meta": {"fine_label_names": names, "coarse_label_names": names[:20]}}
     if kind == "cifar10":
-        files = (
-            [f"data_batch_{number}" for number in range(1, 6)]
-            if split == "train"
-            else ["test_batch"]
-        )
+        files = ["test_batch"]
+        if split == "train":
+            files = [f"data_batch_{number}" for number in range(1, 6)]
         contents = {"batches.meta": {"label_names": names[:10]}}
     for name, part in zip(files, np.array_split(np.arange(len(labels)), len(files)), strict=True):
         rows = images[part].transpose(0, 3, 1, 2).reshape(len(part), -1)

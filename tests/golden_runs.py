@@ -186,11 +186,9 @@ def summary(run):
     state = parse_state((checkpoint / "state.json").read_text())
     config = read_yaml(str(run / "config.yaml"), "run")
     items = state.feed.consumed
-    units = (
-        {"tokens": items * config["model"]["block_size"]}
-        if state.kind == "gpt2"
-        else {"samples": items}
-    )
+    units = {"samples": items}
+    if state.kind == "gpt2":
+        units = {"tokens": items * config["model"]["block_size"]}
     found = state.record | units | {"epoch_loss": state.losses.epoch[0]}
     return {
         "rows": [

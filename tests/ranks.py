@@ -49,11 +49,10 @@ def wait_until(condition, seconds=120, process=None):
     deadline = time.monotonic() + seconds
     while not condition():
         if process:
-            ended = (
-                process.poll() is not None
-                if isinstance(process, subprocess.Popen)
-                else not process.is_alive()
-            )
+            if isinstance(process, subprocess.Popen):
+                ended = process.poll() is not None
+            else:
+                ended = not process.is_alive()
             assert not ended, "the process has ended"
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.02)

@@ -140,12 +140,8 @@ def test_the_default_file_stands_in_only_when_no_file_is_named(write, tmp_path, 
     default = "configs/gpt2_stdlib.yaml"
     assert load(TrainingConfig, ["--model.n_layer", "7"], default).model.n_embd == 192
     assert load(TrainingConfig, ["--config", "configs/gpt2_stdlib.yaml"]).model.n_embd == 192
-    assert (
-        load(
-            TrainingConfig, [*STEPS, "--config", write("model:\n  # n_embd: 3\n")], default
-        ).model.n_embd
-        == 768
-    )
+    file = write("model:\n  # n_embd: 3\n")
+    assert load(TrainingConfig, [*STEPS, "--config", file], default).model.n_embd == 768
 
 
 VALUES = [
@@ -205,10 +201,8 @@ def test_what_a_command_sets_in_a_section_stays_when_another_key_of_it_is_set(wr
         ["--config", write("tracking: {log_with: [wandb]}")],
     ):
         assert load(ClassifierConfig, argv).tracking.log_every == 50
-    assert (
-        load(ClassifierConfig, ["--config", write("tracking: {log_every: 5}")]).tracking.log_every
-        == 5
-    )
+    file = write("tracking: {log_every: 5}")
+    assert load(ClassifierConfig, ["--config", file]).tracking.log_every == 5
     text = " ".join(printed(capsys, ClassifierConfig, "--help").split())
     assert "steps between rows of metrics.jsonl (default: 50)" in text
 
@@ -332,10 +326,8 @@ def test_a_url_names_one_storage():
         "x y://z",
         "a/b://c",
     ):
-        assert (
-            "should be a folder, or the URL of one storage"
-            in mistakes(*STEPS, "--data.path", url)[0]
-        )
+        (mistake, *_) = mistakes(*STEPS, "--data.path", url)
+        assert "should be a folder, or the URL of one storage" in mistake
     for url in ("s3://b/x", "file:///x", "a::b"):
         assert train("--data.path", url).data.path == (url,)
     assert load(GenerateConfig, ["--prompts", "reference::file:///x"]).prompts

@@ -320,12 +320,8 @@ def test_folders_that_have_moved(whole, sources, tmp_path, capsys):
     scores = []
     _ = capsys.readouterr()
     for folders in ((), moved, moved[1:]):
-        assert (
-            evaluate_checkpoint(
-                EvaluateConfig(checkpoint=str(whole), device="cpu", data=tuple(folders))
-            )
-            == 0
-        )
+        evaluation = EvaluateConfig(checkpoint=str(whole), device="cpu", data=tuple(folders))
+        assert evaluate_checkpoint(evaluation) == 0
         scores.append([line.partition("loss ")[2] for line in capsys.readouterr().out.splitlines()])
     own, as_many, fewer = scores
     assert as_many == own, "they have the run's weights"

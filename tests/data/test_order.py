@@ -68,11 +68,9 @@ def test_a_step_costs_the_same_wherever_it_is(mixed, most, monkeypatch):
     n = 10**9 + 7
     for size, limit in most.items():
         for begins in (0, 10**6 * size, 10**15):
-            order = (
-                MixedOrder(1, [n, n], [Phase(0, normal([2, 1]))], "ab")
-                if mixed
-                else Permutation(1, n)
-            )
+            order = Permutation(1, n)
+            if mixed:
+                order = MixedOrder(1, [n, n], [Phase(0, normal([2, 1]))], "ab")
             sizes.clear()
             for start in range(begins, begins + 4 * 4096, size):
                 for _ in ("of the feed", "of the loader")[: 1 + (size == 4)]:
@@ -90,11 +88,7 @@ def test_digests_follow_their_definition():
         assert digest == hashlib.sha256(content).hexdigest()
     assert digest == "8bce91cbbea51bf4fa5e85d4f7ed283f7d2fe1320d97a6e4b5a71acf6756951d"
     for start, stop in ((5, 9), (10**12, 10**12 + 2**33)):
-        content = (
-            bytes.fromhex(digest)
-            + b"pass"
-            + start.to_bytes(8, "little")
-            + stop.to_bytes(8, "little")
-        )
+        passed = start.to_bytes(8, "little") + stop.to_bytes(8, "little")
+        content = bytes.fromhex(digest) + b"pass" + passed
         digest = skipped_digest(digest, start, stop)
         assert digest == hashlib.sha256(content).hexdigest()

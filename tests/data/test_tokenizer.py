@@ -101,10 +101,8 @@ def test_long_words_are_cut_to_train_a_bpe():
     ]:
         parts = prepare.cut_long_words(text)
         assert "".join(parts) == text
-        assert (
-            max(end - start for part in parts for _, (start, end) in split(part))
-            <= prepare.LONGEST_WORD + 1
-        )
+        lengths = [end - start for part in parts for _, (start, end) in split(part)]
+        assert max(lengths) <= prepare.LONGEST_WORD + 1
     # without a blank, but of short words
     endless = "".join(f"{word},7" for word in ["word"] * 1000)
     assert prepare.cut_long_words(endless) == [endless]

@@ -161,10 +161,8 @@ def test_a_script_of_the_project_runs_without_a_rank_and_its_mistakes_are_ours(
         parent.run_module("other", "word")
         return "".join(capfd.readouterr())
 
-    assert (
-        run("print(sys.argv[1:], os.environ.get('RANK'), os.environ.get('WORLD_SIZE'))")
-        == "['word'] None None\n"
-    )
+    code = "print(sys.argv[1:], os.environ.get('RANK'), os.environ.get('WORLD_SIZE'))"
+    assert run(code) == "['word'] None None\n"
     assert run("print('note: odd', file=sys.stderr)") == "note: odd\n"
     for code, error in ((2, UserError), (75, Stopped), (1, subprocess.CalledProcessError)):
         with pytest.raises(error, match="source = x: is not there" if code == 2 else "other"):

@@ -70,10 +70,8 @@ def test_a_rank_ends_if_the_ranks_do_not_connect_in_time(monkeypatch, capfd):
     monkeypatch.setattr(peers.os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="2"):
         peers._watch_connecting(Event(), -peers.AFTERMATH)
-    assert (
-        "cannot connect to the others (one of them has not answered within -5 s)"
-        in capfd.readouterr().err
-    )
+    errors = capfd.readouterr().err
+    assert "cannot connect to the others (one of them has not answered within -5 s)" in errors
 
 
 def compared(here):

@@ -220,9 +220,8 @@ def test_one_of_several_ranks_fails_for_its_launcher(tmp_path):
     env = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     assert signalled(start(tmp_path, WAITS_IN_PYTHON, **env), signal.SIGTERM)[0] == 75
     assert signalled(start(tmp_path, WAITS_OUTSIDE, "SIGTERM", **env), signal.SIGTERM)[0] == 75
-    assert (
-        signalled(start(tmp_path, WAITS_IN_PYTHON, TORCHELASTIC_RUN_ID="x"), signal.SIGTERM)[0] == 0
-    )
+    process = start(tmp_path, WAITS_IN_PYTHON, TORCHELASTIC_RUN_ID="x")
+    assert signalled(process, signal.SIGTERM)[0] == 0
 
 
 @pytest.mark.parametrize(("third", "echo"), [("SIGTERM", "0"), ("SIGINT", "0"), ("SIGINT", "600")])

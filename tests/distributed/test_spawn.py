@@ -168,9 +168,8 @@ def test_a_launcher_that_ends_all_ranks_at_the_first_exit_loses_no_error(
     tmp_path, delays, failing, told
 ):
     """As torchrun and Accelerate do."""
-    code = (
-        textwrap.dedent(LAUNCHED).replace("DELAYS", repr(delays)).replace("FAILING", repr(failing))
-    )
+    code = textwrap.dedent(LAUNCHED)
+    code = code.replace("DELAYS", repr(delays)).replace("FAILING", repr(failing))
     port = reserve_port()
     errors = tmp_path / "errors"
     with errors.open("w") as file:

@@ -215,9 +215,9 @@ def clock(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", lambda thread: None)
             patch.setattr(dist.HashStore, "clone", lambda store: store, raising=False)
-            watch = (
-                PeerWatchdog(rank, 2, patience, dist.HashStore()) if other else Watchdog(patience)
-            )
+            watch = Watchdog(patience)
+            if other:
+                watch = PeerWatchdog(rank, 2, patience, dist.HashStore())
         clock = Clock(watch)
         if other:
             watch.seen = {other.rank: (other, 0.0)}

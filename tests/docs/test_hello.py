@@ -58,20 +58,18 @@ def test_the_program_and_the_full_job_end_at_the_same_line(tmp_path):
     ends = []
     for processes in (1, 2):
         launched = processes == 2
-        found = (
-            launch(torchrun, tmp_path, OMP_NUM_THREADS="1")
-            if launched
-            else forked([str(FIRST)], tmp_path)
-        )
+        if launched:
+            found = launch(torchrun, tmp_path, OMP_NUM_THREADS="1")
+        else:
+            found = forked([str(FIRST)], tmp_path)
         assert found.returncode == 0, found.stderr
         assert found.stdout.startswith(
             f"y = 1.9997 x + 3.0009, loss 0.0103; processes: {processes}\nnext: "
         )
         ends.append(saved_line(tmp_path))
     flags = "--train.global_batch_size 10000 --train.epochs 40 --optim.lr 0.1"
-    assert (
-        f"python scripts/train_regression.py {flags}" in (ROOT / "docs/first-steps.md").read_text()
-    )
+    page = (ROOT / "docs/first-steps.md").read_text()
+    assert f"python scripts/train_regression.py {flags}" in page
     for processes in "12":
         own = [
             "--launch.processes",

@@ -89,12 +89,10 @@ def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path, monkeypatch):
     changes = {"model.block_size": 128, "train.global_batch_tokens": 12 * 128, "optim.lr": 0.03}
     complete(training_config(corpus, tmp_path, changes))
     monkeypatch.setattr(tokenizer_check, "library_files", lambda: [Path(heapq.__file__)])
-    assert (
-        export_hf(
-            load_config(ExportConfig, [str(tmp_path / "run"), "--output", str(tmp_path / "export")])
-        )
-        == 0
+    export = load_config(
+        ExportConfig, [str(tmp_path / "run"), "--output", str(tmp_path / "export")]
     )
+    assert export_hf(export) == 0
     theirs = lm_eval_of(tmp_path / "export", page, tmp_path)
     tasks = tuple(str(tmp_path / f"local/{name}.jsonl") for name in NAMES)
     settings = {

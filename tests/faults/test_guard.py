@@ -123,9 +123,8 @@ def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path
     changes = GUARD | {"guard": {"sigmas": 10.0}} | last
     config = tiny_config(changes)
     spikes = (12 * 105, 12 * 108)  # steps 106 to 108
-    assert (
-        run_ranks(train_with_faults, 2, config, spikes, 1e4, 106, signal.SIGTERM) == ["stopped"] * 2
-    )
+    outcomes = run_ranks(train_with_faults, 2, config, spikes, 1e4, 106, signal.SIGTERM)
+    assert outcomes == ["stopped"] * 2
     complete(config, 2, spikes, 1e4)
     assert [row["skipped"] for row in untimed(tmp_path / "runs/run")[105:]] == [0, 1, 2, 3, 3]
     assert state_of(tmp_path / "runs/run")["losses"]["skipped"] == 3

@@ -133,10 +133,9 @@ def test_a_machine_is_lost_and_comes_back(machines, alone, corpus, tmp_path):
     assert job.goes_on("launcher killed", 1, lambda: lost.launcher().kill()) < EVERY
     lost.end()
     assert job.goes_on("a machine joins", 2, lambda: job.start(lost)) == 0
-    assert (
-        job.goes_on("launcher told to stop", 1, lambda: lost.launcher().send_signal(signal.SIGTERM))
-        == 0
-    )
+    stop = lost.launcher().send_signal
+    code = job.goes_on("launcher told to stop", 1, lambda: stop(signal.SIGTERM))
+    assert code == 0
     assert job.goes_on("a machine joins", 2, lambda: job.start(lost)) == 0
     job.ends_as(alone)
 

@@ -127,10 +127,8 @@ def test_an_interface_that_is_not_there_is_named_by_each_rank(tiny_config):
 @pytest.mark.slow
 def test_once_connected_ranks_wait_as_long_as_the_watchdog_allows(tiny_config):
     """While they connect it is `train.patience_seconds`."""
-    assert (
-        run_ranks(wait_for_main, 2, tiny_config({"train.patience_seconds": 40}))
-        == [["done"] * 2] * 2
-    )
+    config = tiny_config({"train.patience_seconds": 40})
+    assert run_ranks(wait_for_main, 2, config) == [["done"] * 2] * 2
 
 
 def train_in(env, config):

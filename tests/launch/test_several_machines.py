@@ -106,12 +106,8 @@ def trained(machines, run, alone):
     assert not (machines[1].folder / f"runs/{run}").exists()
 
 
-CONFIGURED = (
-    (ROOT / "docs/several-machines.md")
-    .read_text()
-    .partition("The file then has")[2]
-    .partition("##")[0]
-)
+PAGE = (ROOT / "docs/several-machines.md").read_text()
+CONFIGURED = PAGE.partition("The file then has")[2].partition("##")[0]
 """What `accelerate config` has written, as the page says."""
 
 

@@ -33,11 +33,8 @@ def plain_greedy(model, prompt, count):
     window = prompt
     result = []
     for _ in range(count):
-        window = (
-            window[-model.config.block_size // 2 :]
-            if len(window) > model.config.block_size
-            else window
-        )
+        if len(window) > model.config.block_size:
+            window = window[-model.config.block_size // 2 :]
         token = int(model(torch.tensor([window]))[0, -1].argmax())
         window = [*window, token]
         result = [*result, token]

@@ -126,11 +126,9 @@ def write_documents(place, kind, documents):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place, row_group_size=7)
     elif kind in ("e.csv", "f.TSV"):
         with place.open("w", newline="", encoding="utf-8") as file:
-            options = (
-                {}
-                if kind == "e.csv"
-                else {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
-            )
+            options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+            if kind == "e.csv":
+                options = {}
             writer = csv.DictWriter(file, rows[0], **options)
             writer.writeheader()
             writer.writerows(rows)
@@ -198,10 +196,8 @@ def test_a_bpe_is_trained_and_another_folder_s_is_copied(texts, tmp_path, monkey
     monkeypatch.chdir(tmp_path / "first")
     elsewhere = texts.rename(tmp_path / "moved")
     for number, tokenizer in enumerate((str(tmp_path / "first"), "tokenizer.json")):
-        assert (
-            prepare(config(elsewhere, tmp_path / str(number), tokenizer=tokenizer)).hash
-            == first.hash
-        )
+        again = prepare(config(elsewhere, tmp_path / str(number), tokenizer=tokenizer))
+        assert again.hash == first.hash
     found = prepare(config(elsewhere, tmp_path / "second", tokenizer="bpe"))
     assert found.vocab_size == suitable_vocab_size(found.recipe["account"]["bytes"]) == 2048
     monkeypatch.setattr(prepare_module, "_prepare", None)
@@ -236,10 +232,8 @@ def test_few_documents_are_divided_by_bytes(tmp_path, library, monkeypatch):
     tokenizer = load_tokenizer("gpt2")
     assert [*tokens_of(tmp_path / "out", "train")] == [tokenizer.eot, *tokenizer.encode(training)]
     assert [*tokens_of(tmp_path / "out", "val")] == [*tokenizer.encode(validation)]
-    assert (
-        prepare(config(tmp_path / "few", tmp_path / "two", **changes, workers=2)).hash
-        == manifest.hash
-    )
+    by_two = prepare(config(tmp_path / "few", tmp_path / "two", **changes, workers=2))
+    assert by_two.hash == manifest.hash
     expect_error(
         "source = .*few", prepare, config(tmp_path / "few", tmp_path / "less", val_fraction=1e-9)
     )
@@ -310,9 +304,9 @@ def test_another_validation_text_gives_the_same_tokenizer(tmp_path, library, mon
                 for text in (f"{number} zq xj " * 500 for number in numbers)
                 if is_validation(text)
             ]
-            validation = (
-                other if name == "second" else [text for text in texts if is_validation(text)]
-            )
+            validation = [text for text in texts if is_validation(text)]
+            if name == "second":
+                validation = other
             rows = [
                 json.dumps({"text": text}) for text in [*validation[:3], *training, *validation[3:]]
             ]
@@ -607,10 +601,8 @@ def test_the_summary_counts_what_it_does_not_name(tmp_path, capsys):
         (tmp_path / f"{number}.txt").write_bytes(bytes(9))
     prepare(config(tmp_path, tmp_path / "out", tokenizer="bpe", vocab_size=9999, val_fraction=0))
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[0]
-        == f"note: {tmp_path}/b.html: HTML, whose markup becomes text; extract the text first"
-    )
+    note = "HTML, whose markup becomes text; extract the text first"
+    assert lines[0] == f"note: {tmp_path}/b.html: {note}"
     at = lines.index("  left out: 5 files")
     assert lines[at + 4] == f"    and 2 more; {tmp_path}/out/manifest.json names them"
     assert lines[at + 5].startswith("  note: the text gives only ")

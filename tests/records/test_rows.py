@@ -102,6 +102,5 @@ def test_rows_that_are_gone_are_not_kept(tmp_path, capsys):
     assert "is missing; the rows up to step 8 are lost" in capsys.readouterr().err
     file.write_text('{"step": 4}\n{"step": 9}\n')
     assert len([*repaired(file, 8)]) == 1
-    assert (
-        "rows up to step 8 are kept; a copy is in metrics.jsonl.damaged" in capsys.readouterr().err
-    )
+    errors = capsys.readouterr().err
+    assert "rows up to step 8 are kept; a copy is in metrics.jsonl.damaged" in errors

@@ -119,12 +119,8 @@ def test_a_small_model_for_much_text_is_told_once(tmp_path, monkeypatch, capsys)
     ):
         monkeypatch.setattr(missing, "read_manifest", lambda folder, size=size: manifest_of(size))
         missing.print_size_note(TrainingConfig(model=model, train={"steps": 1}))
-        assert (
-            capsys.readouterr().err.count(
-                "note: this model is for up to 20 MB of text, and there are 78 MB"
-            )
-            == notes
-        )
+        note = "note: this model is for up to 20 MB of text, and there are 78 MB"
+        assert capsys.readouterr().err.count(note) == notes
 
 
 def test_a_preparation_ends_with_the_next_command_unless_a_training_has_started_it(tmp_path):

@@ -66,10 +66,8 @@ def with_mirror(corpus, folder, bucket, **more):
 def copied(corpus, tmp_path_factory):
     """A folder with a run of ten steps and its copy in `bucket`."""
     folder = tmp_path_factory.mktemp("copied")
-    assert (
-        train_with_faults(with_mirror(corpus, folder, folder, **{"checkpoint.mirror": None}))
-        == "completed"
-    )
+    config = with_mirror(corpus, folder, folder, **{"checkpoint.mirror": None})
+    assert train_with_faults(config) == "completed"
     assert mirror_at(folder / "bucket", folder / "run").copy(ENDED) == 0
     return folder
 
@@ -555,10 +553,8 @@ def test_the_end_of_a_run_is_copied_or_the_exit_says_so(
     said = capsys.readouterr().err
     assert ("started again" in said) == (starts == 2)
     assert ("warning: checkpoint.mirror lacks the end of the run" in said) == (not is_copied)
-    assert (
-        "waiting for the copy of the run's end: s3://bucket/run has the checkpoint of step 8"
-        in said
-    ) == (None in codes)
+    waits = "waiting for the copy of the run's end: s3://bucket/run has the checkpoint of step 8"
+    assert (waits in said) == (None in codes)
 
 
 class EndsWith:
@@ -817,10 +813,8 @@ def test_data_at_a_url(corpus, tmp_path, monkeypatch, in_this_process):
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     url = f"file://{corpus}"
     for name, path in (("here", corpus), ("there", url)):
-        assert (
-            train_with_faults(training_config(corpus, tmp_path / name, {"data.path": str(path)}))
-            == "completed"
-        )
+        config = training_config(corpus, tmp_path / name, {"data.path": str(path)})
+        assert train_with_faults(config) == "completed"
     assert_same(tmp_path / "here/run", tmp_path / "there/run")
     monkeypatch.setattr(Bucket, "get", None)
     fetch_data(Path(local_copy(url)), url)

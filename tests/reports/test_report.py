@@ -496,11 +496,9 @@ def test_memory_is_in_gigabytes_and_values_come_before_samples(tmp_path, unpaint
     run = make_run(tmp_path / "run", [START, *found])
     page = page_of(run)
     assert page.rows["memory"] == ["2.5 GB"]
-    assert (
-        page.text.index("best val_loss")
-        < page.text.index("the last sample")
-        < page.text.index("train_gpt2.py --seed")
-    )
+    parts = ("best val_loss", "the last sample", "train_gpt2.py --seed")
+    places = [page.text.index(part) for part in parts]
+    assert places == sorted(places)
     (panel,) = (axes for axes in draw(read_runs([run])).axes if "(GB)" in axes.get_title("left"))
     assert_close(panel.lines[0].get_ydata(), 2.5 + np.arange(30) / 1e9)
     assert panel.get_ylim()[1] > 2.6, "the curve is below the frame"

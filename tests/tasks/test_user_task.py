@@ -146,9 +146,8 @@ def test_a_changed_file_has_to_be_accepted(corpus, here, monkeypatch, change, ca
     task = resumed(corpus, here, "mine.py:Mine")
     assert task.schedule(2)["lr"] == (1e-3 if change == "constant" else 5e-4)
     assert task.code.source == (here / "mine.py").read_bytes()
-    assert (
-        f"that of mine.py:Mine in {checkpoint_of(here).path}/task.py\n" in capsys.readouterr().err
-    )
+    errors = capsys.readouterr().err
+    assert f"that of mine.py:Mine in {checkpoint_of(here).path}/task.py\n" in errors
 
 
 def test_a_new_run_takes_no_code_that_only_a_file_names(corpus, here, monkeypatch):
@@ -172,10 +171,8 @@ def test_a_class_is_not_exchanged_in_silence(corpus, here, monkeypatch, capsys):
     (here / "mine.py").write_text(FILE.replace("Mine", "Ours"))
     monkeypatch.setattr(sys, "argv", ["--task", "mine.py:Ours"])
     resumed(corpus, here, "mine.py:Ours")
-    assert (
-        "note: the code of mine.py:Ours differs from that of mine.py:Mine in "
-        in capsys.readouterr().err
-    )
+    errors = capsys.readouterr().err
+    assert "note: the code of mine.py:Ours differs from that of mine.py:Mine in " in errors
     plain = training_config(corpus, here / "plain", {"train.steps": 1})
     assert train(plain) == "completed"
     expect_error("the run was started without it", resumed, corpus, here / "plain", "mine.py:Ours")

@@ -254,10 +254,8 @@ def test_a_run_whose_learning_rate_is_0_is_branched_off(tmp_path, corpus, schedu
         in_turn, 1, (said, train, config), (said, train, config)
     )[0]
     assert "0 from step" not in said_first
-    assert (
-        "is complete at step 8; its learning rate has decayed to 0; to train further, start a "
-        "branch"
-    ) in said_then
+    ends = "is complete at step 8; its learning rate has decayed to 0; to train further"
+    assert f"{ends}, start a branch" in said_then
     assert flags in said_then
     before = untimed(run)
     expect_error(

@@ -143,9 +143,9 @@ def test_processes_times_accumulation(corpus, tmp_path):
         for syncs, (first, later) in run_ranks(counted, world, config):
             # the first one starts the loader, which draws a seed on the CPU
             assert syncs[1:] == [0, 0]
-            model = (
-                sum(4 * p.numel() for p in GPT(config.model, 512).parameters()) if world > 1 else 0
-            )
+            model = 0
+            if world > 1:
+                model = sum(4 * p.numel() for p in GPT(config.model, 512).parameters())
             assert (first, later) == (model, 3 * model)
         found.append(rows(tmp_path / str(world) / "run")[1:])
     assert_alike(*found)

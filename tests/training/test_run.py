@@ -78,9 +78,10 @@ def test_back_in_the_middle_of_a_run(corpus, tmp_path, kind):
     """The same four steps have the same bits, on every rank: weights, moments, order, sums over the
     epoch."""
     changes = {"model.dropout": 0.1, "optim.name": "muon"}
-    config = (
-        training_config(corpus, tmp_path, changes) if kind == "muon" else job_config(kind, tmp_path)
-    )
+    if kind == "muon":
+        config = training_config(corpus, tmp_path, changes)
+    else:
+        config = job_config(kind, tmp_path)
     for first, *others in run_ranks(there_and_back, 2, config):
         assert first[1] == 8
         assert all(other == first for other in others)

@@ -111,10 +111,8 @@ def test_the_same_run_as_ddp(text, tmp_path, processes, replicas, architectures)
     configs = [
         cell(text, tmp_path / way, *names, 4, **ways[way]) for way in ways for names in cells
     ]
-    assert (
-        run_ranks(train_bounded, processes, configs, timeout=300)
-        == [["completed"] * len(configs)] * processes
-    )
+    outcomes = run_ranks(train_bounded, processes, configs, timeout=300)
+    assert outcomes == [["completed"] * len(configs)] * processes
     for names in cells:
         runs = (tmp_path / way / "-".join(names) for way in ways)
         compare(*runs, 0 if processes == 1 else 1e-4 if "muon" in names else 1e-5)
@@ -273,10 +271,8 @@ def test_four_processes(corpus, tmp_path):
 def test_the_same_initial_weights(text, tmp_path):
     """The main process draws them as every process does with DDP."""
     (whole,) = run_ranks(initial_weights, 1, cell(text, tmp_path / "ddp", "gpt2", "adamw"))
-    assert (
-        run_ranks(initial_weights, 2, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP))
-        == [whole] * 2
-    )
+    config = cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP)
+    assert run_ranks(initial_weights, 2, config) == [whole] * 2
 
 
 def test_a_buffer_that_no_checkpoint_has_is_made_on_a_device():
