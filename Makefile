@@ -63,7 +63,7 @@ test-cluster: $(VENV)/.installed-dev  ## run the tests on a real Slurm and on ne
 faults: $(VENV)/.installed-dev  ## run every fault of docs/reliability.md at every place, with real processes (an hour or more)
 	$(BIN)/pytest -m soak $(ARGS)
 
-mutants: $(VENV)/.installed-dev  ## change the core in 200 places and list the changes that no test detects (half an hour or more)
+mutants: $(VENV)/.installed-dev  ## change the core in 280 places and list the changes that no test detects (half an hour or more)
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## measure a step and a checkpoint next to baselines, or one of them: ARGS=step; docs/benchmarks.md

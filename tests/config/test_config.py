@@ -13,6 +13,7 @@ import yaml
 from close import assert_close, distance
 from commands import ROOT, WITH_FLAGS, expect_error, launch
 
+from benchmarks.config import BenchmarkConfig
 from gpt2_ddp.config.base import Command, flat, kinds_of, leaves
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import (
@@ -290,9 +291,10 @@ def test_values_that_begin_with_a_dash():
 
 
 def all_commands(kind=Command):
-    """The classes of all command lines of the package."""
+    """The classes of all command lines of the package and of benchmarks."""
     found = [one for below in kind.__subclasses__() for one in (below, *all_commands(below))]
-    return [command for command in found if command.__module__.startswith("gpt2_ddp.config.")]
+    folders = ("gpt2_ddp.config.", BenchmarkConfig.__module__)
+    return [command for command in found if command.__module__.startswith(folders)]
 
 
 MAY_BE_EMPTY = {"prompts", "document_separator", "tracking.sample_prompt"}

@@ -276,15 +276,15 @@ def test_the_same_initial_weights(text, tmp_path):
 
 
 def test_a_buffer_that_no_checkpoint_has_is_made_on_a_device():
-    from gpt2_ddp.training import sharded  # a second to import
+    from gpt2_ddp.training import fsdp  # a second to import
 
     def make(device):
         model = torch.nn.Linear(1, 1)
         model.register_buffer("scale", torch.ones(1, device=device), persistent=False)
         return model
 
-    assert sharded.make_model(partial(make, "cpu"))[0].scale == 1
-    expect_error("task = scale: ", sharded.make_model, partial(make, None))
+    assert fsdp.make_model(partial(make, "cpu"))[0].scale == 1
+    expect_error("task = scale: ", fsdp.make_model, partial(make, None))
 
 
 def growth(work):
