@@ -1,5 +1,5 @@
-"""Generated images, on disk in every way in which they come: as the Hub has them, class folders,
-archives."""
+"""Generated images, on disk in every way in which they
+come: as the Hub has them, class folders, archives."""
 
 import gzip
 import io
@@ -10,8 +10,8 @@ import numpy as np
 
 
 def pictures(n, classes=100, seed=0, size=32):
-    """(images uint8 [n, size, size, 3], labels int64 [n]); a class is a pattern of its own under
-    noise."""
+    """(images uint8 [n, size, size, 3], labels int64
+    [n]); a class is a pattern of its own under noise."""
     patterns = np.random.default_rng(0).integers(0, 2, (classes, 4, 4, 3)) * 128
     rng = np.random.default_rng(seed)
     labels = np.arange(n) % classes
@@ -28,8 +28,8 @@ def png(image):
 
 
 def write_parquet(folder, split, images, labels, names=("img", "fine_label")):
-    """`folder/<split>-00000-of-00001.parquet` with the columns and the metadata of
-    uoft-cs/cifar100."""
+    """`folder/<split>-00000-of-00001.parquet` with the
+    columns and the metadata of uoft-cs/cifar100."""
     import datasets
 
     features = datasets.Features({names[0]: datasets.Image(), names[1]: datasets.Value("int64")})
@@ -65,8 +65,8 @@ def write_images(folder, classes, seed, size=16):
 
 
 def write_idx(folder, split, images, labels, compressed):
-    """`train-images-idx3-ubyte` and its labels, of images uint8 [N, H, W], as MNIST's archive has
-    them."""
+    """`train-images-idx3-ubyte` and its labels, of images
+    uint8 [N, H, W], as MNIST's archive has them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, values in (("images-idx3", images), ("labels-idx1", labels)):
         header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 
 def assert_close(actual, expected, tolerance=1e-9, scale=None, says=""):
-    """Numbers, sequences, mappings, arrays or tensors, of equal structure, have a `distance` of at
-    most `tolerance`."""
+    """Numbers, sequences, mappings, arrays or tensors, of equal
+    structure, have a `distance` of at most `tolerance`."""
     margin = distance(actual, expected, scale) / tolerance
     test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
     MARGINS[test] = max(MARGINS.get(test, 0.0), margin)
@@ -84,8 +84,8 @@ class _InFloat64(TorchFunctionMode):
 
 @contextmanager
 def float64(*others):
-    """Inside, torch computes in float64, also where a library casts to float32 or to `others`. A
-    decorator as well."""
+    """Inside, torch computes in float64, also where a library
+    casts to float32 or to `others`. A decorator as well."""
     torch.set_default_dtype(torch.float64)
     try:
         with _InFloat64((torch.float32, *others)):

@@ -57,8 +57,8 @@ def without_report(*words, start=process.run_module, **options):
 
 
 def run_script(name, arguments):
-    """Runs a script as `python scripts/name.py arguments`; returns its exit code and what it wrote
-    to stderr."""
+    """Runs a script as `python scripts/name.py arguments`;
+    returns its exit code and what it wrote to stderr."""
     sys.argv = [f"{name}.py", *arguments]
     errors = io.StringIO()
     outputs = contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO())

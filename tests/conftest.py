@@ -1,5 +1,5 @@
-"""Fixtures shared by the tests, runs that many tests look at among them; and a count of what the
-suite starts."""
+"""Fixtures shared by the tests, runs that many tests look
+at among them; and a count of what the suite starts."""
 
 import fcntl
 import gc
@@ -28,9 +28,9 @@ import ranks
 from gpt2_ddp.config.cli import dump
 
 USUAL = {"ranks": 400, "commands": 80}
-"""Processes that `make test` forks from the server with torch, and Pythons that it starts, at most.
-A reminder to share runs, which fails nothing; raise it where a new behaviour needs processes of its
-own."""
+"""Processes that `make test` forks from the server with torch, and
+Pythons that it starts, at most. A reminder to share runs, which fails
+nothing; raise it where a new behaviour needs processes of its own."""
 STARTED = Counter()
 
 
@@ -119,8 +119,8 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.fixture(scope="session", autouse=True)
 def threads():
-    """The tests' models are so small that a second thread mostly waits, and waits long when a core
-    is busy."""
+    """The tests' models are so small that a second thread
+    mostly waits, and waits long when a core is busy."""
     import torch
 
     torch.set_num_threads(ranks.THREADS)
@@ -129,8 +129,8 @@ def threads():
 
 
 def once(factory, name, make):
-    """A folder that `make` fills, once for all of xdist's workers. Tests copy it before they change
-    anything in it."""
+    """A folder that `make` fills, once for all of xdist's
+    workers. Tests copy it before they change anything in it."""
     root = factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
     with folder.with_suffix(".lock").open("a") as lock:
@@ -165,8 +165,8 @@ def module_text(name):
 
 
 def write_shards(folder, source, documents, tokenizer_name=""):
-    """Writes each split's documents, which are texts or tokens, and a manifest, beside a
-    tokenizer.json."""
+    """Writes each split's documents, which are texts or
+    tokens, and a manifest, beside a tokenizer.json."""
     from gpt2_ddp.data.manifest import Manifest
     from gpt2_ddp.data.tokenizer import load_tokenizer
     from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
@@ -187,8 +187,8 @@ def write_shards(folder, source, documents, tokenizer_name=""):
 
 @pytest.fixture(scope="session")
 def short_documents(corpus, tmp_path_factory):
-    """Shards of documents of some 40 tokens each, with the tokenizer of `corpus`: in each window,
-    about one begins."""
+    """Shards of documents of some 40 tokens each, with the
+    tokenizer of `corpus`: in each window, about one begins."""
     return once(
         tmp_path_factory, "short_documents", lambda folder: make_short_documents(corpus, folder)
     )
@@ -257,8 +257,8 @@ def trained_job(tmp_path_factory):
 
 @pytest.fixture
 def tiny_config(corpus, tmp_path):
-    """Makes a configuration of a tiny training over `corpus`; dotted names in `changes` differ from
-    it."""
+    """Makes a configuration of a tiny training over
+    `corpus`; dotted names in `changes` differ from it."""
 
     from runs import training_config
 

@@ -180,8 +180,8 @@ def make_config(case, output_dir, cifar=None):
 
 
 def summary(run):
-    """What a run came to: its metrics but for timings, and its newest checkpoint's state and
-    weights."""
+    """What a run came to: its metrics but for timings,
+    and its newest checkpoint's state and weights."""
     checkpoint = max((run / "checkpoints").glob("step-*"))
     state = parse_state((checkpoint / "state.json").read_text())
     config = read_yaml(str(run / "config.yaml"), "run")

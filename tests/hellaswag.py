@@ -13,8 +13,8 @@ SENTENCES = [
 
 
 def made_items(count):
-    """Rows like those of hellaswag_val.jsonl: marks of WikiHow in every third, other scripts in
-    every fourth."""
+    """Rows like those of hellaswag_val.jsonl: marks of
+    WikiHow in every third, other scripts in every fourth."""
     rows = []
     step = len(SENTENCES) // (count + 1)
     for index in range(count):

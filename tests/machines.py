@@ -1,5 +1,5 @@
-"""Machines for the tests: network namespaces on one switch, each with a name, processes and a
-folder of its own."""
+"""Machines for the tests: network namespaces on one switch,
+each with a name, processes and a folder of its own."""
 
 import os
 import subprocess

@@ -471,8 +471,8 @@ class Change(NamedTuple):
 
 
 def place_of(tree, line):
-    """The innermost function or class around a line of a module, or the statement there: its name,
-    and its node."""
+    """The innermost function or class around a line of a
+    module, or the statement there: its name, and its node."""
     name = ""
     node = tree
     while True:
@@ -548,8 +548,8 @@ class Source:
         return any(getattr(node, "name", "") in self._parts for node in nodes(self.tree, path))
 
     def _changes(self, node):
-        """The changes of a node itself: first and last byte of what is replaced, and its
-        replacement."""
+        """The changes of a node itself: first and last
+        byte of what is replaced, and its replacement."""
         span = self._span
         match node:
             case ast.Compare(left=left, comparators=rest):

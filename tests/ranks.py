@@ -60,8 +60,8 @@ def wait_until(condition, seconds=120, process=None):
 
 
 def start_ranks(function, world, *args):
-    """Starts `function(*args)` on each rank; one process alone gets no rank, like a plain `python
-    script.py`."""
+    """Starts `function(*args)` on each rank; one process
+    alone gets no rank, like a plain `python script.py`."""
     port = reserve_port()
     started = []
     for rank in range(world):
@@ -81,15 +81,15 @@ def start_ranks(function, world, *args):
 
 
 def start(process):
-    """Starts a process, maybe with the server, in which signals are blocked as in that of a
-    training's workers."""
+    """Starts a process, maybe with the server, in which
+    signals are blocked as in that of a training's workers."""
     with _as_server():
         process.start()
 
 
 def start_server():
-    """Starts the server, once, for other processes of the suite. Returns what `use_server`
-    takes."""
+    """Starts the server, once, for other processes
+    of the suite. Returns what `use_server` takes."""
     with _as_server():
         forkserver.ensure_running()
     return {
@@ -131,16 +131,16 @@ def rank_environment(rank, world, port):
 
 
 def forked_ranks(function, arguments):
-    """Replaces `gpt2_ddp.distributed.spawn.start_ranks`: the ranks are forked, with torch
-    loaded."""
+    """Replaces `gpt2_ddp.distributed.spawn.start_ranks`:
+    the ranks are forked, with torch loaded."""
     started = start_ranks(_own_arguments, len(arguments), function, arguments, OUTPUTS)
     RECEIVERS.extend(receiver for _, receiver in started)
     return [process for process, _ in started]
 
 
 RECEIVERS = []
-"""Pipes of forked ranks, whose results nobody reads: a closed pipe would end a rank with an
-error."""
+"""Pipes of forked ranks, whose results nobody reads:
+a closed pipe would end a rank with an error."""
 
 
 OUTPUTS = []
@@ -193,8 +193,8 @@ def run_ranks(function, world, *args, timeout=120):
 
 
 def run_until_killed(function, world, *args, timeout=120):
-    """Runs `function(*args)` on each rank until the last rank dies of SIGKILL; then kills the other
-    ranks."""
+    """Runs `function(*args)` on each rank until the last
+    rank dies of SIGKILL; then kills the other ranks."""
     started = start_ranks(function, world, *args)
     started[-1][0].join(timeout)
     exit_code = started[-1][0].exitcode
@@ -221,8 +221,8 @@ def in_turn(*calls):
 
 
 def first_calls(function, *args):
-    """The functions of the package that `function(*args)` calls in this thread, in the order of
-    their first calls."""
+    """The functions of the package that `function(*args)`
+    calls in this thread, in the order of their first calls."""
     found = {}
 
     def note(frame, event, _):

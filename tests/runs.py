@@ -1,5 +1,5 @@
-"""Configurations of runs that take seconds, functions that train them on ranks, and what is done to
-their records."""
+"""Configurations of runs that take seconds, functions that
+train them on ranks, and what is done to their records."""
 
 import contextlib
 import hashlib
@@ -232,8 +232,8 @@ def rows(run):
 
 
 def untimed(run):
-    """The rows without timings: those of a resumed run are equal to those of the same run left
-    alone."""
+    """The rows without timings: those of a resumed run
+    are equal to those of the same run left alone."""
     return [
         {name: value for name, value in row.items() if field_of(name).kind != "measured"}
         for row in rows(run)
@@ -277,8 +277,8 @@ def state_of(run):
 
 
 def lasting_state(checkpoint):
-    """The state in a checkpoint without run id and log, which differ between a run left alone and
-    one resumed."""
+    """The state in a checkpoint without run id and log,
+    which differ between a run left alone and one resumed."""
     state = read_json(checkpoint / "state.json")
     del state["progress"]["run_id"], state["log"]
     return state
@@ -306,8 +306,8 @@ def weights(run):
 
 
 def tensors_of(place, what):
-    """The tensors of a checkpoint's `model` or `optimizer`, whole: the rows of all parts, in their
-    order."""
+    """The tensors of a checkpoint's `model` or `optimizer`,
+    whole: the rows of all parts, in their order."""
     parts = [load_file(file) for file in sorted(place.glob(f"{what}*.safetensors"))]
     found = {
         name: [part[name] for part in parts if name in part] for part in parts for name in part
@@ -326,15 +326,15 @@ def assert_same(one, other):
 
 
 def training_config(corpus, output_dir, changes=None):
-    """A tiny GPT of ten steps on the CPU, a quarter of a second; dotted names in `changes` differ
-    from it."""
+    """A tiny GPT of ten steps on the CPU, a quarter of a
+    second; dotted names in `changes` differ from it."""
     own = {"output_dir": str(output_dir), "data.path": str(corpus)} | (changes or {})
     return TrainingConfig.model_validate(changed(deepcopy(GPT), own))
 
 
 def edit_manifest(folder, **changes):
-    """Changes values of a manifest.json, and its own hash with them, so that only what they mean is
-    wrong."""
+    """Changes values of a manifest.json, and its own hash
+    with them, so that only what they mean is wrong."""
     file = folder / "manifest.json"
     values = {**json.loads(file.read_text()), **changes}
     values.pop("sha256", None)
@@ -375,8 +375,8 @@ def edit_rows(run, edit, before=lambda *_: None):
 
 
 def forge(run, edit=lambda rows: None):
-    """Edits the rows, and makes all hashes in rows and checkpoints fit again, as a patient forger
-    would."""
+    """Edits the rows, and makes all hashes in rows and
+    checkpoints fit again, as a patient forger would."""
 
     def fit(row, ends):
         saved = row if row.get("event") == "checkpoint" else row.get("checkpoint")

@@ -1,5 +1,5 @@
-"""A real Slurm of two nodes on this machine, for the tests: munged, slurmctld and two slurmd in one
-folder."""
+"""A real Slurm of two nodes on this machine, for the
+tests: munged, slurmctld and two slurmd in one folder."""
 
 import os
 import re
@@ -107,8 +107,8 @@ class Slurm:
             time.sleep(1)
 
     def restarted(self, job, times=1):
-        """Waits until the job has been requeued, and begins it again at once: Slurm itself waits
-        for two minutes."""
+        """Waits until the job has been requeued, and begins it
+        again at once: Slurm itself waits for two minutes."""
         while (found := self.job(job))["Restarts"] != str(times):
             assert found["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), (
                 "not requeued"
@@ -205,6 +205,6 @@ def main(config):
 
 run_command(TrainingConfig, main)
 """
-"""scripts/train_gpt2.py without a report, with steps that last as long as the file `pace` says, and
-saves that last ten times as long: what ends a rank with its launcher ends it before it has
-saved."""
+"""scripts/train_gpt2.py without a report, with steps that last as
+long as the file `pace` says, and saves that last ten times as long:
+what ends a rank with its launcher ends it before it has saved."""

@@ -1,5 +1,5 @@
-"""The cluster check on real processes: what it finds, and that it ends within its bound naming whom
-it waited for."""
+"""The cluster check on real processes: what it finds, and
+that it ends within its bound naming whom it waited for."""
 
 import os
 import re

@@ -1,5 +1,5 @@
-"""Files that survive a crash: on disk before they get their name, and their names on disk before
-anybody needs them."""
+"""Files that survive a crash: on disk before they get their
+name, and their names on disk before anybody needs them."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""The mutation script's table fits the tree; `make mutants` runs it. And what a comparison of
-numbers finds."""
+"""The mutation script's table fits the tree; `make mutants`
+runs it. And what a comparison of numbers finds."""
 
 import ast
 import math

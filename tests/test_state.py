@@ -163,8 +163,8 @@ def test_infinity_comes_back_where_json_has_null():
 
 
 def test_what_is_derived_from_the_state():
-    """Pending work is kept but for the save that keeps it; items of skipped ranges are not
-    consumed."""
+    """Pending work is kept but for the save that keeps
+    it; items of skipped ranges are not consumed."""
     state = state_after(3, pending=Pending(row={"step": 3}, sample=True, save=True))
     assert parse_state(state.to_json()).progress.pending == Pending(row={"step": 3}, sample=True)
     assert not any((Pending(), Pending(save=True)))

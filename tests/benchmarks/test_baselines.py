@@ -1,5 +1,5 @@
-"""The contenders of `step` do the same work: from equal weights and equal tokens comes an equal
-loss."""
+"""The contenders of `step` do the same work: from
+equal weights and equal tokens comes an equal loss."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -24,8 +24,8 @@ def end():
 
 
 def a_run_of_one_window(folder):
-    """The shard has one window, so all contenders read the same; large weights make the loss depend
-    on all of them."""
+    """The shard has one window, so all contenders read the
+    same; large weights make the loss depend on all of them."""
     run = step.short_run(BenchmarkConfig(device="cpu"), folder, 1, "no", "off", TINY)
     step.random_tokens(Path(run.data.paths[0]), "bytes", run.model.block_size + 1)
     torch.manual_seed(1)
@@ -36,8 +36,8 @@ def a_run_of_one_window(folder):
 
 
 def first_step(monkeypatch, kind, weights, contender, *args):
-    """The tokens that a contender's model is given first, and what it makes of them with these
-    weights."""
+    """The tokens that a contender's model is given first,
+    and what it makes of them with these weights."""
     seen = []
     forward = kind.forward
 

@@ -1,5 +1,5 @@
-"""benchmarks: tables, turns and user errors on made-up contenders; and, slowly, real ones on a tiny
-model."""
+"""benchmarks: tables, turns and user errors on made-up
+contenders; and, slowly, real ones on a tiny model."""
 
 import pytest
 import torch

@@ -83,15 +83,15 @@ def short_run(folder, precision, changes):
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_step_is_the_arithmetic_of_a_loop_written_by_hand(tmp_path, precision):
-    """GPT-2's vocabulary and a thin layer, so that most of a step passes over parameters: one more
-    pass would show."""
+    """GPT-2's vocabulary and a thin layer, so that most of a
+    step passes over parameters: one more pass would show."""
     run = short_run(tmp_path, precision, {"model.n_layer": 1, "model.n_embd": 192})
     ours, bare = compared(Traffic, run)
     assert 0.99 * bare <= ours <= 1.01 * bare
 
 
 def test_a_step_makes_few_calls(tmp_path):
-    """Order, digest, guard and rows together call less than the bare loop's `model.parameters()`
-    does."""
+    """Order, digest, guard and rows together call less
+    than the bare loop's `model.parameters()` does."""
     ours, bare = compared(Calls, short_run(tmp_path, "no", TINY))
     assert 0 < ours <= 1.1 * bare

@@ -96,8 +96,8 @@ def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):
 
 
 def test_memory_is_asked_for_what_is_not_copied_yet(tmp_path, monkeypatch):
-    """The first checkpoint may have weights alone, later ones an optimizer state of twice the size,
-    too."""
+    """The first checkpoint may have weights alone, later
+    ones an optimizer state of twice the size, too."""
     asked = []
     monkeypatch.setattr(
         store, "should_save_async", lambda wish, size, spare: not asked.append(size)
@@ -173,8 +173,8 @@ def configured(corpus, folder, **more):
 
 @pytest.fixture(scope="module")
 def behind(corpus, tmp_path_factory):
-    """A whole run without a checkpoint of its first step, whose checkpoint of step 4 was held for
-    two steps."""
+    """A whole run without a checkpoint of its first step,
+    whose checkpoint of step 4 was held for two steps."""
     folder = tmp_path_factory.mktemp("behind")
     assert run_ranks(train, 1, configured(corpus, folder), 4) == [("completed", 10)]
     return folder / "run"
@@ -222,8 +222,8 @@ def test_an_error_is_told_at_the_next_step_by_all_ranks(corpus, tmp_path):
 
 
 def test_a_run_that_diverges_waits_before_it_looks_at_its_checkpoints(corpus, tmp_path):
-    """The held one is of the step before the bad stretch, to which the run goes back before the
-    next save is due."""
+    """The held one is of the step before the bad stretch, to
+    which the run goes back before the next save is due."""
     config = configured(corpus, tmp_path, **{"train.steps": 12, "guard.patience": 1})
     assert run_ranks(train, 1, config, 4, "", 0, (48, 84)) == [("completed", 12)]
     order = order_of(tmp_path / "run")

@@ -1,5 +1,5 @@
-"""Checkpoints: what is written is what is read; what was damaged is found; what is kept is what
-should be."""
+"""Checkpoints: what is written is what is read; what
+was damaged is found; what is kept is what should be."""
 
 import errno
 import hashlib
@@ -133,8 +133,8 @@ def test_weights_and_moments_come_back_bitwise(run):
 
 
 def rows_of(tensors, number, count):
-    """What a rank has of tensors that `count` ranks divide: rows, if any; and what has none in the
-    first part."""
+    """What a rank has of tensors that `count` ranks divide:
+    rows, if any; and what has none in the first part."""
     parts = {
         name: value.chunk(count) if value.dim() else [value] for name, value in tensors.items()
     }
@@ -239,9 +239,9 @@ DAMAGE = [
 def test_damage_is_found_and_a_resumed_run_falls_back_to_the_checkpoint_before(
     run, capsys, name, content, reason
 ):
-    """A file that is missing or short, and forged content with right hashes. Without an intact
-    checkpoint, no run starts from scratch; a process that only looks leaves everything where it
-    is."""
+    """A file that is missing or short, and forged content with right
+    hashes. Without an intact checkpoint, no run starts from scratch;
+    a process that only looks leaves everything where it is."""
     assert open_store(run).newest() is None
     place = save(run, 2)
     (place / name).write_text(content if content != "large" else " " * 2**20 + "{}")
@@ -286,8 +286,8 @@ def test_optimizer_state_that_does_not_fit_is_refused(added, reason):
 
 @pytest.mark.parametrize("name", [MODEL, STATE, "manifest.json"])
 def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
-    """The file is read again. If the error persists, it is named; no checkpoint is renamed, no
-    older one is taken."""
+    """The file is read again. If the error persists, it is
+    named; no checkpoint is renamed, no older one is taken."""
     save(run, 1)
     place = save(run, 2)
     failures = [errno.EIO]
@@ -331,8 +331,8 @@ KEPT = [
 @pytest.mark.parametrize(("losses", "keep_last", "good", "kept"), KEPT)
 @pytest.mark.parametrize("first", [0, 7])
 def test_what_is_kept(run, first, losses, keep_last, good, kept):
-    """Of a run, and of a branch of another one: the newest, the best, and what a rollback may
-    need."""
+    """Of a run, and of a branch of another one: the
+    newest, the best, and what a rollback may need."""
     origin = {"parent": "", "run_id": "", "step": first, "checkpoint_sha256": ""} if first else None
     checkpoints = open_store(run, keep_last)
     for step, loss in enumerate(losses, first):
@@ -374,10 +374,10 @@ SAVED = [
 
 
 def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
-    """Files, then their folder's manifest, then the name, its row, and the old one's other name,
-    each fsynced; a crash between leaves a whole checkpoint. Before them, the rows whose chain it
-    has. First of all, the names of the folders. A replacement that a crash interrupted is
-    undone."""
+    """Files, then their folder's manifest, then the name, its row, and the
+    old one's other name, each fsynced; a crash between leaves a whole
+    checkpoint. Before them, the rows whose chain it has. First of all, the
+    names of the folders. A replacement that a crash interrupted is undone."""
     done = []
 
     def noted(owner, operation):
@@ -662,8 +662,8 @@ def test_a_checkpoint_that_the_run_did_not_record_is_not_taken(
     ],
 )
 def test_without_its_row_the_newest_is_taken(run, recorded, happen):
-    """As a kill may have come before that, or within; and someone may have lost the rows, or put
-    back older ones."""
+    """As a kill may have come before that, or within; and
+    someone may have lost the rows, or put back older ones."""
     happen(recorded)
     assert open_store(run).newest().step == find_checkpoint(run).step == 3
 

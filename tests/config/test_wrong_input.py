@@ -233,9 +233,9 @@ def run_commands(commands, flags):
 
 
 def expect_fields(folder, commands, *flags):
-    """Each command ends with 2 and one error line of its field, which names what follows the field.
-    No file of the folder is touched. Of another trainer than train_gpt2, the outputs are in the
-    folder too."""
+    """Each command ends with 2 and one error line of its field, which
+    names what follows the field. No file of the folder is touched. Of
+    another trainer than train_gpt2, the outputs are in the folder too."""
     before = snapshot(folder)
     (answers,) = run_ranks(run_commands, 1, [command for command, *_ in commands], [*flags])
     for (command, field, *near), (code, errors) in zip(commands, answers, strict=True):
@@ -292,8 +292,8 @@ def test_a_model_larger_than_the_free_memory(corpus, tmp_path, monkeypatch):
 
 
 def test_a_training_whose_optimizer_does_not_fit(monkeypatch):
-    """On CPUs, each process has weights, gradients and the optimizer's values in this machine's
-    memory."""
+    """On CPUs, each process has weights, gradients and
+    the optimizer's values in this machine's memory."""
     model = TrainingConfig.model_validate({"train": {"steps": 1}}).model
     vocab_size = 512
     size = 4 * pretraining.count_parameters(model, vocab_size)
@@ -467,8 +467,8 @@ def test_a_checkpoint_is_no_run_to_verify(trained):
 
 
 def test_a_pointer_of_git_lfs_in_the_place_of_weights(trained, tmp_path):
-    """A checkpoint that git has not fetched is not damaged: it stays in its place, and no older one
-    takes it."""
+    """A checkpoint that git has not fetched is not damaged:
+    it stays in its place, and no older one takes it."""
     run = shutil.copytree(trained, tmp_path / "run")
     for file in run.glob("checkpoints/*/model.safetensors"):
         file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")

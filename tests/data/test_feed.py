@@ -66,8 +66,8 @@ def rank_of(world, rank):
 
 
 def test_shares_are_a_partition_of_a_step():
-    """In order of micro-batches, or of ranks for `contiguous`, whose ranks differ by an item at
-    most."""
+    """In order of micro-batches, or of ranks for
+    `contiguous`, whose ranks differ by an item at most."""
     rng = random.Random(0)
     for _ in range(300):
         n = rng.randint(1, 90)
@@ -220,8 +220,8 @@ def test_a_step_is_taken_whole_before_the_next():
 
 
 def test_the_time_waited_for_the_loader_is_counted(monkeypatch):
-    """A second per item, two items a micro-batch, one micro-batch ahead. A new loader leaves
-    Accelerate's state."""
+    """A second per item, two items a micro-batch, one
+    micro-batch ahead. A new loader leaves Accelerate's state."""
     source = Numbers()
     known = len(GradientState().dataloader_references)
     monkeypatch.setattr(

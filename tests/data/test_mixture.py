@@ -76,8 +76,8 @@ def uses_by_definition(phases, block):
 
 
 def mixed_by_definition(seed, windows, phases, position):
-    """The item at a position, in integers and fractions alone: a block's positions one after
-    another."""
+    """The item at a position, in integers and fractions
+    alone: a block's positions one after another."""
     block, offset = divmod(position, 1000)
     before = uses_by_definition(phases, block)
     after = uses_by_definition(phases, block + 1)
@@ -227,8 +227,8 @@ def test_from_the_command_line():
 
 
 def test_what_a_source_weighs_in_validation(sources, tmp_path):
-    """As data.weights say, else by its windows; one whose split has no window counts for
-    nothing."""
+    """As data.weights say, else by its windows; one
+    whose split has no window counts for nothing."""
     manifests = [read_manifest(Path(path)) for path in sources]
     config = config_of(sources, tmp_path, {"data.weights": [3, 1, 1]})
     # the third has no validation split

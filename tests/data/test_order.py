@@ -14,8 +14,8 @@ from gpt2_ddp.state import FIRST_DIGEST
 
 @pytest.mark.parametrize("n", [1, 2, 3, 97, 100, 2048, 5000, 65_537])
 def test_the_order_follows_its_definition(n):
-    """Every epoch is a permutation of its own. Few positions are those of all at once, whatever was
-    asked before."""
+    """Every epoch is a permutation of its own. Few positions
+    are those of all at once, whatever was asked before."""
     rng = np.random.default_rng(n)
     seed = n**3
     order = Permutation(seed, n)
@@ -43,8 +43,8 @@ ITEMS = [
     ),
     (0, 2, 0, [1, 0, 1, 0, 0, 1, 1, 0]),
 ]
-"""Seed, number of items, first position, and the items from there on: of an epoch, across the end
-of one."""
+"""Seed, number of items, first position, and the items
+from there on: of an epoch, across the end of one."""
 
 
 @pytest.mark.parametrize(("seed", "n_items", "start", "items"), ITEMS)

@@ -1,5 +1,5 @@
-"""The shard format and its stream: against a plain array, and against files that are broken in
-every way."""
+"""The shard format and its stream: against a plain
+array, and against files that are broken in every way."""
 
 import dataclasses
 import json

@@ -91,8 +91,8 @@ LONG = [
 
 
 def test_long_words_are_cut_to_train_a_bpe():
-    """A training's time grows with the square of the longest word, as `tokenizers` divides a
-    text."""
+    """A training's time grows with the square of the
+    longest word, as `tokenizers` divides a text."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
     for text in [
         *LONG,
@@ -186,8 +186,8 @@ BROKEN = [
     {"added_tokens": [{"content": "<|endoftext|>", "id": 0}, {"content": "\ud800", "id": 2000}]},
     {"added_tokens": [{"content": "<|endoftext|>", "id": 1180591620717411303424}]},
 ]
-"""Values below dotted keys. tiktoken would panic at the last ones: an id twice, of another type,
-left out or huge."""
+"""Values below dotted keys. tiktoken would panic at the last
+ones: an id twice, of another type, left out or huge."""
 
 
 @pytest.mark.parametrize("change", BROKEN)

@@ -18,8 +18,8 @@ from gpt2_ddp.distributed.spawn import start_processes
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine of eight cores with two hyperthreads each, all of which may be used; writes further
-    files."""
+    """A machine of eight cores with two hyperthreads each,
+    all of which may be used; writes further files."""
     monkeypatch.setattr(cores, "ROOT", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 16 if logical else 8)

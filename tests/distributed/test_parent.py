@@ -1,5 +1,5 @@
-"""Processes end with their parent, by the signal that they chose, and not with the thread that
-started them."""
+"""Processes end with their parent, by the signal that
+they chose, and not with the thread that started them."""
 
 import multiprocessing
 import os
@@ -96,8 +96,8 @@ def help():
 
 
 def have_helpers(folder, end):
-    """Starts two helpers of a pool and signals them at once; leaves the pool once the file `end` is
-    there."""
+    """Starts two helpers of a pool and signals them at
+    once; leaves the pool once the file `end` is there."""
     with pytest.raises(ValueError, match="left"), worker_pool(2) as pool:  # noqa: PT012
         for _ in range(2):
             pool.submit(help)
@@ -149,8 +149,8 @@ def test_a_pool_is_left_though_a_result_was_half_sent(tmp_path):
 def test_a_script_of_the_project_runs_without_a_rank_and_its_mistakes_are_ours(
     monkeypatch, tmp_path, capfd
 ):
-    """What it prints on stderr arrives, but for its `error:` lines; its exit codes are
-    exceptions."""
+    """What it prints on stderr arrives, but for its
+    `error:` lines; its exit codes are exceptions."""
     file = tmp_path / "other.py"
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("RANK", "1")

@@ -1,5 +1,5 @@
-"""Requests to stop, from the first moment to the last: one line and the documented code, wherever
-Python stands."""
+"""Requests to stop, from the first moment to the last: one
+line and the documented code, wherever Python stands."""
 
 import os
 import signal
@@ -252,8 +252,8 @@ def test_a_forked_process_does_not_hear_for_its_parent(tmp_path):
 
 
 def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
-    """The stopped rank takes its connections with it, a moment before the launcher tells the
-    others."""
+    """The stopped rank takes its connections with it,
+    a moment before the launcher tells the others."""
     for env, told in (({"WORLD_SIZE": "2"}, True), ({"WORLD_SIZE": "2"}, False), ({}, False)):
         process = start(tmp_path, LOSES_A_PEER, "30" if told else "0.1", **env)
         process.stdin.write("\n")
@@ -277,8 +277,8 @@ def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
     ],
 )
 def test_a_rank_ends_before_its_interpreter_shuts_down(monkeypatch, world, end, code):
-    """Or a thread of gloo that wants Python's lock then would abort it. All exit handlers are
-    called before."""
+    """Or a thread of gloo that wants Python's lock then
+    would abort it. All exit handlers are called before."""
     handlers = []
     codes = []
     monkeypatch.setenv("WORLD_SIZE", world)

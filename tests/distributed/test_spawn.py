@@ -72,8 +72,8 @@ def test_the_main_ranks_result_comes_back_and_without_processes_it_is_a_call(mon
 
 
 def start_from_a_fresh_process():
-    """Its pid and rank; and the pid of what it forks, which stays, like a process that is stuck in
-    a disk."""
+    """Its pid and rank; and the pid of what it forks,
+    which stays, like a process that is stuck in a disk."""
     if child := os.fork():
         return os.getpid(), os.environ.get("RANK"), child
     time.sleep(30)
@@ -100,8 +100,8 @@ def test_one_fresh_process_has_no_rank_and_is_alone_waited_for():
     ],
 )
 def test_the_end_of_one_ends_all(monkeypatch, capfd, tmp_path, rank, how, error, text):
-    """The other rank would sleep for ten minutes. After a stop it is signalled, and has time to
-    save."""
+    """The other rank would sleep for ten minutes. After
+    a stop it is signalled, and has time to save."""
     monkeypatch.setattr("gpt2_ddp.distributed.spawn.GRACE_SECONDS", 0.5)
     with pytest.raises(error, match=text):
         run_processes(fail, 2, rank, how, tmp_path / "other")

@@ -1,5 +1,5 @@
-"""Who is to blame, judged from recorded signs of life; and what the watch itself counts and
-tells."""
+"""Who is to blame, judged from recorded signs of
+life; and what the watch itself counts and tells."""
 
 import gc
 import json
@@ -38,8 +38,8 @@ HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
 
 
 def seen(*signs, silent=None):
-    """Ranks that wait in the backward pass of step 7, but for what `signs` says of the first
-    ones."""
+    """Ranks that wait in the backward pass of step 7,
+    but for what `signs` says of the first ones."""
     usual = {"stage": "forward/backward", "step": 7, "progress": [50, 2], "limit": 120.0}
     beats = [
         Heartbeat(HOSTS[rank], rank, **(usual | (signs[rank] if rank < len(signs) else {})))
@@ -371,8 +371,8 @@ def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
 
 
 def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
-    """Its main thread waits in a collective, as for rank 0's data. Or rank 0 would ask whether it
-    was killed."""
+    """Its main thread waits in a collective, as for rank
+    0's data. Or rank 0 would ask whether it was killed."""
     time = clock(other=Heartbeat(HOSTS[1], 1))
     delivered = []
     time.watch._wait = lambda _: delivered.append(time.watch.outgoing().end)
@@ -382,8 +382,8 @@ def test_a_rank_that_a_signal_ends_by_force_says_so_to_the_others(clock):
 
 @pytest.mark.parametrize("how", ["left", "stopped"])
 def test_a_rank_calls_the_store_no_more_once_rank_0_may_end(monkeypatch, how):
-    """Rank 0 serves it, and ends when it reads the heartbeat. torch prints a C++ stack for a call
-    after that."""
+    """Rank 0 serves it, and ends when it reads the heartbeat.
+    torch prints a C++ stack for a call after that."""
     calls = []
     theirs = json.dumps(Heartbeat(HOSTS[0], 0, end="stopped" if how == "stopped" else "")).encode()
     store = SimpleNamespace(clone=lambda: store, compare_set=lambda *_: b"")

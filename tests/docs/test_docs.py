@@ -1,5 +1,5 @@
-"""Each command of README.md and docs/*.md: it fits the real parsers, and where it can run here it
-is run."""
+"""Each command of README.md and docs/*.md: it fits the
+real parsers, and where it can run here it is run."""
 
 import hashlib
 import json
@@ -40,13 +40,13 @@ def runnable(*pages):
 
 
 ELSEWHERE = runnable(*(ROOT / "docs" / name for name in ABOUT))
-"""What README shows of pages that are about it: it runs there, and nothing on README needs what it
-makes."""
+"""What README shows of pages that are about it: it runs
+there, and nothing on README needs what it makes."""
 
 
 def here(page):
-    """The commands that run on a page, in its order: what other pages have of README runs there
-    alone."""
+    """The commands that run on a page, in its order:
+    what other pages have of README runs there alone."""
     others = ELSEWHERE if page == README else runnable(README).keys() - ELSEWHERE.keys()
     return [command for words, command in runnable(page).items() if words not in others]
 
@@ -148,8 +148,8 @@ def run(text, folder):
 
 @pytest.fixture(scope="session")
 def stand_ins(tmp_path_factory):
-    """What the pages' commands have before them: the project, texts, images, tiny data and a run of
-    it."""
+    """What the pages' commands have before them: the
+    project, texts, images, tiny data and a run of it."""
     return once(tmp_path_factory, "pages", make_stand_ins)
 
 

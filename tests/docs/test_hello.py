@@ -1,5 +1,5 @@
-"""The programs of docs/first-steps.md: any number of processes, and the full job, end at the same
-line."""
+"""The programs of docs/first-steps.md: any number of
+processes, and the full job, end at the same line."""
 
 import re
 import runpy

@@ -68,8 +68,8 @@ hello_gpt.main()
 rank = os.environ.get("RANK", "0")
 print("rank", rank, "all-reduced", sum(reduced), "values, saved", len(saves), "times")
 """
-"""A rank of the program in small, with the trainer's order of windows. It dies in a save, if it
-shall."""
+"""A rank of the program in small, with the trainer's
+order of windows. It dies in a save, if it shall."""
 
 
 def run(folder, corpus, world, dies_at=0):
@@ -128,8 +128,8 @@ def test_its_losses_are_those_of_the_trainer(whole, corpus, tmp_path):
 
 
 def test_two_processes_train_the_same_and_resume_at_the_same_bits(whole, corpus, tmp_path):
-    """One of them, killed in the save of step 12, resumes from step 8. Each value is all-reduced
-    once per step."""
+    """One of them, killed in the save of step 12, resumes
+    from step 8. Each value is all-reduced once per step."""
     (_, one) = whole(1)
     (folder, two) = whole(2)
     for kind in ("loss", "val_loss"):

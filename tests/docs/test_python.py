@@ -100,8 +100,8 @@ def test_a_mistake_is_a_user_error_with_field_and_value(
 
 
 def train_again_and_again(corpus, place):
-    """What one process comes to that trains: in another precision, in a thread, stopped, beside an
-    Accelerator."""
+    """What one process comes to that trains: in another
+    precision, in a thread, stopped, beside an Accelerator."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
 

@@ -1,5 +1,5 @@
-"""The reference pages: configuration.md and commands.md equal what the code gives; files.md names
-every key."""
+"""The reference pages: configuration.md and commands.md
+equal what the code gives; files.md names every key."""
 
 import re
 import signal
@@ -65,8 +65,8 @@ def first_column(text):
 
 
 def keys_of(section):
-    """The keys that a section of the state has in a file, with those of the sections in it; none
-    for other types."""
+    """The keys that a section of the state has in a file,
+    with those of the sections in it; none for other types."""
     if not (isinstance(section, type) and issubclass(section, Section)):
         return set()
     kept = {

@@ -1,5 +1,5 @@
-"""The documentation as a whole: links and anchors, mkdocs.yml's navigation, and figures that other
-files have, too."""
+"""The documentation as a whole: links and anchors, mkdocs.yml's
+navigation, and figures that other files have, too."""
 
 import os
 import re

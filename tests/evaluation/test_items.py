@@ -137,8 +137,8 @@ def test_hellaswag_is_what_lm_eval_takes_from_the_hub(tmp_path, monkeypatch):
 
 
 def test_accuracies_standard_errors_and_what_is_saved(tmp_path):
-    """By hand: the second choice is longer, so that the same log-likelihood is better per
-    character."""
+    """By hand: the second choice is longer, so that
+    the same log-likelihood is better per character."""
     made = make_set(
         "t", [item("c", "ab", "abcd", label=label) for label in (1, 1, 1, 1)], None, GPT2, 8
     )
@@ -177,8 +177,8 @@ def made_requests(count):
 
 
 CASES = [(37, 4, None), (37, 5, None), (37, 4, SHAPE.block_size), (1, 2, None)]
-"""Requests, batch size, length. 37 requests divide by nothing here; one leaves other ranks without
-any."""
+"""Requests, batch size, length. 37 requests divide by
+nothing here; one leaves other ranks without any."""
 
 
 def score():

@@ -1,5 +1,5 @@
-"""lm-eval on an exported model, by the command and the description in docs/evaluation.md, against
-our own scoring."""
+"""lm-eval on an exported model, by the command and the
+description in docs/evaluation.md, against our own scoring."""
 
 import heapq
 import importlib.util

@@ -89,8 +89,8 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
 
 
 def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
-    """The last row's scores are those that evaluate.py gives the last checkpoint; a file that
-    changed is told of."""
+    """The last row's scores are those that evaluate.py gives
+    the last checkpoint; a file that changed is told of."""
     items = tmp_path / "other.jsonl"
     write(
         items,

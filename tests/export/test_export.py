@@ -1,5 +1,5 @@
-"""The export: transformers computes what the model does; what differs, or is cut off, gets no
-name."""
+"""The export: transformers computes what the model
+does; what differs, or is cut off, gets no name."""
 
 import heapq
 import json
@@ -187,9 +187,9 @@ TAKEN = {"plain", "as GPT-2's", "special", "lengths", "unknown"}
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_a_preparation_asks_what_an_export_requires(name, corpus, tmp_path, monkeypatch):
-    """Of a tokenizer.json, before the source is read. An added token that is not special would be
-    one within a text, of which the export's own text has none. Folders that have such a file stay
-    readable."""
+    """Of a tokenizer.json, before the source is read. An added token
+    that is not special would be one within a text, of which the export's
+    own text has none. Folders that have such a file stay readable."""
     from transformers import AutoTokenizer
 
     definition = read_json(corpus / "tokenizer.json")
@@ -383,8 +383,8 @@ def test_what_is_there_stays(tmp_path, monkeypatch):
 
 
 def test_an_empty_folder_is_filled_by_one_process(tmp_path):
-    """What a killed process left is not taken. A second process is refused, and the first is not
-    disturbed."""
+    """What a killed process left is not taken. A second
+    process is refused, and the first is not disturbed."""
     made = tmp_path / "made"
     made.mkdir()
     (tmp_path / ".made.tmp" / "half").mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""GGUF: what llama.cpp reads is the model and its tokenizer; and what its converter asks of an
-exported folder."""
+"""GGUF: what llama.cpp reads is the model and its tokenizer;
+and what its converter asks of an exported folder."""
 
 from pathlib import Path
 

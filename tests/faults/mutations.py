@@ -1,5 +1,5 @@
-"""Seeded damage to files, for the tests that nothing hostile is believed, hangs, or ends in a
-traceback."""
+"""Seeded damage to files, for the tests that nothing
+hostile is believed, hangs, or ends in a traceback."""
 
 import json
 import math
@@ -40,8 +40,8 @@ def open_data(folder):
 
 @contextmanager
 def no_hang(seconds=60):
-    """Raises where the block waits for what never comes; a refusal takes milliseconds, even on a
-    busy core."""
+    """Raises where the block waits for what never comes;
+    a refusal takes milliseconds, even on a busy core."""
 
     def stop(*_):
         raise TimeoutError(f"hung for {seconds} s")
@@ -79,8 +79,8 @@ def mangle(content, rng):
 
 
 def change_value(values, rng):
-    """Somewhere in nested values one is gone, another number, of another type, or has another
-    key."""
+    """Somewhere in nested values one is gone, another
+    number, of another type, or has another key."""
     key = rng.choice(list(values) if isinstance(values, dict) else range(len(values)))
     value = values[key]
     action = rng.randrange(4)

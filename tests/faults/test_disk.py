@@ -139,8 +139,8 @@ def told(errors):
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=SLOW)])
 def test_all_ranks_end(corpus, tmp_path, halfway, parallel):
-    """Where a checkpoint is saved, all ranks raise the same. Elsewhere, the others are ended by the
-    watchdog."""
+    """Where a checkpoint is saved, all ranks raise the same.
+    Elsewhere, the others are ended by the watchdog."""
     shutil.copytree(halfway, tmp_path / "runs")
     arguments = write_config(
         tmp_path,
@@ -191,8 +191,8 @@ def test_a_failure_is_recorded_where_a_full_disk_has_room_for_no_second_file(mon
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=SLOW)])
 def test_a_disk_that_dies(corpus, tmp_path, halfway, background):
-    """Then status.json cannot be written either; what is told is what came first. In the background
-    a row may."""
+    """Then status.json cannot be written either; what is
+    told is what came first. In the background a row may."""
     shutil.copytree(halfway, tmp_path / "runs")
     config = training_config(
         corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background}

@@ -1,5 +1,5 @@
-"""Steps that go wrong: left out, gone back from, and never called a completed run; all ranks decide
-alike."""
+"""Steps that go wrong: left out, gone back from, and
+never called a completed run; all ranks decide alike."""
 
 import math
 import signal
@@ -36,8 +36,8 @@ GUARD = {"guard": {"patience": 3}, "train.steps": 20, "eval.every": 20}
 
 
 def returns(run):
-    """Of each rollback: the step that it returns to, the one it comes from, and the positions that
-    it skips."""
+    """Of each rollback: the step that it returns to, the
+    one it comes from, and the positions that it skips."""
     return [(row["step"], row["from"], row["skipped_range"]) for row in events(run, "rollback")]
 
 
@@ -105,8 +105,8 @@ def numbers_of_a_step(loss, bad=False):
 
 
 def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
-    """Stopped among the bad steps that the run begins with: the resumed run goes back to the
-    beginning too."""
+    """Stopped among the bad steps that the run begins with:
+    the resumed run goes back to the beginning too."""
     config = tiny_config(GUARD | {"train.steps": 8})
     run = tmp_path / "runs/run"
     bad = (0, 12 * 5)
@@ -117,8 +117,8 @@ def test_the_start_is_there_to_go_back_to_after_a_stop(tiny_config, tmp_path):
 
 
 def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path):
-    """Its norm is more than ten standard deviations above the mean; the statistics are in the
-    checkpoint."""
+    """Its norm is more than ten standard deviations above
+    the mean; the statistics are in the checkpoint."""
     last = {"train.steps": 109, "eval.every": 109, "checkpoint.every": 109, "model.n_layer": 1}
     changes = GUARD | {"guard": {"sigmas": 10.0}} | last
     config = tiny_config(changes)
@@ -132,8 +132,8 @@ def test_a_spike_before_and_after_a_resume_is_judged_alike(tiny_config, tmp_path
 
 @pytest.mark.slow
 def test_losses_out_of_the_ordinary_are_bad_on_any_number_of_processes(corpus, tmp_path):
-    """A learning rate that is too high from step 108 on: found at the same step by 1 and 3
-    ranks."""
+    """A learning rate that is too high from step 108
+    on: found at the same step by 1 and 3 ranks."""
     changes = GUARD | {
         "guard": {"sigmas": 6.0, "patience": 3},
         "train.steps": 120,
@@ -167,16 +167,16 @@ def test_a_learning_rate_times_a_thousand_at_once_is_no_completed_run(tiny_confi
 
 
 def test_the_checkpoint_to_go_back_to_is_kept(tiny_config, tmp_path):
-    """keep_last 1 and a checkpoint in every step: what was saved in the bad stretch does not push
-    it out."""
+    """keep_last 1 and a checkpoint in every step: what
+    was saved in the bad stretch does not push it out."""
     config = tiny_config(GUARD | {"checkpoint.every": 1, "checkpoint.keep_last": 1})
     assert run_ranks(train_with_faults, 1, config, (POISON[0], 10**9)) == ["diverged"]
     assert saved_steps(tmp_path / "runs/run") == [0, 9]  # the best, and the good one
 
 
 def test_checkpoints_of_bad_steps_go_with_the_rollback(tiny_config, tmp_path):
-    """Stopped after the first step behind it, the 15th that it takes: a resume must not begin at a
-    bad one."""
+    """Stopped after the first step behind it, the 15th
+    that it takes: a resume must not begin at a bad one."""
     config = tiny_config(GUARD | {"checkpoint.every": 1})
     assert run_ranks(train_with_faults, 1, config, POISON, math.nan, 15, signal.SIGTERM) == [
         "stopped"
@@ -193,8 +193,8 @@ def test_a_new_run_saves_its_start_once(tiny_config, tmp_path):
 
 
 def test_running_statistics():
-    """Mean and variance of all values while they are few, of about the last hundred later; skips do
-    not count."""
+    """Mean and variance of all values while they are few,
+    of about the last hundred later; skips do not count."""
     statistics = RunningStatistics()
     for count in range(300):
         assert statistics.state_dict()[0] == count
@@ -308,8 +308,8 @@ def test_a_loss_that_is_not_finite_is_judged_bad_without_a_limit():
 
 
 def test_a_guard_without_a_bad_step_knows_where_the_run_began():
-    """The beginning of a branch can be gone back to, though it is in a stretch of bad steps
-    already."""
+    """The beginning of a branch can be gone back to,
+    though it is in a stretch of bad steps already."""
     assert Guard(GuardConfig(), first_step=7).last_good == 7
     for begins, good in ((7, 8), (10, 10)):
         guard = Guard(GuardConfig(), begins)

@@ -1,5 +1,5 @@
-"""Configurations, command lines and names that no one should write: each is refused in one line, or
-means something."""
+"""Configurations, command lines and names that no one should
+write: each is refused in one line, or means something."""
 
 import os
 import random
@@ -93,8 +93,8 @@ def write_something(file, rng):
 
 
 def check_outcome(command, argv, again):
-    """Whether it is refused, in short lines; what is accepted can be written down and read
-    again."""
+    """Whether it is refused, in short lines; what is
+    accepted can be written down and read again."""
     try:
         with no_hang():
             config = load(command, argv)

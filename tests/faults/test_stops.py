@@ -1,5 +1,5 @@
-"""Stops, as people and schedulers ask for them: what was trained is saved, or there was nothing to
-save."""
+"""Stops, as people and schedulers ask for them: what
+was trained is saved, or there was nothing to save."""
 
 import os
 import re
@@ -163,8 +163,8 @@ def finish(cell, folder, corpus):
 
 
 def check(cell, folder, corpus):
-    """Stops the cell's command: what was trained is saved in time, and nothing and nobody else is
-    left."""
+    """Stops the cell's command: what was trained is saved
+    in time, and nothing and nobody else is left."""
     words = command(cell, folder, corpus)
     mark = uuid.uuid4().hex
     log = folder / "stderr"
@@ -230,8 +230,8 @@ def await_stage(cell, folder, process, mark):
 
 
 def family(mark):
-    """Every process, dead ones apart, that was started by the command with this mark, the oldest
-    first."""
+    """Every process, dead ones apart, that was started
+    by the command with this mark, the oldest first."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -241,8 +241,8 @@ def family(mark):
 
 
 def ranks(mark):
-    """The processes that train, in the order of their ranks: not the launcher, nor the loader's
-    workers."""
+    """The processes that train, in the order of their
+    ranks: not the launcher, nor the loader's workers."""
     found = {}
     for process in family(mark):
         with suppress(psutil.Error):

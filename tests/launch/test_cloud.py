@@ -1,5 +1,5 @@
-"""The files of cloud/: manifests fit their schemas; what no schema knows agrees with image, trainer
-and torchrun."""
+"""The files of cloud/: manifests fit their schemas; what
+no schema knows agrees with image, trainer and torchrun."""
 
 import os
 import re
@@ -68,8 +68,8 @@ def job_machine():
 
 
 def expanded(words, variables):
-    """With values in place of $(NAME), as Kubernetes expands them, and of ${NAME:-DEFAULT}, as
-    compose does."""
+    """With values in place of $(NAME), as Kubernetes expands
+    them, and of ${NAME:-DEFAULT}, as compose does."""
     named = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], word) for word in words]
     return [
         re.sub(r"\$\{(\w+):-(.+)\}", lambda found: variables.get(found[1], found[2]), word)
@@ -116,8 +116,8 @@ MACHINES = (job_machine, train_job_machine)
 @pytest.mark.parametrize("rdma", [False, True])
 @pytest.mark.parametrize("name", ["prepare.yaml", "kubernetes.yaml", "kubeflow.yaml"])
 def test_each_manifest_fits_its_schema(name, rdma):
-    """The models hold the schemas of Kubernetes and of Kubeflow Trainer; they drop a field that
-    they do not know."""
+    """The models hold the schemas of Kubernetes and of Kubeflow
+    Trainer; they drop a field that they do not know."""
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api"
     )
@@ -183,8 +183,8 @@ def test_a_pod_is_one_of_the_image_with_a_gpu_for_each_process_and_time_to_save(
 
 
 def check_launch(words, folder):
-    """Holds `cloud/launch.sh torchrun ...` against torchrun's parser and the script's; returns the
-    run folder."""
+    """Holds `cloud/launch.sh torchrun ...` against torchrun's
+    parser and the script's; returns the run folder."""
     from torch.distributed.run import get_args_parser
 
     launch, program, *rest = words
@@ -358,8 +358,8 @@ def test_a_stop_goes_to_the_ranks_alone(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_that_missed_a_signal_get_it_again(tmp_path):
-    """As those that handle it later, and whose launcher ignores it, as that of slurm/train.sbatch
-    does."""
+    """As those that handle it later, and whose launcher
+    ignores it, as that of slurm/train.sbatch does."""
     wait = "do sleep 0.02; done"
     late = (
         f"trap 'touch missed' TERM; touch begun; until [[ -e missed ]]; {wait}; trap - TERM; "

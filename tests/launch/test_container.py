@@ -164,8 +164,8 @@ LAUNCHER = """trap 'echo launcher hit; exit 1' TERM; bash trainer 0; exit $?"""
     ],
 )
 def test_the_entry_point_tells_the_trainer_to_stop_and_ends_as_it_does(tmp_path, words, code):
-    """With shells in place of the programs. A launcher would end with 1 if it were signalled
-    itself."""
+    """With shells in place of the programs. A launcher
+    would end with 1 if it were signalled itself."""
     for name, text in {"trainer": TRAINER, "accelerate": LAUNCHER, "python": LAUNCHER}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)

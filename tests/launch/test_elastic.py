@@ -81,8 +81,8 @@ class Job:
         return [row for row in self.rows() if row.get("event") == "start"]
 
     def goes_on(self, what, processes, fault):
-        """Waits until it trains on so many processes after the fault; returns how many steps were
-        lost."""
+        """Waits until it trains on so many processes after
+        the fault; returns how many steps were lost."""
         before = self.step()
         starts = len(self.starts())
         wait_until(lambda: self.step() > before + 5, 300)

@@ -1,5 +1,5 @@
-"""Launches as people type them: they train together, or end with one line that says what to type
-instead."""
+"""Launches as people type them: they train together,
+or end with one line that says what to type instead."""
 
 import contextlib
 import io
@@ -61,8 +61,8 @@ def digest(run):
 
 @pytest.mark.slow
 def test_two_machines_on_loopback(config_file, corpus, tmp_path):
-    """docs/several-machines.md's template, each "machine" with a process of its own, trains like
-    one process."""
+    """docs/several-machines.md's template, each "machine"
+    with a process of its own, trains like one process."""
     complete(training_config(corpus, tmp_path, SHORT))
     port = str(reserve_port())
     template = str(ROOT / "configs/accelerate/multi_node.yaml")
@@ -102,8 +102,8 @@ def test_ranks_with_other_paths_train_together_and_other_settings_are_named(
 
 
 def wait_for_main(config):
-    """Connects; then the main process works for longer than collectives may take where no watchdog
-    runs."""
+    """Connects; then the main process works for longer
+    than collectives may take where no watchdog runs."""
     from gpt2_ddp.distributed import launch, ranks
 
     launch.COLLECTIVE = timedelta(seconds=1)
@@ -137,9 +137,9 @@ def train_in(env, config):
 
 
 def test_settings_of_accelerate_that_would_change_nothing_are_refused(monkeypatch):
-    """The other variables of Accelerate are heeded (USE_CPU, MIXED_PRECISION, DEBUG_MODE,
-    CPU_AFFINITY, TORCH_DEVICE), belong to plugins that are refused, or change no training
-    (LOG_LEVEL)."""
+    """The other variables of Accelerate are heeded (USE_CPU,
+    MIXED_PRECISION, DEBUG_MODE, CPU_AFFINITY, TORCH_DEVICE), belong
+    to plugins that are refused, or change no training (LOG_LEVEL)."""
     check = partial(launching._check_environment, torch.device("cpu"), "auto")
     launched_by(monkeypatch, "accelerate launch --gradient_accumulation_steps 8 train.py")
     expect_error("^--gradient_accumulation_steps = 8: .*--train.global_batch_tokens", check)
@@ -388,8 +388,8 @@ def validated(command):
 def test_threads_that_a_user_chose_are_kept_and_the_one_of_a_launcher_is_not(
     monkeypatch, variable, threads, is_replaced
 ):
-    """Launchers set OMP_NUM_THREADS to 1, unless the environment or their flags have another
-    number."""
+    """Launchers set OMP_NUM_THREADS to 1, unless the
+    environment or their flags have another number."""
     monkeypatch.setenv(variable, "x")
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     chosen = []

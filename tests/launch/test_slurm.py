@@ -1,5 +1,5 @@
-"""slurm/train.sbatch under a real Slurm of two nodes: whatever happens to a job, the run ends as if
-nothing had."""
+"""slurm/train.sbatch under a real Slurm of two nodes:
+whatever happens to a job, the run ends as if nothing had."""
 
 import fcntl
 import re
@@ -90,8 +90,8 @@ def completes(slurm, project, job):
 
 
 def equal(run, reference):
-    """Whether every step had the same data and the same loss, and the final weights the same
-    bits."""
+    """Whether every step had the same data and the
+    same loss, and the final weights the same bits."""
     mine = steps_of(run)
     other = steps_of(reference)
     return mine == other and len(mine) == STEPS and same(weights(run), weights(reference))

@@ -1,5 +1,5 @@
-"""A sweep: its runs, their order and names, what stops and resumes them, and what it says of those
-that fail."""
+"""A sweep: its runs, their order and names, what stops
+and resumes them, and what it says of those that fail."""
 
 import math
 import os
@@ -77,8 +77,8 @@ def test_a_mistake_ends_it_before_the_first_run(words, field):
     "plant", [lambda log: log.symlink_to(log.with_name("diary")), os.mkfifo, Path.mkdir]
 )
 def test_a_planted_log_is_not_written(tmp_path, plant):
-    """A received folder of runs may have a link, a pipe or a folder in the place of a run's
-    output."""
+    """A received folder of runs may have a link, a
+    pipe or a folder in the place of a run's output."""
     (tmp_path / "diary").touch()
     (member,) = members("--output_dir", str(tmp_path), "--seeds", "1")
     sweep.check_log(member)

@@ -43,8 +43,8 @@ def installed(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_wheel_trains_from_an_empty_folder(installed, tmp_path):
-    """Prepared, trained by two processes of a launcher and of its own, without a file of the
-    clone."""
+    """Prepared, trained by two processes of a launcher
+    and of its own, without a file of the clone."""
     command = installed / "bin/gpt2-ddp"
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n\n" * 500)
 

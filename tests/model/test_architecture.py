@@ -1,5 +1,5 @@
-"""Each architecture against transformers' class with the same weights, and what all of them
-share."""
+"""Each architecture against transformers' class with
+the same weights, and what all of them share."""
 
 import pytest
 import torch

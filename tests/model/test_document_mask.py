@@ -1,5 +1,5 @@
-"""Documents of a window do not see each other: gradients, documents run alone, generation, and
-whole trainings."""
+"""Documents of a window do not see each other: gradients,
+documents run alone, generation, and whole trainings."""
 
 import pytest
 import torch
@@ -72,8 +72,8 @@ WAYS = [
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)
 def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind, way):
-    """The loss at t moves with the embeddings of its own document up to t, and of nothing else:
-    exactly."""
+    """The loss at t moves with the embeddings of its own
+    document up to t, and of nothing else: exactly."""
     model = masked(kind=kind)
     tokens = torch.tensor([*WINDOWS.values()])
     model.activation_checkpointing = way == "recomputed"

@@ -1,5 +1,5 @@
-"""Generation: the KV cache against the plain forward pass, independence of rows, sampling, and the
-script."""
+"""Generation: the KV cache against the plain forward
+pass, independence of rows, sampling, and the script."""
 
 import shutil
 from dataclasses import replace
@@ -141,8 +141,8 @@ SHARES = [
     ({"top_p": 0.71}, [0, 0.4, 0.15, 0, 0.3]),
     ({"top_k": 3, "top_p": 0.8}, [0, 0.4, 0, 0, 0.3]),
 ]
-"""Options, and what each token's share is proportional to. Of the three likeliest, two hold 82
-%."""
+"""Options, and what each token's share is proportional
+to. Of the three likeliest, two hold 82 %."""
 
 
 @pytest.mark.parametrize(("options", "shares"), SHARES)

@@ -175,8 +175,8 @@ def test_muon_steps_each_matrix_of_a_stack(shape):
 
 @float64(torch.bfloat16)
 def test_a_plain_loop_with_torchs_muon_is_the_same():
-    """Twenty steps: every loss, and every weight in the end. Muon steps the largest matrix first,
-    and no embedding."""
+    """Twenty steps: every loss, and every weight in the end.
+    Muon steps the largest matrix first, and no embedding."""
     config = OptimConfig(name="muon", lr=4e-3, muon_lr=0.02, weight_decay=0.2)
     torch.manual_seed(0)
     ours = GPT(TINY, 100)
@@ -234,8 +234,8 @@ def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch):
 
 @pytest.mark.parametrize(("has", "bf16"), [(True, True), (True, False), (False, True)])
 def test_muon_computes_and_sends_bf16_in_a_bf16_run(has, bf16, monkeypatch):
-    """It computes in bf16 where the device has that. The step of a zero matrix is its update, which
-    bf16 holds exactly."""
+    """It computes in bf16 where the device has that. The step
+    of a zero matrix is its update, which bf16 holds exactly."""
     seen = set()
     monkeypatch.setattr(optim, "multiplies_bf16", lambda device: has)
     monkeypatch.setattr(
@@ -318,8 +318,8 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
 
 
 def test_the_search_for_a_scale_is_not_bad():
-    """An overflow is left out; bad it is only where the scale cannot be lowered. A large norm
-    always is."""
+    """An overflow is left out; bad it is only where the
+    scale cannot be lowered. A large norm always is."""
     scaler = torch.amp.GradScaler("cpu")
     layer = nn.Linear(2, 2)
     optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), scaler)

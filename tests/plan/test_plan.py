@@ -1,5 +1,5 @@
-"""The plan of a training: what it refuses is what training refuses, word for word, and it leaves
-nothing behind."""
+"""The plan of a training: what it refuses is what training
+refuses, word for word, and it leaves nothing behind."""
 
 import os
 import re
@@ -109,8 +109,8 @@ def test_a_folder_that_another_trainer_holds(place):
 
 
 def peak_of_a_run(arguments, script):
-    """A fresh process's most memory (`ru_maxrss` would begin with its parent's), and what it
-    printed."""
+    """A fresh process's most memory (`ru_maxrss` would
+    begin with its parent's), and what it printed."""
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), *arguments]
     env = os.environ | {"PYTHONPATH": NO_REPORT}
     process = subprocess.Popen(
@@ -404,8 +404,8 @@ def planned(tmp_path, monkeypatch):
 
 
 def test_the_figures_of_the_pages(planned):
-    """The table of docs/plan.md, and the output in docs/gpt2-124m.md but for the disk, which is
-    this machine's."""
+    """The table of docs/plan.md, and the output in
+    docs/gpt2-124m.md but for the disk, which is this machine's."""
     table, output = ((ROOT / f"docs/{name}.md").read_text() for name in ("plan", "gpt2-124m"))
     rows = re.findall(r"^\| `(gpt2_\d+m)\.yaml` \|.*$", table, re.MULTILINE)
     assert len(rows) == 4

@@ -1,5 +1,5 @@
-"""gigatoken in tiktoken's place: equal ids, and what happens when they differ. A stand-in replaces
-it if absent."""
+"""gigatoken in tiktoken's place: equal ids, and what happens
+when they differ. A stand-in replaces it if absent."""
 
 import json
 import random
@@ -25,8 +25,8 @@ def first_id(tokenizer):
 
 
 class StandIn:
-    """As much of gigatoken's encoder as is used: ids from 0 on, uint32, of UTF-8. It may lie about
-    one word."""
+    """As much of gigatoken's encoder as is used: ids from
+    0 on, uint32, of UTF-8. It may lie about one word."""
 
     def __init__(self, tokenizer, lies=False):
         self.tokenizer = tokenizer
@@ -61,8 +61,8 @@ def _forget():
 
 @pytest.fixture
 def rows(tmp_path):
-    """300 documents in JSON lines, as many as the splits need; the later ones have the word that a
-    liar lies about."""
+    """300 documents in JSON lines, as many as the splits need;
+    the later ones have the word that a liar lies about."""
     draw = random.Random(0)
     words = ["one ", "two\n", "é", " 漢字", "<|endoftext|>", "\ud800", "'s ", "    "]
     rows = [{"text": "".join(draw.choices(words, k=draw.randint(0, 300)))} for _ in range(300)]

@@ -38,8 +38,8 @@ def config(source="texts", **changes):
 
 
 def rewrite(path, text):
-    """Other content of the same size and time as a careless copy would leave it, but for the
-    nanoseconds."""
+    """Other content of the same size and time as a careless
+    copy would leave it, but for the nanoseconds."""
     before = path.stat()
     path.write_text(text)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))

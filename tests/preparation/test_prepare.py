@@ -1,5 +1,5 @@
-"""Preparing data: what ends up in the shards, restarts, the user's mistakes, the account, and
-shards of others."""
+"""Preparing data: what ends up in the shards, restarts,
+the user's mistakes, the account, and shards of others."""
 
 import csv
 import dataclasses
@@ -152,8 +152,8 @@ HASHES = {
 
 @pytest.mark.parametrize("kind", [*ROWS, *ALONE, "stories.jsonl", "files"])
 def test_documents_in_are_documents_out(tmp_path, monkeypatch, kind):
-    """In order, each in the split that its text decides; the same from parts of files, and with
-    several workers."""
+    """In order, each in the split that its text decides; the
+    same from parts of files, and with several workers."""
     documents = documents_for(kind)
     source = tmp_path / kind
     write_documents(source, kind, documents)
@@ -439,8 +439,8 @@ def test_a_source_without_text_for_a_split_is_refused(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("is_disk", [False, True])
 def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, is_disk):
-    """It has files of others, and is behind a link, or the root of a disk, where no folder beside
-    it is on that disk."""
+    """It has files of others, and is behind a link, or the root
+    of a disk, where no folder beside it is on that disk."""
     folder = tmp_path / "place/out"
     output = tmp_path / "link"
     folder.mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""Which files a source is made of, in which order, and what they are: text in some encoding, not
-text, or damaged."""
+"""Which files a source is made of, in which order, and what
+they are: text in some encoding, not text, or damaged."""
 
 import bz2
 import gzip
@@ -161,8 +161,8 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch
 
 
 def test_the_library_is_code_and_no_tables():
-    """Of every version of Python: its tables are found by their lines, and some of them come and
-    go."""
+    """Of every version of Python: its tables are found
+    by their lines, and some of them come and go."""
     files = library_files()
     assert files == sorted(files)
     root = Path(os.__file__).parent

@@ -1,5 +1,5 @@
-"""Lines of the terminal: short, and without what a row does not have. One line says what comes
-next."""
+"""Lines of the terminal: short, and without what a
+row does not have. One line says what comes next."""
 
 import shlex
 import sys

@@ -38,8 +38,8 @@ def content(log):
 
 
 def test_rows_are_cut_where_those_of_the_checkpoint_end(log, capsys):
-    """Whatever steps they are of, also before pending work, and after a kill that tore a line. The
-    chain continues."""
+    """Whatever steps they are of, also before pending work,
+    and after a kill that tore a line. The chain continues."""
     ends = []
     for step in (3, 4, 3, 5):
         log.append({"step": step})
@@ -139,8 +139,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_trainer_that_lost_its_folder_or_rows_writes_nothing_more(tmp_path, loss):
-    """It removes nothing, also of another trainer. Where it has its folder, it records that it
-    failed."""
+    """It removes nothing, also of another trainer. Where
+    it has its folder, it records that it failed."""
     store = open_store(tmp_path / "run", keep_last=1)
     folder = store._run_folder
     log = store._log

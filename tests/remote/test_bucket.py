@@ -92,8 +92,8 @@ def is_open(port):
 
 
 class Proxy:
-    """Passes on what clients send, and the answers. `trouble`: what happens to it; `seen`: how
-    often it did."""
+    """Passes on what clients send, and the answers. `trouble`:
+    what happens to it; `seen`: how often it did."""
 
     def __init__(self, server):
         self.server = server
@@ -165,8 +165,8 @@ def train_there(variables, config, *arguments):
 
 
 def train_on(machine, variables, config, *arguments):
-    """Trains on a machine of this name. Containers of one image have equal host names, and other
-    PID namespaces."""
+    """Trains on a machine of this name. Containers of one
+    image have equal host names, and other PID namespaces."""
     from gpt2_ddp.distributed import process
     from gpt2_ddp.remote import mirror_process
 
@@ -263,8 +263,8 @@ def test_two_machines_of_one_image(corpus, tmp_path, server, proxy, monkeypatch)
 
 @pytest.mark.parametrize("damage", ["weights", "manifests"])
 def test_a_damaged_bucket(corpus, tmp_path, server, proxy, damage):
-    """Nothing can be restored on an empty disk: nothing is trained, and nothing is changed
-    there."""
+    """Nothing can be restored on an empty disk: nothing
+    is trained, and nothing is changed there."""
     config, bucket = there(corpus, tmp_path, **{"train.steps": 4})
     assert run_ranks(train_there, 1, server.variables(), config) == ["completed"]
     for name in bucket.checkpoints():

@@ -1,5 +1,5 @@
-"""The copy of a run in a bucket: machines that are lost, damaged objects, leases, and storage that
-fails."""
+"""The copy of a run in a bucket: machines that are lost,
+damaged objects, leases, and storage that fails."""
 
 import io
 import json
@@ -93,9 +93,9 @@ def copiers(run):
     ("world", "machines"), [(1, 1), pytest.param(2, 4, marks=pytest.mark.slow)]
 )
 def test_lost_machines(corpus, tmp_path, world, machines):
-    """Each is killed in some step, and its disk is lost. The run equals one that was left alone; no
-    row is twice. If only the trainer is killed, all that it has saved is copied, and the lease is
-    given back."""
+    """Each is killed in some step, and its disk is lost. The run equals one
+    that was left alone; no row is twice. If only the trainer is killed, all
+    that it has saved is copied, and the lease is given back."""
     bucket = tmp_path / "bucket"
     more = {"train.steps": 4 * (1 + machines)}
     whole = with_mirror(corpus, tmp_path / "whole", bucket, **more, **{"checkpoint.mirror": None})
@@ -129,8 +129,8 @@ def restored(bucket, folder):
 
 @pytest.mark.parametrize("count", [20, pytest.param(120, marks=pytest.mark.slow)])
 def test_damaged_objects(copied, tmp_path, capsys, count):
-    """A flipped bit or a cut in any object: what is restored is the same as it was, or is named and
-    left out."""
+    """A flipped bit or a cut in any object: what is restored
+    is the same as it was, or is named and left out."""
     rng = random.Random(count)
     objects = sorted(
         file.relative_to(copied / "bucket") for file in (copied / "bucket").rglob("step-*/*")
@@ -376,8 +376,8 @@ class Once:
 
 
 def test_two_machines_of_one_image(bucket, tmp_path, monkeypatch):
-    """Equal hosts and folders. Of two that start at the same time, one trains. The other one leaves
-    its lease."""
+    """Equal hosts and folders. Of two that start at the same
+    time, one trains. The other one leaves its lease."""
     first, second = (mirror_at(bucket, tmp_path / name / "run") for name in ("a", "b"))
     first._own = Lease(owner="box:/runs/run", id="1")
     second._own = Lease(owner="box:/runs/run", id="2")
@@ -484,8 +484,8 @@ class Ended:
 
 @pytest.fixture
 def start_copiers(monkeypatch):
-    """Processes that end with these codes, None: not at all, are what is started. Returns how many
-    were."""
+    """Processes that end with these codes, None: not at
+    all, are what is started. Returns how many were."""
     started = []
 
     def start(*codes):

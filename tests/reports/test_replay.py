@@ -34,13 +34,13 @@ INTACT = (
     "ok      replay from step 4 to 8, processes: 1, rows: 4, and all tensors, bit for bit",
     "ok      replay from step 8 to 10, processes: 1, rows: 2, bit for bit",
 )
-"""From one checkpoint to the next; and to a row before the next, in a part that was trained again
-after a rollback."""
+"""From one checkpoint to the next; and to a row before the
+next, in a part that was trained again after a rollback."""
 
 
 def replayed(run, replay, data=None):
-    """Exit code of verify_run.py, and its lines from the one of the order on. The training warns of
-    nothing."""
+    """Exit code of verify_run.py, and its lines from the
+    one of the order on. The training warns of nothing."""
     code, text, errors = said(
         verify_run, VerifyConfig(run=str(run), replay=replay, data=(str(data),) if data else ())
     )
@@ -130,8 +130,8 @@ def test_another_device_or_torch_is_compared_to_a_tolerance(corpus, tmp_path):
     ],
 )
 def test_what_auto_came_to_is_what_the_run_says(corpus, tmp_path, setting, device, settled):
-    """A span's few steps could make it come to something else; on another device it is settled for
-    that one."""
+    """A span's few steps could make it come to something
+    else; on another device it is settled for that one."""
     saved = training_config(corpus, tmp_path, {"train.compile": setting}).model_dump(mode="json")
     state = {"device": device, "compile": "model", "micro_batch": 2}
     found = replay_module._config("gpt2", saved, str(tmp_path), (), state)
@@ -173,14 +173,14 @@ ALTERED = [
         1,
     ),
 ]
-"""An edit after which all hashes fit, but for the last; the beginning of the first defect, and the
-number of defects;
-None: one or more."""
+"""An edit after which all hashes fit, but for the
+last; the beginning of the first defect, and the
+number of defects; None: one or more."""
 
 
 def test_what_was_altered_is_found(recorded, tmp_path):
-    """By the replay alone. Weights that were altered spoil only the stretches that they belong
-    to."""
+    """By the replay alone. Weights that were altered
+    spoil only the stretches that they belong to."""
     places = [
         Path(shutil.copytree(recorded, tmp_path / str(number))) for number in range(len(ALTERED))
     ]

@@ -34,8 +34,8 @@ HOSTILE = '</pre><script>alert("x")</script> & $\\foo$'
 
 
 def metrics(n_rows, every=10):
-    """The step-0 evaluation and n_rows logged steps; every fifth is evaluated, the row of step 200
-    is the best."""
+    """The step-0 evaluation and n_rows logged steps; every
+    fifth is evaluated, the row of step 200 is the best."""
     rows = [{"step": 0, "tokens": 0, "val_loss": 9.0, **SCORED}]
     for i in range(1, n_rows + 1):
         step = i * every
@@ -443,8 +443,8 @@ def test_headings_are_the_fields_that_differ(runs):
 
 
 def test_where_files_are_is_no_difference(runs):
-    """Mirrors and recipes never are, and the folder of the data is none if the data are the
-    same."""
+    """Mirrors and recipes never are, and the folder
+    of the data is none if the data are the same."""
     runs.add({1: 3.0, 2: 3.1, 3: 3.2})
     for number, (path, data) in enumerate(zip(runs.paths, "aab", strict=True)):
         text = f"data: {{path: [data/{number}], prepare: {number}.yaml}}\ncheckpoint: {{mirror: file:///x/{number}}}\n"

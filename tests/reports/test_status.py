@@ -126,8 +126,8 @@ ROWS = """
 
 
 def test_total_losses_and_what_comes_next(tmp_path):
-    """Of a running run the time left, of a dead one where it resumes; rows of strangers harm
-    none."""
+    """Of a running run the time left, of a dead one
+    where it resumes; rows of strangers harm none."""
     folder = write(tmp_path / "run", **facts(step=21))
     (folder / "metrics.jsonl").write_text(ROWS.lstrip())
     alive = describe(folder, NOW + 1)

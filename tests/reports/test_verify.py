@@ -125,8 +125,8 @@ def test_a_run_may_go_on_meanwhile(run, monkeypatch, capsys):
 
 
 def test_mistakes_of_the_user(run, trained, tmp_path, capsys):
-    """Data that are others, by their manifest: a mistake in --data, and a defect of the run's own
-    folder."""
+    """Data that are others, by their manifest: a mistake
+    in --data, and a defect of the run's own folder."""
     expect_error("run = .*/nothing", verified, tmp_path / "nothing", capsys)
     own = str(trained.parent / "data")
     data = str(tmp_path / "data")
@@ -247,8 +247,8 @@ FORGED = [
     (field(9, "step", 10**12), "step 9 has no row"),
     (new_seed, "order_digest of step 1"),
 ]
-"""An edit of rows, and what recomputing finds once all hashes fit; empty: nothing, so only an
-anchor does."""
+"""An edit of rows, and what recomputing finds once all
+hashes fit; empty: nothing, so only an anchor does."""
 
 
 @pytest.mark.parametrize(("edit", "defect"), FORGED)
@@ -540,8 +540,8 @@ def test_many_ranges_of_a_branch(run, capsys):
     ],
 )
 def test_a_checkpoint_of_a_stranger(run, tmp_path, monkeypatch, name, value, field):
-    """Its configuration may claim any size. Each reader gives one line before it builds
-    anything."""
+    """Its configuration may claim any size. Each
+    reader gives one line before it builds anything."""
     monkeypatch.chdir(tmp_path)
     config = yaml.safe_load((run / NEW_CONFIG).read_text())
     config["model"][name] = value
@@ -585,8 +585,8 @@ def test_a_checkpoint_that_a_kill_left_without_a_row(run, events):
 
 
 def test_a_resumed_run_does_not_vouch_for_rows_that_someone_changed(tmp_path, capsys):
-    """It warns, keeps a copy, and the change is found afterwards, too. Rows after the checkpoint
-    are dropped."""
+    """It warns, keeps a copy, and the change is found
+    afterwards, too. Rows after the checkpoint are dropped."""
     log = RunLog(open_folder(tmp_path / "run"))
     log.resume(LogEnd(), Progress(), {"event": "start", "step": 0})
     for step in (1, 2):

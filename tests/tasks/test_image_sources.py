@@ -1,5 +1,5 @@
-"""Images of any kind and from anywhere: each in its split, of its class, read the same way whatever
-holds them."""
+"""Images of any kind and from anywhere: each in its split,
+of its class, read the same way whatever holds them."""
 
 import pickle
 import re

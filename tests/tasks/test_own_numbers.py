@@ -1,5 +1,5 @@
-"""A stranger's own evaluation and numbers in rows: classes of docs/, killed and resumed; wrong
-numbers."""
+"""A stranger's own evaluation and numbers in rows:
+classes of docs/, killed and resumed; wrong numbers."""
 
 import math
 import os
@@ -40,8 +40,8 @@ def example():
 
 
 def mine(config, dies_at=0, differs=False):
-    """Trains the class of the page. The last rank is killed before a step, or each rank has a score
-    of its own."""
+    """Trains the class of the page. The last rank is killed
+    before a step, or each rank has a score of its own."""
     from gpt2_ddp.training import loop
 
     def die(run):
@@ -68,8 +68,8 @@ def mine(config, dies_at=0, differs=False):
 
 
 def first_step(config, corpus, world, size):
-    """In plain PyTorch: the noise scale of the first step with micro-batches of a size, and its
-    layers' norms."""
+    """In plain PyTorch: the noise scale of the first step
+    with micro-batches of a size, and its layers' norms."""
     windows = Windows(TokenStream(corpus, read_manifest(corpus), "train"), 32)
     torch.manual_seed(config.seed)
     model = GPT(config.model, 512)
@@ -96,8 +96,8 @@ def first_step(config, corpus, world, size):
 def test_own_numbers_are_in_the_rows_on_any_number_of_processes_and_resume(
     world, size, corpus, tmp_path
 ):
-    """Bitwise, and with the noise scale. Of 13 windows, the last micro-batches have fewer, or
-    none."""
+    """Bitwise, and with the noise scale. Of 13 windows,
+    the last micro-batches have fewer, or none."""
     changes = {"eval.every": 4, "train.global_batch_tokens": 13 * 32}
 
     def config(name):
@@ -156,8 +156,8 @@ def test_a_wrong_number_is_one_error_line(method, numbers, problem):
 
 
 def measuring(shares=4, parallel="ddp"):
-    """The noise scale's task in one process, on steps of 8 items of 3 tokens, in so many
-    micro-batches."""
+    """The noise scale's task in one process, on steps
+    of 8 items of 3 tokens, in so many micro-batches."""
     task = object.__new__(NoiseScale)
     task.averages = (0.0, 0.0)
     task.units_per_item = 3

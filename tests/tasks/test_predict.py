@@ -1,5 +1,5 @@
-"""evaluate.py on small jobs: predictions equal a plain loop's; and which script takes a
-classifier's run."""
+"""evaluate.py on small jobs: predictions equal a plain
+loop's; and which script takes a classifier's run."""
 
 import json
 import re
@@ -62,8 +62,8 @@ def predictions_in(folder):
 
 
 def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
-    """A grey photograph of another size, with a name of two lines, and a folder; the last batch is
-    short."""
+    """A grey photograph of another size, with a name of
+    two lines, and a folder; the last batch is short."""
     photo = tmp_path / "a\nphoto.bmp"
     Image.linear_gradient("L").resize((40, 20)).save(photo)
     images = runs / "images/test"

@@ -1,5 +1,5 @@
-"""The small models: their sizes, what a transformer's position sees, and the pixels that models of
-images get."""
+"""The small models: their sizes, what a transformer's
+position sees, and the pixels that models of images get."""
 
 from itertools import product
 

@@ -1,5 +1,5 @@
-"""Supervised: equal to a hand-written loop on any number of processes, exact in its scores, bitwise
-after any stop."""
+"""Supervised: equal to a hand-written loop on any number of
+processes, exact in its scores, bitwise after any stop."""
 
 import re
 import shutil
@@ -78,8 +78,8 @@ def test_rates_by_epochs(tmp_path):
 
 
 SETS = ((1, 4), (2, 1), (37, 8), (48, 8))
-"""Samples and batch size: what no number of processes and no batch divides, and less than a
-batch."""
+"""Samples and batch size: what no number of processes
+and no batch divides, and less than a batch."""
 
 
 IDENTITY = torch.nn.Identity()

@@ -1,5 +1,5 @@
-"""The code of one's own class: what a resume does after each change of its file; a stranger's code
-stays data."""
+"""The code of one's own class: what a resume does after
+each change of its file; a stranger's code stays data."""
 
 import copy
 import os
@@ -130,8 +130,8 @@ def test_a_recorded_name_without_its_file_is_the_recorded_class(corpus, here):
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_changed_file_has_to_be_accepted(corpus, here, monkeypatch, change, capsys):
-    """By name, on the command line, though another run may have made it trusted. The line has the
-    file to compare."""
+    """By name, on the command line, though another run may
+    have made it trusted. The line has the file to compare."""
     CHANGED[change](here / "mine.py")
     trust(find("mine.py:Mine"))
     for task in (None, "mine.py:Mine"):
@@ -278,8 +278,8 @@ def test_a_strangers_class_stays_data(here, monkeypatch, line):
 
 @pytest.mark.parametrize("command", ["generate", "evaluate", "export_hf", "verify_run"])
 def test_a_file_does_not_trust_the_code_of_a_run(here, monkeypatch, command):
-    """Whoever gives a run may give a YAML file with it. What `--print_config` writes is taken
-    again."""
+    """Whoever gives a run may give a YAML file with
+    it. What `--print_config` writes is taken again."""
     monkeypatch.setenv("XDG_STATE_HOME", str(here / "elsewhere"))
     (here / "executed").unlink()
     field = "run" if command == "verify_run" else "checkpoint"

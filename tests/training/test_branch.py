@@ -85,8 +85,8 @@ def test_with_the_same_schedule_it_is_the_parent_that_goes_on(tmp_path, branchin
 
 
 def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
-    """The second begins at the newest checkpoint of the first; their rates are their own, the data
-    go on."""
+    """The second begins at the newest checkpoint of the
+    first; their rates are their own, the data go on."""
     own = {"optim.schedule": "wsd", "optim.lr": 1e-3, "optim.decay_fraction": 0.5}
     first = branching(own | {"train.steps": 8})
     changes = {"train.branch_from": f"{tmp_path}/branch", "train.steps": 9}
@@ -197,8 +197,8 @@ SCHEDULES = [
     ("--optim.schedule wsd --train.steps 40", 11, "--train.steps 20", 40),
     ("--optim.schedule constant --train.steps 20", 20, "--train.steps 40", 40),
 ]
-"""Flags at the start, a step, what the resumed run has in their place or besides, and where its
-schedule ends."""
+"""Flags at the start, a step, what the resumed run has in
+their place or besides, and where its schedule ends."""
 SHORT = (
     "--model.block_size 32 --train.global_batch_tokens 768 --optim.warmup_steps 5"
     " --optim.decay_fraction 0.5 "
@@ -275,8 +275,8 @@ def test_a_run_whose_learning_rate_is_0_is_branched_off(tmp_path, corpus, schedu
 
 
 def test_the_last_step_of_a_decay_to_0_is_taken_after_a_stop(tmp_path, corpus):
-    """So are steps after it, of a run that began with as many: the same command resumes it. A note
-    says so."""
+    """So are steps after it, of a run that began with as
+    many: the same command resumes it. A note says so."""
     changes = DECAYED | {"checkpoint.every": 7, "optim.decay_steps": 8}
     for steps in (8, 9):
         config = training_config(corpus, tmp_path / str(steps), changes | {"train.steps": steps})

@@ -61,8 +61,8 @@ def other_draws(case):
 
 
 def check(found, golden, case, config):
-    """Compares two summaries; what `found` has more of does not matter, and a row's epoch is just
-    its step again."""
+    """Compares two summaries; what `found` has more of does
+    not matter, and a row's epoch is just its step again."""
     allowed = tolerances(case, config)
     numbers = not other_draws(case)
     assert [row["step"] for row in found["rows"]] == [row["step"] for row in golden["rows"]]
@@ -111,8 +111,8 @@ def every_world(cases):
 
 @pytest.fixture
 def finished(tmp_path_factory):
-    """Trains a case, and with it, once for all tests, the others of as many processes that are as
-    slow."""
+    """Trains a case, and with it, once for all tests,
+    the others of as many processes that are as slow."""
 
     def of(name, world):
         slow = world in CASES[name].slow
@@ -144,8 +144,8 @@ def test_trains_what_it_always_did(finished, name, world):
     ("name", "world"), every_world({name: case for name, (case, _) in RESUMED.items()})
 )
 def test_resumes_a_recorded_run(name, world, tmp_path):
-    """A run folder that was recorded halfway, with the configuration found in it, but for fields
-    that are no more."""
+    """A run folder that was recorded halfway, with the
+    configuration found in it, but for fields that are no more."""
     case, further = RESUMED[name]
     if case.kind == "regression" and draws()["normals"] != RECORDED["draws"]["normals"]:
         pytest.skip("this machine draws other points than the run was started with")

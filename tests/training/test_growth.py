@@ -39,8 +39,8 @@ finally:
 
 
 def make_long_run(trained, place, steps):
-    """A stopped run of so many steps, each with a row, and a checkpoint at the last. All records
-    agree."""
+    """A stopped run of so many steps, each with a row,
+    and a checkpoint at the last. All records agree."""
     rare = {"eval.every": 10**9, "checkpoint.every": 10**9}
     config = training_config(
         trained.parent / "data", place, {"train.steps": steps, "optim.decay_steps": 10, **rare}

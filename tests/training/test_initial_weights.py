@@ -1,5 +1,5 @@
-"""`train.init_from`: a model of transformers is imported as it is, or refused by name; a run's
-weights likewise."""
+"""`train.init_from`: a model of transformers is imported
+as it is, or refused by name; a run's weights likewise."""
 
 import json
 import os
@@ -103,8 +103,8 @@ def in_files(folder):
 
 
 def old_style(tensors):
-    """As the first releases saved it: no prefix, a constant of the causal mask, and the tied head
-    written out."""
+    """As the first releases saved it: no prefix, a constant
+    of the causal mask, and the tied head written out."""
     masks = {"h.0.attn.masked_bias": torch.tensor(-1e4)}
     plain = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     return {**plain, **masks, "lm_head.weight": plain["wte.weight"]}
@@ -145,8 +145,8 @@ LAYOUTS = [
     ("llama", PAD),
     ("nanochat", PAD),  # the default of transformers' NanoChat
 ]
-"""Architecture, how its folder differs from what transformers saves now, and fields of the model
-section, if any."""
+"""Architecture, how its folder differs from what transformers
+saves now, and fields of the model section, if any."""
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -398,8 +398,8 @@ def typed(folder, flags=""):
 
 
 def test_a_shape_that_nobody_gives_is_the_models(tmp_path, capsys):
-    """Neither the default preset's nor the default, but its dropout is the preset's. Ranks may
-    share the model."""
+    """Neither the default preset's nor the default, but its
+    dropout is the preset's. Ranks may share the model."""
     weights = []
     calls = []  # of a folder and of a run
     for kind in (*SHAPES, "a run"):
@@ -493,8 +493,8 @@ IDS = 300
 
 
 def write_nanogpt(model, file, prefix):
-    """As its train.py does, without biases that are zero; the embedding and the head are one
-    tensor."""
+    """As its train.py does, without biases that are
+    zero; the embedding and the head are one tensor."""
     stored = {name: value[:IDS] for name, value in model.state_dict().items() if value.any()}
     weights = {f"{prefix}transformer.{name}": value for name, value in stored.items()}
     weights[f"{prefix}lm_head.weight"] = model.wte.weight[:IDS]
@@ -504,8 +504,8 @@ def write_nanogpt(model, file, prefix):
 
 
 def write_llm_c(model, file, version):
-    """As `write_model` of its train_gpt2.py does, and train_gpt2.cu: one tensor of all layers after
-    another."""
+    """As `write_model` of its train_gpt2.py does, and
+    train_gpt2.cu: one tensor of all layers after another."""
     weights = model.state_dict()
     own = model.config
     header = torch.zeros(256, dtype=torch.int32)

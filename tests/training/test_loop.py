@@ -1,5 +1,5 @@
-"""The training loop: equal to a hand-written one, and for every way of splitting its steps over
-processes."""
+"""The training loop: equal to a hand-written one, and
+for every way of splitting its steps over processes."""
 
 import math
 import os
@@ -152,8 +152,8 @@ def test_processes_times_accumulation(corpus, tmp_path):
 
 
 def test_a_step_that_needs_too_much_memory(corpus, tmp_path, monkeypatch):
-    """One line says what to lower: the micro-batch of the steps, which may be smaller than the
-    setting."""
+    """One line says what to lower: the micro-batch of
+    the steps, which may be smaller than the setting."""
     monkeypatch.setattr(
         loop, "train_step", MagicMock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     )
@@ -240,8 +240,8 @@ def test_data_are_prepared_on_first_use(tmp_path):
 
 @pytest.mark.slow
 def test_compiled_training_equals_eager(short_documents, tmp_path):
-    """Compiled, in bf16, with masked documents: the same losses to bf16's precision; checkpoints
-    with plain names."""
+    """Compiled, in bf16, with masked documents: the same losses
+    to bf16's precision; checkpoints with plain names."""
     changes = {
         "train.mixed_precision": "bf16",
         "train.steps": 4,
@@ -262,8 +262,8 @@ def test_compiled_training_equals_eager(short_documents, tmp_path):
 
 
 def what_a_step_does(config):
-    """Trains; what autocast, determinism and activation checkpointing were inside, and where
-    gradients are."""
+    """Trains; what autocast, determinism and activation
+    checkpointing were inside, and where gradients are."""
     from gpt2_ddp.model.gpt import Block
 
     found = {"blocks": 0, "dtypes": set(), "places": []}

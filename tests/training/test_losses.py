@@ -54,8 +54,8 @@ def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
 
 
 def sums_of_a_rank():
-    """Of three steps: the second is not finite on rank 1, the third is skipped. What is known after
-    each."""
+    """Of three steps: the second is not finite on rank
+    1, the third is skipped. What is known after each."""
     rank = build_accelerator("cpu", "no").process_index
     guard = Guard(GuardConfig())
     known = []
@@ -80,9 +80,9 @@ def test_the_numbers_of_steps_over_all_ranks():
 
 
 def train_and_record(config):
-    """Trains. Step 3 has a loss that is not finite on the last rank, step 4 a large one, and steps
-    10 to 12 bad gradients. Returns this rank's sum of losses of each step; the last one of a step
-    stands."""
+    """Trains. Step 3 has a loss that is not finite on the last rank,
+    step 4 a large one, and steps 10 to 12 bad gradients. Returns this
+    rank's sum of losses of each step; the last one of a step stands."""
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training import loop
 
@@ -108,8 +108,8 @@ def train_and_record(config):
 
 
 def test_the_mean_loss_of_the_steps_since_the_last_row(tiny_config, tmp_path):
-    """Rows come every 4 steps and at evaluations; a rollback to step 5, between two rows, takes the
-    sums back."""
+    """Rows come every 4 steps and at evaluations; a rollback
+    to step 5, between two rows, takes the sums back."""
     changes = {
         "guard": {"patience": 3},
         "train.steps": 16,

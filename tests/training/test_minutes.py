@@ -1,5 +1,5 @@
-"""Runs whose length is a time (`train.minutes`). What steps take, and the clock, are values that a
-test sets."""
+"""Runs whose length is a time (`train.minutes`). What
+steps take, and the clock, are values that a test sets."""
 
 import math
 import os
@@ -47,8 +47,8 @@ RESUMED_STEPS = 8 + 12
 
 
 def by_the_clock(configs, dies_at=0):
-    """Trains all; a step takes two seconds. Other ranks have another clock: the main process's
-    counts."""
+    """Trains all; a step takes two seconds. Other ranks
+    have another clock: the main process's counts."""
     factor = 100 if int(os.environ.get("RANK", "0")) else 1
     minutes.passed_since = lambda begun: 60.0 * factor
     StopRequest.typical = lambda stop, what: factor * SECONDS[what] if stop._seconds[what] else 0.0

@@ -115,8 +115,8 @@ def spelled(corpus, tokens):
 
 
 def numbers(line):
-    """The figures in a line of the terminal or of evaluate.py: what stands before or behind each
-    number names it."""
+    """The figures in a line of the terminal or of evaluate.py:
+    what stands before or behind each number names it."""
     line = line.replace(",", "").replace("\n", "")
     line = re.sub(
         r"(\d+):(\d+) left", lambda clock: f"{60 * int(clock[1]) + int(clock[2])} s left", line

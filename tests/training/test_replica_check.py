@@ -56,9 +56,9 @@ def flip_and_tell(config, flips):
 
 
 def test_of_three_ranks_the_one_is_named(tiny_config, tmp_path):
-    """In a GPT: large tensors and tiny ones, weights, moments and step counts, the first bits and
-    the last. Steps after a flip do not spread it to other tensors; and a buffer is nobody's
-    business."""
+    """In a GPT: large tensors and tiny ones, weights, moments and step
+    counts, the first bits and the last. Steps after a flip do not
+    spread it to other tensors; and a buffer is nobody's business."""
     names = [
         "wte.weight",
         "h.0.ln_1.weight",
@@ -110,8 +110,8 @@ def test_every_bit_counts(name):
 
 
 def test_changes_that_could_cancel_are_found():
-    """Rows that change places. Of neighbouring bytes with weights of 1, 3, 5 ...: 3 · 1 - 1 · 2 - 1
-    · 1."""
+    """Rows that change places. Of neighbouring bytes with
+    weights of 1, 3, 5 ...: 3 · 1 - 1 · 2 - 1 · 1."""
     rows = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
     for i in range(1, 50):
         assert sum_of(rows[[i, *range(1, i), 0, *range(i + 1, 50)]]) != sum_of(rows)

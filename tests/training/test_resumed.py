@@ -55,8 +55,8 @@ STOPS = {
         for kind, at in zip(KINDS, (8, 10, 8, 14), strict=True)
     },
 }
-"""A signal to the last rank before so many steps of its process; or a SIGTERM in the middle of what
-follows a step."""
+"""A signal to the last rank before so many steps of its
+process; or a SIGTERM in the middle of what follows a step."""
 FAST = {("gpt2", 3), ("resnet18", 0), ("transformer", 0), ("letters", 1)}
 CASES = [
     pytest.param(
@@ -69,14 +69,14 @@ CASES = [
     for (number, kind), layout in product(enumerate(KINDS), range(4))
 ]
 BAD = (12 * 4, 12 * 9)
-"""Data of the GPT's steps 5 to 9, whose gradients are not finite: the run goes back from there to
-step 4."""
+"""Data of the GPT's steps 5 to 9, whose gradients are
+not finite: the run goes back from there to step 4."""
 
 
 def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
-    """A run with all that a state depends on: dropout or augmentation, last steps with fewer items,
-    statistics of BatchNorm, sums over steps, epochs and evaluations; of a GPT also two sources and
-    masked documents."""
+    """A run with all that a state depends on: dropout or augmentation, last
+    steps with fewer items, statistics of BatchNorm, sums over steps, epochs
+    and evaluations; of a GPT also two sources and masked documents."""
     output = folder / name
     if kind == "letters":
         return LettersConfig(
@@ -112,8 +112,8 @@ def config_of(kind, corpus, short_documents, folder, optimizer, parallel, name):
 
 
 def train_narrow(*arguments):
-    """Trains with faults. A ResNet-18 has an eighth of the channels: the whole one has checkpoints
-    of 134 MB."""
+    """Trains with faults. A ResNet-18 has an eighth of the
+    channels: the whole one has checkpoints of 134 MB."""
     jobs.ResNet18 = partial(RESNET18, width=8)
     return train_with_faults(*arguments)
 

@@ -44,8 +44,8 @@ def files(folder):
 
 
 def there_and_back(config):
-    """Trains four steps, saves; then three times four more from there, and what they came to each
-    time."""
+    """Trains four steps, saves; then three times four
+    more from there, and what they came to each time."""
     import torch
     from runs import built
 
@@ -75,8 +75,8 @@ def there_and_back(config):
 
 @pytest.mark.parametrize("kind", ["muon", "mlp"])
 def test_back_in_the_middle_of_a_run(corpus, tmp_path, kind):
-    """The same four steps have the same bits, on every rank: weights, moments, order, sums over the
-    epoch."""
+    """The same four steps have the same bits, on every
+    rank: weights, moments, order, sums over the epoch."""
     changes = {"model.dropout": 0.1, "optim.name": "muon"}
     if kind == "muon":
         config = training_config(corpus, tmp_path, changes)
@@ -103,8 +103,8 @@ def test_a_run_without_scores_begins_without_a_row(corpus, tmp_path):
 
 
 def without_long_work(configs, large=(".bin", ".safetensors")):
-    """What each training prints, or its refusal, while nothing is hashed but small files, and no
-    model is built."""
+    """What each training prints, or its refusal, while nothing
+    is hashed but small files, and no model is built."""
     import hashlib
 
     from gpt2_ddp.tasks import pretraining, supervised
@@ -180,8 +180,8 @@ def test_a_refused_run_leaves_no_folder(corpus, tmp_path):
 
 
 def test_a_complete_run_says_so_at_once(corpus, tmp_path, trained, trained_job):
-    """Without hashing the corpus, building, or writing anything; of its data, only small files are
-    compared."""
+    """Without hashing the corpus, building, or writing
+    anything; of its data, only small files are compared."""
     shutil.copytree(trained, tmp_path / "gpt2/run")
     shutil.copytree(trained_job, tmp_path / "job/run")
     changes = {"optim.decay_steps": 10}
@@ -203,8 +203,8 @@ def test_a_complete_run_says_so_at_once(corpus, tmp_path, trained, trained_job):
 def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(
     tmp_path, trained, capsys, is_forged
 ):
-    """It trains its end again, from the one before, and ends as it did. That somebody forged one
-    stays a defect."""
+    """It trains its end again, from the one before, and ends
+    as it did. That somebody forged one stays a defect."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     weights = checkpoint_at(run, 10) / "model.safetensors"
     content = weights.read_bytes()
@@ -227,8 +227,8 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, halfway):
-    """The rows name its checkpoints. Whoever wants to start over removes the metrics, or takes
-    another name."""
+    """The rows name its checkpoints. Whoever wants to start
+    over removes the metrics, or takes another name."""
     run = Path(shutil.copytree(halfway / "run", tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")
     (run / STATUS).unlink()
@@ -244,8 +244,8 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, 
 
 
 def test_a_resume_from_an_older_checkpoint_than_the_rows_record_says_so(corpus, tmp_path):
-    """In one line, once: the resumed run's rows record what is there. A run that has all says
-    nothing."""
+    """In one line, once: the resumed run's rows record
+    what is there. A run that has all says nothing."""
     config = training_config(corpus, tmp_path)
     train(config)
     shutil.rmtree(checkpoint_at(tmp_path / "run", 10))
@@ -266,8 +266,8 @@ RECORDS = [
     ([("checkpoint", 9, [5, 9]), ("end", 12, [5])], 5),
     ([("checkpoint", 9, [5, 9]), ("start", 5, [5])], 5),
 ]
-"""Events with their steps and the checkpoints that were there; the newest one that should be
-there."""
+"""Events with their steps and the checkpoints that
+were there; the newest one that should be there."""
 
 
 @pytest.mark.parametrize(("records", "newest"), RECORDS)

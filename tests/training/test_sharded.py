@@ -1,5 +1,5 @@
-"""`launch.parallel: fsdp`: the same run, whether its ranks share one model or each has all of
-it."""
+"""`launch.parallel: fsdp`: the same run, whether
+its ranks share one model or each has all of it."""
 
 import os
 import resource
@@ -77,8 +77,8 @@ def train_bounded(configs):
 
 
 def compare(one, other, most=1e-4):
-    """Two runs have the same order of data, and the same losses and weights but for the order of
-    sums."""
+    """Two runs have the same order of data, and the same
+    losses and weights but for the order of sums."""
     ours, theirs = ([row for row in untimed(run) if "loss" in row] for run in (one, other))
     assert ours[-1]["order_digest"] == theirs[-1]["order_digest"]
     loss = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
@@ -102,8 +102,8 @@ def compare(one, other, most=1e-4):
     ],
 )
 def test_the_same_run_as_ddp(text, tmp_path, processes, replicas, architectures):
-    """Equal order; equal losses and weights, but for the order of sums. In one process, equal
-    bits."""
+    """Equal order; equal losses and weights, but for
+    the order of sums. In one process, equal bits."""
     cells = [*product(architectures, ("adamw", "muon"))]
     if processes == 4:
         cells = [cells[number] for number in (0, 3, 4, 7)]
@@ -213,14 +213,14 @@ KILLS = {
     False: [(2, 0, False), (2, 0, True), (4, 1, False)],
     True: [(2, 1, False), (2, -1, False), (4, 0, True)],
 }
-"""By whether checkpoints are saved in the background: step, rank and whether the manifest is
-written."""
+"""By whether checkpoints are saved in the background:
+step, rank and whether the manifest is written."""
 
 
 @SLOW
 def test_kills_while_parts_are_written(corpus, tmp_path):
-    """Nothing half written is taken, and the resumed run is that which was left alone, bit for
-    bit."""
+    """Nothing half written is taken, and the resumed
+    run is that which was left alone, bit for bit."""
     more = FSDP | MUON | {"train.steps": 4, "train.global_batch_tokens": 192, "checkpoint.every": 2}
     run_ranks(train, 2, training_config(corpus, tmp_path / "alone", more))
     for background, kills in KILLS.items():

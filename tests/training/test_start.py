@@ -1,5 +1,5 @@
-"""Starting a training: what it imports, which weights it makes, and what a complete run does not do
-again."""
+"""Starting a training: what it imports, which weights
+it makes, and what a complete run does not do again."""
 
 import json
 import os
@@ -19,8 +19,8 @@ HEAVY = (
     "datasets huggingface_hub matplotlib pandas pyarrow scipy sympy tensorboard tokenizers"
     " torch._dynamo torch._inductor torch.distributed.tensor trackio transformers wandb"
 )
-"""What a training on the CPU with one process has no use for; each takes a tenth of a second to
-two."""
+"""What a training on the CPU with one process has no
+use for; each takes a tenth of a second to two."""
 
 
 def loaded(folder, *commands):

@@ -1,5 +1,5 @@
-"""Requests to stop: deadlines, signals that come twice, agreement of the ranks. test_resumed.py
-stops runs."""
+"""Requests to stop: deadlines, signals that come twice,
+agreement of the ranks. test_resumed.py stops runs."""
 
 import os
 import signal
@@ -53,8 +53,8 @@ def test_the_deadline_reserves_what_a_typical_step_and_save_take(monkeypatch):
 
 
 def interrupted(first, echo_seconds):
-    """What a rank takes for the reason to stop that gets `first` and then SIGINT, and whether that
-    one ended it."""
+    """What a rank takes for the reason to stop that gets
+    `first` and then SIGINT, and whether that one ended it."""
     signals.ECHO_SECONDS = echo_seconds
     with stop_request() as stop:
         stop.request("another rank")  # which is no signal to this one
@@ -82,8 +82,8 @@ def test_a_signal_that_comes_twice_is_one_request(corpus, tmp_path):
 
 
 def agreed(reasons, elastic=True):
-    """Whether the ranks stop, and whether this one's launcher has to start it again; `SIGTERM` is a
-    signal."""
+    """Whether the ranks stop, and whether this one's
+    launcher has to start it again; `SIGTERM` is a signal."""
     stopping.machines = lambda: 2
     stopping.elastic_nodes = lambda: "1:2" if elastic else ""
     with stop_request() as stop:

@@ -1,5 +1,5 @@
-"""The design, tried: a kind of training that nobody thought of is one short class, and has all that
-the others have."""
+"""The design, tried: a kind of training that nobody thought
+of is one short class, and has all that the others have."""
 
 import math
 from functools import partial
