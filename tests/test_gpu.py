@@ -1,12 +1,12 @@
 """What to run first on a GPU, in the order of its worth (`make gpu`, docs/benchmarks.md). With
 GPU_DEVICE=cpu, tiny.
 
-A part is one or more commands with a time limit. pytest's `--last-failed` runs those parts again
-that failed or had no time left. The table at the end has all parts of all calls, and what their
-runs found.
+A part is one or more commands with a time limit, and belongs to a tier. A part that passed on this
+commit is not run again; the earlier call may have been on another machine, whose gpu.json was
+brought to GPU_OUTPUT. The table at the end has all parts of all calls, and what their runs found.
 
-    GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 \\
-        .venv/bin/pytest -m gpu --last-failed tests/test_gpu.py
+    GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 GPU_TIERS="smoke real" \\
+        .venv/bin/pytest -m gpu tests/test_gpu.py
 """
 
 import json
@@ -37,6 +37,7 @@ from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import read_json
 from gpt2_ddp.output import write_json
+from gpt2_ddp.project import git_commit
 from gpt2_ddp.records.rows import is_event
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
@@ -44,7 +45,7 @@ from gpt2_ddp.training.task import Due
 
 OUT = Path(os.environ.get("GPU_OUTPUT", ROOT / "runs/gpu")).absolute()
 DEVICE = os.environ.get("GPU_DEVICE", "cuda")
-CALL_SECONDS = float(os.environ.get("GPU_SECONDS", "inf"))
+CALL_SECONDS = float(os.environ.get("GPU_SECONDS", "300" if DEVICE == "cuda" else "inf"))
 """Seconds of this call. A part begins only if its limit is left, or as the first part, which gets
 what there is."""
 BEGUN, USUAL_LIMIT, GRACE = time.monotonic(), 120, 10
@@ -151,11 +152,21 @@ PARTS = {
 """Name -> what Python runs, one after the other. All but the last may be a training that stops,
 with exit code 75."""
 LIMITS = {
-    **dict.fromkeys(("step", "steps"), 420),
+    "steps": 420,
     **dict.fromkeys(("350M", "1558M", "1558M recomputed", "a run"), 300),
     "checkpoint": 180,
 }
 """Seconds of the parts that may take longer than others."""
+FIRSTS = {
+    "fp32": "smoke",
+    "step": "speed",
+    "guards off": "saves",
+    "350M": "sizes",
+    "200 in fp32": "real",
+}
+"""The first part of each tier; the parts after it are of the same one."""
+TIERS = os.environ.get("GPU_TIERS", " ".join(FIRSTS.values())).split()
+"""Tiers of this call."""
 GPU_ONLY = ("steps", "350M", "1558M", "1558M recomputed")
 RATES = {
     "guards off": ("124M", "unguarded"),
@@ -212,6 +223,10 @@ def test_part(part, call):
     """A failure is recorded for the table as well."""
     if DEVICE == "cpu" and part in GPU_ONLY:
         pytest.skip("takes a GPU")
+    if tier_of(part) not in TIERS:
+        pytest.skip(f"is of the tier {tier_of(part)}")
+    if has_passed(part):
+        pytest.skip("has passed on this commit")
     limit, begun = limit_of(part, first=not call), time.monotonic()
     failure = run_part(part, limit) if limit else "no time was left; the same command begins it"
     if limit:
@@ -219,6 +234,20 @@ def test_part(part, call):
     record(part, call.get(part, 0.0), failure)
     if failure:
         pytest.fail(failure, pytrace=False)
+
+
+def tier_of(part):
+    """The tier of a part."""
+    firsts = [name for name in [*PARTS][: [*PARTS].index(part) + 1] if name in FIRSTS]
+    return FIRSTS[firsts[-1]]
+
+
+def has_passed(part):
+    """Whether gpu.json says that the part passed on this commit and this kind of device."""
+    known = read_json(OUT / "gpu.json")["parts"].get(part) if (OUT / "gpu.json").exists() else None
+    commit = git_commit() or "-dirty"
+    alike = {"failure": "", "commit": commit, "device": DEVICE}
+    return bool(known) and not commit.endswith("-dirty") and alike.items() <= known.items()
 
 
 def run_part(part, limit):
@@ -295,7 +324,12 @@ def record(part, seconds, failure):
     """Writes the parts of all calls, in their order, to gpu.json."""
     file = OUT / "gpu.json"
     known = read_json(file)["parts"] if file.exists() else {}
-    known[part] = {"seconds": seconds, "failure": failure}
+    known[part] = {
+        "seconds": seconds,
+        "failure": failure,
+        "commit": git_commit() or "",
+        "device": DEVICE,
+    }
     file.write_text(json.dumps({"parts": {name: known[name] for name in PARTS if name in known}}))
 
 
@@ -369,6 +403,19 @@ def train_with_inf(flags):
     """A training with an Inf in the gradient of its second step."""
     config = load(TrainingConfig, flags, "configs/gpt2_stdlib.yaml")
     train_with_faults(config, (1, 2 * config.global_batch_windows), math.inf)
+
+
+def test_a_part_that_passed_on_this_commit_is_not_run_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules[__name__], "OUT", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "git_commit", lambda: "one")
+    record("fp32", 1.0, "")
+    record("bf16", 1.0, "exit code 1")
+    assert [has_passed(part) for part in ("fp32", "bf16", "resume")] == [True, False, False]
+    monkeypatch.setattr(sys.modules[__name__], "git_commit", lambda: "two")
+    assert not has_passed("fp32")
+    assert [
+        tier_of(part) for part in ("fp32", "sharded", "trace", "checkpoint", "1558M", "ResNet")
+    ] == [*("smoke", "smoke", "speed", "saves", "sizes", "real")]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -9,6 +9,7 @@ from runs import complete, rows, training_config
 
 from gpt2_ddp import evaluate
 from gpt2_ddp.checkpoint.verify import find_checkpoint
+from gpt2_ddp.model import gpt
 from gpt2_ddp.model.generate import Sampling
 from gpt2_ddp.tasks.trained_model import load_model
 from gpt2_ddp.training.initial_weights import find_model
@@ -132,3 +133,50 @@ def test_trained_and_evaluated(short_documents, tmp_path):
         1e-5,
         1,
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_of_blocks_is_the_dense_one(kind, monkeypatch):
+    """Losses and gradients by FlexAttention's plain form: torch has no backward pass of its kernels
+    on CPUs."""
+    from torch.nn.attention import flex_attention as flex
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(gpt, "MASK_BLOCK", 16)
+    generator, found, blocks = torch.Generator().manual_seed(3), {}, []
+    build = gpt.document_blocks
+    monkeypatch.setattr(
+        gpt, "document_blocks", lambda document: blocks.append(1) or build(document)
+    )
+    tokens = torch.randint(12, (4, 48), generator=generator)  # a document has about 12 tokens
+    tokens[0] = 5
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(gpt, "BLOCK_MASKS_ON", devices)
+        model = masked(kind=kind, block_size=48)
+        run = torch.compile(model, dynamic=False, fullgraph=True, backend="aot_eager")
+        loss = run(tokens, tokens.roll(-1, 1), reduction="sum")
+        found[devices] = [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()])]
+    assert_close(found[("cpu",)], found[()], 1e-5)
+    assert len(blocks) == 1
+
+
+WITHOUT_BLOCKS = {
+    "not compiled": ({}, 48),
+    "a window of part of a block": ({}, 40),
+    "dropout": ({"dropout": 0.1}, 48),
+    "recomputed": ({}, 48),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_BLOCKS)
+def test_a_dense_mask_where_blocks_cannot_be(case, monkeypatch):
+    changes, length = WITHOUT_BLOCKS[case]
+    monkeypatch.setattr(gpt, "MASK_BLOCK", 16)
+    monkeypatch.setattr(gpt, "BLOCK_MASKS_ON", ("cpu",))
+    monkeypatch.setattr(gpt, "document_blocks", None)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: case != "not compiled")
+    model = masked(block_size=48, **changes)
+    model.activation_checkpointing = case == "recomputed"
+    tokens = torch.randint(12, (4, length))
+    assert model(tokens, tokens).isfinite()

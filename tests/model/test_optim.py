@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,6 +231,49 @@ def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch):
     assert [*muon.batches(matrices, range(7), torch.bfloat16)] == [[0, 2, 3], [4], [1, 6], [5]]
     # of this rank, and alone
     assert [*muon.batches(matrices, range(2, 6, 2), torch.float32)] == [[2], [4]]
+
+
+def test_gpus_orthogonalize_more_matrices_together(monkeypatch):
+    monkeypatch.setattr(muon, "TOGETHER_ON_GPUS", 3 * 8)
+    monkeypatch.setattr(muon, "TOGETHER", 8)
+    on = {gpu: SimpleNamespace(shape=torch.Size((2, 4)), is_cuda=gpu) for gpu in (False, True)}
+    sizes = {
+        gpu: [len(batch) for batch in muon.batches([on[gpu]] * 4, range(4), torch.bfloat16)]
+        for gpu in on
+    }
+    assert sizes == {True: [3, 1], False: [1, 1, 1, 1]}
+
+
+def muon_run(devices, bad_step=2, dtype=torch.bfloat16):
+    """Parameters and momentum after four steps, the gradient of one of which is not finite."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, 6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "FOREACH_ON", devices)
+        optimizer = build_optimizer(model, OptimConfig(name="muon"), bf16=True)
+        for group in optimizer.param_groups:
+            group["dtype"] = dtype
+        for step in range(4):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape)
+            optimizer.found_inf = torch.tensor(float(step == bad_step))
+            if step == bad_step:
+                before = deepcopy([*model.parameters()])
+                model[0].weight.grad[1, 1] = math.nan
+            optimizer.step()
+            if step == bad_step:
+                assert all(
+                    torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+                )
+    states = [
+        state["momentum_buffer"] for state in optimizer.state.values() if "momentum_buffer" in state
+    ]
+    return [p.detach() for p in model.parameters()], states
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_operations_of_all_matrices_step_as_those_of_each(dtype):
+    assert_close(muon_run(("cpu",), dtype=dtype), muon_run((), dtype=dtype), 1e-3)
 
 
 @pytest.mark.parametrize(("has", "bf16"), [(True, True), (True, False), (False, True)])

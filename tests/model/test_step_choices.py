@@ -128,6 +128,18 @@ def test_ddp_cuts_no_compiled_block():
             assert torch._dynamo.config.optimize_ddp is cuts
 
 
+def test_measured_kernels_are_for_runs_that_need_no_equal_bits(monkeypatch):
+    """Inductor's measurement may choose another order of sums in a resumed run."""
+    with torch._inductor.config.patch(max_autotune_pointwise=False):
+        for wanted, deterministic in ((True, False), (True, True), (False, False)):
+            monkeypatch.setattr(compiling, "AUTOTUNES_POINTWISE", wanted)
+            monkeypatch.setattr(
+                torch, "are_deterministic_algorithms_enabled", lambda on=deterministic: on
+            )
+            compiled(gpt(), "model")
+            assert torch._inductor.config.max_autotune_pointwise is (wanted and not deterministic)
+
+
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     for how in ("model", "blocks"):

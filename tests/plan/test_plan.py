@@ -29,6 +29,7 @@ from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.saved import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.plan import memory as memory_module
 from gpt2_ddp.plan.memory import Setting, estimate, moments_of
 from gpt2_ddp.plan.plan import CPU_MARGIN, Seen, build_plan, find_target, format_plan, make_plan
 from gpt2_ddp.tasks.pretraining import Pretraining
@@ -165,6 +166,13 @@ def memory_config(model=None, **train):
 
 GPT2 = Setting(memory_config(), "cuda", 8, "bf16", WEIGHTS, BLOCK, 2 * WEIGHTS, IDS, 0.0, 16, True)
 setting = partial(replace, GPT2)
+
+
+def test_a_loss_in_one_pass_has_its_gradient_beside_the_logits(monkeypatch):
+    monkeypatch.setattr(memory_module, "FUSED_ON", ("cuda",))
+    logits = 2 * 16 * 1024 * IDS
+    assert estimate(setting()).parts["logits"] == 2 * logits
+    assert estimate(setting(precision="fp16")).parts["logits"] == logits
 
 
 def test_memory_by_part():
