@@ -68,7 +68,7 @@ LEFT_OVER = [
     ),
     (
         "OMPI_COMM_WORLD_LOCAL_RANK=",
-        "OMPI_COMM_WORLD_LOCAL_RANK =",
+        "OMPI_COMM_WORLD_LOCAL_RANK = ",
         "unset OMPI_COMM_WORLD_LOCAL_RANK",
     ),
 ]
