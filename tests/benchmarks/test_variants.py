@@ -86,7 +86,8 @@ def worker_that(answers):
 def test_a_round_begins_with_a_and_has_it_again_in_the_middle():
     answers = {name: [{"ms": 10.0, "mib": 1.0}] * 4 for name in ("A", "loss", "gelu")}
     pairs = {name: worker_that(of) for name, of in answers.items()}
-    workers, asked = {name: pair[0] for name, pair in pairs.items()}, []
+    workers = {name: pair[0] for name, pair in pairs.items()}
+    asked = []
     found = {"rounds": 0, "variants": {name: {"state": "ready", "turns": []} for name in workers}}
     for _ in range(2):
         ab.take_round(workers, found, CardLog(), 1.0)

@@ -17,7 +17,8 @@ def run_compiled(monkeypatch, devices, dtype):
     torch.manual_seed(0)
     weight = (torch.randn(64, 64) / 4).to(dtype)
     x = (3 * torch.randn(32, 64)).to(dtype).requires_grad_()
-    names, sizes = [], []
+    names = []
+    sizes = []
 
     def backend(graph, inputs):
         names.extend(str(node.target) for node in graph.graph.nodes)

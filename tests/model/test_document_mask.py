@@ -144,7 +144,9 @@ def test_a_mask_of_blocks_is_the_dense_one(kind, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(gpt, "MASK_BLOCK", 16)
-    generator, found, blocks = torch.Generator().manual_seed(3), {}, []
+    generator = torch.Generator().manual_seed(3)
+    found = {}
+    blocks = []
     build = gpt.document_blocks
     monkeypatch.setattr(
         gpt, "document_blocks", lambda document: blocks.append(1) or build(document)

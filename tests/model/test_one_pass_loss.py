@@ -15,7 +15,8 @@ from gpt2_ddp.model import loss as loss_module
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.loss import one_pass_loss
 
-VOCAB, PADDED = 301, 384
+VOCAB = 301
+PADDED = 384
 KINDS = ["gpt2", "llama", "nanochat", "speedrun"]
 
 
@@ -60,7 +61,8 @@ def test_the_loss_and_its_gradients_are_the_plain_ones(monkeypatch, kind, reduct
 
 
 def test_padding_has_probability_0_whatever_its_logits_are():
-    x, weight = torch.randn(5, 8), torch.randn(PADDED, 8, requires_grad=True)
+    x = torch.randn(5, 8)
+    weight = torch.randn(PADDED, 8, requires_grad=True)
     with torch.no_grad():
         weight[VOCAB:] *= 1000
     targets = torch.tensor([0, 300, -100, 7, 7])
@@ -85,7 +87,8 @@ def saved(run):
 def test_no_logits_are_kept_and_a_compiled_loss_is_the_plain_one(monkeypatch, how):
     """Compiled by inductor, whose partitioner decides what is kept. In bf16, as on GPUs."""
     torch._dynamo.reset()
-    tokens, found = batch()[0].numel(), {}
+    tokens = batch()[0].numel()
+    found = {}
     for on in (False, True):
         switch(monkeypatch, on)
         model = model_of()
@@ -156,7 +159,8 @@ def rows_of_a_training(config, devices):
     Accelerator.end_training = lambda self: None  # which would disconnect ranks that train again
     if not isinstance(torch.compile, partial):
         torch.compile = partial(torch.compile, backend="aot_eager")
-    calls, rows = [], []
+    calls = []
+    rows = []
     gpt_module.one_pass_loss = lambda *args: calls.append(1) or one_pass_loss(*args)
     train(
         config,
