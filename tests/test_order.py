@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs import by_definition
 
-from gpt2_ddp.data.mixture import MixedOrder, Phase, normal
+from gpt2_ddp.data.mixture import MixedOrder, Phase, normalized
 from gpt2_ddp.data.order import Permutation, next_digest, skipped_digest
 from gpt2_ddp.state import FIRST_DIGEST
 
@@ -65,7 +65,7 @@ def test_a_step_costs_the_same_wherever_it_is(mixed, most, monkeypatch):
     for size, limit in most.items():
         for begins in (0, 10**6 * size, 10**15):
             order = (
-                MixedOrder(1, [n, n], [Phase(0, normal([2, 1]))], "ab")
+                MixedOrder(1, [n, n], [Phase(0, normalized([2, 1]))], "ab")
                 if mixed
                 else Permutation(1, n)
             )

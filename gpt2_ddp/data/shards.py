@@ -4,6 +4,8 @@ A shard `<split>_<index:06d>.bin` is 256 little-endian int32 (magic, version, to
 then its tokens: uint16 for vocabularies of up to 65,536 ids, uint32 for larger ones. The shards of
 a split, joined, are one stream.
 """
+# pyright: reportUnknownMemberType=false
+# (torch.from_numpy has no types)
 
 import json
 import os
@@ -20,7 +22,6 @@ from gpt2_ddp.data.manifest import AGAIN, HEADER_BYTES, Manifest, Shard, token_d
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small, regular, sha256_file
 
-# pyright: reportUnknownMemberType=false  (torch.from_numpy has no types)
 if TYPE_CHECKING:
     from torch import Tensor
 
