@@ -152,7 +152,7 @@ def corpus(tmp_path_factory):
 
 
 def make_corpus(folder):
-    from gpt2_ddp.preparation.prepare import train_bpe
+    from gpt2_ddp.preparation.bpe import train_bpe
 
     names = (
         "abc",
