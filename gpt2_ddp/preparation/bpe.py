@@ -110,8 +110,8 @@ def train_bpe(texts: Sequence[str], vocab_size: int, path: Path) -> None:
     `vocab_size`: ids in all, at least 257: end-of-text, 256 bytes, merges. Little text gives fewer
     merges."""
     # heavy: only a preparation that trains a BPE needs it
-    import tokenizers  # noqa: PLC0415
-    from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+    import tokenizers  # noqa: PLC0415  heavy
+    from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: PLC0415  heavy
 
     tokenizer: Any = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -172,7 +172,7 @@ def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
         return None
     try:
         # optional
-        from gigatoken.gigatoken_rs import BPETokenizer  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+        from gigatoken.gigatoken_rs import BPETokenizer  # noqa: PLC0415  optional # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:

@@ -39,8 +39,8 @@ class RowSource(NamedTuple):
 
 def _hub_info(config: PrepareConfig) -> "DatasetInfo":
     # heavy: few sources are on the Hub
-    from huggingface_hub import HfApi  # noqa: PLC0415
-    from huggingface_hub.errors import HTTPError  # noqa: PLC0415  # pyright: ignore[reportPrivateImportUsage]
+    from huggingface_hub import HfApi  # noqa: PLC0415  heavy
+    from huggingface_hub.errors import HTTPError  # noqa: PLC0415  heavy # pyright: ignore[reportPrivateImportUsage]
 
     name = config.source_name.removeprefix("hub:")
     try:
