@@ -151,7 +151,7 @@ def corpus(tmp_path_factory):
 
 
 def make_corpus(folder):
-    from gpt2_ddp.preparation.prepare import train_bpe
+    from gpt2_ddp.preparation.bpe import train_bpe
 
     names = "abc bisect heapq keyword queue sched shlex stat string textwrap token"
     texts = [*map(module_text, names.split())]

@@ -13,7 +13,7 @@ from accelerate.state import GradientState
 from commands import expect_error
 
 from gpt2_ddp.data import feed as feed_module
-from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, split_batch
+from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, plan_step, split_batch
 from gpt2_ddp.data.order import Permutation, next_digest, skipped_digest
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
@@ -47,6 +47,23 @@ def test_a_micro_batch_is_the_largest_divisor_or_has_the_least_padding():
 
 def test_numbers_of_windows():
     assert [count_windows(tokens, 4) for tokens in (0, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
+
+
+def test_a_step_is_a_function_of_the_state():
+    """Two epochs of ten items, in steps of four; a range that the state skips is in between."""
+    order = Permutation(1, 10)
+    state = FeedState(position=3, skipped_ranges=[(4, 6)])
+    before = state.model_copy(deep=True)
+    for by_epoch in (False, True):
+        batch = GlobalBatch(4, partial(interleaved, 1, 4), by_epoch=by_epoch)
+        steps = [plan_step(order, batch, state) for _ in range(2)]
+        for step in steps:
+            assert step.positions.tolist() == [3, 6, 7, 8]
+            assert step.items.tolist() == order.items_at(step.positions).tolist()
+            assert step.end == 9
+        later = state.model_copy(update={"position": 9})
+        assert len(plan_step(order, batch, later).items) == (1 if by_epoch else 4)
+    assert state == before
 
 
 class Numbers:

@@ -39,8 +39,8 @@ from gpt2_ddp.data.mixture import (
     MixedWindows,
     Phase,
     check_distinct,
-    check_goes_on,
-    normal,
+    check_resumed_data,
+    normalized,
     phases_of,
     source_weights,
 )
@@ -53,9 +53,9 @@ from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 WINDOWS = [997, 300, 50]
 PHASES = [
-    Phase(0, normal([0.7, 0.2, 0.1])),
-    Phase(3000, normal([0, 0.5, 0.5])),
-    Phase(5000, normal([0.3, 1, 1e-4])),
+    Phase(0, normalized([0.7, 0.2, 0.1])),
+    Phase(3000, normalized([0, 0.5, 0.5])),
+    Phase(5000, normalized([0.3, 1, 1e-4])),
 ]
 
 
@@ -105,7 +105,7 @@ def test_the_order_follows_its_definition():
             [rng.choice([0, 1e-9, 0.1, rng.random(), 7]) for _ in range(n - 1)] + [0.25]
             for _ in begins
         ]
-        phases = [Phase(begin, normal(one)) for begin, one in zip(begins, weights, strict=True)]
+        phases = [Phase(begin, normalized(one)) for begin, one in zip(begins, weights, strict=True)]
         order = mixture(windows, phases, seed := rng.randrange(2**63))
         first = rng.choice([*begins, 10**12])
         positions = sorted({first + rng.randrange(1500) for _ in range(3)})
@@ -405,7 +405,7 @@ def test_what_a_run_goes_on_with(case):
     saved.task = saved.task.model_copy(update=data)
     pattern = "^" + re.escape(case.error).replace(r"\ \.\.\.\ ", ".* ")
     with pytest.raises(UserError, match=pattern) if case.error else nullcontext():
-        check_goes_on(config, saved, now)
+        check_resumed_data(config, saved, now)
 
 
 def test_a_run_over_one_folder_goes_on_with_several(sources, tmp_path, capsys):
@@ -440,7 +440,7 @@ def test_a_range_that_is_passed_over_counts_as_far_as_the_data_stand():
 
 
 def test_the_phase_of_a_position_is_that_of_the_window_before_it():
-    phases = [Phase(0, normal([1, 0])), Phase(1000, normal([0, 1]))]
+    phases = [Phase(0, normalized([1, 0])), Phase(1000, normalized([0, 1]))]
     order = MixedOrder(0, [50, 50], phases, ["a", "b"])
     assert [order.phase_at(position) for position in (0, 1000, 1001)] == [0, 0, 1]
     assert Permutation(0, 50).phase_at(99) == 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs import by_definition
 
-from gpt2_ddp.data.mixture import MixedOrder, Phase, normal
+from gpt2_ddp.data.mixture import MixedOrder, Phase, normalized
 from gpt2_ddp.data.order import Permutation, next_digest, skipped_digest
 from gpt2_ddp.state import FIRST_DIGEST
 
@@ -70,7 +70,7 @@ def test_a_step_costs_the_same_wherever_it_is(mixed, most, monkeypatch):
         for begins in (0, 10**6 * size, 10**15):
             order = Permutation(1, n)
             if mixed:
-                order = MixedOrder(1, [n, n], [Phase(0, normal([2, 1]))], "ab")
+                order = MixedOrder(1, [n, n], [Phase(0, normalized([2, 1]))], "ab")
             sizes.clear()
             for start in range(begins, begins + 4 * 4096, size):
                 for _ in ("of the feed", "of the loader")[: 1 + (size == 4)]:

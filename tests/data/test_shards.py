@@ -73,7 +73,7 @@ def test_stream_equals_the_joined_shards(tmp_path, seed):
 
 def test_a_process_keeps_some_shards_open(tmp_path, monkeypatch):
     monkeypatch.setattr(shards.resource, "getrlimit", lambda _: (64, 64))
-    shards._opener.cache_clear()
+    shards.OPEN_SHARDS.close()
     tokens = random_tokens(80)
     manifest = write(tmp_path, tokens, shard_tokens=2)
     stream, other = (TokenStream(tmp_path, manifest, "train") for _ in range(2))
@@ -81,6 +81,11 @@ def test_a_process_keeps_some_shards_open(tmp_path, monkeypatch):
     for reader in (stream, other):
         np.testing.assert_array_equal(reader.read(np.array([0]), len(tokens))[0], tokens)
         assert len(os.listdir("/proc/self/fd")) - before == 16
+        reader.read(np.array([48]), 1)  # of the open ones, the one that was read first
+        reader.read(np.array([0]), 2)
+        monkeypatch.setattr(shards, "open", None, raising=False)  # it is still open
+        reader.read(np.array([48]), 1)
+        monkeypatch.delattr(shards, "open")
     for path in tmp_path.glob("*.bin"):
         path.unlink()
     # other shards at the same paths, of which some are open
@@ -88,7 +93,8 @@ def test_a_process_keeps_some_shards_open(tmp_path, monkeypatch):
     np.testing.assert_array_equal(
         TokenStream(tmp_path, again, "train").read(np.array([78]), 2)[0], tokens[78:] + 1
     )
-    shards._opener.cache_clear()
+    shards.OPEN_SHARDS.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def open_data(local_main, **changes):

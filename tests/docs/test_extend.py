@@ -191,8 +191,33 @@ def source(folder, corpus):
     expect_error("no such table: b", prepare, gone)
 
 
+def file_format(folder, corpus):
+    """An Arrow file gives the tokens of the same rows in parquet; a row is named in an error."""
+    import pyarrow
+    import pyarrow.parquet
+
+    from gpt2_ddp.config.tools import PrepareConfig
+    from gpt2_ddp.preparation.prepare import prepare
+
+    def prepared(name, texts):
+        table = pyarrow.table({"text": texts})
+        file = folder / name
+        if file.suffix == ".parquet":
+            pyarrow.parquet.write_table(table, file)
+        else:
+            with pyarrow.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table, 300)
+        output = f"{folder}/{file.stem}"
+        return prepare(PrepareConfig(source=str(file), output=output, tokenizer="bytes"))
+
+    texts = [f"Article {number} is short.\n" for number in range(1000)]
+    assert prepared("a.arrow", texts).hash == prepared("p.parquet", texts).hash
+    expect_error("has no text in column text", prepared, "none.arrow", [None] * 9)
+
+
 CHECKS = {
     "A data source": source,
+    "A file format": file_format,
     "A small task": task,
 }
 

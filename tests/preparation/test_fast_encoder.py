@@ -14,8 +14,9 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.workers import AHEAD, in_order
 from gpt2_ddp.preparation import encode
+from gpt2_ddp.preparation.bpe import train_bpe
 from gpt2_ddp.preparation.encode import SAMPLE, FastEncoder, fast_encoder
-from gpt2_ddp.preparation.prepare import prepare, train_bpe
+from gpt2_ddp.preparation.prepare import prepare
 
 LIE = "xylophone"
 

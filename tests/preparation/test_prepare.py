@@ -31,9 +31,10 @@ from gpt2_ddp.data.manifest import read_manifest, tokenizer_note
 from gpt2_ddp.data.shards import TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.output import locked_output
-from gpt2_ddp.preparation import encode, progress, source_files, sources, split
+from gpt2_ddp.preparation import bpe, encode, progress, sources, split, text_files
 from gpt2_ddp.preparation import prepare as prepare_module
-from gpt2_ddp.preparation.prepare import prepare, suitable_vocab_size
+from gpt2_ddp.preparation.bpe import suitable_vocab_size
+from gpt2_ddp.preparation.prepare import prepare
 
 
 @pytest.fixture(scope="module")
@@ -183,14 +184,14 @@ def test_documents_in_are_documents_out(tmp_path, monkeypatch, kind):
     assert not list((tmp_path / "parts").glob(".*.tmp"))
 
 
-PARTED = [(module, "BLOCK", 1000) for module in (encode, source_files, sources)]
-PARTED += [(module, "LARGEST", 4000) for module in (encode, source_files)]
+PARTED = [(module, "BLOCK", 1000) for module in (encode, text_files, sources)]
+PARTED += [(module, "LARGEST", 4000) for module in (encode, text_files)]
 
 
 def test_a_bpe_is_trained_and_another_folder_s_is_copied(texts, tmp_path, monkeypatch):
     """Without `vocab_size` the text decides its size, and any that is there will do."""
     # in a second less
-    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))
+    monkeypatch.setattr(bpe, "run_in_worker", lambda function, *given: function(*given))
     first = prepare(config(texts, tmp_path / "first", tokenizer="bpe", vocab_size=300))
     assert first.vocab_size == 300
     monkeypatch.chdir(tmp_path / "first")
@@ -272,7 +273,7 @@ def test_the_training_text_ends_at_a_break(pieces, latest, training):
 
 def test_a_second_preparation_in_one_process_has_its_own_tokenizer(tmp_path, library, monkeypatch):
     """Although the files of both tokenizers have one name."""
-    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))
+    monkeypatch.setattr(bpe, "run_in_worker", lambda function, *given: function(*given))
     for text in ("one two three\n" * 100, library[3]):
         (tmp_path / "text.txt").write_text(text)
         prepare(config(tmp_path / "text.txt", tmp_path / "out", tokenizer="bpe", vocab_size=300))
@@ -288,7 +289,7 @@ def is_validation(text):
 def test_another_validation_text_gives_the_same_tokenizer(tmp_path, library, monkeypatch, is_whole):
     """And the same training shards: neither the merges nor the number of them depend on it. In one
     file it has as many bytes; in documents it is much longer than all of the training text."""
-    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))
+    monkeypatch.setattr(bpe, "run_in_worker", lambda function, *given: function(*given))
     texts = [text[:2000] for text in library]
     training = [text for text in texts if not is_validation(text)]
     for name in ("first", "second"):
@@ -325,7 +326,7 @@ def test_a_bpe_of_the_first_rows_counts_training_text_alone():
         for name in ("val", "train", "val", "train", "train")
     ]
     counts = Counter()
-    assert [*prepare_module._training_texts(chunks, 30, counts)] == ["é" * 10] * 2
+    assert [*bpe._training_texts(chunks, 30, counts)] == ["é" * 10] * 2
     assert counts == {"bytes": 40}
 
 
@@ -527,7 +528,7 @@ def test_default_outputs():
 
 def test_a_bpe_of_much_text_is_trained_on_a_sample_from_all_of_it():
     texts = [str(number % 10) * 10 for number in range(10_000)]
-    sample, again = (prepare_module.random_sample(texts, 10_000) for _ in range(2))
+    sample, again = (bpe.random_sample(texts, 10_000) for _ in range(2))
     assert sum(map(len, sample)) == 10_000
     assert sample == again
     assert {*sample} == {*texts}
@@ -690,9 +691,9 @@ def test_the_sizes_of_what_is_encoded_add_up(texts, tmp_path, monkeypatch):
             yield item
             seen[action][1] += size(item)
 
-    for module in (encode, sources, prepare_module):
+    for module in (encode, sources, bpe):
         monkeypatch.setattr(module, "progress", noted)
-    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *given: function(*given))
+    monkeypatch.setattr(bpe, "run_in_worker", lambda function, *given: function(*given))
     prepare(config(texts, tmp_path / "out", tokenizer="bpe"))
     size = sum(file.stat().st_size for file in texts.rglob("*.txt"))
     assert seen == {

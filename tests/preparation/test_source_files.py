@@ -14,7 +14,7 @@ from commands import expect_error
 from nasty import DECODABLE, NOT_TEXT, config, texts
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation import source_files, sources
+from gpt2_ddp.preparation import sources, text_files
 from gpt2_ddp.preparation.source_files import find_files, library_files, list_files
 from gpt2_ddp.preparation.sources import scan
 
@@ -195,7 +195,7 @@ def test_what_can_be_decoded_is_read_byte_for_byte(tmp_path):
 def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(
     tmp_path, monkeypatch, size, good
 ):
-    monkeypatch.setattr(source_files, "BLOCK", 1000)
+    monkeypatch.setattr(text_files, "BLOCK", 1000)
     path = tmp_path / "text"
     path.write_bytes(b"word\n" * 300 + b"\xe9\xe8" + b"x" * (size - 1502))
     if good:
@@ -205,7 +205,7 @@ def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(
 
 
 def test_a_character_that_straddles_two_blocks_is_one(tmp_path, monkeypatch):
-    for module in (source_files, sources):
+    for module in (text_files, sources):
         monkeypatch.setattr(module, "BLOCK", 7)
     (tmp_path / "text").write_bytes(("仮名と漢字、" * 9).encode())
     assert texts(tmp_path / "text") == ["仮名と漢字、" * 9]

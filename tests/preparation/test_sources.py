@@ -24,7 +24,7 @@ from nasty import CL100K_PATTERN, config, library_texts, pieces, texts, write_ne
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.preparation import source_files, sources
+from gpt2_ddp.preparation import columns, sources, text_files
 from gpt2_ddp.preparation.sources import read_pieces, scan
 
 PREPARE_DATA = [sys.executable, str(SCRIPTS / "prepare_data.py")]
@@ -107,7 +107,7 @@ def test_a_wrong_row_is_named_by_its_line(tmp_path, name):
 
 def test_a_wrong_row_after_the_checked_ones_is_named_by_its_line_too(tmp_path, monkeypatch):
     """Of a file in parts: its own line, not that of the part."""
-    for module in (source_files, sources):
+    for module in (text_files, sources):
         monkeypatch.setattr(module, "BLOCK", 1000)
     file = tmp_path / "late.jsonl"
     for row, words in (
@@ -191,7 +191,7 @@ def test_a_mark_of_byte_order_is_left_out_at_the_beginning_alone(tmp_path, monke
     """In a part of a file as in the whole."""
     (tmp_path / "a.txt").write_text("\n".join(["\ufefftext"] * 999))
     whole = texts(tmp_path, document_separator="\n")
-    for module in (source_files, sources):
+    for module in (text_files, sources):
         monkeypatch.setattr(module, "BLOCK", 1000)
     assert len(scan(config(tmp_path, document_separator="\n")).parts) > 5
     assert texts(tmp_path, document_separator="\n") == whole == ["text", *["\ufefftext"] * 998]
@@ -434,7 +434,7 @@ def test_a_column_whose_name_has_a_dot(tmp_path):
 
 
 def test_the_first_rows_show_whether_a_table_has_the_column(tmp_path):
-    rows = '{"body": "x"}\n' * (sources.CHECKED - 1)
+    rows = '{"body": "x"}\n' * (columns.CHECKED - 1)
     (tmp_path / "late.jsonl").write_text(rows + '{"text": "here"}\n')
     (tmp_path / "none.jsonl").write_text(rows * 2 + "not JSON")
     assert texts(tmp_path / "late.jsonl") == ["here"]

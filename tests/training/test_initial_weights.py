@@ -31,7 +31,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.imports import import_hf
 from gpt2_ddp.export.transformers_layout import CLASSES, shape
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.preparation.prepare import train_bpe
+from gpt2_ddp.preparation.bpe import train_bpe
 from gpt2_ddp.training import initial_weights as module
 from gpt2_ddp.training.initial_weights import find_model, import_place, load_initial_weights
 
